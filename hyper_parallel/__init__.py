@@ -1,0 +1,34 @@
+"""Write the parallel plan of a PyTorch model once; run it on a laptop, on NPUs or on GPUs.
+
+This file is the table of contents of the public API. ``DTensor``, ``DeviceMesh`` and the placements are torch's
+own, so optimizers, checkpoints and other libraries keep working with them.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
+from hyper_parallel.core.fully_shard import HSDPModule, MixedPrecisionPolicy, fully_shard
+from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # The mesh
+    "DeviceMesh",
+    "ParallelDims",
+    "flatten_axes",
+    "init_device_mesh",
+    # Who holds which part of a tensor
+    "DTensor",
+    "Layout",
+    "Partial",
+    "Replicate",
+    "Shard",
+    # Sharded parameters
+    "HSDPModule",
+    "MixedPrecisionPolicy",
+    "fully_shard",
+    # Devices
+    "get_platform",
+]

@@ -1,0 +1,284 @@
+"""`hyper-parallel`: train a model under torchrun, alone, or on ranks simulated in this process.
+
+This is the one place that may import `sim`, and only where something is simulated.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hyper_parallel.platform import PlatformUnavailableError, get_platform
+from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config_file import load_config
+from hyper_parallel.trainer.data import load_corpus
+from hyper_parallel.trainer.display import TrainingDisplay
+from hyper_parallel.trainer.parallelize import describe_axes
+from hyper_parallel.trainer.place import RankPlace
+from hyper_parallel.trainer.preflight import check_machine, plan_run
+from hyper_parallel.trainer.record import TrainResult
+from hyper_parallel.trainer.report import (
+    Traffic,
+    bits_per_byte,
+    largest_difference,
+    loss_table,
+    plot_losses,
+    traffic_table,
+)
+from hyper_parallel.trainer.trainer import train as train_rank
+
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train with PyTorch in parallel: on a cluster, on one device, or on ranks simulated in one process.",
+)
+
+
+def main() -> None:
+    """Run the command line; exit code 0, 1 (a failure), 2 (a mistake in what was asked) or 130 (Ctrl-C)."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="TOML file; what it leaves out keeps its default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per step, over all ranks together.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Backward passes per step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
+    dp_replicate: Annotated[int | None, typer.Option(help="Ranks that hold copies of the same shards.")] = None,
+    dp_shard: Annotated[
+        int | None, typer.Option(help="Ranks that each weight is split over; default: all that are left.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu; default: what the machine has.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between validations; 0: only at the end.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, data order and simulated interleaving.")] = None,
+    log_file: Annotated[
+        str | None, typer.Option(help="JSONL file, written anew as the run goes; default: out/train.jsonl.")
+    ] = None,
+    memory_limit_gb: Annotated[
+        float | None, typer.Option(help="Refuse to start above this estimate; default: what is free.")
+    ] = None,
+    sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
+) -> None:
+    """Train a small Llama on text.
+
+    Without --sim the ranks come from torchrun:
+    torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
+    """
+    with _before_ranks_start():
+        run = load_config(config) if config is not None else Config()
+        size: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
+        rest = {"seed": seed, "device": device, "eval_every": eval_every, "memory_limit_gb": memory_limit_gb}
+        run = run.with_changes("train", size | rest | {"log": log_file})
+        run = run.with_changes("optimizer", {"lr": lr})
+        run = run.with_changes("parallel", {"dp_replicate": dp_replicate, "dp_shard": dp_shard})
+        if run.train.log is None:
+            run = run.with_changes("train", {"log": "out/train.jsonl"})
+        run = _check(run, sim)
+    with _while_ranks_run(f"the log so far is in {run.train.log}"):
+        console = _console()
+        _describe(console, run, sim)
+        if sim is None:
+            result = _run_here(console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run)
+        else:
+            result, _ = _run_simulated(console, f"{sim} simulated ranks", run, sim)
+        _summarise(console, result)
+        console.print(f"log: {run.train.log}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for loss.png and the logs.")] = Path("out/demo"),
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 60,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and simulated interleaving.")] = 0,
+) -> None:
+    """Train a small Llama on 8 simulated ranks (2 replicas x 4 shards), then on one device, and compare."""
+    with _before_ranks_start():
+        both = TrainConfig(steps=steps, seed=seed, device="cpu", eval_every=10)
+        ranks = Config(
+            train=replace(both, log=str(out / "8_ranks.jsonl")), parallel=ParallelConfig(dp_replicate=2, dp_shard=4)
+        )
+        single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
+        ranks = _check(ranks, sim=8)
+    with _while_ranks_run(f"the logs so far are in {out}"):
+        console = _console()
+        _describe(console, ranks, sim=8)
+        simulated, traffic = _run_simulated(console, "8 simulated ranks", ranks, 8)
+        with _one_thread():
+            alone = _run_here(console, "one device", single)
+        _compare(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def _run_here(console: Console, title: str, run: Config) -> TrainResult:
+    """Train as the rank that torchrun made of this process, or alone."""
+    with TrainingDisplay(console, title, run.train.steps) as display:
+        return train_rank(run, display.on_step)
+
+
+def _run_simulated(console: Console, title: str, run: Config, world_size: int) -> tuple[TrainResult, list[Traffic]]:
+    """Train as every rank of a simulated world; also return what the ranks communicated."""
+    import sim
+
+    with (
+        TrainingDisplay(console, title, run.train.steps) as display,
+        sim.world(world_size, seed=run.train.seed) as world,
+    ):
+        results = world.run(train_rank, args=(run, display.on_step))
+        return results[0], list(world.trace.by_axis())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one core, as each simulated rank does: the comparison is then the same on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _before_ranks_start() -> Iterator[None]:
+    """Turn a mistake in what was asked into one message and exit code 2."""
+    try:
+        yield
+    except (ValueError, PlatformUnavailableError) as error:
+        if _is_first_rank():  # every rank finds the same mistake
+            Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(USER_ERROR) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _while_ranks_run(left: str) -> Iterator[None]:
+    """Turn Ctrl-C into exit code 130, and a failure into its traceback and exit code 1."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if _is_first_rank():
+            Console(stderr=True, soft_wrap=True).print(f"interrupted; {left}", highlight=False)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception:
+        traceback.print_exc()
+        raise typer.Exit(FAILURE) from None
+
+
+def _check(run: Config, sim: int | None) -> Config:
+    """Check the run against the ranks and the machine; raise ValueError or PlatformUnavailableError."""
+    if sim is not None:
+        run = _check_simulated(run, sim)
+        world_size = local_ranks = sim
+    else:
+        place = RankPlace.from_environment()
+        world_size, local_ranks = place.world_size, place.local_world_size
+    platform = get_platform(run.train.device)
+    dims = plan_run(run, world_size)
+    check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")
+    return run
+
+
+def _check_simulated(run: Config, world_size: int) -> Config:
+    if world_size < 1:
+        raise ValueError(f"cannot simulate {world_size} ranks: --sim {world_size}\n  try: --sim 8")
+    started = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if started:
+        raise ValueError(
+            f"--sim {world_size} starts ranks of its own, but this process is a rank already ({', '.join(started)})\n"
+            "  try: leave out --sim under torchrun, or start hyper-parallel without torchrun"
+        )
+    if run.train.device not in (None, "cpu"):
+        raise ValueError(
+            f"simulated ranks compute on the CPU, but device is '{run.train.device}' (--sim {world_size})\n"
+            "  try: leave out --device, or leave out --sim and start the ranks with torchrun"
+        )
+    return run.with_changes("train", {"device": "cpu"})
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+# -- what a person sees ----------------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    """Write to the real stdout from the first rank; the others stay silent."""
+    return Console(file=sys.stdout, quiet=not _is_first_rank(), highlight=False, markup=False, soft_wrap=True)
+
+
+def _describe(console: Console, run: Config, sim: int | None) -> None:
+    model, train = run.llama(), run.train
+    corpus = load_corpus(run.data.path, run.data.pattern, run.data.max_bytes)
+    dims = plan_run(run, sim or RankPlace.from_environment().world_size)
+    console.print(
+        f"Llama, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
+    )
+    console.print(
+        f"text: {corpus.source}, {corpus.files} files, {corpus.train.size / 1e6:.1f} MB + "
+        f"{corpus.valid.size / 1e6:.1f} MB held back"
+    )
+    console.print(f"batch: {train.batch_size} x {train.seq_len} bytes, {train.steps} steps; {describe_axes(dims)}")
+
+
+def _summarise(console: Console, result: TrainResult) -> None:
+    last = result.losses[-10:]
+    console.print(
+        f"loss {result.losses[0]:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} steps), "
+        f"{result.tokens_per_s:,.0f} tokens/s"
+    )
+    console.print(
+        f"held-back text: loss {result.valid_loss:.3f}, {bits_per_byte(result.valid_loss):.2f} bits per byte "
+        "(8 is guessing)"
+    )
+
+
+def _compare(console: Console, runs: dict[str, TrainResult], traffic: list[Traffic], out: Path) -> None:
+    simulated, single = runs.values()
+    difference, step = largest_difference(simulated, single)
+    console.print("\nThe same steps on 8 simulated ranks and on one device", style="bold")
+    console.print(loss_table(runs))
+    console.print(f"largest difference in {len(simulated.steps)} steps: {difference:.1e} (step {step})")
+    console.print("\nWhat the 8 ranks communicated (bytes received, validation included)", style="bold")
+    console.print(traffic_table(traffic))
+    console.print()
+    _summarise(console, simulated)
+    console.print(f"one device alone: {single.tokens_per_s:,.0f} tokens/s on one core, as the simulated ranks together")
+    picture = out / "loss.png"
+    title = f"Llama, {simulated.parameters:,} parameters, on Python source text"
+    if plot_losses(runs, picture, title):
+        console.print(f"wrote {picture}, {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
+    else:
+        console.print(f"no {picture}: matplotlib is not installed; try: pip install 'hyper_parallel[plot]'")
+        console.print(f"wrote {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What torch lacks: layouts (`dtensor/`) and sharded parameters (`fully_shard/`)."""

@@ -1,0 +1,452 @@
+"""The Layout: a value that says which rank holds which part of a tensor."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hyper_parallel.core.dtensor import forms, serial, shards, strided, torch_form
+from hyper_parallel.core.dtensor.axes import MeshAxes, check_axes, describe_ranks
+from hyper_parallel.core.dtensor.checks import check_ndim, check_rank, check_shape
+from hyper_parallel.core.dtensor.messages import explain
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from hyper_parallel.core.dtensor.placement_types import Placement
+
+
+class Layout:
+    """Which rank of a mesh holds which part of a tensor: axis names and numbers only, never a process group.
+
+    >>> layout = Layout((2, 4), ("dp", "tp"))  # a mesh, without an assignment yet
+    >>> a = layout("dp", "None")  # alias form, one entry per dim: dim 0 is split over dp
+    >>> a.local_shape((6, 5), rank=7), a.local_slice((6, 5), rank=7)
+    ((3, 5), (slice(3, 6, None), slice(0, 5, None)))
+    >>> layout(("tp", "dp"), "None")  # dim 0 split over tp, then each part over dp
+    Layout((2, 4), ('dp', 'tp'))(('tp', 'dp'), 'None')
+    >>> from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+    >>> layout(Shard(0), Replicate()) == a  # placement form, one of torch's placements per axis
+    True
+    >>> layout("None", "None", partial={"tp": "sum"}).partial  # a sum over tp is still to be taken
+    {'tp': 'sum'}
+    >>> layout().repeat_num()  # everything replicated
+    8
+
+    A layout never changes; methods return new ones. Two layouts are equal when they lie on the same mesh (names, sizes,
+    ranks) and place every tensor that both fit alike, in whichever form they were written: trailing "None" entries do
+    not count, and neither does where an axis of size 1 stands among several on one dim. A negative `Shard` dim depends
+    on the tensor, so it equals only itself until `placement_to_tensor_map(ndim)` resolves it. A mesh without an
+    assignment is not equal to `layout()`. `mesh` takes no part in equality, hash or pickling. Equal layouts can still
+    differ in how they are written (`alias_placements`, `tensor_map`): a cache of such a thing should be keyed by
+    `placement_to_tensor_map(ndim)` and ndim.
+
+    Dims beyond the entries are not split; more entries than dims are an error wherever a shape or ndim is given.
+
+    Args:
+        shape: ranks along each axis, each at least 1.
+        names: one name per axis.
+        rank_list: the rank at each mesh position, last axis fastest. Default: 0, 1, 2, ...
+
+    Raises:
+        TypeError: a size or rank that is no int, a name that is no str, a value that is no sequence.
+        ValueError: no axes, a size below 1, a name that is "" or "None" or repeated, names and shape of different
+            length, ranks of the wrong number, repeated or negative.
+    """
+
+    __slots__ = ("_axes", "_hash", "_mesh", "_partial", "_specs", "_splits")
+
+    _axes: MeshAxes
+    _splits: shards.Splits | None  # alias form: per dim, the axes that split it, outer first
+    _specs: strided.Specs | None  # either form: per axis, what it splits; None for a mesh without an assignment
+    _partial: forms.Reductions
+    _mesh: "DeviceMesh | None"
+    _hash: int
+
+    def __init__(self, shape: Sequence[int], names: Sequence[str], rank_list: Sequence[int] | None = None) -> None:
+        self._fill(check_axes(shape, names, rank_list))
+
+    @classmethod
+    def from_device_mesh(cls, mesh: "DeviceMesh") -> "Layout":
+        """Return the layout of torch's DeviceMesh, without an assignment yet, that remembers the mesh.
+
+        A mesh without names gets the axis names "axis0", "axis1", ...
+
+        Args:
+            mesh: the mesh, or a slice of one (then the layout lies on this rank's slice).
+
+        Raises:
+            TypeError: not a DeviceMesh.
+            ValueError: an axis name that a layout cannot have.
+        """
+        from hyper_parallel.core.dtensor.mesh import axes_of
+
+        return cls._make(axes_of(mesh), mesh=mesh)
+
+    @classmethod
+    def of(cls, x: "DTensor") -> "Layout":
+        """Return the layout of a DTensor, in alias form, that remembers its mesh; see `convert.layout_of`."""
+        from hyper_parallel.core.dtensor.convert import layout_of
+
+        return layout_of(x)
+
+    def __call__(self, *entries: Any, partial: Mapping[str, str] | None = None) -> "Layout":
+        """Return the layout on the same mesh with this assignment, instead of any it has.
+
+        >>> layout = Layout((2, 4), ("dp", "tp"))
+        >>> layout(("dp", "tp"))  # a 1-D tensor split over dp, then tp
+        Layout((2, 4), ('dp', 'tp'))(('dp', 'tp'))
+
+        Args:
+            entries: one per dim: an axis name, a tuple of names (outer first), or "None" or None; or one of torch's
+                placements per axis, also as one tuple. None at all: everything replicated.
+            partial: reductions still to be taken: axis name -> "sum", "avg", "max", "min" or "prod".
+
+        Raises:
+            TypeError: an entry of another type.
+            ValueError: an axis that does not exist, is used twice, or both splits and is partial; the two forms mixed;
+                a number of placements that is not the number of axes; a reduction that does not exist.
+        """
+        if len(entries) == 1 and isinstance(entries[0], tuple | list) and any(map(torch_form.is_placement, entries[0])):
+            entries = tuple(entries[0])
+        axes, splits = self._axes, None
+        reductions: forms.Reductions = (None,) * len(axes.sizes)
+        if any(map(torch_form.is_placement, entries)):
+            specs, reductions = torch_form.read_placements(axes, entries)
+            if all(spec is None or spec[0] >= 0 for spec in specs):  # then an impossible order shows at once
+                torch_form.resolve(axes, specs, max((spec[0] + 1 for spec in specs if spec), default=0))
+        else:
+            splits = forms.read_alias(axes, entries)
+            specs = strided.to_specs(axes.sizes, splits)
+        return self._with(splits, specs, forms.read_reductions(axes, partial, specs, reductions))
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Ranks along each axis."""
+        return self._axes.sizes
+
+    @property
+    def alias_name(self) -> tuple[str, ...]:
+        """The axis names."""
+        return self._axes.names
+
+    @property
+    def rank_list(self) -> tuple[int, ...]:
+        """The rank at each mesh position, last axis fastest."""
+        return tuple(self._axes.ranks)
+
+    @property
+    def mesh(self) -> "DeviceMesh | None":
+        """torch's DeviceMesh, if the layout was made from one; not kept by pickling."""
+        return self._mesh
+
+    @property
+    def alias_placements(self) -> tuple[str | tuple[str, ...], ...] | None:
+        """One entry per dim: "None", an axis name or a tuple of names; None before an assignment in alias form.
+
+        >>> Layout((2, 4), ("dp", "tp"))(("tp", "dp"), None).alias_placements
+        (('tp', 'dp'), 'None')
+        """
+        return None if self._splits is None else forms.write_alias(self._axes, self._splits)
+
+    @property
+    def placements(self) -> "tuple[Placement, ...] | None":
+        """torch's placements, one per axis; None before an assignment.
+
+        >>> Layout((2, 4), ("dp", "tp"))("tp", "None", partial={"dp": "prod"}).placements
+        (Partial(product), Shard(dim=0))
+
+        A dim split against mesh order gives torch's strided shards, which are right when the split is even;
+        `convert.to_placements` also checks that, and the other limits of a DTensor.
+        """
+        return None if self._specs is None else torch_form.write_placements(self._specs, self._partial)
+
+    @property
+    def tensor_map(self) -> "tuple[int | tuple[int, ...], ...] | None":
+        """Per dim the axis that splits it, counted from the right; None before an assignment in alias form.
+
+        >>> Layout((2, 2, 4), ("pp", "dp", "tp"))("tp", "None", ("pp", "dp")).tensor_map
+        (0, -1, (2, 1))
+
+        The last axis is 0; -1 is a dim that is not split; a tuple, outer first, one that several axes split.
+        """
+        return None if self._splits is None else serial.to_tensor_map(len(self._axes.sizes), self._splits)
+
+    def placement_to_tensor_map(self, ndim: int) -> "Layout":
+        """Return the same layout in alias form for tensors of ndim dims, with `tensor_map` filled in.
+
+        >>> from hyper_parallel.core.dtensor.placement_types import Replicate, Shard
+        >>> Layout((2, 4), ("dp", "tp"))(Shard(-1), Replicate()).placement_to_tensor_map(2).tensor_map
+        (-1, 1)
+
+        Args:
+            ndim: dims of the tensor; a layout in alias form gets "None" for the dims it does not mention.
+
+        Raises:
+            TypeError: ndim is no int.
+            ValueError: no assignment yet, more entries than ndim, a `Shard` dim out of range.
+        """
+        splits = self.splits(check_ndim(ndim, self._describe()))
+        return self._with(splits, strided.to_specs(self._axes.sizes, splits), self._partial)
+
+    def tensor_map_to_placement(self) -> "Layout":
+        """Return the same layout in placement form, the inverse of `placement_to_tensor_map`.
+
+        >>> Layout((2, 4), ("dp", "tp"))("tp", "None").tensor_map_to_placement()
+        Layout((2, 4), ('dp', 'tp'))(Replicate(), Shard(0))
+
+        Raises:
+            ValueError: no assignment yet.
+        """
+        return self._with(None, self._assigned("write placements"), self._partial)
+
+    @property
+    def partial(self) -> dict[str, str]:
+        """Reductions still to be taken: axis name -> "sum", "avg", "max", "min" or "prod", in mesh order."""
+        pairs = zip(self._axes.names, self._partial, strict=True)
+        return {name: reduction for name, reduction in pairs if reduction is not None}
+
+    def is_partial(self) -> bool:
+        """Return whether any reduction is still to be taken."""
+        return any(self._partial)
+
+    def reset_partial(self) -> "Layout":
+        """Return the same layout with no reduction pending.
+
+        >>> Layout((2, 4), ("dp", "tp"))("dp", partial={"tp": "sum"}).reset_partial()
+        Layout((2, 4), ('dp', 'tp'))('dp')
+        """
+        return self._with(self._splits, self._specs, (None,) * len(self._partial))
+
+    def repeat_num(self) -> int:
+        """Return how many ranks hold the same data: the product of the axes that neither split nor are partial.
+
+        >>> Layout((2, 3, 4), ("pp", "dp", "tp"))("tp", partial={"pp": "sum"}).repeat_num()
+        3
+
+        Raises:
+            ValueError: no assignment yet.
+        """
+        rows = zip(self._axes.sizes, self._assigned("count replicas"), self._partial, strict=True)
+        return math.prod(size for size, spec, reduction in rows if spec is None and reduction is None)
+
+    def splits(self, ndim: int) -> shards.Splits:
+        """Return, per dim of an ndim-D tensor, the axes that split it as indices from the left, outer first.
+
+        >>> Layout((2, 4), ("dp", "tp"))(("tp", "dp")).splits(3)
+        ((1, 0), (), ())
+
+        Args:
+            ndim: dims of the tensor.
+
+        Raises:
+            ValueError: no assignment yet, more entries than ndim, a `Shard` dim out of range.
+        """
+        specs = self._assigned("place a tensor")
+        if self._splits is None:
+            return torch_form.resolve(self._axes, specs, ndim)
+        if len(self._splits) > ndim:
+            entry = forms.write_alias(self._axes, self._splits)[ndim]
+            blame = f"entry {ndim}, {entry!r}, is for a dim that a tensor of ndim {ndim} does not have"
+            raise ValueError(explain("cannot place a tensor", blame, self._describe(), "one entry per dim at most"))
+        return self._splits + ((),) * (ndim - len(self._splits))
+
+    def local_shape(self, global_shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
+        """Return the shape of the part that a rank holds.
+
+        >>> layout = Layout((4,), ("dp",))("dp", "None")
+        >>> [layout.local_shape((5, 3), rank) for rank in range(4)]  # ceil(5 / 4) = 2 rows, then what is left
+        [(2, 3), (2, 3), (1, 3), (0, 3)]
+
+        Args:
+            global_shape: the whole tensor's sizes, in elements.
+            rank: a rank on the mesh. Default: the calling rank.
+
+        Raises:
+            TypeError: a size or rank that is no int.
+            ValueError: no assignment yet, more entries than dims, a negative size, a rank that is not on the mesh, no
+                rank given and no process group to ask.
+        """
+        return tuple(part.stop - part.start for part in self.local_slice(global_shape, rank))
+
+    def local_slice(self, global_shape: Sequence[int], rank: int | None = None) -> tuple[slice, ...]:
+        """Return the part that a rank holds, one `slice` per dim, so that `whole[layout.local_slice(...)]` is it.
+
+        >>> Layout((2, 2), ("dp", "tp"))(("tp", "dp")).local_slice((8,), rank=1)  # dp 0, tp 1
+        (slice(4, 6, None),)
+
+        An empty part starts and stops where the part that it was split from ends. Arguments and errors: as for
+        `local_shape`.
+        """
+        shape = check_shape(global_shape, self._describe())
+        splits = self.splits(len(shape))
+        position = self._axes.position(check_rank(rank, self._axes.ranks[0], self._describe()))
+        return shards.one_slice(shape, self._axes.sizes, splits, self._axes.coordinates(position))
+
+    def slices(self, global_shape: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return start and stop of every dim on every rank, as an array of ranks x dims x 2.
+
+        >>> Layout((2, 2), ("dp", "tp"))("dp", "tp").slices((4, 3)).tolist()
+        [[[0, 2], [0, 2]], [[0, 2], [2, 3]], [[2, 4], [0, 2]], [[2, 4], [2, 3]]]
+
+        Row i belongs to rank `rank_list[i]`. 100,000 ranks take milliseconds.
+
+        Args:
+            global_shape: the whole tensor's sizes, in elements.
+
+        Raises:
+            TypeError: a size that is no int.
+            ValueError: no assignment yet, more entries than dims, a negative size.
+        """
+        shape = check_shape(global_shape, self._describe())
+        return shards.all_slices(shape, self._axes.sizes, self.splits(len(shape)))
+
+    def with_mesh(self, mesh: "DeviceMesh | None") -> "Layout":
+        """Return the same layout with this DeviceMesh as its `mesh`, as after unpickling; None: without one.
+
+        Raises:
+            TypeError: not a DeviceMesh.
+            ValueError: the mesh has other names, sizes or ranks.
+        """
+        from hyper_parallel.core.dtensor.mesh import axes_of
+
+        if mesh is not None and axes_of(mesh) != self._axes:
+            seen = f"{self._describe()}   given: {Layout._make(axes_of(mesh))}"
+            blame = "mesh has other axes or ranks than the layout"
+            raise ValueError(explain("cannot put a layout on a mesh", blame, seen, "the mesh that it was made for"))
+        return self._make(self._axes, self._splits, self._specs, self._partial, mesh)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as plain tuples, ints and strings; `from_dict` reads it back, also after JSON.
+
+        >>> Layout((2,), ("dp",))("dp", "None").to_dict()
+        {'mesh_shape': (2,), 'tensor_map': (0, -1), 'alias_name': ('dp',), 'rank_list': (0, 1), 'partial': {}}
+
+        A layout in placement form has no tensor map; it adds "placements", per axis the dim and torch's split factor.
+        """
+        result: dict[str, Any] = {
+            "mesh_shape": self.mesh_shape,
+            "tensor_map": self.tensor_map,
+            "alias_name": self.alias_name,
+            "rank_list": self.rank_list,
+            "partial": self.partial,
+        }
+        return {**result, "placements": self._specs} if self._splits is None and self._specs is not None else result
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Layout":
+        """Return the layout that `to_dict` described.
+
+        >>> layout = Layout((2, 4), ("dp", "tp"))(("tp", "dp"), "None")
+        >>> Layout.from_dict(layout.to_dict()) == layout
+        True
+
+        Args:
+            data: "mesh_shape" and "alias_name"; "tensor_map", "rank_list" and "partial" may be left out.
+
+        Raises:
+            TypeError: not a mapping, or a value of the wrong type.
+            ValueError: a key that is missing or unknown, or a value that makes no layout.
+        """
+        fields = serial.read_dict(data)
+        mesh = cls(fields["mesh_shape"], fields["alias_name"], fields.get("rank_list"))
+        partial = fields.get("partial")
+        if fields.get("placements") is not None:
+            specs = serial.read_specs(mesh._axes, fields["placements"])
+            return mesh(*torch_form.write_placements(specs, mesh._partial), partial=partial)
+        if fields.get("tensor_map") is None:
+            return mesh
+        return mesh(*serial.read_tensor_map(mesh._axes, fields["tensor_map"]), partial=partial)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            return NotImplemented
+        mine, theirs = (self._hash, self._specs, self._partial), (other._hash, other._specs, other._partial)
+        return mine == theirs and self._axes == other._axes
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        ranks = "" if self._axes.has_default_ranks else f", {self._axes.ranks!r}"
+        head = f"Layout({self.mesh_shape!r}, {self.alias_name!r}{ranks})"
+        if self._specs is None:
+            return head
+        if self._splits is None:
+            return f"{head}({torch_form.source(self._specs, self._partial)})"
+        words = [repr(entry) for entry in forms.write_alias(self._axes, self._splits)]
+        words += [f"partial={self.partial!r}"] if self.is_partial() else []
+        return f"{head}({', '.join(words)})"
+
+    def __str__(self) -> str:
+        ranks = "" if self._axes.has_default_ranks else f" (ranks {describe_ranks(self._axes.ranks)})"
+        pending = ", ".join(f"{reduction} over {name}" for name, reduction in self.partial.items())
+        return f"{self._short()}{' pending ' + pending if pending else ''} on {self._axes}{ranks}"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}: a Layout never changes")
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}: a Layout never changes")
+
+    def __copy__(self) -> "Layout":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Layout":
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return (Layout._make, (self._axes, self._splits, self._specs, self._partial))
+
+    @classmethod
+    def _make(
+        cls,
+        axes: MeshAxes,
+        splits: shards.Splits | None = None,
+        specs: strided.Specs | None = None,
+        partial: forms.Reductions | None = None,
+        mesh: "DeviceMesh | None" = None,
+    ) -> "Layout":
+        layout = cls.__new__(cls)
+        layout._fill(axes, splits, specs, partial, mesh)
+        return layout
+
+    def _fill(
+        self,
+        axes: MeshAxes,
+        splits: shards.Splits | None = None,
+        specs: strided.Specs | None = None,
+        partial: forms.Reductions | None = None,
+        mesh: "DeviceMesh | None" = None,
+    ) -> None:
+        partial = partial or (None,) * len(axes.sizes)
+        values = {"_axes": axes, "_splits": splits, "_specs": specs, "_partial": partial, "_mesh": mesh}
+        for name, value in {**values, "_hash": hash((axes, specs, partial))}.items():
+            object.__setattr__(self, name, value)
+
+    def _with(self, splits: shards.Splits | None, specs: strided.Specs | None, partial: forms.Reductions) -> "Layout":
+        return self._make(self._axes, splits, specs, partial, self._mesh)
+
+    def _assigned(self, what: str) -> strided.Specs:
+        if self._specs is None:
+            asked, blame = f"cannot {what}", "the layout is a mesh without an assignment"
+            hint = f'layout("{self.alias_name[0]}", "None"), or layout() for everything replicated'
+            raise ValueError(explain(asked, blame, self._describe(), hint))
+        return self._specs
+
+    def _describe(self) -> str:
+        return f"layout: {self._short()}   mesh: {self._axes}"
+
+    def _short(self) -> str:
+        if self._specs is None:
+            return "(no assignment)"
+        if self._splits is None:
+            return f"({torch_form.source(self._specs, (None,) * len(self._specs))})"
+        entries = forms.write_alias(self._axes, self._splits)
+        return f"({', '.join('-' if e == 'None' else str(e) if isinstance(e, str) else '>'.join(e) for e in entries)})"

@@ -1,0 +1,223 @@
+"""The methods that a wrapped module gains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.core.fully_shard.state_dict import load_into
+from hyper_parallel.core.fully_shard.unit import Unit, unit_of
+
+__all__ = ["HSDPModule", "UnshardHandle", "nested_units", "show_shards_in_state_dicts", "wrapped_class"]
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns: a gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Wait until the whole parameters are there; further calls do nothing."""
+        if self._unit is not None:
+            self._unit.unshard()
+            self._unit = None
+
+
+class HSDPModule:
+    """Mixed into the class of every module that :func:`fully_shard` has wrapped.
+
+    "Nested" below means: this unit and all units in its submodules. Methods raise ``ValueError`` for an argument
+    of the wrong kind, and when called on a module that was never wrapped.
+    """
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, flag: bool) -> None:
+        """False: no communication in backward, gradients are kept; the next backward with True adds them. Nested."""
+        _check_flag("set_requires_gradient_sync", flag)
+        for unit in _nested(self):
+            unit.requires_gradient_sync = flag
+
+    def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
+        """False: reduce over the shard axis only; the replicate axis follows in the next backward with True."""
+        _check_flag("set_requires_all_reduce", flag)
+        for unit in _reach(self, "set_requires_all_reduce", recurse):
+            unit.requires_all_reduce = flag
+
+    def set_is_last_backward(self, flag: bool) -> None:
+        """False: the end of this backward leaves reductions under way (several backwards per step). For the root."""
+        _check_flag("set_is_last_backward", flag)
+        unit = _unit(self)
+        unit.is_last_backward = flag
+        if unit.schedule is not None:
+            unit.schedule.is_last_backward = flag
+
+    def set_gradient_scaling_factor(self, factor: float) -> None:
+        """Multiply reduced gradients by ``factor``. Nested."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise ValueError(f"set_gradient_scaling_factor cannot use {factor!r}\n  expected: a float\n  try: 0.5")
+        for unit in _nested(self):
+            unit.gradient_scale = float(factor)
+
+    def set_reduce_op_type(self, op: str) -> None:
+        """``"avg"`` (the default) or ``"sum"``, for this unit only; case and blanks do not matter."""
+        cleaned = op.strip().lower() if isinstance(op, str) else op
+        if cleaned not in ("avg", "sum"):
+            raise ValueError(f"set_reduce_op_type cannot use {op!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'")
+        _unit(self).reduce_op = cleaned
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also those that wait for a reduction. Nested."""
+        for unit in _nested(self):
+            unit.clear_gradients(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    # -- when parameters are whole -------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, flag: bool, recurse: bool = True) -> None:
+        """Whether the whole parameters are freed after forward."""
+        _check_flag("set_reshard_after_forward", flag)
+        for unit in _reach(self, "set_reshard_after_forward", recurse):
+            unit.reshard_after_forward = flag
+
+    def set_reshard_after_backward(self, flag: bool, recurse: bool = True) -> None:
+        """Whether the whole parameters are freed after backward; False saves gathers between micro-batches."""
+        _check_flag("set_reshard_after_backward", flag)
+        for unit in _reach(self, "set_reshard_after_backward", recurse):
+            unit.reshard_after_backward = flag
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
+        """Gather these units' parameters while this unit's forward computes (default: the unit that came next)."""
+        _unit(self).forward_prefetch = _units_of("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
+        """Gather these units' parameters while this unit's backward computes (default: the one that came before)."""
+        _unit(self).backward_prefetch = _units_of("set_modules_to_backward_prefetch", modules)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters now; with ``async_op`` returns a handle to wait on.
+
+        What is gathered already is gathered again only if the parameters have changed since; a change through
+        ``.data`` is not seen, call ``reshard()`` after one.
+        """
+        _check_flag("unshard", async_op, "async_op")
+        unit = _unit(self)
+        if async_op:
+            unit.start_gather()
+            return UnshardHandle(unit)
+        unit.unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's whole parameters now."""
+        _unit(self).reshard()
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load values into the sharded parameters and the buffers; the caller's dict is not changed.
+
+        A value may be a DTensor (resharded when laid out otherwise), a plain tensor of the local shape, or one of
+        the global shape.
+
+        Args:
+            state_dict: Values by full name.
+            strict: Raise for missing and for unexpected keys.
+            assign: Not possible for sharded parameters: warns, and copies.
+
+        Raises:
+            ValueError: A value of another shape, or no tensor at all.
+            RuntimeError: ``strict`` and keys are missing or unexpected; both are listed, sorted.
+        """
+        for unit in _nested(self):
+            unit.reshard()
+        parent: Any = super()
+
+        def load(values: dict[str, Any]) -> Any:
+            return parent.load_state_dict(values, strict=False)
+
+        assert isinstance(self, nn.Module)
+        return load_into(self, state_dict, load, strict=strict, assign=assign)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"cannot copy or pickle a {type(self).__name__}: its parameters are parts that belong to running groups\n"
+            "  seen: copy.deepcopy, copy.copy, pickle or torch.save of the module itself\n"
+            "  try: its state_dict(), or copy the module before fully_shard"
+        )
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module) if isinstance(module, nn.Module) else None
+    if unit is None:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters of its own to manage: it was never wrapped\n"
+            "  try: fully_shard(module, mesh=mesh) first"
+        )
+    return unit
+
+
+def nested_units(module: nn.Module) -> Iterator[Unit]:
+    """All units in ``module`` and its submodules, each once, in module order."""
+    seen: list[Unit] = []
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is not None and unit not in seen:
+            seen.append(unit)
+            yield unit
+
+
+def _nested(module: Any) -> Iterable[Unit]:
+    _unit(module)
+    return nested_units(module)
+
+
+def _reach(module: Any, method: str, recurse: bool) -> Iterable[Unit]:
+    _check_flag(method, recurse, "recurse")
+    return _nested(module) if recurse else [_unit(module)]
+
+
+def _check_flag(method: str, flag: Any, name: str = "flag") -> None:
+    if not isinstance(flag, bool):
+        raise ValueError(f"{method} cannot use {flag!r} as its {name}\n  expected: True or False\n  try: True")
+
+
+def _units_of(method: str, modules: Any) -> list[Unit]:
+    if not isinstance(modules, (list, tuple)):
+        raise ValueError(
+            f"{method} cannot use {modules!r}\n  expected: a list of wrapped modules\n  try: [model.layers[1]]"
+        )
+    units = []
+    for index, module in enumerate(modules):
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(
+                f"{method}: item {index} is a {type(module).__name__}, which was never wrapped\n"
+                "  expected: modules that fully_shard has wrapped\n"
+                "  try: fully_shard(that_module) first"
+            )
+        units.append(unit)
+    return units
+
+
+@functools.cache
+def wrapped_class(original: Any) -> Any:
+    """The class ``HSDP<Original>`` that a wrapped module gets; one per original class."""
+    return type(f"HSDP{original.__name__}", (HSDPModule, original), {"__module__": original.__module__})
+
+
+def show_shards_in_state_dicts(unit: Unit, owner: nn.Module) -> None:
+    """State dicts of ``owner`` save and load its sharded parameters, whatever the state of the unit."""
+
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        unit.reshard()
+
+    def before_load(module: nn.Module, *args: Any) -> None:
+        unit.reshard()
+
+    owner.register_state_dict_pre_hook(before_save)
+    owner.register_load_state_dict_pre_hook(before_load)

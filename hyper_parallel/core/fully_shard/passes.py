@@ -1,0 +1,113 @@
+"""One pass of a unit, forward and back: how autograd tells that backward reaches the unit, and that it has left it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+__all__ = ["Pass", "cast", "copy_aliases", "mark_inputs", "tensors_in", "watch_outputs"]
+
+
+class Listener(Protocol):
+    """What a pass reports to: its unit."""
+
+    def backward_reaches(self, a_pass: Pass) -> None:
+        """Backward is about to enter the unit through this pass."""
+
+    def backward_left(self, a_pass: Pass) -> None:
+        """Backward has computed the gradients of this pass's inputs."""
+
+
+class Pass:
+    """One call of a unit's module.
+
+    Attributes:
+        reached_in: Number of the backward that last reached the outputs; -1: none has.
+        left_in: Number of the backward that last left through the inputs; -1: none has.
+    """
+
+    __slots__ = ("left_in", "listener", "reached_in")
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.reached_in = -1
+        self.left_in = -1
+
+    def reach(self, *gradients: Any) -> None:
+        """The hook on outputs; it leaves their gradients alone."""
+        del gradients
+        self.listener.backward_reaches(self)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity; its backward runs when the gradients of all of a unit's inputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, a_pass: Pass, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.a_pass = a_pass
+        ctx.set_materialize_grads(False)  # an input that the unit does not use gets no gradient, not one of zeros
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        a_pass: Pass = ctx.a_pass
+        a_pass.listener.backward_left(a_pass)
+        return (None, *gradients)
+
+
+def mark_inputs(a_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put a node behind the inputs that tells when backward has left the unit.
+
+    A tensor that is given twice stays one object, which modules may test for (attention does).
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    inputs = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    if not inputs:
+        return args, kwargs
+    marked = dict(zip(inputs, _EndOfBackward.apply(a_pass, *inputs.values()), strict=True))
+    result: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten([marked.get(id(x), x) for x in leaves], spec)
+    return result
+
+
+def watch_outputs(a_pass: Pass, tensors: list[torch.Tensor]) -> None:
+    """Have the pass told before backward uses any of its ``tensors``, which require gradients and are no leaves."""
+    for tensor in tensors:
+        tensor.register_hook(a_pass.reach)
+        # A hook on a view is lost when the view is modified in place: autograd then gives it a new history.
+        base = tensor._base if tensor._is_view() else None
+        if base is not None and base.grad_fn is not None:
+            base.grad_fn.register_prehook(a_pass.reach)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a nest of containers and dataclasses."""
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
+    """Copy the tensors of which ``is_alias`` says that their memory will not outlive the unit's pass."""
+    if not any(is_alias(tensor) for tensor in tensors_in(tree)):
+        return tree
+    return tree_map_only(torch.Tensor, lambda t: t.clone() if is_alias(t) else t, tree)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast floating-point tensors; a tensor that is there twice stays one object."""
+    done: dict[int, torch.Tensor] = {}
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.to(dtype)
+        return done[id(tensor)]
+
+    return tree_map_only(torch.Tensor, convert, tree)

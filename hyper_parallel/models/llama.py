@@ -1,0 +1,252 @@
+"""A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Read it top to bottom. The model knows nothing about ranks: `fully_shard` wraps its blocks from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama.
+
+    >>> LlamaConfig(hidden_size=256, num_attention_heads=8, num_key_value_heads=2).head_dim
+    32
+
+    Args:
+        vocab_size: number of different tokens; 256 for bytes.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the SwiGLU feed-forward.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: query heads; must divide hidden_size into an even head size.
+        num_key_value_heads: key and value heads; must divide num_attention_heads.
+        max_seq_len: longest sequence, in tokens.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the mean square in RMSNorm.
+        init_std: standard deviation of fresh weights; what writes to the residual stream gets it over sqrt(2 * layers).
+        tie_embeddings: use the embedding as the output head.
+
+    Raises:
+        ValueError: a size below one, or head counts that do not divide.
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    max_seq_len: int = 256
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.05
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_seq_len",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a Llama needs {name} >= 1, got {name}={getattr(self, name)}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.hidden_size % (2 * heads):
+            even = 2 * heads * math.ceil(self.hidden_size / 2 / heads)
+            raise ValueError(
+                f"cannot split hidden_size={self.hidden_size} into num_attention_heads={heads} heads of an even size "
+                f"(rotary positions turn pairs)\n  try: hidden_size={even}"
+            )
+        if heads % kv_heads:
+            fits = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"cannot share num_key_value_heads={kv_heads} among num_attention_heads={heads} evenly\n"
+                f"  try: num_key_value_heads = one of {fits}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    def num_parameters(self) -> int:
+        """Count the parameters without building the model.
+
+        >>> LlamaConfig().num_parameters()
+        853120
+        """
+        d, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
+        block = 2 * d + 2 * d * d + 2 * d * kv + 3 * d * self.intermediate_size
+        head = 0 if self.tie_embeddings else self.vocab_size * d
+        return self.vocab_size * d + self.num_hidden_layers * block + d + head
+
+
+def _rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (max_seq_len, head_dim); the angle of pair i at place p is p * theta^(-2i / head_dim)."""
+    pair = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    position = torch.arange(config.max_seq_len, device=device, dtype=torch.float32)
+    angle = torch.outer(position, config.rope_theta**-pair).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + head_dim/2]) of x (batch, heads, seq, head_dim) by its angle (RoFormer, Su 2021)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: several query heads share one key and value head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.wq = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.wv = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map x (batch, seq, hidden) to the same shape."""
+        batch, seq, _ = x.shape
+        # -1: under tensor parallelism a rank holds only some of the heads.
+        q, k, v = (w(x).view(batch, seq, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (batch, seq, hidden) to the same shape."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each normalised before and added back after."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map x (batch, seq, hidden) to the same shape."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    """The language model: token ids (batch, seq) in, logits (batch, seq, vocab_size) out.
+
+    >>> model = Llama.build(LlamaConfig(), seed=0)
+    >>> model(torch.zeros(2, 16, dtype=torch.long)).shape
+    torch.Size([2, 16, 256])
+
+    Built under `torch.device("meta")` it takes no memory; `to_empty` and `init_weights` make it real.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+        cos, sin = _rope_tables(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @classmethod
+    def build(cls, config: LlamaConfig, seed: int = 0, device: torch.device | str = "cpu") -> Llama:
+        """Build the model with fresh weights that depend on `config` and `seed` only.
+
+        Every rank that calls this holds the same weights, whatever the number of ranks: no broadcast is needed.
+
+        Args:
+            config: the shape.
+            seed: of the weights.
+            device: where the weights end up; they are drawn on the CPU, so all devices get the same.
+        """
+        with torch.device("meta"):
+            model = cls(config)
+        model.to_empty(device=device)
+        model.init_weights(seed)
+        return model
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Fill all weights from `seed`, one parameter after the other: the same values on every device and rank.
+
+        Args:
+            seed: of the weights; torch's default generator is neither read nor moved.
+
+        Raises:
+            ValueError: the weights are already split over ranks; call this before `fully_shard`.
+        """
+        if any(isinstance(param, torch.distributed.tensor.DTensor) for param in self.parameters()):
+            raise ValueError(
+                "init_weights draws whole weights, but these are already split over ranks\n"
+                "  try: model.init_weights(seed) first, fully_shard(model) after it"
+            )
+        if self.config.tie_embeddings:
+            self.head.weight = self.embed.weight  # again: moving a model off the meta device unties it
+        generator = torch.Generator("cpu").manual_seed(seed)
+        residual_std = self.config.init_std / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, param in self.named_parameters():
+            if param.ndim == 1:
+                param.fill_(1.0)
+            else:
+                std = residual_std if name.endswith(("attention.wo.weight", "mlp.w2.weight")) else self.config.init_std
+                param.copy_(torch.empty(param.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+        cos, sin = _rope_tables(self.config)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: ids (batch, seq), seq at most `config.max_seq_len`.
+
+        Returns:
+            Logits (batch, seq, vocab_size).
+
+        Raises:
+            ValueError: seq is longer than `config.max_seq_len`.
+        """
+        seq = tokens.shape[1]
+        if seq > self.config.max_seq_len:
+            raise ValueError(f"sequence of {seq} tokens, but the model was built for max_seq_len={self.cos.shape[0]}")
+        x = self.embed(tokens)
+        cos, sin = self.cos[:seq], self.sin[:seq]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.head(self.norm(x))

@@ -1,0 +1,161 @@
+"""What the library may ask of a device: one small interface, the same for every kind.
+
+Code outside this folder never names a vendor. It asks `get_platform()` for a `Platform` and works with streams, events
+and memory statistics through it. On a device without streams (the CPU) the same calls do nothing, so callers need no
+branch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Event", "MemoryStats", "Platform", "PlatformUnavailableError", "Stream"]
+
+
+class PlatformUnavailableError(RuntimeError):
+    """The device type exists, but this machine or this installation cannot use it."""
+
+
+class Event(Protocol):
+    """A mark in a stream that other streams, or the host, can wait for."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the work queued so far on `stream` (None: the current one)."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Make later work on `stream` (None: the current one) wait for the mark; the host does not wait."""
+
+    def query(self) -> bool:
+        """Tell whether the marked work is done, without waiting."""
+
+    def synchronize(self) -> None:
+        """Block the host until the marked work is done."""
+
+
+class Stream(Protocol):
+    """A queue of device work that runs in order."""
+
+    def wait_event(self, event: Any) -> None:
+        """Make later work on this stream wait for `event`; the host does not wait."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Make later work on this stream wait for everything queued so far on `stream`."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Record `event` (None: a new one) on this stream and return it."""
+
+    def query(self) -> bool:
+        """Tell whether all queued work is done, without waiting."""
+
+    def synchronize(self) -> None:
+        """Block the host until all queued work is done."""
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes of device memory in use now and at the highest point since the last `reset_peak_memory`.
+
+    `allocated` is what live tensors occupy, `reserved` what the caching allocator holds for them.
+
+    >>> MemoryStats(allocated=3, reserved=4, peak_allocated=5, peak_reserved=6).peak_reserved
+    6
+    """
+
+    allocated: int
+    reserved: int
+    peak_allocated: int
+    peak_reserved: int
+
+
+class Platform(ABC):
+    """One kind of device as seen by the calling rank.
+
+    A platform holds no state of its own: two calls of `get_platform` may return two objects, and many ranks may share
+    one. `device_type` is torch's name for the device ("cpu", "cuda", "npu"); `backend` is the name of the
+    `torch.distributed` backend that moves its tensors ("gloo", "nccl", "hccl").
+    """
+
+    device_type: str
+    backend: str
+
+    @abstractmethod
+    def name(self) -> str:
+        """Return the device's name for people, such as "NVIDIA H200"."""
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Tell whether at least one such device can be used now."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Return how many devices of this kind the process sees."""
+
+    @abstractmethod
+    def device(self, index: int | None = None) -> torch.device:
+        """Return the `torch.device` number `index` (None: the calling rank's current one)."""
+
+    @abstractmethod
+    def set_device(self, index: int) -> None:
+        """Make device number `index` the calling rank's current one."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until all work queued on the current device is done."""
+
+    @property
+    @abstractmethod
+    def has_streams(self) -> bool:
+        """Whether work on different streams can overlap; False where streams and events do nothing."""
+
+    @abstractmethod
+    def new_stream(self, priority: int = 0) -> Stream:
+        """Return a new stream on the current device; lower numbers are more urgent, 0 is the normal priority."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """Return the stream that the calling rank's operations are queued on."""
+
+    @abstractmethod
+    def use_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Return a context in which the calling rank's operations are queued on `stream`."""
+
+    @abstractmethod
+    def new_event(self) -> Event:
+        """Return a new event, not yet recorded on any stream."""
+
+    @abstractmethod
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keep the memory of `tensor` from being reused before the work queued so far on `stream` is done."""
+
+    @abstractmethod
+    def memory_stats(self) -> MemoryStats:
+        """Return the memory statistics of the current device, in bytes."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Start the peaks of `memory_stats` afresh from the current use."""
+
+    @abstractmethod
+    def total_memory(self) -> int:
+        """Return the size of the current device's memory in bytes."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give memory that the allocator holds but no tensor uses back to the device."""
+
+    @property
+    @abstractmethod
+    def supports_pinned_memory(self) -> bool:
+        """Whether pinned host memory makes copies between host and device asynchronous."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed torch's default generators, the host's and every device's, with `seed`."""
+        torch.manual_seed(seed)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device_type={self.device_type!r}, backend={self.backend!r})"

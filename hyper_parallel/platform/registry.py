@@ -1,0 +1,149 @@
+"""Which platforms there are, and which one the calling rank gets."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+
+from hyper_parallel.platform.base import Platform, PlatformUnavailableError
+from hyper_parallel.platform.cpu import CpuPlatform
+from hyper_parallel.platform.cuda import CudaPlatform
+from hyper_parallel.platform.npu import NpuPlatform, torch_npu_is_installed
+
+__all__ = ["PlatformRegistry", "get_platform", "register_platform", "register_provider", "unregister_provider"]
+
+PlatformFactory = Callable[[], Platform]
+PlatformProvider = Callable[[str | None], Platform | None]
+
+
+class PlatformRegistry:
+    """The known device types, and the providers that are asked before them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._factories: dict[str, PlatformFactory] = {"cpu": CpuPlatform, "cuda": CudaPlatform, "npu": NpuPlatform}
+        self._providers: tuple[PlatformProvider, ...] = ()  # most recently registered first
+        self._npu_failed = False
+
+    def get(self, device_type: str | None = None) -> Platform:
+        """Do what `get_platform` says."""
+        # Providers are called without the lock: they may ask for another platform themselves.
+        for provider in self._providers:
+            answer = provider(device_type)
+            if answer is not None:
+                return answer
+        if device_type is None:
+            return self._default()
+        with self._lock:
+            factory = self._factories.get(device_type)
+            known = ", ".join(repr(name) for name in sorted(self._factories))
+        if factory is None:
+            raise ValueError(
+                f"unknown device type {device_type!r}: get_platform knows {known}\n"
+                f"  device_type={device_type!r}\n"
+                "  try: one of these without an index ('cuda', not 'cuda:0'), or register_platform for a new one"
+            )
+        return factory()
+
+    def register(self, device_type: str, factory: PlatformFactory) -> None:
+        """Do what `register_platform` says."""
+        with self._lock:
+            if device_type in self._factories:
+                raise ValueError(
+                    f"cannot register platform {device_type!r}: that device type is registered already\n"
+                    f"  device_type={device_type!r}\n"
+                    "  try: another name, or register_provider to answer for some ranks only"
+                )
+            self._factories[device_type] = factory
+
+    def register_provider(self, provider: PlatformProvider) -> None:
+        """Do what the function `register_provider` says."""
+        with self._lock:
+            self._providers = (provider, *self._providers)
+
+    def unregister_provider(self, provider: PlatformProvider) -> None:
+        """Do what the function `unregister_provider` says."""
+        with self._lock:
+            if provider not in self._providers:
+                raise ValueError(
+                    f"cannot unregister {provider!r}: it is not a registered platform provider\n"
+                    f"  registered now: {len(self._providers)}\n"
+                    "  try: pass the very object that register_provider was given, once"
+                )
+            found = self._providers.index(provider)
+            self._providers = self._providers[:found] + self._providers[found + 1 :]
+
+    def _default(self) -> Platform:
+        npu = self._npu_or_none()
+        if npu is not None:
+            return npu
+        try:
+            return CudaPlatform()
+        except PlatformUnavailableError:
+            return CpuPlatform()
+
+    def _npu_or_none(self) -> Platform | None:
+        if self._npu_failed or not torch_npu_is_installed():
+            return None
+        try:
+            return NpuPlatform()
+        except PlatformUnavailableError as error:
+            with self._lock:
+                first, self._npu_failed = not self._npu_failed, True
+            if first:  # once per process, and a failed import, which takes seconds, is not tried again
+                warnings.warn(f"{error}; going on without NPUs", RuntimeWarning, stacklevel=4)
+            return None
+
+
+# The one registry of the process. It is configuration of the process, like torch's own table of device modules, and no
+# state of a rank: what differs between ranks is decided by providers at each call. The lock inside guards every change.
+_REGISTRY = PlatformRegistry()
+
+
+def get_platform(device_type: str | None = None) -> Platform:
+    """Return the platform for `device_type`, by default the calling rank's.
+
+    >>> get_platform("cpu").backend
+    'gloo'
+
+    Args:
+        device_type: "cpu", "cuda", "npu" or a registered name. None: what a provider answers for the calling rank, else
+            "npu" if one is usable, else "cuda" if one is, else "cpu".
+
+    Raises:
+        ValueError: no such device type is known.
+        PlatformUnavailableError: the device type is known, but cannot be used here; the message says what is missing.
+    """
+    return _REGISTRY.get(device_type)
+
+
+def register_platform(device_type: str, factory: PlatformFactory) -> None:
+    """Make `get_platform(device_type)` return what `factory()` returns, for the whole process.
+
+    Args:
+        device_type: torch's name for the device, without an index.
+        factory: called at every `get_platform(device_type)`; it may raise `PlatformUnavailableError`.
+
+    Raises:
+        ValueError: that device type is registered already.
+    """
+    _REGISTRY.register(device_type, factory)
+
+
+def register_provider(provider: PlatformProvider) -> None:
+    """Ask `provider` first in every `get_platform` of the process, before providers that were registered earlier.
+
+    A simulated device plugs in this way. `provider(device_type)` runs on the calling rank's thread and returns that
+    rank's platform, or None if the thread is not one of its ranks.
+    """
+    _REGISTRY.register_provider(provider)
+
+
+def unregister_provider(provider: PlatformProvider) -> None:
+    """Stop asking `provider`.
+
+    Raises:
+        ValueError: `provider` is not registered.
+    """
+    _REGISTRY.unregister_provider(provider)

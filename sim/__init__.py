@@ -1,0 +1,35 @@
+"""sim: N ranks in one process, with real numerics.
+
+>>> import torch, torch.distributed as dist
+>>> def total() -> float:
+...     x = torch.tensor([float(dist.get_rank())])
+...     dist.all_reduce(x)
+...     return x.item()
+>>> run(total, world_size=4)
+[6.0, 6.0, 6.0, 6.0]
+"""
+
+from sim.errors import CollectiveMismatch, Deadlock, RankFailed, SimError
+from sim.pytest_plugin import RankTest, ranks
+from sim.trace import Event, Row, Trace
+from sim.world import World, current_rank, run, world
+
+__all__ = [
+    # Run ranks
+    "run",
+    "world",
+    "World",
+    "current_rank",
+    # Test bodies
+    "ranks",
+    "RankTest",
+    # What they communicated
+    "Trace",
+    "Event",
+    "Row",
+    # What can go wrong
+    "SimError",
+    "RankFailed",
+    "CollectiveMismatch",
+    "Deadlock",
+]

@@ -1,0 +1,279 @@
+"""What each collective does with the ranks' tensors: the data movement, and nothing else.
+
+Every function here gets the calls of all ranks of one group, in rank order, and moves the data in one go. A
+reduction adds in rank order, so its result does not depend on who arrived first, and it is computed once and
+handed out. Large tensors are worked off in pieces that stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Call", "Contract", "Problem", "execute", "reduce_op_name"]
+
+_PIECE = 32 * 1024  # elements worked on at a time, 128 KiB of fp32: a fraction of a core's L2 cache
+
+
+class Contract(NamedTuple):
+    """What all ranks of a group must agree on for their calls to be one collective."""
+
+    op: str
+    reduce_op: str = "-"
+    root: int | None = None
+    dtype: str = "-"
+    shape: str = "-"
+
+
+class Problem(NamedTuple):
+    """What does not fit together although the contracts agree, and what to try."""
+
+    what: str
+    hint: str
+
+
+class Call:
+    """One rank's call of a collective: the contract it assumes, its tensors, and where it came from."""
+
+    __slots__ = ("contract", "factor", "inputs", "line", "outputs", "recv_bytes", "send_bytes", "splits")
+
+    def __init__(
+        self,
+        contract: Contract,
+        inputs: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+        *,
+        factor: Any = None,
+        splits: tuple[Sequence[int], Sequence[int]] | None = None,
+        send_bytes: int = 0,
+        recv_bytes: int = 0,
+    ) -> None:
+        self.contract = contract
+        self.inputs = inputs
+        self.outputs = outputs
+        self.factor = factor  # of PREMUL_SUM
+        self.splits = splits  # rows sent to and received from each rank (all_to_all)
+        self.send_bytes = send_bytes
+        self.recv_bytes = recv_bytes
+        self.line = ""
+
+
+_OP_NAMES = {
+    int(getattr(dist.ReduceOp.RedOpType, name)): name
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+}
+
+
+def reduce_op_name(op: Any) -> tuple[str, Any]:
+    """The name of a ``ReduceOp``, and the factor of a PREMUL_SUM (else None).
+
+    >>> reduce_op_name(dist.ReduceOp.SUM)
+    ('SUM', None)
+    """
+    kind = getattr(op, "op", op)
+    name = _OP_NAMES.get(int(kind), str(kind))
+    if name == "PREMUL_SUM":
+        return name, op.__getstate__()[1]
+    return name, None
+
+
+def execute(calls: list[Call]) -> Problem | None:
+    """Carry out one collective for all ranks; returns what does not fit together, or None."""
+    problem = _same_memory(calls)
+    if problem is None:
+        with torch.inference_mode():
+            problem = _EXECUTE[calls[0].contract.op](calls)
+    return problem
+
+
+def _same_memory(calls: list[Call]) -> Problem | None:
+    """Ranks have memory of their own; here they share a process, so a tensor can get to several of them."""
+    seen: dict[int, int] = {}
+    for member, call in enumerate(calls):
+        if call.outputs and type(call.outputs[0]) in _PLAIN:
+            address = call.outputs[0].data_ptr()  # 0 for empty and for meta tensors
+            if address and seen.setdefault(address, member) != member:
+                return Problem(
+                    f"members {seen[address]} and {member} of the group write into the same tensor",
+                    "make the tensor on each rank, inside of the function: args and globals are shared by all ranks",
+                )
+    return None
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+# -- reductions ------------------------------------------------------------------------------------------------
+
+_IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "SUM": torch.Tensor.add_,
+    "AVG": torch.Tensor.add_,
+    "PREMUL_SUM": torch.Tensor.add_,
+    "PRODUCT": torch.Tensor.mul_,
+    "MIN": lambda acc, x: torch.minimum(acc, x, out=acc),
+    "MAX": lambda acc, x: torch.maximum(acc, x, out=acc),
+    "BAND": torch.Tensor.bitwise_and_,
+    "BOR": torch.Tensor.bitwise_or_,
+    "BXOR": torch.Tensor.bitwise_xor_,
+}
+
+
+def _accumulate(acc: torch.Tensor, parts: Sequence[torch.Tensor], op: str, factors: Sequence[Any]) -> None:
+    """``acc = parts[0] op parts[1] op ...``, in that order; ``acc`` may be ``parts[0]`` itself."""
+    if acc is not parts[0]:
+        acc.copy_(parts[0])
+    if op == "PREMUL_SUM":
+        acc.mul_(factors[0])
+        for part, factor in zip(parts[1:], factors[1:], strict=True):
+            acc.add_(part * factor)
+        return
+    combine = _IN_PLACE[op]
+    for part in parts[1:]:
+        combine(acc, part)
+    if op == "AVG":
+        if acc.is_floating_point() or acc.is_complex():
+            acc.div_(len(parts))
+        else:
+            acc.div_(len(parts), rounding_mode="floor")
+
+
+def _all_reduce(calls: list[Call]) -> None:
+    op, factors = calls[0].contract.reduce_op, [call.factor for call in calls]
+    for tensors in zip(*(call.outputs for call in calls), strict=True):
+        whole = [t.data for t in tensors]
+        if all(t.is_contiguous() for t in whole) and whole[0].numel() > _PIECE:
+            flat = [t.view(-1) for t in whole]
+            for pieces in zip(*(t.split(_PIECE) for t in flat), strict=True):
+                _accumulate(pieces[0], pieces, op, factors)
+                for other in pieces[1:]:
+                    other.copy_(pieces[0])
+        else:
+            _accumulate(whole[0], whole, op, factors)
+            for other in whole[1:]:
+                other.copy_(whole[0])
+
+
+def _reduce(calls: list[Call]) -> None:
+    root = calls[0].contract.root
+    assert root is not None
+    out, parts = calls[root].outputs[0].data, [call.inputs[0].data for call in calls]
+    acc = parts[0].clone()
+    _accumulate(acc, [acc, *parts[1:]], calls[0].contract.reduce_op, [call.factor for call in calls])
+    out.copy_(acc)
+
+
+def _reduce_scatter(calls: list[Call]) -> None:
+    """Each rank's inputs are one tensor per receiving rank, or one tensor that is cut evenly."""
+    op, factors = calls[0].contract.reduce_op, [call.factor for call in calls]
+    cut = [_cut(call.inputs, len(calls)) for call in calls]
+    for member, call in enumerate(calls):
+        out = call.outputs[0].data
+        parts = [pieces[member] for pieces in cut]
+        if _share_memory(out, parts[member]):
+            acc = parts[0].reshape(-1).clone()
+            _accumulate(acc, [acc, *(p.reshape(-1) for p in parts[1:])], op, factors)
+            out.view(-1).copy_(acc)
+        elif out.is_contiguous() and all(p.is_contiguous() for p in parts):
+            flat, flat_parts = out.view(-1), [p.view(-1) for p in parts]
+            for pieces in zip(flat.split(_PIECE), *(p.split(_PIECE) for p in flat_parts), strict=True):
+                _accumulate(pieces[0], pieces[1:], op, factors)
+        else:
+            _accumulate(out, [p.reshape(out.shape) for p in parts], op, factors)
+
+
+# -- movement --------------------------------------------------------------------------------------------------
+
+
+def _broadcast(calls: list[Call]) -> None:
+    root = calls[0].contract.root
+    assert root is not None
+    for index, source in enumerate(calls[root].outputs):
+        for member, call in enumerate(calls):
+            if member != root:
+                call.outputs[index].data.copy_(source)
+
+
+def _all_gather(calls: list[Call]) -> None:
+    """Outputs are one tensor per rank, or one tensor that is cut evenly."""
+    first = calls[0].outputs
+    sources = [call.inputs[0].data for call in calls]
+    if len(first) == 1 and len(calls) > 1 and all(call.outputs[0].is_contiguous() for call in calls):
+        # Put the result together once, then hand it out whole: 2n copies, not n * n.
+        whole = first[0].data.view(-1)
+        for piece, source in zip(whole.chunk(len(calls)), sources, strict=True):
+            piece.copy_(source.reshape(-1))
+        for call in calls[1:]:
+            call.outputs[0].data.view(-1).copy_(whole)
+        return
+    for call in calls:
+        for out, source in zip(_cut(call.outputs, len(calls)), sources, strict=True):
+            out.copy_(source.reshape(out.shape))
+
+
+def _gather(calls: list[Call]) -> None:
+    root = calls[0].contract.root
+    assert root is not None
+    for out, call in zip(calls[root].outputs, calls, strict=True):
+        out.data.copy_(call.inputs[0].data)
+
+
+def _scatter(calls: list[Call]) -> None:
+    root = calls[0].contract.root
+    assert root is not None
+    for source, call in zip(calls[root].inputs, calls, strict=True):
+        call.outputs[0].data.copy_(source.data)
+
+
+def _all_to_all(calls: list[Call]) -> Problem | None:
+    """Inputs and outputs are one tensor per rank, or one tensor that ``splits`` cuts by rows."""
+    size = len(calls)
+    sent = [_cut(call.inputs, size, None if call.splits is None else call.splits[0]) for call in calls]
+    received = [_cut(call.outputs, size, None if call.splits is None else call.splits[1]) for call in calls]
+    for source in range(size):
+        for target in range(size):
+            give, take = sent[source][target], received[target][source]
+            if give.numel() != take.numel():
+                return Problem(
+                    f"member {source} of the group sends {give.numel()} elements to member {target}, "
+                    f"which expects {take.numel()} from it",
+                    "let the output split of each rank be what the others' input splits send to it",
+                )
+    for target in range(size):
+        for source in range(size):
+            give, take = sent[source][target], received[target][source]
+            if take.numel():
+                take.copy_(give.reshape(take.shape))
+    return None
+
+
+def _barrier(calls: list[Call]) -> None:
+    del calls
+
+
+def _cut(tensors: Sequence[torch.Tensor], parts: int, splits: Sequence[int] | None = None) -> Sequence[torch.Tensor]:
+    """One tensor per rank: the list as it is, or the single tensor cut along dim 0."""
+    if splits is not None:
+        return tensors[0].data.split(list(splits))
+    if len(tensors) == parts and (parts > 1 or len(tensors) == 1):
+        return [t.data for t in tensors]
+    return tensors[0].data.view(-1).chunk(parts) if tensors[0].numel() else [tensors[0].data.view(-1)] * parts
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+_EXECUTE: dict[str, Callable[[list[Call]], Any]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+}

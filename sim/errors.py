@@ -1,0 +1,134 @@
+"""What can go wrong in a simulated world, one class per kind of fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["CollectiveMismatch", "Deadlock", "RankFailed", "RankStopped", "SimError", "rank_failed"]
+
+
+class SimError(RuntimeError):
+    """Base class of the errors that the simulator itself raises."""
+
+
+class CollectiveMismatch(SimError):
+    """The ranks of a group called different operations where one collective was due."""
+
+
+class Deadlock(SimError):
+    """No rank can run: each waits for another one, or for one that has finished."""
+
+
+class RankFailed(SimError):
+    """The function of one rank raised; the other ranks were stopped.
+
+    The instance raised by :func:`sim.run` is also an instance of the original exception's class, so
+    ``except ValueError`` and ``pytest.raises(ValueError)`` work as on one device. The original is its
+    ``__cause__``.
+
+    Attributes:
+        rank: The rank that raised first.
+    """
+
+    rank: int = -1
+
+
+class RankStopped(BaseException):
+    """Unwinds a rank because the world is ending; never seen outside of the world.
+
+    A ``BaseException``, so that ``except Exception`` in the user's code does not swallow it.
+    """
+
+
+def rank_failed(rank: int, error: BaseException, replay: str) -> RankFailed:
+    """Build the :class:`RankFailed` for ``error`` on ``rank``, as a subclass of the error's own class too.
+
+    >>> failure = rank_failed(3, ValueError("bad"), "sim.run(f, world_size=4, seed=0)")
+    >>> isinstance(failure, ValueError), failure.rank
+    (True, 3)
+    """
+    message = f"rank {rank} {_what(error)}\n  replay: {replay}"
+    failure = _as_its_own_class(error, message) if isinstance(error, Exception) else None
+    if failure is None:
+        failure = RankFailed(message)
+    failure.__dict__["rank"] = rank
+    return failure
+
+
+def _what(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r})"
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its text cannot be shown: {type(broken).__name__} in __str__)"
+    return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
+
+
+def _as_its_own_class(error: Exception, message: str) -> RankFailed | None:
+    """An object that is a RankFailed and of the error's class, with its attributes; None where that cannot be.
+
+    The class's own constructors are passed by: they may want any number of arguments, of any kind.
+    """
+    original = type(error)
+    builtin = next(base for base in original.__mro__ if base.__module__ == "builtins")
+    shown = {"__module__": __name__, "__str__": _message_of, "__repr__": _repr_of, "__reduce__": _reduce}
+    try:
+        kind = type(f"RankFailed[{original.__name__}]", (RankFailed, original), shown)
+        failure: Any = builtin.__new__(kind, message)
+        failure.__dict__.update(getattr(error, "__dict__", {}))
+        BaseException.__init__(failure, message)
+        if isinstance(error, OSError):  # these are no entries of __dict__
+            failure.errno, failure.strerror, failure.filename = error.errno, error.strerror, error.filename
+    except (TypeError, AttributeError):  # memory layouts that do not combine, or a class that forbids subclasses
+        return None
+    result: RankFailed = failure
+    return result
+
+
+def _message_of(failure: RankFailed) -> str:
+    return str(failure.args[0])
+
+
+def _repr_of(failure: RankFailed) -> str:
+    return f"{type(failure).__name__}({failure.args[0]!r})"
+
+
+def _reduce(failure: RankFailed) -> tuple[type[RankFailed], tuple[str], dict[str, int]]:
+    """Pickle as a plain RankFailed: the combined class exists in this process only."""
+    return RankFailed, (str(failure.args[0]),), {"rank": failure.rank}
+
+
+def ranks_phrase(ranks: Iterable[int]) -> str:
+    """Write a set of ranks for a person: ``rank 3``, ``ranks 0-3, 7``.
+
+    >>> ranks_phrase([7, 0, 1, 2, 3])
+    'ranks 0-3, 7'
+    """
+    ordered = sorted(set(ranks))
+    if not ordered:
+        return "no rank"
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    parts: list[str] = []
+    start = previous = ordered[0]
+    for rank in [*ordered[1:], None]:
+        if rank is not None and rank == previous + 1:
+            previous = rank
+            continue
+        parts.append(str(start) if start == previous else f"{start}-{previous}")
+        if rank is not None:
+            start = previous = rank
+    return "ranks " + ", ".join(parts)
+
+
+def table(rows: Sequence[Sequence[str]], *, marked: Iterable[int] = ()) -> str:
+    """Align rows of text in columns, one line each, with a ``*`` before the marked ones."""
+    marks = set(marked)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for index, row in enumerate(rows):
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"{'*' if index in marks else ' '} {cells}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,713 @@
+"""The simulated process group: what ``torch.distributed`` calls on one rank, matched with the other ranks' calls.
+
+Each rank has its own :class:`SimProcessGroup` object for a group; the ranks of a group share one
+:class:`Group`, in which the k-th call of every member must be the same collective. A call never blocks: it
+leaves its tensors in a :class:`Slot` and returns a work object; the last rank to arrive carries the collective
+out for all. Ranks block only in ``wait``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from sim.collectives import Call, Contract, Problem, execute, reduce_op_name
+from sim.errors import SimError
+from sim.scheduler import Waitable
+from sim.trace import user_line
+
+if TYPE_CHECKING:
+    from sim.world import RankContext, World
+
+__all__ = ["Group", "SimProcessGroup", "SimWork", "Slot"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Slot(Waitable):
+    """One collective in the making: the calls that have arrived so far."""
+
+    __slots__ = ("arrived", "calls", "first", "group", "mismatch", "seq")
+
+    def __init__(self, group: Group, seq: int) -> None:
+        super().__init__()
+        self.group = group
+        self.seq = seq
+        self.calls: list[Call | None] = [None] * len(group.ranks)
+        self.arrived = 0
+        self.first: Call | None = None
+        self.mismatch = False
+
+    def describe(self) -> str:
+        op = self.first.contract.op if self.first else "collective"
+        return f"{op} #{self.seq} of group {self.group.label!r}"
+
+    def missing(self) -> list[int]:
+        return [rank for rank, call in zip(self.group.ranks, self.calls, strict=True) if call is None]
+
+
+class Message(Waitable):
+    """One side of a point-to-point transfer; ready once the other side has come.
+
+    Attributes:
+        sender: Member of the group; None while a receive from anybody has not met its send.
+        receiver: Member of the group.
+        number: Counts the messages of a group, so that the oldest one that fits is taken.
+    """
+
+    __slots__ = ("group", "line", "number", "receiver", "sender", "tag", "tensor", "who_waits")
+
+    def __init__(
+        self, group: Group, sender: int | None, receiver: int, tag: int, tensor: torch.Tensor, sending: bool
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.sender = sender
+        self.receiver = receiver
+        self.tag = tag
+        self.tensor = tensor
+        self.who_waits = "send" if sending else "recv"
+        self.line = ""
+        self.number = group.next_message = group.next_message + 1
+
+    def describe(self) -> str:
+        ranks = self.group.ranks
+        if self.who_waits == "send":
+            what = f"send to rank {ranks[self.receiver]}"
+        else:
+            what = f"recv from {'any rank' if self.sender is None else f'rank {ranks[self.sender]}'}"
+        tag = f" with tag {self.tag}" if self.tag else ""
+        return f"{what}{tag} in group {self.group.label!r}"
+
+    def missing(self) -> list[int]:
+        ranks = self.group.ranks
+        if self.who_waits == "send":
+            return [ranks[self.receiver]]
+        if self.sender is None:
+            return [rank for rank in ranks if rank != ranks[self.receiver]]
+        return [ranks[self.sender]]
+
+
+class Group:
+    """What the ranks of one process group share.
+
+    Args:
+        world: The world it lives in; None once it has ended.
+        name: torch's name of the group.
+        ranks: The global ranks, in group order.
+    """
+
+    def __init__(self, world: World | None, name: str, ranks: tuple[int, ...]) -> None:
+        self._world = world
+        self.name = name
+        self.ranks = ranks
+        self.label = f"{name} ({len(ranks)} ranks)"
+        self.slots: dict[int, Slot] = {}
+        self.next_seq = [0] * len(ranks)
+        self.next_message = 0
+        # Keyed by sender (None: anybody), receiver and tag; a key is there only while a message waits under it.
+        self.sends: dict[tuple[int | None, int, int], deque[Message]] = {}
+        self.recvs: dict[tuple[int | None, int, int], deque[Message]] = {}
+
+    @property
+    def world(self) -> World:
+        """The world the group lives in."""
+        assert self._world is not None, "only the group of an ended world has none"
+        return self._world
+
+    def arrive(self, member: int, call: Call) -> Slot:
+        """Enter ``member``'s next call; carries the collective out when it is the last one."""
+        seq = self.next_seq[member]
+        self.next_seq[member] = seq + 1
+        slot = self.slots.get(seq)
+        if slot is None:
+            slot = self.slots[seq] = Slot(self, seq)
+            slot.first = call
+        elif slot.first is not None and call.contract != slot.first.contract:
+            slot.mismatch = True
+        slot.calls[member] = call
+        slot.arrived += 1
+        if slot.arrived == len(self.ranks):
+            self._carry_out(slot)
+        return slot
+
+    def meet(self, message: Message) -> Message | None:
+        """The oldest waiting message that fits ``message``, or None; then ``message`` waits."""
+        sender, receiver, tag = message.sender, message.receiver, message.tag
+        sending = message.who_waits == "send"
+        theirs = self.recvs if sending else self.sends
+        if sending:
+            keys = [(sender, receiver, tag), (None, receiver, tag)]
+        elif sender is None:
+            keys = [(source, receiver, tag) for source in range(len(self.ranks))]
+        else:
+            keys = [(sender, receiver, tag)]
+        waiting = [theirs[key] for key in keys if key in theirs]
+        if not waiting:
+            mine = self.sends if sending else self.recvs
+            mine.setdefault((sender, receiver, tag), deque()).append(message)
+            return None
+        queue = min(waiting, key=lambda queue: queue[0].number)
+        other = queue.popleft()
+        if not queue:
+            del theirs[other.sender, other.receiver, other.tag]
+        source = message if sending else other
+        message.sender = other.sender = source.sender
+        return other
+
+    def unmatched(self) -> list[Message]:
+        """The messages whose other side has not come."""
+        return [m for waiting in (self.sends, self.recvs) for queue in waiting.values() for m in queue]
+
+    def forget_unfinished(self) -> None:
+        """Drop what was left over when a run ended, and number on alike on all ranks."""
+        self.slots.clear()
+        self.sends.clear()
+        self.recvs.clear()
+        self.next_seq = [max(self.next_seq)] * len(self.ranks)
+
+    def _carry_out(self, slot: Slot) -> None:
+        world = self.world
+        calls = [call for call in slot.calls if call is not None]
+        try:
+            problem = None if slot.mismatch else _without_modes(execute, calls)
+        except Exception as cause:
+            failure = world.execution_error(slot, cause)
+            world.scheduler.fail(failure)
+            raise failure from cause
+        if slot.mismatch or problem is not None:
+            error = world.mismatch_error(slot, problem)
+            world.scheduler.fail(error)
+            raise error
+        del self.slots[slot.seq]
+        slot.calls = []  # the tensors are the ranks' own again
+        world.scheduler.complete(slot)
+
+
+def _without_modes(run: Callable[[list[Call]], Problem | None], calls: list[Call]) -> Problem | None:
+    """Keep the dispatch modes of the rank that happens to arrive last away from all ranks' data."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return run(calls)
+    return run(calls)
+
+
+class SimWork(dist.Work):
+    """The handle of a call: ``wait`` lets other ranks run until all of them have arrived."""
+
+    def __init__(self, world: World, waitables: Sequence[Waitable], outputs: Tensors) -> None:
+        super().__init__()
+        self._world = world
+        self._waitables = waitables
+        self._outputs = outputs
+
+    def wait(self, timeout: Any = None) -> bool:
+        del timeout  # time is virtual: a wait that cannot end is a Deadlock at once
+        block = self._world.scheduler.block
+        for waitable in self._waitables:
+            block(waitable)
+        return True
+
+    def is_completed(self) -> bool:
+        if self._is_ready():
+            return True
+        self._world.scheduler.poll()  # a loop that asks until it is done lets the others do their part
+        return self._is_ready()
+
+    def is_success(self) -> bool:
+        return self._is_ready()
+
+    def _is_ready(self) -> bool:
+        return all(waitable.ready for waitable in self._waitables)
+
+    def _source_rank(self) -> int:
+        message = self._waitables[0]
+        assert isinstance(message, Message)
+        assert message.sender is not None
+        return message.sender
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return list(self._outputs)
+
+    def get_future(self) -> Future[Any]:
+        # A C++ Future.wait would hold the turn for ever, so the future is complete when it is handed out.
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result(list(self._outputs))
+        return future
+
+    getFuture = get_future  # noqa: N815 - torch's spelling
+
+
+def _nbytes(tensors: Tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _dtypes(tensors: Tensors) -> str:
+    return " ".join(dict.fromkeys(map(_dtype, tensors)))
+
+
+def _unsupported(name: str) -> Callable[..., Any]:
+    def method(self: SimProcessGroup, *args: Any, **options: Any) -> Any:
+        raise SimError(
+            f"simulated groups have no {name}\n  group: {self._axis()!r}\n"
+            "  try: the collectives of torch.distributed; dist.split_group and dist.new_group make groups"
+        )
+
+    return method
+
+
+class SimProcessGroup(dist.ProcessGroup):
+    """One rank's end of a group. torch calls its methods, by old and new names alike."""
+
+    def __init__(self, context: RankContext, group: Group, member: int) -> None:
+        super().__init__(member, len(group.ranks))
+        self._alive: RankContext | None = context
+        self._group = group
+        self._member = member
+        self._size = len(group.ranks)
+        self._coalescing: list[Waitable] | None = None
+        self._label: str | None = None
+
+    # -- plumbing ----------------------------------------------------------------------------------------------
+
+    @property
+    def _context(self) -> RankContext:
+        if self._alive is None:
+            raise SimError(f"the world of {self!r} has ended\n  try: use the group inside of the rank's function")
+        return self._alive
+
+    def end(self) -> None:
+        """Let go of the world: torch's caches may hold this group longer than the world lives."""
+        self._alive = None
+        self._group = Group(None, self._group.name, self._group.ranks)
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
+        return "sim"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.next_seq[self._member]
+
+    # What the base class would hand to the placeholder that stands in for a backend, and which does nothing.
+    merge_remote_group = _unsupported("merge_remote_group")
+    split_group = _unsupported("split_group of their own")
+    new_window = _unsupported("new_window")
+    reconfigure = _unsupported("reconfigure")
+    use_pg_for_symm_mem_rendezvous = _unsupported("symmetric memory")
+    _register_on_completion_hook = _unsupported("completion hooks")
+    register_abort_hook = _unsupported("abort hooks")
+    register_pre_hook = _unsupported("hooks before an operation")
+    register_post_hook = _unsupported("hooks after an operation")
+
+    def __repr__(self) -> str:
+        return f"SimProcessGroup({self._group.label!r}, rank {self._member} of {self._size})"
+
+    def _axis(self) -> str:
+        """The mesh axis (or other name) under which this group is reported; known once torch has named it."""
+        if self._label is None:
+            self._label = self._context.axis_of(self._group.name, self.group_desc, self._group.ranks)
+            self._group.label = self._label
+        return self._label
+
+    def rename(self) -> None:
+        """Ask again under which name the group is reported."""
+        self._label = None
+
+    def _root(self, op: str, root: int) -> int:
+        if not 0 <= root < self._size:
+            raise ValueError(
+                f"{op}: there is no member {root} in the group, which has {self._size}; group: {self._axis()}; "
+                "try: the rank of a member"
+            )
+        return root
+
+    def _check_list(self, op: str, which: str, tensors: Tensors, like: torch.Tensor, *, uneven: bool = True) -> None:
+        """One tensor per member, all of the dtype of ``like``, and of its size if they have to be even."""
+        if len(tensors) != self._size:
+            raise ValueError(
+                f"{op}: the {which} list has {len(tensors)} tensors, expected one for each of {self._size} ranks; "
+                f"group: {self._axis()}; try: a list of {self._size} tensors"
+            )
+        for place, tensor in enumerate(tensors):
+            self._check_dtype(op, f"{which} {place}", tensor, like)
+            if not uneven and tensor.numel() != like.numel():
+                raise ValueError(
+                    f"{op}: {which} {place} has {tensor.numel()} elements, expected {like.numel()}; "
+                    f"group: {self._axis()}; try: tensors of one size"
+                )
+
+    def _check_dtype(self, op: str, which: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        if tensor.dtype != like.dtype:
+            raise TypeError(
+                f"{op}: the {which} is {_dtype(tensor)}, but the other side of the transfer is {_dtype(like)}; "
+                f"group: {self._axis()}; try: one dtype for both"
+            )
+
+    def _check_dense(self, op: str, which: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{op}: the {which} of shape {list(tensor.shape)} is not contiguous (strides "
+                f"{list(tensor.stride())}); group: {self._axis()}; try: .contiguous()"
+            )
+
+    def _issue(self, call: Call, outputs: Tensors = ()) -> SimWork:
+        context = self._context
+        world = context.world
+        context.check_caller()
+        if world.scheduler.fatal is not None:
+            raise world.scheduler.end_of_rank()
+        call.line = user_line()
+        axis = self._axis()
+        context.record(call, axis, self._group)
+        slot = self._group.arrive(self._member, call)
+        if self._coalescing is not None:
+            self._coalescing.append(slot)
+        return SimWork(world, (slot,), outputs)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        del device
+        self._coalescing = []
+
+    def _end_coalescing(self, device: Any = None) -> SimWork:
+        del device
+        waitables, self._coalescing = self._coalescing or [], None
+        return SimWork(self._context.world, waitables, ())
+
+    def _together(self, works: list[SimWork], outputs: Tensors) -> SimWork:
+        return SimWork(self._context.world, [w for work in works for w in work._waitables], outputs)
+
+    def shutdown(self) -> None:
+        """Nothing to release: the group's state ends with the world."""
+
+    def abort(self) -> None:
+        """Nothing is in flight when a rank runs."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Accepted and without effect: time is virtual."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Operations are numbered from the start."""
+
+    # -- reductions --------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> SimWork:
+        name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        size, total = self._size, _nbytes(tensors)
+        moved = 2 * (size - 1) * total // size
+        call = Call(
+            Contract("all_reduce", name, None, _dtypes(tensors), " ".join(map(_shape, tensors))),
+            tensors,
+            tensors,
+            factor=factor,
+            send_bytes=moved,
+            recv_bytes=moved,
+        )
+        return self._issue(call, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> SimWork:
+        name, factor = reduce_op_name(opts.reduceOp)
+        at_root = self._root("reduce", opts.rootRank) == self._member
+        total = _nbytes(tensors)
+        call = Call(
+            Contract("reduce", name, opts.rootRank, _dtype(tensors[0]), _shape(tensors[0])),
+            tensors,
+            tensors,
+            factor=factor,
+            send_bytes=0 if at_root else total,
+            recv_bytes=(self._size - 1) * total if at_root else 0,
+        )
+        return self._issue(call, tensors)
+
+    def _reduce_scatter(self, output: torch.Tensor, inputs: Tensors, opts: Any, *, single: bool) -> SimWork:
+        name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        if single:
+            self._check_dtype("reduce_scatter", "input", inputs[0], output)
+            self._check_dense("reduce_scatter", "input", inputs[0])
+            if inputs[0].numel() != output.numel() * self._size:
+                raise ValueError(
+                    f"reduce_scatter: the input has {inputs[0].numel()} elements, expected {output.numel()} * "
+                    f"{self._size} ranks; group: {self._axis()}; try: an input of that size"
+                )
+            sizes = str(inputs[0].numel())
+        else:
+            self._check_list("reduce_scatter", "input", inputs, output)
+            if inputs[self._member].numel() != output.numel():
+                raise ValueError(
+                    f"reduce_scatter: rank {self._member} of the group receives {output.numel()} elements, but its "
+                    f"input list has {inputs[self._member].numel()} at that place; group: {self._axis()}; "
+                    "try: one input per rank, of the size of that rank's output"
+                )
+            sizes = str([t.numel() for t in inputs])
+        own = _nbytes([output])
+        call = Call(
+            Contract("reduce_scatter", name, None, _dtype(output), sizes),
+            inputs,
+            [output],
+            factor=factor,
+            send_bytes=_nbytes(inputs) - own,
+            recv_bytes=(self._size - 1) * own,
+        )
+        return self._issue(call, [output])
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> SimWork:
+        return self._reduce_scatter(outputs[0], inputs[0], opts, single=False)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SimWork:
+        return self._reduce_scatter(output, [input], opts, single=True)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
+        works = [self._reduce_scatter(o, [i], opts, single=True) for o, i in zip(outputs, inputs, strict=True)]
+        return self._together(works, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- movement ----------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> SimWork:
+        total, at_root = _nbytes(tensors), self._root("broadcast", opts.rootRank) == self._member
+        call = Call(
+            Contract("broadcast", "-", opts.rootRank, _dtypes(tensors), " ".join(map(_shape, tensors))),
+            (),
+            tensors,
+            send_bytes=(self._size - 1) * total if at_root else 0,
+            recv_bytes=0 if at_root else total,
+        )
+        return self._issue(call, tensors)
+
+    def _all_gather(self, outputs: Tensors, input: torch.Tensor, *, single: bool) -> SimWork:
+        size = self._size
+        if single:
+            self._check_dtype("all_gather", "output", outputs[0], input)
+            self._check_dense("all_gather", "output", outputs[0])
+            sizes = str(input.numel())
+            expected = input.numel() * size
+            if outputs[0].numel() != expected:
+                raise ValueError(
+                    f"all_gather: the output has {outputs[0].numel()} elements, expected {input.numel()} * {size} "
+                    f"ranks = {expected}; group: {self._axis()}; try: an output of that size"
+                )
+        else:
+            self._check_list("all_gather", "output", outputs, input)
+            sizes = str([t.numel() for t in outputs])
+            if outputs[self._member].numel() != input.numel():
+                raise ValueError(
+                    f"all_gather: rank {self._member} of the group gives {input.numel()} elements, but its output "
+                    f"list has {outputs[self._member].numel()} at that place; group: {self._axis()}; "
+                    "try: one output per rank, of that rank's size"
+                )
+        own = _nbytes([input])
+        call = Call(
+            Contract("all_gather", "-", None, _dtype(input), sizes),
+            [input],
+            outputs,
+            send_bytes=(size - 1) * own,
+            recv_bytes=_nbytes(outputs) - own,
+        )
+        return self._issue(call, outputs)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> SimWork:
+        del opts
+        return self._all_gather(outputs[0], inputs[0], single=False)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SimWork:
+        del opts
+        return self._all_gather([output], input, single=True)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
+        del opts
+        works = [self._all_gather([o], i, single=True) for o, i in zip(outputs, inputs, strict=True)]
+        return self._together(works, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> SimWork:
+        del opts
+        works = [self._all_gather(outputs, i, single=False) for outputs, i in zip(output_lists, inputs, strict=True)]
+        return self._together(works, [t for outputs in output_lists for t in outputs])
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> SimWork:
+        at_root = self._root("gather", opts.rootRank) == self._member
+        if at_root:
+            self._check_list("gather", "output", outputs[0], inputs[0], uneven=False)
+        own = _nbytes(inputs)
+        call = Call(
+            Contract("gather", "-", opts.rootRank, _dtype(inputs[0]), _shape(inputs[0])),
+            inputs,
+            outputs[0] if at_root else (),
+            send_bytes=0 if at_root else own,
+            recv_bytes=(self._size - 1) * own if at_root else 0,
+        )
+        return self._issue(call, call.outputs)
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> SimWork:
+        pieces: Tensors = ()
+        if self._root("gather", opts.rootRank) == self._member:
+            self._check_dense("gather", "output", output)
+            if output.numel() != input.numel() * self._size:
+                raise ValueError(
+                    f"gather: the output has {output.numel()} elements, expected {input.numel()} * {self._size} "
+                    f"ranks; group: {self._axis()}; try: an output of that size"
+                )
+            pieces = output.view(self._size, *input.shape).unbind(0)
+        return self.gather([pieces], [input], opts)
+
+    gather_into_tensor = gather_single
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> SimWork:
+        at_root = self._root("scatter", opts.rootRank) == self._member
+        if at_root:
+            self._check_list("scatter", "input", inputs[0], outputs[0], uneven=False)
+        own = _nbytes(outputs)
+        call = Call(
+            Contract("scatter", "-", opts.rootRank, _dtype(outputs[0]), _shape(outputs[0])),
+            inputs[0] if at_root else (),
+            outputs,
+            send_bytes=(self._size - 1) * own if at_root else 0,
+            recv_bytes=0 if at_root else own,
+        )
+        return self._issue(call, outputs)
+
+    def _all_to_all(
+        self, outputs: Tensors, inputs: Tensors, splits: tuple[list[int], list[int]] | None = None
+    ) -> SimWork:
+        if splits is None and len(inputs) > 1:
+            kept = _nbytes([inputs[self._member]])
+        elif splits is None:
+            kept = _nbytes(inputs) // self._size
+        else:
+            row = inputs[0].stride(0) if inputs[0].dim() and inputs[0].numel() else 0
+            kept = splits[0][self._member] * row * inputs[0].element_size()
+        call = Call(
+            Contract("all_to_all", "-", None, _dtype(inputs[0])),
+            inputs,
+            outputs,
+            splits=splits,
+            send_bytes=_nbytes(inputs) - kept,
+            recv_bytes=_nbytes(outputs) - kept,
+        )
+        return self._issue(call, outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
+        del opts
+        self._check_list("all_to_all", "output", outputs, inputs[0])
+        self._check_list("all_to_all", "input", inputs, outputs[0])
+        return self._all_to_all(outputs, inputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> SimWork:
+        del opts
+        self._check_dtype("all_to_all_single", "output", output, input)
+        self._check_dense("all_to_all_single", "input", input)
+        self._check_dense("all_to_all_single", "output", output)
+        size = self._size
+        splits = (self._split_of(input, input_splits, "input"), self._split_of(output, output_splits, "output"))
+        assert len(splits[0]) == len(splits[1]) == size
+        return self._all_to_all([output], [input], splits)
+
+    alltoall_base = all_to_all_single
+
+    def _split_of(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if splits is None or not len(splits):
+            if rows % self._size:
+                raise ValueError(
+                    f"all_to_all_single: dim 0 of the {which} has {rows} rows, not divisible by {self._size} ranks; "
+                    f"group: {self._axis()}; try: pass {which}_split_sizes"
+                )
+            return [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows:
+            raise ValueError(
+                f"all_to_all_single: {which}_split_sizes {list(splits)} must be {self._size} numbers that add up to "
+                f"the {rows} rows of the {which}; group: {self._axis()}; try: one size per rank"
+            )
+        return list(splits)
+
+    def barrier(self, opts: Any = None) -> SimWork:
+        del opts
+        return self._issue(Call(Contract("barrier")))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        del timeout, wait_all_ranks
+        self.barrier().wait()
+
+    # -- point to point ----------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> SimWork:
+        return self._meet(tensors[0], self._member, self._root("send", dst), tag, sending=True)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> SimWork:
+        return self._meet(tensors[0], self._root("recv", src), self._member, tag, sending=False)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SimWork:
+        return self._meet(tensors[0], None, self._member, tag, sending=False)
+
+    def _meet(self, tensor: torch.Tensor, sender: int | None, receiver: int, tag: int, *, sending: bool) -> SimWork:
+        """Pair a send with its receive, first come first served; the data moves when both are there."""
+        context, group = self._context, self._group
+        context.check_caller()
+        scheduler = context.world.scheduler
+        if scheduler.fatal is not None:
+            raise scheduler.end_of_rank()
+        message = Message(group, sender, receiver, tag, tensor, sending)
+        message.line = user_line()
+        axis = self._axis()
+        other = group.meet(message)
+        context.record_message(message, axis)
+        if other is not None:
+            source, target = (message, other) if sending else (other, message)
+            _deliver(context.world, source, target)
+            scheduler.complete(other)
+            scheduler.complete(message)
+        if self._coalescing is not None:
+            self._coalescing.append(message)
+        return SimWork(context.world, (message,), [tensor])
+
+
+def _deliver(world: World, source: Message, target: Message) -> None:
+    give, take = source.tensor, target.tensor
+    if give.dtype != take.dtype or give.numel() != take.numel():
+        error = world.message_error(source, target)
+        world.scheduler.fail(error)
+        raise error
+    with torch.inference_mode():
+        take.data.copy_(give.data.reshape(take.shape))

@@ -1,0 +1,140 @@
+"""The pytest plugin: one test body, many arms.
+
+``@sim.ranks(4)`` turns a body into four tests: on simulated ranks, on gloo processes, on GPUs and on NPUs. The
+plugin loads by itself when this package is installed. It adds the markers ``sim``, ``gloo``, ``gpu`` and ``npu``
+and the options ``--sim-seed`` and ``--require-devices``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+__all__ = ["ARMS", "RankTest", "ranks"]
+
+ARMS = ("sim", "gloo", "gpu", "npu")
+_MARKERS = {
+    "sim": "runs in this process on simulated ranks, or needs no ranks at all; no network, no accelerator",
+    "gloo": "runs on real processes that communicate over gloo",
+    "gpu": "needs GPUs; skips with a reason when there are too few",
+    "npu": "needs NPUs (torch_npu and drivers); skips with a reason when there are too few",
+}
+
+
+@dataclass(frozen=True)
+class RankTest:
+    """What a test body learns about the rank it runs on; ``torch.distributed`` is initialised.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of ranks.
+        arm: ``sim``, ``gloo``, ``gpu`` or ``npu``.
+        device: Where the body should put its tensors.
+        seed: The seed of the interleaving (``--sim-seed``), for bodies that draw something.
+    """
+
+    rank: int
+    world_size: int
+    arm: str
+    device: torch.device
+    seed: int = 0
+
+    @property
+    def device_type(self) -> str:
+        """``cpu``, ``cuda`` or ``npu``, as ``init_device_mesh`` wants it."""
+        return self.device.type
+
+
+def ranks(world_size: int, *, arms: tuple[str, ...] = ARMS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run the decorated body ``fn(ctx, ...)`` on ``world_size`` ranks, once per arm.
+
+    ::
+
+        @sim.ranks(4)
+        def test_sum(ctx):
+            x = torch.ones(1, device=ctx.device)
+            dist.all_reduce(x)
+            assert x.item() == ctx.world_size
+
+    Further parameters are fixtures or ``parametrize`` arguments, as usual; each rank gets them (on the arms with
+    processes, a pickled copy).
+
+    Args:
+        world_size: Number of ranks, at least 1.
+        arms: Which arms to make, of ``sim``, ``gloo``, ``gpu``, ``npu``.
+
+    Raises:
+        ValueError: A world size below 1 or an unknown arm.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"cannot run a test on {world_size!r} ranks\n  world_size: an int >= 1\n  try: @sim.ranks(4)")
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown or not arms:
+        raise ValueError(
+            f"cannot run a test on the arms {arms!r}\n  known: {', '.join(ARMS)}\n  try: arms=('sim', 'gloo')"
+        )
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        own = list(inspect.signature(body).parameters.values())
+        if not own:
+            raise TypeError(f"{body.__name__} takes no argument\n  try: def {body.__name__}(ctx): ...")
+        if own[0].name == "self":
+            raise TypeError(
+                f"{body.__qualname__} is a method; the processes of an arm could not find it\n"
+                f"  try: a function of the module: def {body.__name__}(ctx): ..."
+            )
+
+        def test(request: pytest.FixtureRequest, rank_arm: str, **fixtures: Any) -> None:
+            from sim import arms as runners
+
+            __tracebackhide__ = True
+            runners.run_arm(rank_arm, test, world_size, fixtures, request)
+
+        test.__name__ = body.__name__
+        test.__qualname__ = body.__qualname__
+        test.__doc__ = body.__doc__
+        test.__module__ = body.__module__
+        test.body = body  # type: ignore[attr-defined]
+        test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, keyword) for name in ("request", "rank_arm")]
+            + [parameter.replace(kind=keyword) for parameter in own[1:]]
+        )
+        cases = [pytest.param(arm, marks=getattr(pytest.mark, arm), id=arm) for arm in arms]
+        return pytest.mark.parametrize("rank_arm", cases)(test)
+
+    return decorate
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--sim-seed`` and ``--require-devices``."""
+    group = parser.getgroup("sim", "simulated ranks")
+    group.addoption(
+        "--sim-seed",
+        type=int,
+        default=os.environ.get("SIM_SEED", "0"),
+        help="seed of the interleaving of simulated ranks (default: $SIM_SEED or 0)",
+    )
+    group.addoption(
+        "--require-devices",
+        action="store_true",
+        help="fail, instead of skip, a gpu or npu test that finds too few devices",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the arms' markers."""
+    for name, meaning in _MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say which seed the simulated ranks use."""
+    return f"sim: seed {config.getoption('--sim-seed')}"

@@ -1,0 +1,206 @@
+"""Hypothesis strategies for meshes, shapes and layouts; the only file of the package that needs hypothesis.
+
+Arguments are checked when a strategy is made, not when it first draws. Every strategy says what it shrinks towards, so
+that a failing example is the simplest one: one rank, size-1 dims, everything replicated.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from hypothesis import strategies as st
+
+from hyper_parallel.core.dtensor.forms import REDUCTIONS
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.shards import count_parts
+
+AXIS_NAMES = ("dp", "tp", "cp", "pp", "ep", "a", "b", "c")
+"""Names of drawn axes, in mesh order."""
+
+TELLING_SIZES = (1, 0, 2, 3, 5, 7, 11, 13, 4, 6, 8, 12)
+"""Sizes that find mistakes: one, none, primes, which rarely divide evenly, and a few that often do."""
+
+T = TypeVar("T")
+
+
+class LayoutPair(NamedTuple):
+    """Two layouts of one tensor on one mesh, and the tensor's shape."""
+
+    src: Layout
+    dst: Layout
+    shape: tuple[int, ...]
+
+
+def meshes(
+    max_ranks: int = 64, max_axes: int = 4, *, min_axes: int = 1, min_size: int = 1
+) -> st.SearchStrategy[Layout]:
+    """Draw a mesh: a `Layout` without an assignment, named as in `AXIS_NAMES`, on ranks 0, 1, 2, ...
+
+    Shrinks towards `Layout((1,), ("dp",))`: fewer axes, then smaller ones.
+
+    Args:
+        max_ranks: most ranks that the mesh may have.
+        max_axes: most axes, 8 at most.
+        min_axes: fewest axes.
+        min_size: smallest axis; 2 leaves out axes of one rank.
+
+    Raises:
+        TypeError: an argument that is no int.
+        ValueError: bounds that no mesh fits.
+    """
+    _check_int("max_ranks", max_ranks, 1)
+    _check_int("min_size", min_size, 1)
+    _check_int("min_axes", min_axes, 1)
+    _check_int("max_axes", max_axes, min_axes, len(AXIS_NAMES))
+    if min_size**min_axes > max_ranks:
+        raise ValueError(
+            f"no mesh fits: {min_axes} axes of {min_size} ranks are more than max_ranks={max_ranks}\n"
+            f"  try: max_ranks={min_size**min_axes}"
+        )
+
+    def draw_mesh(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Layout:
+        count = draw(st.integers(min_axes, max_axes))
+        room = max_ranks
+        sizes: list[int] = []
+        while len(sizes) < count:
+            kept = max(0, min_axes - len(sizes) - 1)  # axes that must still fit after this one
+            most = room // min_size**kept
+            if most < min_size:
+                break  # no room for another axis, and there are enough
+            few = st.integers(min_size, min(most, max(4, min_size)))  # so that one large axis does not use all the room
+            sizes.append(draw(few | st.integers(min_size, most)))
+            room //= sizes[-1]
+        return Layout(tuple(sizes), AXIS_NAMES[: len(sizes)])
+
+    return _drawn(draw_mesh)
+
+
+def shapes(min_dims: int = 0, max_dims: int = 3, *, max_size: int = 16) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw a tensor's shape, rich in sizes 0, 1, primes and others that do not divide evenly.
+
+    Shrinks towards `min_dims` dims of size 1.
+
+    Args:
+        min_dims: fewest dims.
+        max_dims: most dims.
+        max_size: largest size of a dim, in elements.
+
+    Raises:
+        TypeError: an argument that is no int.
+        ValueError: a negative bound, or a maximum below its minimum.
+    """
+    _check_int("min_dims", min_dims, 0)
+    _check_int("max_dims", max_dims, min_dims)
+    _check_int("max_size", max_size, 1)
+    telling = st.sampled_from([size for size in TELLING_SIZES if size <= max_size])
+    return st.lists(telling | st.integers(0, max_size), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def layouts(
+    mesh: Layout,
+    shape: Sequence[int],
+    *,
+    ordered: bool = True,
+    even: bool = False,
+    partial: bool | Sequence[str] = False,
+) -> st.SearchStrategy[Layout]:
+    """Draw a layout, in alias form, of a tensor of this shape on this mesh.
+
+    Shrinks towards everything replicated, and several axes on one dim towards mesh order.
+
+    Args:
+        mesh: a `Layout`; its assignment, if any, does not matter.
+        shape: the tensor's sizes, in elements.
+        ordered: also draw splits of one dim over several axes in an order that is not the mesh's.
+        even: only splits into parts of equal size.
+        partial: True, or reductions such as ("sum", "avg"): axes may have one of them pending, the same on all axes.
+
+    Raises:
+        TypeError: a mesh that is no `Layout`, sizes that are no ints.
+        ValueError: a negative size, or a reduction that does not exist.
+    """
+    if not isinstance(mesh, Layout):
+        raise TypeError(
+            f"mesh must be a Layout, not {type(mesh).__name__}: {mesh!r}\n  try: Layout((2, 4), ('dp', 'tp'))"
+        )
+    for dim, size in enumerate(shape):
+        _check_int(f"shape[{dim}]", size, 0)
+    kinds = REDUCTIONS if partial is True else tuple(partial or ())
+    for kind in kinds:
+        if kind not in REDUCTIONS:
+            raise ValueError(
+                f"partial: no reduction is called {kind!r}\n  try: one of {', '.join(map(repr, REDUCTIONS))}"
+            )
+    names, sizes = mesh.alias_name, mesh.mesh_shape
+
+    def draw_layout(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Layout:
+        splits: list[list[int]] = [[] for _ in shape]
+        pending: dict[str, str] = {}
+        kind = draw(st.sampled_from(kinds)) if kinds else None
+        for axis, name in enumerate(names):
+            dims = [
+                dim
+                for dim in range(len(shape))
+                if not even or shape[dim] % count_parts(sizes, [*splits[dim], axis]) == 0
+            ]
+            role = draw(st.integers(0, len(dims) + (kind is not None)))  # 0: replicated; then the dims; then partial
+            if 0 < role <= len(dims):
+                splits[dims[role - 1]].append(axis)
+            elif role and kind is not None:
+                pending[name] = kind
+        if ordered:
+            splits = [draw(st.permutations(axes)) if len(axes) > 1 else axes for axes in splits]
+        entries = [tuple(names[axis] for axis in axes) or None for axes in splits]
+        return mesh(*entries, partial=pending)
+
+    return _drawn(draw_layout)
+
+
+def layout_pairs(
+    max_ranks: int = 64,
+    max_axes: int = 4,
+    *,
+    max_dims: int = 3,
+    max_size: int = 16,
+    ordered: bool = True,
+    even: bool = False,
+    partial: bool | Sequence[str] = False,
+) -> st.SearchStrategy[LayoutPair]:
+    """Draw two layouts of one tensor on one mesh: where it is, and where it should be (never partial).
+
+    Shrinks towards one rank, a scalar, both layouts replicated.
+
+    Args:
+        max_ranks: most ranks that the mesh may have.
+        max_axes: most axes.
+        max_dims: most dims of the tensor.
+        max_size: largest size of a dim, in elements.
+        ordered: as for `layouts`, for both.
+        even: as for `layouts`, for both.
+        partial: as for `layouts`, for the source.
+
+    Raises:
+        TypeError, ValueError: as `meshes`, `shapes` and `layouts`.
+    """
+    places = meshes(max_ranks, max_axes)
+    tensors = shapes(0, max_dims, max_size=max_size)
+    layouts(Layout((1,), ("dp",)), (), partial=partial)  # checks `partial` now
+
+    def draw_pair(draw: Callable[[st.SearchStrategy[Any]], Any]) -> LayoutPair:
+        mesh, shape = draw(places), draw(tensors)
+        src = draw(layouts(mesh, shape, ordered=ordered, even=even, partial=partial))
+        return LayoutPair(src, draw(layouts(mesh, shape, ordered=ordered, even=even)), shape)
+
+    return _drawn(draw_pair)
+
+
+def _drawn(function: Callable[[Callable[[st.SearchStrategy[Any]], Any]], T]) -> st.SearchStrategy[T]:
+    """Return the strategy of a function that takes `draw`."""
+    return st.composite(function)()
+
+
+def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}\n  try: {name}={least}")
+    if value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}={value} is out of range\n  try: {name} {bounds}")

@@ -1,0 +1,443 @@
+"""A world of N simulated ranks in this process: ``sim.run`` in steps, with its trace."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from sim import report, threads, torch_seams
+from sim.collectives import Call, Problem
+from sim.errors import SimError, rank_failed, ranks_phrase
+from sim.process_group import Group, Message, SimProcessGroup, Slot
+from sim.scheduler import RankThread, Scheduler
+from sim.store import RankStore, SharedStore
+from sim.trace import Event, Trace
+
+__all__ = ["RankContext", "World", "current_rank", "run", "world"]
+
+MAX_RANKS = 65_536
+_numbers = itertools.count()
+_PAST = {"alive": "begun already", "running": "begun already", "ended": "ended"}
+_NOT_ALIVE = {"new": "has not begun", "running": "runs something already", "ended": "has ended"}
+
+
+class RankContext:
+    """Everything that belongs to one simulated rank and would be process-wide in a real one.
+
+    Attributes:
+        rank: Global rank.
+        world: The world it lives in.
+        environment: Its ``os.environ``: torchrun's variables over a copy of the process's own (bytes, as
+            ``os.environ`` keeps them).
+        rng_state: State of torch's default CPU generator while the rank does not run.
+        c10d: Its ``torch.distributed`` state (the default group, all groups by name ...).
+    """
+
+    def __init__(self, world: World, rank: int, environment: dict[bytes, bytes]) -> None:
+        self.world = world
+        self.rank = rank
+        self.environment = environment
+        self.c10d = torch_seams.new_c10d_state()
+        self.store = RankStore(world.store)  # kept here: torch's own references keep only its C++ half alive
+        self.axis_names: dict[str, str] = {}
+        self.thread_id: int | None = None
+        self.joined_by_world = False  # the world made the default group, so one init_process_group is a no-op
+        self.has_joined = False  # the world has made it, whatever became of it since
+        self.rng_state = torch.Generator().manual_seed(((world.seed << 20) + rank) % 2**63).get_state()
+
+    def check_caller(self) -> None:
+        """Refuse a thread that is not this rank's own: it does not hold the turn."""
+        if threading.get_ident() != self.thread_id:
+            raise SimError(
+                f"a thread that is not rank {self.rank}'s own used one of its process groups\n"
+                f"  seen: thread {threading.current_thread().name!r}\n"
+                "  try: communicate from the thread that runs the rank's function"
+            )
+
+    def axis_of(self, group_name: str, description: str, ranks: tuple[int, ...]) -> str:
+        """The name a group is reported under: its mesh axis if a mesh made it, ``world``, or its ranks."""
+        if group_name in self.axis_names:
+            return self.axis_names[group_name]
+        if description.startswith("mesh_"):
+            return description.removeprefix("mesh_")
+        if description == "default_pg":
+            return "world"
+        if description in ("", "undefined"):
+            return f"{group_name[:8]}: {ranks_phrase(ranks)}"
+        return description
+
+    def record(self, call: Call, axis: str, group: Group) -> None:
+        """Enter a collective into the world's trace."""
+        contract = call.contract
+        seq = group.next_seq[group.ranks.index(self.rank)]
+        self.world.trace.add(
+            Event(
+                self.rank,
+                contract.op,
+                axis,
+                group.ranks,
+                seq,
+                call.send_bytes,
+                call.recv_bytes,
+                contract.dtype,
+                call.line,
+            )
+        )
+
+    def record_message(self, message: Message, axis: str) -> None:
+        """Enter one side of a point-to-point transfer into the trace."""
+        size = message.tensor.numel() * message.tensor.element_size()
+        sending = message.who_waits == "send"
+        dtype = str(message.tensor.dtype).removeprefix("torch.")
+        members = message.group.ranks
+        # A receive from anybody that comes before its send does not know yet from whom.
+        pair = tuple(members[end] for end in (message.sender, message.receiver) if end is not None)
+        self.world.trace.add(
+            Event(
+                self.rank,
+                message.who_waits,
+                axis,
+                pair,
+                -1,
+                size if sending else 0,
+                0 if sending else size,
+                dtype,
+                message.line,
+            )
+        )
+
+
+class World:
+    """N ranks that live until the ``with`` block ends; made by :func:`world`.
+
+    Attributes:
+        number: Counts the worlds of this process.
+        world_size: Number of ranks.
+        seed: Fixes the interleaving, and the ranks' initial random state.
+        trace: What the ranks have communicated so far.
+    """
+
+    def __init__(self, world_size: int, seed: int, *, init: bool, intraop_threads: int | None, pin: int | None) -> None:
+        self.number = next(_numbers)  # different for every world of the process, unlike an id
+        self.world_size = world_size
+        self.seed = seed
+        self.trace = Trace(world_size)
+        self.groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self.store = SharedStore(self)
+        self.scheduler: Scheduler = self._new_scheduler()
+        self.replay = f"sim.run(..., world_size={world_size}, seed={seed})"
+        self._init = init
+        self._intraop_threads = intraop_threads
+        self._pin = pin
+        self._runs = 0
+        self._workers: list[threads.Worker] = []
+        self._process_groups: list[SimProcessGroup] = []
+        self._cached: set[int] = set()  # ranks on whose threads torch has cached something about this world
+        self._process_threads = 1
+        self._life = "new"  # then "alive", "running" and "alive" in turns, "ended"
+        base = {k: v for k, v in os.environb.items() if not k.startswith(b"TORCHELASTIC_")}
+        self.contexts = [RankContext(self, rank, base | self._torchrun_variables(rank)) for rank in range(world_size)]
+
+    def _torchrun_variables(self, rank: int) -> dict[bytes, bytes]:
+        size = str(self.world_size)
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": "sim",
+            "MASTER_PORT": "29500",
+            "TORCH_FR_BUFFER_SIZE": "0",  # torch 2.15's flight recorder knows one rank per process
+        }
+        return {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> World:
+        if self._life != "new":
+            raise SimError(f"this world has {_PAST[self._life]}\n  try: make a new one: with sim.world(...) as w")
+        torch_seams.install(self)
+        try:
+            self._workers = threads.lease(self.world_size)
+        except BaseException:
+            torch_seams.uninstall(self)
+            raise
+        self._life = "alive"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._life = "ended"
+        try:
+            torch_seams.uninstall(self)
+        finally:
+            caching = [self._workers[rank] for rank in sorted(self._cached) if not self._workers[rank].busy]
+            threads.call_on(caching, torch_seams.clear_thread_caches)
+            threads.release(self._workers)
+            for group in self._process_groups:  # who still holds a group does not hold the world
+                group.end()
+            self._workers, self.contexts, self._process_groups = [], [], []
+            self.groups.clear()
+            self.store = SharedStore(self)
+            self.scheduler = self._new_scheduler()
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
+
+        ``args`` are the same objects for every rank, as they are for threads. A world runs as many functions as
+        you like, one after the other; process groups and random state go on from where the last one left them.
+
+        A rank may end with ``sys.exit()``; its result is then None. An exit with another status is a failure.
+
+        Raises:
+            RankFailed: A rank raised; also an instance of the raised exception's class, which is its cause.
+            CollectiveMismatch: The ranks called different collectives.
+            Deadlock: No rank could run any more, or an operation was left that not all ranks had joined.
+            TypeError: ``fn`` is not callable, or ``args`` or ``kwargs`` are not what a call needs.
+            SimError: The world does not run now: called from a rank, or outside of the ``with`` block.
+            KeyboardInterrupt: Ctrl-C. Every rank ends at its next operation; a second Ctrl-C does not wait for that.
+        """
+        keywords = _check_call(fn, args, kwargs, self.world_size)
+        if current_rank() is not None:
+            raise SimError("a rank cannot start ranks of its own\n  try: call sim.run outside of a rank's function")
+        if self._life != "alive":
+            raise SimError(f"this world {_NOT_ALIVE[self._life]}\n  try: call world.run inside of its 'with' block")
+        self._life = "running"
+        self._runs += 1
+        scheduler = self.scheduler = self._new_scheduler()
+        process_rng = torch.default_generator.get_state()
+        self._process_threads = torch.get_num_threads()
+        try:
+            scheduler.run(self._workers, list(self.contexts), lambda rank: self._rank_main(rank, fn, args, keywords))
+        finally:
+            self._life = "alive"
+            torch.default_generator.set_state(process_rng)
+            torch.set_num_threads(self._process_threads)  # a rank's setting is also that of threads yet to come
+            slots = [slot for group in self.groups.values() for slot in group.slots.values()]
+            messages = [message for group in self.groups.values() for message in group.unmatched()]
+            for group in self.groups.values():
+                group.forget_unfinished()
+            results = [rank.result for rank in scheduler.ranks]
+            scheduler.ranks = []  # their results and errors belong to the caller now
+        self._raise_failure(scheduler)
+        if slots or messages:
+            raise report.never_completed(self, slots, messages)
+        return results
+
+    def _raise_failure(self, scheduler: Scheduler) -> None:
+        fatal, scheduler.fatal = scheduler.fatal, None
+        if fatal is None:
+            return
+        if isinstance(fatal, (SimError, KeyboardInterrupt)) or scheduler.failed_rank is None:
+            raise fatal
+        raise rank_failed(scheduler.failed_rank, fatal, self.replay) from fatal
+
+    def _new_scheduler(self) -> Scheduler:
+        runs = getattr(self, "_runs", 0)
+        return Scheduler(self.seed * 1_000_003 + runs, leave=_leave, enter=_enter, stuck=self._stuck)
+
+    def _rank_main(self, rank: RankThread, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        context: RankContext = rank.context
+        context.thread_id = threading.get_ident()
+        _this_thread.context = context
+        processors = None
+        try:
+            if self._pin is not None:
+                processors = os.sched_getaffinity(0)
+                os.sched_setaffinity(0, {self._pin})
+            torch.set_num_threads(self._intraop_threads or self._process_threads)
+            torch_seams.enter_rank(context)
+            if self._init and not context.has_joined:
+                torch_seams.join_default_group(context)
+            torch.set_grad_enabled(True)
+            return fn(*args, **kwargs)
+        except SystemExit as end:
+            if end.code in (None, 0):
+                return None
+            raise
+        finally:
+            torch_seams.leave_rank(context)
+            if torch_seams.thread_is_altered():
+                self._workers[rank.rank].reusable = False
+            if torch_seams.thread_has_caches():
+                self._cached.add(rank.rank)
+            if processors is not None:
+                os.sched_setaffinity(0, processors)
+            context.thread_id = None
+            _this_thread.context = None
+
+    # -- what the process groups ask -----------------------------------------------------------------------------
+
+    def process_group(self, context: RankContext, name: str, ranks: tuple[int, ...]) -> SimProcessGroup:
+        """The calling rank's end of the group ``name`` over ``ranks``."""
+        group = self.groups.get((name, ranks))
+        if group is None:
+            group = self.groups[name, ranks] = Group(self, name, ranks)
+        process_group = SimProcessGroup(context, group, ranks.index(context.rank))
+        self._process_groups.append(process_group)
+        return process_group
+
+    def mismatch_error(self, slot: Slot, problem: Problem | None) -> SimError:
+        """The error for a collective on which the ranks do not agree."""
+        return report.collective_mismatch(self, slot, problem)
+
+    def execution_error(self, slot: Slot, cause: Exception) -> SimError:
+        """The error for a collective that the ranks agree on and that torch cannot compute."""
+        return report.cannot_carry_out(self, slot, cause)
+
+    def message_error(self, source: Message, target: Message) -> SimError:
+        """The error for a send and a receive that do not fit together."""
+        return report.message_mismatch(self, source, target)
+
+    def _stuck(self) -> SimError:
+        for group in self.groups.values():
+            for slot in group.slots.values():
+                if slot.mismatch:
+                    return report.collective_mismatch(self, slot, None)
+        return report.deadlock(self)
+
+
+def _check_call(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, world_size: int
+) -> dict[str, Any]:
+    """Refuse what ``fn(*args, **kwargs)`` would only refuse on the ranks; returns the keyword arguments."""
+    if not callable(fn):
+        raise TypeError(f"cannot run {fn!r} on ranks\n  fn: a callable\n  try: sim.run(train, world_size={world_size})")
+    name = getattr(fn, "__name__", "train")
+    if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):
+        raise TypeError(
+            f"cannot pass {type(args).__name__} as the arguments of {name}\n  args: a tuple\n"
+            f"  try: sim.run({name}, world_size={world_size}, args=(x,)), with the comma"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"cannot pass {type(kwargs).__name__} as the keyword arguments of {name}\n  kwargs: a dict\n"
+            f"  try: sim.run({name}, world_size={world_size}, kwargs={{'x': 1}})"
+        )
+    return dict(kwargs or {})
+
+
+def _leave(context: RankContext) -> None:
+    context.rng_state = torch.default_generator.get_state()
+
+
+def _enter(context: RankContext) -> None:
+    torch.default_generator.set_state(context.rng_state)
+
+
+class _ThisThread(threading.local):
+    context: RankContext | None = None
+
+
+_this_thread = _ThisThread()
+
+
+def current_context() -> RankContext | None:
+    """The rank that the calling thread runs, or None outside of any world."""
+    return _this_thread.context
+
+
+def current_rank() -> int | None:
+    """The simulated rank of the calling thread, or None outside of any world.
+
+    >>> current_rank() is None
+    True
+    """
+    context = _this_thread.context
+    return None if context is None else context.rank
+
+
+def world(
+    world_size: int,
+    *,
+    seed: int = 0,
+    init: bool = True,
+    intraop_threads: int | None = 1,
+    pin: int | None = None,
+) -> World:
+    """Make a world of ``world_size`` ranks, for use in a ``with`` statement.
+
+    >>> import torch.distributed as dist
+    >>> def total() -> float:
+    ...     x = torch.tensor([float(dist.get_rank())])
+    ...     dist.all_reduce(x)
+    ...     return x.item()
+    >>> with world(4) as w:
+    ...     w.run(total)
+    [6.0, 6.0, 6.0, 6.0]
+    >>> w.trace.bytes(op="all_reduce", rank=0)
+    6
+
+    Args:
+        world_size: Number of ranks, 1 to 65,536.
+        seed: Fixes the interleaving of the ranks and their initial random state.
+        init: Make the default process group before the first function runs. A first ``init_process_group`` of the
+            function itself is then accepted and does nothing. False: the function has to do it, as in a script.
+        intraop_threads: Threads torch uses inside of one operation; None leaves torch's setting. One makes
+            results independent of the machine's number of cores.
+        pin: Processor to bind the rank threads to; since one runs at a time, switching gets cheaper. Linux only.
+
+    Raises:
+        ValueError: A world size that is not an int in range, a seed that is not an int, a number of threads below
+            1, or a processor that this process may not use.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(
+            f"cannot make a world of {world_size!r} ranks\n"
+            f"  world_size: an int from 1 to {MAX_RANKS:,}\n"
+            "  try: sim.run(fn, world_size=8)"
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"cannot use {seed!r} as a seed\n  seed: an int\n  try: seed=0")
+    if intraop_threads is not None and (not isinstance(intraop_threads, int) or intraop_threads < 1):
+        raise ValueError(
+            f"cannot use {intraop_threads!r} threads inside of an operation\n"
+            "  intraop_threads: an int >= 1, or None to leave torch's setting\n  try: intraop_threads=1"
+        )
+    if pin is not None:
+        usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        if pin not in usable:
+            raise ValueError(
+                f"cannot pin ranks to processor {pin!r}\n"
+                f"  pin: one of {', '.join(map(str, usable)) or 'none: this system cannot bind threads'}\n"
+                "  try: pin=None"
+            )
+    return World(world_size, seed, init=init, intraop_threads=intraop_threads, pin=pin)
+
+
+def run(
+    fn: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    init: bool = True,
+    intraop_threads: int | None = 1,
+    pin: int | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on each of ``world_size`` simulated ranks; return the results in rank order.
+
+    >>> import torch.distributed as dist
+    >>> run(dist.get_rank, world_size=3)
+    [0, 1, 2]
+
+    Arguments and errors are those of :func:`world` and :meth:`World.run`.
+    """
+    made = world(world_size, seed=seed, init=init, intraop_threads=intraop_threads, pin=pin)
+    _check_call(fn, args, kwargs, world_size)
+    with made as w:
+        return w.run(fn, args, kwargs)

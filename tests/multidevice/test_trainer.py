@@ -1,0 +1,269 @@
+"""One `train(config)`: alone, on simulated ranks, under torchrun. Losses agree, and Ctrl-C leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import distribute_tensor
+
+import sim
+from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer.config import Config, DataConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.optimizer import clip_gradients
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.record import StepRecord, TrainResult, read_log
+from hyper_parallel.trainer.trainer import train
+
+TINY = Config(
+    model=LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    ),
+    data=DataConfig(max_bytes=200_000),
+    train=TrainConfig(steps=4, batch_size=16, seq_len=16, eval_sequences=12, device="cpu"),
+)
+TINY_TOML = """
+[model]
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+[data]
+max_bytes = 200_000
+[train]
+batch_size = 16
+seq_len = 16
+eval_sequences = 12
+device = "cpu"
+"""
+
+
+def same(one: TrainResult, other: TrainResult, rel: float = 1e-5) -> None:
+    assert one.losses == pytest.approx(other.losses, rel=rel)
+    norms = [[record.grad_norm for record in run.steps] for run in (one, other)]
+    assert norms[0] == pytest.approx(norms[1], rel=10 * rel)
+    assert one.valid_loss == pytest.approx(other.valid_loss, rel=rel)
+
+
+@pytest.fixture(scope="module")
+def alone() -> TrainResult:
+    return train(TINY)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (8, ParallelConfig(dp_replicate=2, dp_shard=4)),
+        (4, ParallelConfig(dp_shard=4)),
+        (4, ParallelConfig(dp_replicate=4)),
+        (2, ParallelConfig(reshard_after_forward=False)),
+        (1, ParallelConfig()),
+    ],
+    ids=["2 x 4", "shard", "replicate", "no reshard", "one"],
+)
+def test_simulated_ranks_train_like_one_device(alone: TrainResult, world_size: int, parallel: ParallelConfig) -> None:
+    results = sim.run(train, world_size, args=(replace(TINY, parallel=parallel),))
+    same(results[0], alone)
+    for result in results[1:]:
+        assert result.losses == results[0].losses, "every rank must see the same mean"
+        assert result.valid_loss == results[0].valid_loss
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    """Against `clip_grad_norm_`, on uneven shards with replicas."""
+
+    def body() -> None:
+        dims = ParallelDims(dp_replicate=2, dp_shard=3, world_size=6)
+        mesh = dims.build_mesh("cpu")
+        pair = []
+        for _ in range(2):
+            model = fully_shard(torch.nn.Linear(5, 7), mesh=mesh)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.copy_(distribute_tensor(torch.ones(param.shape), mesh, param.placements))
+            model(torch.arange(10.0).view(2, 5)).square().sum().backward()
+            pair.append(model)
+        ours, torchs = pair
+        norm = clip_gradients(ours, max_norm, dims.get_mesh("dp_shard").get_group())
+        expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), max_norm or math.inf).full_tensor()
+        assert norm == pytest.approx(expected.item(), rel=1e-6)
+        for ours_param, torchs_param in zip(ours.parameters(), torchs.parameters(), strict=True):
+            torch.testing.assert_close(ours_param.grad.full_tensor(), torchs_param.grad.full_tensor())
+
+    sim.run(body, 6)
+
+
+@pytest.mark.sim
+def test_accumulated_gradients_are_those_of_the_whole_batch(alone: TrainResult) -> None:
+    config = TINY.with_changes("train", {"accumulate": 2}).with_changes("parallel", {"dp_replicate": 2})
+    same(sim.run(train, 4, args=(config,))[0], alone)
+    same(train(TINY.with_changes("train", {"accumulate": 4})), alone)
+
+
+@pytest.mark.sim
+def test_accumulation_communicates_once_per_step() -> None:
+    counts = []
+    for accumulate in (1, 2):
+        with sim.world(2) as world:
+            world.run(train, args=(TINY.with_changes("train", {"accumulate": accumulate}),))
+            counts.append(sum(row.count for row in world.trace.by_axis() if row.op == "reduce_scatter"))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.sim
+def test_bf16_trains_alike_on_one_rank_and_on_many(alone: TrainResult) -> None:
+    config = TINY.with_changes("parallel", {"param_dtype": "bf16"})
+    many, one = sim.run(train, 4, args=(config,))[0], train(config)
+    same(many, one, rel=2e-3)
+    assert many.losses == pytest.approx(alone.losses, rel=2e-2)
+    assert many.losses != pytest.approx(alone.losses, rel=1e-6), "bf16 must have been used"
+    assert not torch.distributed.is_initialized(), "the group that train made must be gone"
+
+
+@pytest.mark.sim
+def test_the_same_seed_gives_the_same_bits_and_another_one_other_text() -> None:
+    first, again = (sim.run(train, 4, args=(TINY,), seed=seed)[0] for seed in (1, 2))
+    assert first.losses == again.losses, "the interleaving of ranks must not matter"
+    other = sim.run(train, 4, args=(TINY.with_changes("train", {"seed": 1}),))[0]
+    assert other.losses != first.losses
+
+
+@pytest.mark.sim
+def test_only_the_first_rank_reports_and_logs(tmp_path: Path) -> None:
+    seen: list[StepRecord] = []
+    log = tmp_path / "new" / "log.jsonl"
+    result = sim.run(train, 4, args=(TINY.with_changes("train", {"log": str(log), "eval_every": 2}), seen.append))[0]
+    assert seen == read_log(log) == list(result.steps)
+    assert [record.valid_loss is not None for record in seen] == [False, True, False, True]
+
+
+@pytest.mark.sim
+def test_the_log_is_on_disk_after_every_step(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    lengths: list[int] = []
+    train(TINY.with_changes("train", {"log": str(log)}), lambda _: lengths.append(len(read_log(log))))
+    assert lengths == [1, 2, 3, 4]
+
+
+@pytest.mark.sim
+def test_loss_falls_on_real_text() -> None:
+    config = TINY.with_changes("train", {"steps": 40})
+    result = train(config)
+    assert result.losses[0] == pytest.approx(torch.tensor(256.0).log().item(), abs=0.5)
+    # Each Python brings another text; all of them are far from 256 equally likely bytes after a few steps.
+    assert sum(result.losses[-5:]) / 5 < 0.75 * result.losses[0]
+    assert result.valid_loss < 3.8
+
+
+@pytest.mark.sim
+def test_a_config_that_does_not_fit_fails_on_every_rank_alike() -> None:
+    with pytest.raises(ValueError, match="is 3, not world_size=2"):
+        sim.run(train, 2, args=(replace(TINY, parallel=ParallelConfig(dp_shard=3)),))
+
+
+def start(*arguments: str, folder: Path, **options: object) -> subprocess.Popen[str]:
+    (folder / "tiny.toml").write_text(TINY_TOML)
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**env, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+@pytest.mark.gloo
+def test_torchrun_gives_the_losses_of_simulated_ranks(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--steps", "4", "--log-file", "gloo.jsonl")
+    process = start(*torchrun, *command, folder=tmp_path)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert out.count("log: gloo.jsonl") == 1, "only the first rank prints"
+    assert "16 x 16 bytes, 4 steps; 2 ranks: dp_shard=2" in out
+    gloo = read_log(tmp_path / "gloo.jsonl")
+    simulated = sim.run(train, 2, args=(TINY,))[0]
+    assert [record.loss for record in gloo] == pytest.approx(simulated.losses, rel=1e-5)
+    assert gloo[-1].valid_loss == pytest.approx(simulated.valid_loss, rel=1e-5)
+
+
+def wait_for_step(process: subprocess.Popen[str]) -> str:
+    """Read output up to the first step; no clock is involved."""
+    assert process.stdout is not None
+    head = ""
+    for line in process.stdout:
+        head += line
+        if "step 1/" in line:
+            return head
+    raise AssertionError(f"the run ended before its first step:\n{head}\n{process.communicate()[1]}")
+
+
+@pytest.mark.gloo
+def test_ctrl_c_stops_all_processes_and_keeps_the_log(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hyper_parallel.cli")
+    process = start(*torchrun, "train", "tiny.toml", "--steps", "1000000", "--log-file", "log.jsonl", folder=tmp_path)
+    wait_for_step(process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert err.count("interrupted; the log so far is in log.jsonl") == 1, err
+    assert next(record.step for record in read_log(tmp_path / "log.jsonl")) == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.sim
+def test_ctrl_c_stops_all_simulated_ranks_and_keeps_the_log(tmp_path: Path) -> None:
+    command = (
+        "-m",
+        "hyper_parallel.cli",
+        "train",
+        "tiny.toml",
+        "--sim",
+        "4",
+        "--steps",
+        "1000000",
+        "--log-file",
+        "log.jsonl",
+    )
+    process = start(*command, folder=tmp_path)
+    wait_for_step(process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert err == "interrupted; the log so far is in log.jsonl\n"
+    assert next(record.step for record in read_log(tmp_path / "log.jsonl")) == 1
+    with pytest.raises(ProcessLookupError):  # its session was its own: no process may be left in it
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.sim
+def test_an_interrupt_in_this_process_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+
+    def interrupt(record: StepRecord) -> None:
+        if record.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)  # as a terminal does: to the process, not to this thread
+
+    config = TINY.with_changes("train", {"steps": 1_000_000, "log": str(tmp_path / "log.jsonl")})
+    with pytest.raises(KeyboardInterrupt):
+        sim.run(train, 4, args=(config, interrupt))
+    assert len(read_log(tmp_path / "log.jsonl")) >= 2
+    left = [t for t in threading.enumerate() if t not in before and t.is_alive() and not t.daemon]
+    assert left == []
+    assert sim.run(lambda: 1, 4) == [1] * 4, "a new world must start"

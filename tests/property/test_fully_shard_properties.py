@@ -1,0 +1,213 @@
+"""Any tree of modules, wrapped anyhow, trains as on one device: losses, gradients and final parameters.
+
+Everything is float64, so that the bound on rounding lies far below any real difference.
+"""
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import sim
+from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.unit import unit_of
+
+pytestmark = pytest.mark.sim
+
+many = settings(
+    max_examples=settings.default.max_examples,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+WIDTH, VOCAB, PER_RANK, STEPS = 5, 7, 2, 3
+
+
+class Node(nn.Module):
+    """Keeps (batch, WIDTH) as it is; children run one after the other, ``repeat`` runs the first of them again."""
+
+    def __init__(self, kind, hidden, children=(), *, repeat=False, recompute=False):
+        super().__init__()
+        self.kind, self.repeat, self.recompute = kind, repeat, recompute
+        self.layers = nn.ModuleList(children)
+        if kind == "mlp":
+            self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH, bias=False)
+        elif kind == "norm":
+            self.norm = nn.LayerNorm(WIDTH)
+        elif kind == "table":
+            self.table = nn.Embedding(hidden, WIDTH)
+        elif kind == "scale":
+            self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return checkpoint(self.compute, x, use_reentrant=False) if self.recompute else self.compute(x)
+
+    def compute(self, x):
+        if self.kind == "mlp":
+            x = x + self.down(torch.tanh(self.up(x)))
+        elif self.kind == "norm":
+            x = self.norm(x)
+        elif self.kind == "table":
+            x = x + self.table((x.detach().abs().sum(1) * 10).long() % self.table.num_embeddings)
+        elif self.kind == "scale":
+            x = x * self.scale
+        for layer in [*self.layers, *([self.layers[0]] if self.repeat and len(self.layers) else [])]:
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, body, *, tied):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(VOCAB, WIDTH), body, nn.Linear(WIDTH, VOCAB)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embed(tokens)))
+
+
+class Case(NamedTuple):
+    """What hypothesis draws; shrinks towards one rank, one node, the root alone wrapped, SGD."""
+
+    model: nn.Module
+    wrapped: tuple[int, ...]  # which of the model's nodes, innermost first
+    together: bool  # the first two siblings that can be become one unit
+    shape: tuple[int, ...]
+    reshard_forward: bool
+    reshard_backward: bool
+    accumulate: int  # micro-batches per step
+    defer: str  # what waits for the last one
+    adam: bool
+    evaluate: bool  # between two steps
+    seed: int
+
+
+@st.composite
+def nodes(draw, depth):
+    kind = draw(st.sampled_from(["none", "mlp", "norm", "scale", "table"]))
+    children = draw(st.lists(nodes(depth - 1), max_size=2)) if depth > 1 else []
+    flags = {name: draw(st.booleans()) for name in ("repeat", "recompute")}
+    node = Node(kind, draw(st.sampled_from([1, 3, 6])), children, **flags)
+    frozen = draw(st.booleans()) and draw(st.booleans())
+    for parameter in node.parameters(recurse=False) if not frozen else node.parameters():
+        parameter.requires_grad_(not frozen)
+    return node
+
+
+@st.composite
+def cases(draw):
+    model = Model(draw(nodes(3)), tied=draw(st.booleans()))
+    count = sum(isinstance(module, Node) for module in model.modules())
+    return Case(
+        model=model,
+        wrapped=tuple(sorted(draw(st.sets(st.integers(0, count - 1))))),
+        together=draw(st.booleans()),
+        shape=draw(st.sampled_from([(1,), (2,), (3,), (1, 2), (2, 1), (2, 2), (4,)])),
+        reshard_forward=draw(st.booleans()),
+        reshard_backward=draw(st.booleans()),
+        accumulate=draw(st.sampled_from([1, 2])),
+        defer=draw(st.sampled_from(["nothing", "sync", "all_reduce"])),
+        adam=draw(st.booleans()),
+        evaluate=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def wrap(model, case, mesh):
+    options = {"mesh": mesh, "reshard_after_forward": case.reshard_forward}
+    inside_out = [module for module in reversed(list(model.modules())) if isinstance(module, Node)]
+    chosen = [inside_out[index] for index in case.wrapped]
+    if case.together:
+        pair = next(
+            (list(n.layers) for n in inside_out if len(n.layers) == 2 and not set(n.layers) & set(chosen)), None
+        )
+        if pair is not None and all(not set(node.modules()) & set(chosen) for node in pair):
+            fully_shard(pair, **options)
+    for node in chosen:
+        fully_shard(node, **options)
+    fully_shard(model, **options)
+    model.set_reshard_after_backward(case.reshard_backward)
+
+
+def batch(step, micro, ranks, rank=None):
+    tokens = torch.randint(0, VOCAB, (ranks * PER_RANK,), generator=torch.Generator().manual_seed(10 * step + micro))
+    return tokens if rank is None else tokens[rank * PER_RANK : (rank + 1) * PER_RANK]
+
+
+def train(model, case, ranks, rank=None):
+    """Losses of all micro-batches, the last step's gradients, the final parameters."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=0.01, eps=1e-3) if case.adam else torch.optim.SGD(trainable, lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(case.accumulate):
+            if rank is not None:
+                last = micro == case.accumulate - 1
+                model.set_requires_gradient_sync(last or case.defer != "sync")
+                model.set_requires_all_reduce(last or case.defer != "all_reduce")
+            tokens = batch(step, micro, ranks, rank)
+            loss = nn.functional.cross_entropy(model(tokens), tokens) / case.accumulate
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        if case.evaluate:
+            with torch.inference_mode():
+                model(batch(step, 0, ranks, rank))
+    whole = lambda t: t.full_tensor() if isinstance(t, DTensor) else t  # noqa: E731
+    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    return losses, gradients, {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def assert_close(name, got, wanted):
+    """Equal up to eps per addition: every value is a sum over batch, widths, nodes and steps, fewer than 2 ** 20.
+
+    A layer norm divides by the spread of five numbers and Adam by the root of the second moment plus 1e-3, which
+    magnifies a rounding error by up to another 2 ** 10 each.
+    """
+    assert (got is None) == (wanted is None), name
+    if wanted is not None:
+        bound = torch.finfo(torch.float64).eps * 2**20 * 2**10 * max(1.0, wanted.abs().max().item())
+        assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+
+
+def on_rank(case, start, reference):
+    ranks = dist.get_world_size()
+    names = ("replicate", "shard")[-len(case.shape) :]
+    model = copy.deepcopy(start)
+    wrap(model, case, init_device_mesh("cpu", case.shape, mesh_dim_names=names))
+    losses, gradients, values = train(model, case, ranks, dist.get_rank())
+    for got, wanted in zip(losses, reference[0], strict=True):
+        dist.all_reduce(got)
+        assert_close("loss", got / ranks, wanted)
+    for got, wanted in ((gradients, reference[1]), (values, reference[2])):
+        assert list(got) == list(wanted)
+        for name in wanted:
+            assert_close(name, got[name], wanted[name])
+    model.reshard()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for unit in unit_of(model).schedule.units:
+        if case.reshard_backward and not case.evaluate:
+            assert all(bucket.wholes_pointer == 0 for bucket in unit.buckets)
+
+
+@many
+@given(cases())
+def test_any_tree_wrapped_anyhow_trains_as_on_one_device(case):
+    torch.manual_seed(case.seed)
+    model = case.model.double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    ranks = torch.Size(case.shape).numel()
+    reference = train(copy.deepcopy(model), case, ranks)
+    sim.run(on_rank, ranks, (case, model, reference), seed=case.seed)

@@ -1,0 +1,406 @@
+"""The arrows of the design, kept: who may import whom, who may name a vendor, and where no state may live.
+
+Every check reads the syntax tree of a file, and has a test in which a small offending source makes it fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: its path from the root of the repository, its text, and what that parses to."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @classmethod
+    def of(cls, path: str, text: str) -> Source:
+        return cls(path, text, ast.parse(text, filename=path))
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+class Import(NamedTuple):
+    """A module that an import statement names; `inside` tells whether it stands in a function."""
+
+    module: str
+    line: int
+    inside: bool
+
+
+@cache
+def sources(package: str) -> tuple[Source, ...]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"no Python files under {package}/"
+    return tuple(Source.of(file.relative_to(ROOT).as_posix(), file.read_text()) for file in files)
+
+
+def imports(source: Source) -> Iterator[Import]:
+    """Yield every import of a file, relative ones as absolute names, `from a import b` as both `a` and `a.b`."""
+    package = source.module if source.path.endswith("__init__.py") else source.module.rpartition(".")[0]
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            yield Import(base, node.lineno, inside)
+            yield from (Import(f"{base}.{alias.name}", node.lineno, inside) for alias in node.names)
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside)
+
+    yield from walk(source.tree, inside=False)
+    yield from _imported_by_name(source)
+
+
+def _imported_by_name(source: Source) -> Iterator[Import]:
+    """Yield what `importlib.import_module("...")` and `__import__("...")` name."""
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Call)
+            and node.args
+            and _dotted(node.func).split(".")[-1]
+            in (
+                "import_module",
+                "__import__",
+            )
+        ):
+            named = node.args[0]
+            if isinstance(named, ast.Constant) and isinstance(named.value, str):
+                yield Import(named.value, node.lineno, True)
+
+
+def _dotted(node: ast.AST) -> str:
+    """Return "a.b.c" for such an expression, "" for any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        start = _dotted(node.value)
+        return f"{start}.{node.attr}" if start else ""
+    return ""
+
+
+def _is_under(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def faults_of(check: str, sources_: Iterable[Source]) -> list[str]:
+    return [fault for source in sources_ for fault in CHECKS[check](source)]
+
+
+# 1. The library does not know its simulator
+
+
+def sim_imports(source: Source) -> Iterator[str]:
+    for found in imports(source):
+        if not _is_under(found.module, "sim"):
+            continue
+        if source.path != "hyper_parallel/cli.py":
+            yield f"{source.path}:{found.line}: imports {found.module}; only hyper_parallel/cli.py may"
+        elif not found.inside:
+            yield f"{source.path}:{found.line}: imports {found.module} at import time; move it into the function"
+
+
+# 2. Only hyper_parallel/platform/ knows vendors
+
+
+def vendor_names(source: Source) -> Iterator[str]:
+    if source.path.startswith("hyper_parallel/platform/"):
+        return
+    for found in imports(source):
+        if any(_is_under(found.module, vendor) for vendor in ("torch.cuda", "torch.npu", "torch_npu")):
+            yield f"{source.path}:{found.line}: imports {found.module}; ask hyper_parallel.platform"
+    for node in ast.walk(source.tree):
+        # The inner `torch.cuda` of `torch.cuda.Stream` is a node of its own, so equality finds every use once.
+        if isinstance(node, ast.Attribute) and _dotted(node) in ("torch.cuda", "torch.npu"):
+            yield f"{source.path}:{node.lineno}: uses {_dotted(node)}; ask hyper_parallel.platform"
+        if isinstance(node, ast.Name) and node.id == "torch_npu":
+            yield f"{source.path}:{node.lineno}: uses torch_npu; ask hyper_parallel.platform"
+
+
+# 3. Arrows point one way
+
+# What each part may import of the others, beyond itself and `hyper_parallel.platform`. `trainer -> shard, fully_shard,
+# hsdp -> redistribute -> dtensor` means: anything to the right is fine, anything to the left is not.
+_DTENSOR = ["core.dtensor"]
+_REDISTRIBUTE = ["core.redistribute", *_DTENSOR]
+_SHARDING = ["core.shard", "core.fully_shard", *_REDISTRIBUTE]
+_PARALLELISMS = ["core.context_parallel", "core.expert_parallel", "core.pipeline", "core.checkpoint"]
+MAY_IMPORT = {
+    "platform": [],
+    "core.dtensor": [],
+    "core.redistribute": _DTENSOR,
+    "core.shard": _REDISTRIBUTE,
+    "core.fully_shard": _REDISTRIBUTE,
+    "core.hsdp": ["core.fully_shard", *_REDISTRIBUTE],
+    "core.context_parallel": _SHARDING,
+    "core.expert_parallel": _SHARDING,
+    "core.pipeline": _SHARDING,
+    "core.checkpoint": ["core.hsdp", *_SHARDING],
+    "models": ["core.hsdp", *_SHARDING, *_PARALLELISMS],
+    "trainer": ["core.hsdp", *_SHARDING, *_PARALLELISMS, "models"],
+}
+ROOT_MODULES = ("hyper_parallel", "hyper_parallel.core", "hyper_parallel.cli")  # tables of contents, composition root
+
+
+def part_of(module: str) -> str | None:
+    """Return the part of the library that a module belongs to, None for what is outside or above all parts."""
+    return next((part for part in MAY_IMPORT if _is_under(module, f"hyper_parallel.{part}")), None)
+
+
+def arrows(source: Source) -> Iterator[str]:
+    part = part_of(source.module)
+    if part is None:
+        if source.path.startswith("hyper_parallel/") and source.module not in ROOT_MODULES:
+            yield f"{source.path}: is in no part that the design knows; add it to MAY_IMPORT with its arrows"
+        return
+    for found in imports(source):
+        target = part_of(found.module)
+        if target is not None and target != part and target != "platform" and target not in MAY_IMPORT[part]:
+            yield f"{source.path}:{found.line}: {part} imports {found.module}, against the arrows"
+        if target is None and _is_under(found.module, "hyper_parallel") and not _is_harmless(found.module):
+            yield f"{source.path}:{found.line}: {part} imports {found.module}, which stands above all parts"
+
+
+def _is_harmless(module: str) -> bool:
+    # `from hyper_parallel import platform` names `hyper_parallel` on its way; `__version__` is a constant.
+    return module in ("hyper_parallel", "hyper_parallel.core") or module.endswith("__")
+
+
+# 4. hypothesis is for tests
+
+
+def hypothesis_imports(source: Source) -> Iterator[str]:
+    if source.path == "sim/strategies.py":
+        return
+    for found in imports(source):
+        if _is_under(found.module, "hypothesis"):
+            yield f"{source.path}:{found.line}: imports {found.module}; only sim/strategies.py may"
+
+
+# 5. Two ranks of one process share no mutable state
+
+# fmt: off
+_MUTABLE_CALLS = frozenset({
+    "list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ChainMap",
+    "WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "ContextVar", "Stream",
+    "Queue", "SimpleQueue", "LifoQueue", "PriorityQueue", "Condition", "Event", "Semaphore", "BoundedSemaphore",
+    "Barrier",
+})
+# fmt: on
+_MUTABLE_DOTTED = frozenset({"itertools.count", "itertools.cycle", "count", "cycle"})  # as methods these are harmless
+_MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+# The registry of platforms is configuration of the process, guarded by a lock; the comment above it says why.
+_EXEMPT = {("hyper_parallel/platform/registry.py", "_REGISTRY")}
+
+
+def mutable_state(source: Source) -> Iterator[str]:
+    """Find lists, dicts, queues, locks and the like that a module or a class holds, and `global` statements."""
+    own_classes = {node.name for node in source.tree.body if isinstance(node, ast.ClassDef) and _has_state(node)}
+    for name, value, line, scope in _assignments(source.tree.body, "module"):
+        if name != "__all__" and (source.path, name) not in _EXEMPT and (what := _mutable(value, own_classes)):
+            yield f"{source.path}:{line}: {scope} state {name!r} is a {what}, shared by all ranks of a process"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            yield f"{source.path}:{node.lineno}: 'global {', '.join(node.names)}' is state shared by all ranks"
+
+
+def _assignments(body: Sequence[ast.stmt], scope: str) -> Iterator[tuple[str, ast.expr, int, str]]:
+    """Yield name and value of every assignment at module or class scope, under `if` and `try` as well."""
+    for node in body:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                yield ast.unparse(target), node.value, node.lineno, scope
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+            yield ast.unparse(node.target), node.value, node.lineno, scope
+        elif isinstance(node, ast.ClassDef):
+            yield from _assignments(node.body, f"class {node.name}")
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for block in ("body", "orelse", "finalbody"):
+                yield from _assignments(getattr(node, block, []), scope)
+            for handler in getattr(node, "handlers", []):
+                yield from _assignments(handler.body, scope)
+
+
+def _mutable(value: ast.expr, own_classes: set[str]) -> str | None:
+    """Say what is mutable in a value: itself, an entry of a tuple, a branch; None if nothing is."""
+    if isinstance(value, _MUTABLE_LITERALS):
+        return type(value).__name__.lower()
+    if isinstance(value, ast.Tuple):
+        return next((what for entry in value.elts if (what := _mutable(entry, own_classes))), None)
+    if isinstance(value, ast.IfExp):
+        return _mutable(value.body, own_classes) or _mutable(value.orelse, own_classes)
+    if isinstance(value, ast.Call):
+        called = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+        dotted = _dotted(called)
+        name = dotted.split(".")[-1]
+        # MappingProxyType({...}), frozenset([...]) and tuple([...]) seal what they are given; field(...) is per object.
+        mutable = name in _MUTABLE_CALLS or dotted in _MUTABLE_DOTTED or name in own_classes
+        return f"{name}()" if mutable else None
+    return None
+
+
+def _has_state(node: ast.ClassDef) -> bool:
+    """Tell whether objects of a class can change: it fills them in `__init__`, or is a dataclass and not frozen."""
+    for decorator in node.decorator_list:
+        call = decorator if isinstance(decorator, ast.Call) else None
+        if _dotted(call.func if call else decorator).split(".")[-1] == "dataclass":
+            return not any(keyword.arg == "frozen" for keyword in (call.keywords if call else ()))
+    return any(isinstance(child, ast.FunctionDef) and child.name == "__init__" for child in node.body)
+
+
+CHECKS = {
+    "sim imports": sim_imports,
+    "vendor names": vendor_names,
+    "arrows": arrows,
+    "hypothesis imports": hypothesis_imports,
+    "mutable state": mutable_state,
+}
+
+
+# The library as it is
+
+
+@pytest.mark.parametrize("check", sorted(CHECKS))
+def test_the_library_keeps(check: str) -> None:
+    assert faults_of(check, sources("hyper_parallel")) == []
+
+
+def test_the_simulator_keeps_hypothesis_in_one_file() -> None:
+    assert faults_of("hypothesis imports", sources("sim")) == []
+
+
+def test_the_exemption_is_real_and_says_why() -> None:
+    for path, name in _EXEMPT:
+        before, found, _ = (ROOT / path).read_text().partition(f"\n{name} = ")
+        assert found, f"{name} is no longer in {path}: take it off the list of exemptions"
+        comment = re.search(r"(?:^# .*\n?)+\Z", before, re.MULTILINE)
+        assert comment, f"{name} in {path} needs a comment directly above it"
+        assert "no\n# state of a rank" in comment[0] or "no state of a rank" in comment[0]
+        assert "lock" in comment[0]
+
+
+# Each check fails where it must, and only there
+
+
+@pytest.mark.parametrize(
+    ("check", "path", "text"),
+    [
+        ("sim imports", "hyper_parallel/trainer/a.py", "import sim"),
+        ("sim imports", "hyper_parallel/trainer/a.py", "def f():\n    from sim.world import run"),
+        ("sim imports", "hyper_parallel/trainer/a.py", "import importlib\nimportlib.import_module('sim.world')"),
+        ("sim imports", "hyper_parallel/cli.py", "from sim import run"),
+        ("sim imports", "hyper_parallel/cli.py", "if True:\n    import sim.mesh.search as s"),
+        ("vendor names", "hyper_parallel/core/a.py", "import torch\ntorch.cuda.synchronize()"),
+        ("vendor names", "hyper_parallel/core/a.py", "import torch\ndef f(): return torch.npu.Stream()"),
+        ("vendor names", "hyper_parallel/core/a.py", "from torch import cuda"),
+        ("vendor names", "hyper_parallel/core/a.py", "from torch.cuda import Stream"),
+        ("vendor names", "hyper_parallel/core/a.py", "import torch_npu"),
+        ("vendor names", "hyper_parallel/core/a.py", "def f():\n    import torch_npu.npu as n"),
+        ("vendor names", "hyper_parallel/core/a.py", "__import__('torch_npu')"),
+        ("arrows", "hyper_parallel/core/dtensor/a.py", "import hyper_parallel.core.redistribute.plan"),
+        ("arrows", "hyper_parallel/core/dtensor/a.py", "from hyper_parallel.core import shard"),
+        ("arrows", "hyper_parallel/core/dtensor/a.py", "from ..redistribute import plan"),
+        ("arrows", "hyper_parallel/core/dtensor/__init__.py", "from .. import fully_shard"),
+        ("arrows", "hyper_parallel/core/redistribute/a.py", "def f():\n    from hyper_parallel.core.shard import api"),
+        ("arrows", "hyper_parallel/core/shard/a.py", "from hyper_parallel.core.fully_shard import api"),
+        ("arrows", "hyper_parallel/core/fully_shard/a.py", "from hyper_parallel.core.hsdp.api import hsdp"),
+        ("arrows", "hyper_parallel/core/hsdp/a.py", "import hyper_parallel.trainer.config"),
+        ("arrows", "hyper_parallel/platform/a.py", "import hyper_parallel.core.dtensor.layout"),
+        ("arrows", "hyper_parallel/models/a.py", "import hyper_parallel.trainer.parallel_dims"),
+        ("arrows", "hyper_parallel/trainer/a.py", "import hyper_parallel.cli"),
+        ("arrows", "hyper_parallel/core/shard/a.py", "from hyper_parallel import Layout"),
+        ("arrows", "hyper_parallel/elsewhere.py", ""),
+        ("hypothesis imports", "hyper_parallel/core/a.py", "from hypothesis import given"),
+        ("hypothesis imports", "sim/prove.py", "def f():\n    import hypothesis.strategies as st"),
+        ("mutable state", "hyper_parallel/a.py", "CACHE = {}"),
+        ("mutable state", "hyper_parallel/a.py", "CACHE: dict[str, int] = {}"),
+        ("mutable state", "hyper_parallel/a.py", "names = ['a']"),
+        ("mutable state", "hyper_parallel/a.py", "a, b = [], 1"),
+        ("mutable state", "hyper_parallel/a.py", "SEEN = {1, 2}"),
+        ("mutable state", "hyper_parallel/a.py", "SQUARES = {n: n * n for n in range(3)}"),
+        ("mutable state", "hyper_parallel/a.py", "import collections\n_QUEUE = collections.deque()"),
+        ("mutable state", "hyper_parallel/a.py", "_QUEUES = defaultdict[str, list](list)"),
+        ("mutable state", "hyper_parallel/a.py", "import threading\n_LOCAL = threading.local()"),
+        ("mutable state", "hyper_parallel/a.py", "import weakref\n_HANDLES = weakref.WeakKeyDictionary()"),
+        ("mutable state", "hyper_parallel/a.py", "try:\n    X = dict(a=1)\nexcept E:\n    X = None"),
+        ("mutable state", "hyper_parallel/a.py", "try:\n    X = None\nexcept E:\n    X = list()"),
+        ("mutable state", "hyper_parallel/a.py", "if A:\n    pass\nelse:\n    X = [] if B else ()"),
+        ("mutable state", "hyper_parallel/a.py", "class Engine:\n    buckets = []"),
+        ("mutable state", "hyper_parallel/a.py", "class Engine:\n    class Inner:\n        seen: set[int] = set()"),
+        ("mutable state", "hyper_parallel/a.py", "class A:\n    def __init__(self): ...\n_A = A()"),
+        ("mutable state", "hyper_parallel/a.py", "import itertools\n_IDS = itertools.count()"),
+        ("mutable state", "hyper_parallel/a.py", "@dataclass\nclass State:\n    n: int = 0\n_STATE = State()"),
+        ("mutable state", "hyper_parallel/a.py", "_COUNT = 0\ndef f():\n    global _COUNT\n    _COUNT += 1"),
+        ("mutable state", "hyper_parallel/core/a.py", "_REGISTRY = dict()"),
+    ],
+)
+def test_offence_is_found(check: str, path: str, text: str) -> None:
+    faults = faults_of(check, [Source.of(path, text)])
+    assert faults
+    assert all(fault.startswith(path) for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("check", "path", "text"),
+    [
+        ("sim imports", "hyper_parallel/cli.py", "def train():\n    from sim import run"),
+        ("sim imports", "hyper_parallel/a.py", "import simplejson\nfrom similar import x\n# import sim"),
+        ("sim imports", "hyper_parallel/core/a.py", "from .sim import x"),
+        (
+            "vendor names",
+            "hyper_parallel/platform/cuda.py",
+            "import torch\ntorch.cuda.empty_cache()\nimport torch_npu",
+        ),
+        ("vendor names", "hyper_parallel/core/a.py", "kind = 'torch.cuda'\nself.torch.cuda\ntorch.cudnn"),
+        ("arrows", "hyper_parallel/core/dtensor/a.py", "import hyper_parallel.platform.base\nfrom . import layout"),
+        ("arrows", "hyper_parallel/core/redistribute/a.py", "from hyper_parallel.core.dtensor.layout import Layout"),
+        ("arrows", "hyper_parallel/core/hsdp/a.py", "from ..fully_shard.param import P"),
+        (
+            "arrows",
+            "hyper_parallel/trainer/a.py",
+            "import hyper_parallel.models.llama\nimport hyper_parallel.core.shard",
+        ),
+        ("arrows", "hyper_parallel/cli.py", "import hyper_parallel.trainer.trainer\nimport hyper_parallel.models"),
+        ("arrows", "hyper_parallel/__init__.py", "from hyper_parallel.core.shard.api import shard_module"),
+        ("arrows", "sim/world.py", "import hyper_parallel.trainer.trainer"),
+        ("hypothesis imports", "sim/strategies.py", "from hypothesis import strategies"),
+        ("mutable state", "hyper_parallel/a.py", "__all__ = ['a']\nNAMES = ('a', 'b')\nSIZES = frozenset({1, 2})"),
+        ("mutable state", "hyper_parallel/a.py", "TABLE = MappingProxyType({'a': 1})\nORDER = tuple([1, 2])"),
+        (
+            "mutable state",
+            "hyper_parallel/a.py",
+            "@dataclass\nclass A:\n    a: list[str] = field(default_factory=list)",
+        ),
+        ("mutable state", "hyper_parallel/a.py", "def f():\n    cache = {}\n    return cache"),
+        ("mutable state", "hyper_parallel/a.py", "class A:\n    def __init__(self):\n        self.queue = deque()"),
+        ("mutable state", "hyper_parallel/a.py", "@dataclass(frozen=True)\nclass Unit:\n    n: int\nONE = Unit(1)"),
+        ("mutable state", "hyper_parallel/a.py", "class Missing: ...\nMISSING = Missing()\nN = NAMES.count('x')"),
+        (
+            "mutable state",
+            "hyper_parallel/platform/registry.py",
+            "class R:\n def __init__(self): ...\n_REGISTRY = R()",
+        ),
+    ],
+)
+def test_what_is_allowed_is_not_found(check: str, path: str, text: str) -> None:
+    assert faults_of(check, [Source.of(path, text)]) == []

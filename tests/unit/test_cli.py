@@ -1,0 +1,297 @@
+"""The command line as a new user tries it: one clear message and an exit code for every mistake, never a traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
+
+import sim
+from hyper_parallel import cli
+from hyper_parallel.trainer.display import TrainingDisplay
+from hyper_parallel.trainer.record import StepRecord, TrainResult
+from hyper_parallel.trainer.report import largest_difference, loss_table, plot_losses, traffic_table
+
+TINY = """
+[model]
+hidden_size = 16
+intermediate_size = 16
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 1
+[data]
+max_bytes = 200_000
+[train]
+steps = 2
+batch_size = 4
+seq_len = 8
+eval_sequences = 4
+device = "cpu"
+log = "log.jsonl"
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    Path("tiny.toml").write_text(TINY)
+    return tmp_path
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, arguments)
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        pytest.param(
+            ("--dp-shard", "3", "--sim", "8"),
+            [
+                "error: cannot place 8 ranks on these degrees",
+                "is 3, not world_size=8",
+                "dp_shard=3",
+                "try: dp_shard=-1",
+            ],
+            id="degrees that do not fit",
+        ),
+        pytest.param(
+            ("--dp-replicate", "3", "--sim", "8"),
+            ["error: cannot infer dp_shard: world_size=8 is not divisible by", "= 3", "dp_replicate=3"],
+            id="replicas that do not fit",
+        ),
+        pytest.param(("--sim", "0"), ["error: cannot simulate 0 ranks: --sim 0", "try: --sim 8"], id="no ranks"),
+        pytest.param(("--sim", "-1"), ["error: cannot simulate -1 ranks"], id="fewer than no ranks"),
+        pytest.param(("missing.toml",), ["error: cannot read the config 'missing.toml': no such file"], id="no file"),
+        pytest.param(
+            ("tony.toml",), ["'tony.toml': no such file", "did you mean 'tiny.toml'?"], id="a file that is close"
+        ),
+        pytest.param(
+            ("--device", "cuda", "--sim", "4"),
+            ["error: simulated ranks compute on the CPU, but device is 'cuda' (--sim 4)", "try: leave out --device"],
+            id="simulated on cuda",
+        ),
+        pytest.param(
+            ("--device", "tpu"), ["error: unknown device type 'tpu'", "'cpu', 'cuda', 'npu'"], id="unknown device"
+        ),
+        pytest.param(("--steps", "0"), ["error: train.steps must be a number >= 1, got 0"], id="no steps"),
+        pytest.param(("--lr", "nan"), ["error: optimizer.lr must be a number >= 0, got nan"], id="no learning rate"),
+        pytest.param(
+            ("--batch-size", "12", "--sim", "8"),
+            ["error: cannot split batch_size=12 sequences over 8", "try: batch_size = 8 or 16"],
+            id="a batch that does not split",
+        ),
+        pytest.param(
+            ("--seq-len", "10000000", "--device", "cpu", "--memory-limit-gb", "1e9"),
+            ["error: the training part of the text has", "try: a smaller seq_len, or more text"],
+            id="longer than the text",
+        ),
+        pytest.param(
+            ("--device", "cpu", "--memory-limit-gb", "0.001"),
+            ["error: this run needs about", "1.0 MiB are allowed by memory_limit_gb", "try: fewer ranks"],
+            id="too large",
+        ),
+        pytest.param(
+            ("--device", "cpu", "--log-file", "."),
+            ["error: cannot write the log '.': it is a folder"],
+            id="log is a folder",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(arguments: tuple[str, ...], messages: list[str]) -> None:
+    code, output = invoke("train", *arguments)
+    assert code == cli.USER_ERROR
+    assert [message for message in messages if message not in output] == [], output
+    assert "Traceback" not in output
+    assert not Path("out").exists(), "nothing may be written before the checks are done"
+
+
+def test_an_unknown_key_is_pointed_at() -> None:
+    Path("typo.toml").write_text("[train]\nstpes = 3\n")
+    code, output = invoke("train", "typo.toml")
+    assert code == cli.USER_ERROR
+    expected = "error: typo.toml:2: unknown key 'stpes' in [train]\n    stpes = 3\n    ^^^^^\n  did you mean 'steps'?\n"
+    assert output == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_npu_without_torch_npu_says_what_to_install() -> None:
+    code, output = invoke("train", "--device", "npu")
+    assert code == cli.USER_ERROR
+    assert output.startswith(
+        "error: cannot use platform 'npu': the package torch_npu is not installed; try: pip install"
+    )
+    assert output.count("\n") == 1, "one sentence"
+
+
+@pytest.mark.parametrize("arguments", [("--steps", "many"), ("--colour", "red"), ("a.toml", "b.toml")])
+def test_flags_that_do_not_parse_exit_with_2(arguments: tuple[str, ...]) -> None:
+    code, output = invoke("train", *arguments)
+    assert code == cli.USER_ERROR
+    assert "Traceback" not in output
+
+
+def test_no_flag_is_short_for_one_of_torchruns() -> None:
+    """torchrun reads a flag of the script as its own where it is the beginning of one, or two, of its own."""
+    from torch.distributed.run import get_args_parser
+    from typer.main import get_command
+
+    theirs = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    commands = get_command(cli.app).commands.values()  # type: ignore[attr-defined]
+    ours = [flag for command in commands for param in command.params for flag in param.opts if flag.startswith("--")]
+    assert "--log-file" in ours
+    assert "--log-dir" in theirs
+    assert [(flag, other) for flag in ours for other in theirs if other.startswith(flag)] == []
+
+
+def test_sim_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, output = invoke("train", "--sim", "2")
+    assert code == cli.USER_ERROR
+    assert "--sim 2 starts ranks of its own, but this process is a rank already (RANK=0, WORLD_SIZE=2)" in output
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    code, output = invoke("train")
+    assert code == cli.USER_ERROR
+    assert "cannot read torchrun's environment: LOCAL_RANK and WORLD_SIZE not set, but RANK=0" in output
+
+
+def test_ranks_without_a_meeting_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    code, output = invoke("train")
+    assert code == cli.USER_ERROR
+    assert (
+        "MASTER_ADDR and MASTER_PORT not set, but RANK=0, LOCAL_RANK=0, WORLD_SIZE=2\n  try: start the ranks" in output
+    )
+
+
+def test_only_the_first_rank_reports_what_all_ranks_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert invoke("train", "--steps", "0") == (cli.USER_ERROR, "")
+
+
+def test_a_run_alone_writes_its_log_and_says_so() -> None:
+    code, output = invoke("train", "tiny.toml", "--steps", "3", "--eval-every", "2")
+    assert code == 0, output
+    lines = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert ["valid_loss" in line for line in lines] == [False, True, True]
+    mean = sum(line["loss"] for line in lines) / 3
+    assert f"loss {lines[0]['loss']:.3f} -> {mean:.3f} (mean of the last 3 steps)" in output
+    assert f"held-back text: loss {lines[-1]['valid_loss']:.3f}" in output
+    assert output.splitlines()[-1] == "log: log.jsonl"
+
+
+def test_a_failure_while_training_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def burst(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(cli, "_run_here", burst)
+    code, output = invoke("train", "tiny.toml")
+    assert code == cli.FAILURE
+    assert "RuntimeError: out of luck" in output
+
+
+def test_ctrl_c_is_exit_code_130_and_names_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run_here", interrupt)
+    code, output = invoke("train", "tiny.toml")
+    assert code == cli.INTERRUPTED
+    assert output.splitlines()[-1] == "interrupted; the log so far is in log.jsonl"
+
+
+@pytest.mark.sim
+def test_simulated_ranks_give_the_losses_of_one_device() -> None:
+    losses = []
+    for extra in ((), ("--sim", "4", "--dp-replicate", "2")):
+        code, output = invoke("train", "tiny.toml", *extra)
+        assert code == 0, output
+        losses.append([json.loads(line)["loss"] for line in Path("log.jsonl").read_text().splitlines()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[0]) == 2
+
+
+def run_of(losses: list[float], valid_loss: float) -> TrainResult:
+    steps = [StepRecord(number, loss, 0.1, 1.0, 0.5, 100.0) for number, loss in enumerate(losses, start=1)]
+    steps[-1] = replace(steps[-1], valid_loss=valid_loss)
+    return TrainResult(tuple(steps), valid_loss, parameters=10, layout="1 rank", device="CPU")
+
+
+def text_of(table: Table) -> list[str]:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_the_comparison_shows_first_and_last_step_and_finds_the_largest_difference() -> None:
+    ranks = run_of([5.0 - 0.1 * step for step in range(20)], 3.0)
+    single = run_of([loss + (0.25 if step == 6 else 0.0) for step, loss in enumerate(ranks.losses)], 3.5)
+    assert largest_difference(ranks, single) == (0.25, 7)
+    lines = text_of(loss_table({"8 ranks": ranks, "one device": single}))
+    assert lines[0] == "step 8 ranks one device difference"
+    assert lines[1] == "1 5.000000 5.000000 0.0e+00"
+    assert lines[-2] == "20 3.100000 3.100000 0.0e+00"
+    assert lines[-1] == "validation 3.000000 3.500000 5.0e-01"
+    assert [int(line.split()[0]) for line in lines[1:-1]] == [1, 3, 6, 9, 12, 15, 18, 20]
+    assert (ranks.seconds, ranks.tokens_per_s) == (10.0, 100.0)
+
+
+def test_traffic_is_summed_over_axes() -> None:
+    rows = [sim.Row("dp_shard", "all_gather", 1_200, 3 * 2**20, 2**19), sim.Row("dp", "all_reduce", 2, 1_536, 100)]
+    assert text_of(traffic_table(rows)) == [
+        "axis op collectives received per rank",
+        "dp_shard all_gather 1,200 3.0 MiB 512.0 KiB",
+        "dp all_reduce 2 1.5 KiB 100 B",
+        "all 1,202 3.0 MiB",
+    ]
+
+
+def test_without_matplotlib_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"8 ranks": run_of([5.0, 4.0], 3.0), "one device": run_of([5.0, 4.0], 3.0)}
+    assert plot_losses(runs, tmp_path / "with" / "loss.png", "title")
+    assert (tmp_path / "with" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not plot_losses(runs, tmp_path / "without" / "loss.png", "title")
+    assert not (tmp_path / "without").exists()
+
+
+def test_a_terminal_shows_a_bar_that_moves() -> None:
+    out = io.StringIO()
+    run = run_of([5.0, 4.0], 3.0)
+    with TrainingDisplay(Console(file=out, force_terminal=True, width=100), "8 ranks", steps=2) as display:
+        display.on_step(run.steps[0])
+        assert "1/2" in out.getvalue()
+        display.on_step(run.steps[1])
+    assert "2/2" in out.getvalue()
+    assert "loss 4.000  100 tokens/s" in out.getvalue()
+
+
+@pytest.mark.sim
+def test_the_demo_compares_and_draws() -> None:
+    code, output = invoke("demo", "--steps", "2", "--out", "here")
+    assert code == 0, output
+    for expected in ("8 ranks: dp_replicate=2 x dp_shard=4", "largest difference in 2 steps", "dp_shard", "all_gather"):
+        assert expected in output
+    assert Path("here/loss.png").read_bytes().startswith(b"\x89PNG")
+    ranks, single = (Path("here", name).read_text().splitlines() for name in ("8_ranks.jsonl", "one_device.jsonl"))
+    assert len(ranks) == len(single) == 2

@@ -1,0 +1,250 @@
+"""Configs: what a file says, and what it says when it is wrong; the rate over time; checks before the start."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config_file import load_config
+from hyper_parallel.trainer.optimizer import learning_rate
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.preflight import available_memory, check_machine, estimate_memory, plan_run
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        Path("run.toml").write_text(text)
+        return "run.toml"
+
+    return write
+
+
+def test_a_file_changes_what_it_names(write) -> None:
+    config = load_config(
+        write(
+            """
+            [model]
+            hidden_size = 64
+            [optimizer]
+            lr = 1              # a whole number is a number
+            [train]
+            steps = 7
+            device = "cpu"
+            memory_limit_gb = 2
+            [parallel]
+            dp_replicate = 2
+            reshard_after_forward = false
+            """
+        )
+    )
+    assert config == Config(
+        model=LlamaConfig(hidden_size=64),
+        optimizer=OptimizerConfig(lr=1.0),
+        train=TrainConfig(steps=7, device="cpu", memory_limit_gb=2.0),
+        parallel=ParallelConfig(dp_replicate=2, reshard_after_forward=False),
+    )
+    assert type(config.optimizer.lr) is float
+
+
+def test_an_empty_file_is_the_default(write) -> None:
+    assert load_config(write("")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            "[train]\nsteps = 3\nstpes = 3\n",
+            "run.toml:3: unknown key 'stpes' in [train]\n    stpes = 3\n    ^^^^^\n  did you mean 'steps'?",
+            id="unknown key",
+        ),
+        pytest.param(
+            "[data]\ncolour = 3\n",
+            "run.toml:2: unknown key 'colour' in [data]\n    colour = 3\n    ^^^^^^\n"
+            "  keys of [data]: path, pattern, max_bytes",
+            id="unknown key, nothing close",
+        ),
+        pytest.param(
+            "[trian]\nsteps = 3\n",
+            "run.toml:1: unknown section [trian]\n    [trian]\n     ^^^^^\n  did you mean 'train'?",
+            id="unknown section",
+        ),
+        pytest.param(
+            "steps = 3\n",
+            "run.toml:1: 'steps' stands outside of a section\n    steps = 3\n    ^^^^^\n  try: put it under [train]",
+            id="no section",
+        ),
+        pytest.param(
+            "[train]\n  steps = 'many'\n",
+            "run.toml:2: 'steps' in [train] must be a whole number, got 'many'\n      steps = 'many'\n      ^^^^^",
+            id="wrong type",
+        ),
+        pytest.param(
+            "[train]\nsteps = true\n",
+            "run.toml:2: 'steps' in [train] must be a whole number, got true\n    steps = true\n    ^^^^^",
+            id="a bool is no number",
+        ),
+        pytest.param(
+            "[optimizer]\nbeta1 = 0.5\nlr = -1.0\n",
+            "run.toml:3: optimizer.lr must be a number >= 0, got -1.0\n    lr = -1.0\n    ^^",
+            id="out of range",
+        ),
+        pytest.param(
+            "[optimizer]\nlr = nan\n",
+            "run.toml:2: optimizer.lr must be a number >= 0, got nan\n    lr = nan\n    ^^",
+            id="not a number",
+        ),
+        pytest.param(
+            "[optimizer]\nschedule = 'stairs'\n",
+            "run.toml:2: optimizer.schedule='stairs' is not known\n    schedule = 'stairs'\n    ^^^^^^^^\n"
+            "  try: 'cosine', 'linear' or 'constant'",
+            id="unknown choice",
+        ),
+        pytest.param(
+            "[train]\nsteps 3\n",
+            "run.toml:2: not valid TOML: expected '=' after a key in a key/value pair\n    steps 3\n          ^",
+            id="not TOML",
+        ),
+    ],
+)
+def test_a_mistake_is_pointed_at(write, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        load_config(write(text))
+
+
+def test_a_missing_file_names_its_neighbour(write) -> None:
+    write("")
+    with pytest.raises(
+        ValueError, match=r"^cannot read the config 'rum.toml': no such file\n  did you mean 'run.toml'\?$"
+    ):
+        load_config("rum.toml")
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the config '.*': is a directory"):
+        load_config(tmp_path)
+
+
+def test_flags_change_single_keys_and_are_checked_alike() -> None:
+    config = Config().with_changes("train", {"steps": 5, "seed": None})
+    assert (config.train.steps, config.train.seed) == (5, 0)
+    with pytest.raises(ValueError, match=r"train\.steps must be a number >= 1, got 0"):
+        Config().with_changes("train", {"steps": 0})
+
+
+def test_rotary_tables_grow_with_the_sequence() -> None:
+    assert Config(train=TrainConfig(seq_len=1_000)).llama().max_seq_len == 1_000
+    assert Config(train=TrainConfig(seq_len=8)).llama().max_seq_len == LlamaConfig().max_seq_len
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"), [("constant", 1.0, 1.0), ("linear", 0.55, 0.1), ("cosine", 0.55, 0.1)]
+)
+def test_the_rate_warms_up_and_decays(schedule: str, middle: float, last: float) -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=10, schedule=schedule, min_lr_ratio=0.1)
+    rates = [learning_rate(step, 110, config) for step in range(110)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[59] == pytest.approx(middle)
+    assert rates[-1] == pytest.approx(last)
+    assert all(a >= b for a, b in pairwise(rates[9:])), "never up again"
+
+
+def test_a_run_shorter_than_its_warmup_has_a_rate() -> None:
+    assert learning_rate(2, 3, OptimizerConfig(lr=1.0, warmup_steps=10)) == pytest.approx(0.3)
+
+
+def test_the_plan_infers_dp_shard() -> None:
+    dims = plan_run(Config(parallel=ParallelConfig(dp_replicate=2)), world_size=8)
+    assert (dims.dp_replicate, dims.dp_shard) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "message"),
+    [
+        (Config(parallel=ParallelConfig(dp_shard=3)), 8, "is 3, not world_size=8"),
+        (Config(parallel=ParallelConfig(tp=2)), 2, r"(?s)cannot train with tp=2.*try: tp=1, with a larger dp_shard"),
+        (Config(), 3, r"batch_size=16 sequences over 3 .*\n  try: batch_size = 15 or 18"),
+        (Config(train=TrainConfig(batch_size=2)), 8, r"\n  try: batch_size = 8$"),
+        (Config(train=TrainConfig(accumulate=3)), 4, r"4 data-parallel ranks x accumulate=3 evenly\n.* 12 or 24"),
+        (Config(model=LlamaConfig(vocab_size=128)), 1, "vocab_size=128 cannot hold the 256 byte values"),
+    ],
+)
+def test_plans_that_cannot_work_are_refused(config: Config, world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_run(config, world_size)
+
+
+LARGE = Config(model=LlamaConfig(hidden_size=8_192, num_hidden_layers=80, intermediate_size=28_672))
+
+
+def test_a_model_that_is_too_large_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    config = LARGE.with_changes("train", {"memory_limit_gb": 64.0})
+    message = (
+        r"(?s)needs about 10,9\d\d\.\d GiB, but 64.0 GiB are allowed by memory_limit_gb\n"
+        r"  72,483,086,336 parameters on 8 rank\(s\).*whole weights.*AdamW state.*\n  try: fewer ranks"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_machine(config, ParallelDims(dp_replicate=8, world_size=8), 8, on_host=True)
+    check_machine(config, ParallelDims(dp_replicate=8, world_size=8), 8, on_host=False)
+
+
+def test_the_free_memory_is_the_default_limit() -> None:
+    free = available_memory()
+    assert free is not None
+    assert 2**28 < free < 2**46
+    with pytest.raises(ValueError, match="are free on this machine"):
+        check_machine(LARGE, ParallelDims(dp_shard=64, world_size=64), 64, on_host=True)
+
+
+def test_the_estimate_counts_shards_once_per_replica() -> None:
+    config, parameters = Config(), LlamaConfig().num_parameters()
+    split = estimate_memory(config, ParallelDims(dp_replicate=2, dp_shard=4, world_size=8))
+    alone = estimate_memory(config, ParallelDims(world_size=1))
+    assert (split.state, alone.state) == (4 * parameters, 16 * parameters)
+    assert split.building == alone.building == 4 * parameters
+    assert alone.activations == 8 * split.activations
+
+
+def test_the_activations_are_those_that_autograd_keeps() -> None:
+    """The estimate is within a factor of two of the bytes that a forward saves for its backward."""
+    import torch
+    import torch.nn.functional as F
+
+    from hyper_parallel.models import Llama
+
+    model = Llama.build(Config().llama())
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(16, 128, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    assert loss.requires_grad
+    estimate = estimate_memory(Config(), ParallelDims(world_size=1)).activations
+    assert 0.5 < sum(kept.values()) / estimate < 2.0
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    dims = ParallelDims(world_size=1)
+    for log, message in ((tmp_path, "it is a folder"), (file / "train.jsonl", "no permission to write in")):
+        config = Config(data=DataConfig(max_bytes=200_000), train=TrainConfig(log=str(log)))
+        with pytest.raises(ValueError, match=f"cannot write the log '.*': {message}"):
+            check_machine(config, dims, 1, on_host=True)
+    check_machine(config.with_changes("train", {"log": str(tmp_path / "new" / "a.jsonl")}), dims, 1, on_host=True)
+    assert not (tmp_path / "new").exists(), "checking leaves no trace"

@@ -1,0 +1,482 @@
+"""Every error of a Layout: its type, and all four parts of its text."""
+
+import re
+
+import numpy as np
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hyper_parallel.core.dtensor import flatten_axes, in_split_order, reorder_axes, to_placements, to_torch
+from hyper_parallel.core.dtensor.layout import Layout
+
+L = Layout((3, 2), ("dp", "tp"))
+
+ERRORS = {
+    "unknown axis": (
+        lambda: L("td", "None"),
+        ValueError,
+        """cannot split dim 0 over 'td': no axis is called 'td'
+  layout: ('td', 'None')   mesh: dp=3, tp=2
+  try: 'tp'""",
+    ),
+    "unknown axis, none near": (
+        lambda: L("None", ("dp", "x")),
+        ValueError,
+        """cannot split dim 1 over 'x': no axis is called 'x'
+  layout: ('None', ('dp', 'x'))   mesh: dp=3, tp=2
+  try: one of 'dp', 'tp'""",
+    ),
+    "empty name as an entry": (lambda: L(""), ValueError, "cannot split dim 0 over '': no axis is called ''"),
+    "axis used twice": (
+        lambda: L("dp", "dp"),
+        ValueError,
+        """cannot split dim 1 over 'dp': axis 'dp' already splits dim 0
+  layout: ('dp', 'dp')   mesh: dp=3, tp=2
+  try: "None" in one of the two places""",
+    ),
+    "axis used twice on one dim": (
+        lambda: L(("dp", "dp")),
+        ValueError,
+        "cannot split dim 0 over 'dp': axis 'dp' already splits dim 0",
+    ),
+    "None among several": (
+        lambda: L(("dp", "None")),
+        ValueError,
+        """cannot split dim 0 over 'None': "None" is no axis, so it cannot be one of several
+  layout: (('dp', 'None'),)
+  try: one entry per dim, without the inner brackets: ('dp', 'None')""",
+    ),
+    "an empty entry": (
+        lambda: L((), "dp"),
+        ValueError,
+        """cannot read a layout: the entry of dim 0 is empty
+  layout: ((), 'dp')
+  try: "None" for a dim that is not split""",
+    ),
+    "an entry of another type": (
+        lambda: L(3),
+        TypeError,
+        """cannot split dim 0 over 3: an entry is an axis name, a tuple of names, or None, not a int
+  layout: (3,)
+  try: layout('dp', "None")""",
+    ),
+    "forms mixed": (
+        lambda: L(Shard(0), "tp"),
+        ValueError,
+        """cannot read a layout from placements: entry 1, 'tp', is no placement, and the two forms do not mix
+  placements: (Shard(dim=0), 'tp')   mesh: dp=3, tp=2
+  try: names only (one per dim) or placements only (one per axis)""",
+    ),
+    "forms mixed in a tuple": (lambda: L(("tp", Shard(0))), ValueError, "entry 0, 'tp', is no placement"),
+    "a placement class": (
+        lambda: L(Shard(0), Replicate),
+        TypeError,
+        "cannot read a layout from placements: entry 1 is the class Replicate",
+    ),
+    "too few placements": (
+        lambda: L(Shard(0)),
+        ValueError,
+        """cannot read a layout from placements: there are 1 placements for 2 axes
+  placements: (Shard(dim=0),)   mesh: dp=3, tp=2
+  try: one for each of dp, tp""",
+    ),
+    "a bitwise partial": (
+        lambda: L(Partial("band"), Replicate()),
+        ValueError,
+        """cannot leave a reduction pending over 'dp': no reduction is called 'band'
+  placements: (Partial(band), Replicate())   mesh: dp=3, tp=2
+  try: one of 'sum', 'avg', 'max', 'min', 'prod'""",
+    ),
+    "impossible split factor": (
+        lambda: L(_StridedShard(0, split_factor=3), Shard(0)),
+        ValueError,
+        """cannot read strided placements: no order of the axes gives 'dp' the split factor 3
+  placements: (_StridedShard(0, split_factor=3), Shard(0))   mesh: dp=3, tp=2
+  try: a split factor that is the product of later axes on the same dim, or the alias form""",
+    ),
+    "impossible split factor, known only with ndim": (
+        lambda: L(_StridedShard(-1, split_factor=3), Shard(-1)).placement_to_tensor_map(2),
+        ValueError,
+        "no order of the axes gives 'dp' the split factor 3",
+    ),
+    "splits and is partial": (
+        lambda: L("dp", partial={"dp": "sum"}),
+        ValueError,
+        """cannot leave a reduction pending over 'dp': axis 'dp' already splits dim 0
+  partial: {'dp': 'sum'}   mesh: dp=3, tp=2
+  try: 'dp' in one of the two places only""",
+    ),
+    "splits by placement and is partial": (
+        lambda: L(Replicate(), Shard(1), partial={"tp": "sum"}),
+        ValueError,
+        "cannot leave a reduction pending over 'tp': axis 'tp' already splits dim 1",
+    ),
+    "two reductions": (
+        lambda: L(Partial("sum"), Replicate(), partial={"dp": "max"}),
+        ValueError,
+        """cannot leave a reduction pending over 'dp': axis 'dp' has 'sum' pending by its placement and 'max' by \
+partial=
+  partial: {'dp': 'max'}   mesh: dp=3, tp=2
+  try: one of the two""",
+    ),
+    "unknown reduction": (
+        lambda: L(partial={"dp": "mean"}),
+        ValueError,
+        """cannot leave a reduction pending over 'dp': no reduction is called 'mean'
+  partial: {'dp': 'mean'}   mesh: dp=3, tp=2
+  try: one of 'sum', 'avg', 'max', 'min', 'prod'""",
+    ),
+    "a reduction of another type": (
+        lambda: L(partial={"dp": 1}),
+        TypeError,
+        "cannot leave a reduction pending over 'dp': a reduction is a str, not a int",
+    ),
+    "partial over an unknown axis": (
+        lambda: L(partial={"pd": "sum"}),
+        ValueError,
+        """cannot leave a reduction pending over 'pd': no axis is called 'pd'
+  partial: {'pd': 'sum'}   mesh: dp=3, tp=2
+  try: 'dp'""",
+    ),
+    "partial is no mapping": (
+        lambda: L(partial="tp"),
+        TypeError,
+        """cannot read a layout: partial must map axis names to reductions, not be a str
+  partial: 'tp'
+  try: partial={'tp': "sum"}""",
+    ),
+    "more entries than dims": (
+        lambda: L("dp", "tp").local_shape((4,), 0),
+        ValueError,
+        """cannot place a tensor: entry 1, 'tp', is for a dim that a tensor of ndim 1 does not have
+  layout: (dp, tp)   mesh: dp=3, tp=2
+  try: one entry per dim at most""",
+    ),
+    "more entries than ndim": (
+        lambda: L("dp", "None").placement_to_tensor_map(1),
+        ValueError,
+        "entry 1, 'None', is for a dim",
+    ),
+    "Shard dim out of range": (
+        lambda: L(Shard(3), Shard(0)).placement_to_tensor_map(2),
+        ValueError,
+        """cannot split dim 3 over 'dp': the tensor has ndim 2
+  placements: (Shard(3), Shard(0))   mesh: dp=3, tp=2
+  try: a dim from -2 to 1""",
+    ),
+    "negative Shard dim out of range": (
+        lambda: L(Shard(0), Shard(-3)).slices((4, 4)),
+        ValueError,
+        "cannot split dim -3 over 'tp': the tensor has ndim 2",
+    ),
+    "Shard of a scalar": (
+        lambda: L(Shard(0), Replicate()).slices(()),
+        ValueError,
+        "try: Replicate(); 0 dims cannot be split",
+    ),
+    "ndim of another type": (
+        lambda: L("dp").placement_to_tensor_map("2"),
+        TypeError,
+        """cannot fill in a tensor map: ndim is a str, not an int
+  layout: (dp)   mesh: dp=3, tp=2
+  try: ndim=tensor.ndim""",
+    ),
+    "negative ndim": (
+        lambda: L("dp").placement_to_tensor_map(-1),
+        ValueError,
+        "cannot fill in a tensor map: ndim is -1",
+    ),
+    "no assignment": (
+        lambda: L.slices((4,)),
+        ValueError,
+        """cannot place a tensor: the layout is a mesh without an assignment
+  layout: (no assignment)   mesh: dp=3, tp=2
+  try: layout("dp", "None"), or layout() for everything replicated""",
+    ),
+    "no assignment to count": (
+        L.repeat_num,
+        ValueError,
+        "cannot count replicas: the layout is a mesh without",
+    ),
+    "no assignment to write": (
+        L.tensor_map_to_placement,
+        ValueError,
+        "cannot write placements: the layout is a mesh without an assignment",
+    ),
+    "global_shape is no sequence": (
+        lambda: L("dp").local_shape(4, 0),
+        TypeError,
+        """cannot place a tensor: global_shape must be a sequence of ints, not int
+  global_shape: 4   layout: (dp)   mesh: dp=3, tp=2
+  try: tensor.shape, such as (8, 4)""",
+    ),
+    "a size that is no int": (
+        lambda: L("dp").slices((4, 2.0)),
+        TypeError,
+        "cannot place a tensor: the size of dim 1 is a float, not an int",
+    ),
+    "a negative size": (lambda: L("dp").slices((4, -2)), ValueError, "cannot place a tensor: dim 1 has size -2"),
+    "rank not on the mesh": (
+        lambda: L("dp").local_slice((4,), 6),
+        ValueError,
+        """cannot find rank 6 on the mesh: rank is not one of its ranks
+  mesh: dp=3, tp=2   ranks: 0..5
+  try: rank=0, or a mesh that holds rank 6""",
+    ),
+    "a bool is no rank": (lambda: L("dp").local_slice((4,), True), TypeError, "rank is a bool, not an int"),
+    "no rank to ask": (
+        lambda: L("dp").local_shape((4,)),
+        ValueError,
+        """cannot tell which part a rank holds: no rank was given and torch.distributed is not initialized
+  layout: (dp)   mesh: dp=3, tp=2
+  try: rank=0""",
+    ),
+    "shape is no sequence": (
+        lambda: Layout(4, ("dp",)),
+        TypeError,
+        """cannot make a Layout: shape must be a sequence of ints, not int
+  shape: 4   names: ('dp',)
+  try: (2, 4)""",
+    ),
+    "names is one str": (
+        lambda: Layout((4,), "d"),
+        TypeError,
+        """cannot make a Layout: names must be a sequence of str, not str
+  shape: (4,)   names: 'd'
+  try: ("dp", "tp")""",
+    ),
+    "lengths differ": (
+        lambda: Layout((2, 4), ("dp",)),
+        ValueError,
+        """cannot make a Layout: names has 1 entries and shape has 2
+  shape: (2, 4)   names: ('dp',)
+  try: one name per axis""",
+    ),
+    "no axes": (
+        lambda: Layout((), ()),
+        ValueError,
+        """cannot make a Layout: shape has no axes
+  shape: ()   names: ()
+  try: one axis of size 1: Layout((1,), ("dp",))""",
+    ),
+    "a name of another type": (
+        lambda: Layout((2, 4), ("dp", 1)),
+        TypeError,
+        """cannot make a Layout: the name of axis 1 is a int
+  shape: (2, 4)   names: ('dp', 1)
+  try: a str such as 'axis1'""",
+    ),
+    "'None' as a name": (
+        lambda: Layout((2, 4), ("dp", "None")),
+        ValueError,
+        """cannot make a Layout: 'None', given for axis 1, cannot be an axis name
+  shape: (2, 4)   names: ('dp', 'None')
+  try: a name such as "dp"; "None" means a dim that is not split""",
+    ),
+    "'' as a name": (
+        lambda: Layout((2, 4), ("", "tp")),
+        ValueError,
+        "cannot make a Layout: '', given for axis 0, cannot be an axis name",
+    ),
+    "repeated names": (
+        lambda: Layout((2, 4), ("dp", "dp")),
+        ValueError,
+        """cannot make a Layout: axis name 'dp' is given to axes 0 and 1
+  shape: (2, 4)   names: ('dp', 'dp')
+  try: a different name for each axis""",
+    ),
+    "a size of another type": (
+        lambda: Layout((2, 4.0), ("dp", "tp")),
+        TypeError,
+        """cannot make a Layout: the size of axis 'tp' is a float, not an int
+  shape: (2, 4.0)   names: ('dp', 'tp')
+  try: a number of ranks, such as tp=2""",
+    ),
+    "a bool is no size": (
+        lambda: Layout((True, 4), ("dp", "tp")),
+        TypeError,
+        "cannot make a Layout: the size of axis 'dp' is a bool, not an int",
+    ),
+    "a size-0 axis": (
+        lambda: Layout((2, 0), ("dp", "tp")),
+        ValueError,
+        """cannot make a Layout: axis 'tp' has size 0
+  shape: (2, 0)   names: ('dp', 'tp')
+  try: tp=1, or a mesh without 'tp'""",
+    ),
+    "a negative axis": (lambda: Layout((-2,), ("dp",)), ValueError, "cannot make a Layout: axis 'dp' has size -2"),
+    "rank list of the wrong length": (
+        lambda: Layout((2, 2), ("dp", "tp"), (0, 1)),
+        ValueError,
+        """cannot make a Layout: rank_list has 2 ranks and the mesh has 4 places
+  shape: (2, 2)   names: ('dp', 'tp')
+  try: 4 ranks, such as range(4)""",
+    ),
+    "a range of the wrong length": (
+        lambda: Layout((2, 2), ("dp", "tp"), range(5)),
+        ValueError,
+        "cannot make a Layout: rank_list has 5 ranks and the mesh has 4 places",
+    ),
+    "rank list with repeats": (
+        lambda: Layout((2, 2), ("dp", "tp"), np.array([0, 1, 1, 2])),
+        ValueError,
+        """cannot make a Layout: rank_list holds rank 1 more than once
+  shape: (2, 2)   names: ('dp', 'tp')
+  try: each rank once, such as range(4)""",
+    ),
+    "a negative rank": (
+        lambda: Layout((2,), ("dp",), range(-1, 1)),
+        ValueError,
+        """cannot make a Layout: rank_list holds -1 at index 0
+  shape: (2,)   names: ('dp',)
+  try: ranks from 0 up""",
+    ),
+    "a rank of another type": (
+        lambda: Layout((2,), ("dp",), (0, "1")),
+        TypeError,
+        """cannot make a Layout: rank_list holds '1', a str, at index 1
+  shape: (2,)   names: ('dp',)
+  try: ints only""",
+    ),
+    "rank_list is no sequence": (
+        lambda: Layout((2,), ("dp",), 2),
+        TypeError,
+        """cannot make a Layout: rank_list must be a sequence of ints, not int
+  shape: (2,)   names: ('dp',)
+  try: range(2)""",
+    ),
+    "from_device_mesh of something else": (
+        lambda: Layout.from_device_mesh((2, 4)),
+        TypeError,
+        """cannot read a mesh: mesh is a tuple, not a DeviceMesh
+  mesh: (2, 4)
+  try: init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), or Layout((2, 4), ("dp", "tp"))""",
+    ),
+    "of something else": (
+        lambda: Layout.of([1]),
+        TypeError,
+        """cannot read a layout: x is a list, not a DTensor
+  x: <class 'list'>
+  try: distribute_tensor(x, layout) first""",
+    ),
+    "from_dict of something else": (
+        lambda: Layout.from_dict([1]),
+        TypeError,
+        """cannot read a layout from a dict: data is a list
+  data: [1]
+  try: layout.to_dict()""",
+    ),
+    "a missing key": (
+        lambda: Layout.from_dict({"mesh_shape": (2,)}),
+        ValueError,
+        """cannot read a layout from a dict: key 'alias_name' is missing
+  keys: mesh_shape
+  try: a dict with mesh_shape and alias_name""",
+    ),
+    "an unknown key": (
+        lambda: Layout.from_dict({"mesh_shape": (2,), "alias_name": ("dp",), "tensormap": ()}),
+        ValueError,
+        """cannot read a layout from a dict: key 'tensormap' is unknown
+  keys: mesh_shape, alias_name, tensormap
+  try: 'tensor_map'""",
+    ),
+    "a tensor map out of range": (
+        lambda: Layout.from_dict({**L("dp").to_dict(), "tensor_map": (-1, 2)}),
+        ValueError,
+        """cannot split dim 1 over axis 2: the mesh has 2 axes
+  tensor_map: (-1, 2)   mesh: dp=3, tp=2
+  try: 0 (tp) to 1 (dp), counted from the right, or -1""",
+    ),
+    "a tensor map of names": (
+        lambda: Layout.from_dict({**L("dp").to_dict(), "tensor_map": (("dp",),)}),
+        TypeError,
+        "cannot split dim 0 over axis 'dp': a tensor map holds ints, not str",
+    ),
+    "a tensor map that is no sequence": (
+        lambda: Layout.from_dict({**L("dp").to_dict(), "tensor_map": 1}),
+        TypeError,
+        """cannot read a layout: tensor_map is a int
+  tensor_map: 1
+  try: one entry per dim, such as (1, -1)""",
+    ),
+    "placements of the wrong length": (
+        lambda: Layout.from_dict({**L(Shard(0), Shard(1)).to_dict(), "placements": [None]}),
+        ValueError,
+        """cannot read a layout: placements has 1 entries for 2 axes
+  placements: [None]   mesh: dp=3, tp=2
+  try: one for each of dp, tp""",
+    ),
+    "placements of another form": (
+        lambda: Layout.from_dict({**L(Shard(0), Shard(1)).to_dict(), "placements": [None, 0]}),
+        TypeError,
+        """cannot read a layout: entry 1 of placements is 0
+  placements: [None, 0]   mesh: dp=3, tp=2
+  try: per axis None or (dim, split factor)""",
+    ),
+    "placements that are no sequence": (
+        lambda: Layout.from_dict({**L(Shard(0), Shard(1)).to_dict(), "placements": 7}),
+        TypeError,
+        "cannot read a layout: placements is a int",
+    ),
+    "uneven against mesh order": (
+        lambda: to_placements(L(None, ("tp", "dp")), (4, 13)),
+        ValueError,
+        """cannot make a DTensor of this shape: dim 1 (size 13) is split over 'tp' then 'dp', against the order of the \
+mesh, and tp=2 * dp=3 does not divide it; torch places such a split in two ways that differ
+  global_shape: (4, 13)   layout: (-, tp>dp) on dp=3, tp=2
+  try: size 12 or 18 for dim 1; ('dp', 'tp') there; or a mesh with its axes in the order of the split""",
+    ),
+    "uneven and smaller than the mesh": (
+        lambda: to_placements(L(("tp", "dp")), (5,)),
+        ValueError,
+        "try: size 6 for dim 0; ('dp', 'tp') there",
+    ),
+    "a shape to convert for that is no sequence": (
+        lambda: to_placements(L("dp"), 4),
+        TypeError,
+        """cannot place a tensor: global_shape must be a sequence of ints, not int
+  global_shape: 4   layout: (dp) on dp=3, tp=2
+  try: tensor.shape, such as (8, 4)""",
+    ),
+    "mixed reductions": (
+        lambda: to_placements(L(partial={"dp": "sum", "tp": "max"}), (4,)),
+        ValueError,
+        """cannot make a DTensor: sum over 'dp', max over 'tp' are pending, and torch keeps no order between kinds of \
+reduction
+  layout: () pending sum over dp, max over tp on dp=3, tp=2
+  try: one kind, such as partial={'dp': 'sum', 'tp': 'sum'}, or reduce over one axis first""",
+    ),
+    "no mesh": (
+        lambda: to_torch(L("dp"), (4,)),
+        ValueError,
+        """cannot make a DTensor: the layout was made without a DeviceMesh
+  layout: (dp) on dp=3, tp=2
+  try: Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)""",
+    ),
+    "no assignment to convert": (
+        lambda: to_placements(L, (4,)),
+        ValueError,
+        "the layout is a mesh without an assignment",
+    ),
+    "no assignment to order": (lambda: in_split_order(L, 1), ValueError, "the layout is a mesh without an assignment"),
+    "flatten something else": (
+        lambda: flatten_axes("mesh", ("dp",), "x"),
+        TypeError,
+        "mesh is a str, not a DeviceMesh",
+    ),
+    "re-order something else": (lambda: reorder_axes(None, ("dp",)), TypeError, "mesh is a NoneType, not a DeviceMesh"),
+    "with_mesh of something else": (lambda: L.with_mesh("cpu"), TypeError, "mesh is a str, not a DeviceMesh"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, kind, text = ERRORS[case]
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        call()
+    assert type(caught.value) is kind
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3, "what was asked and what is to blame; what was seen; what to try"
+    assert lines[0].startswith("cannot ")
+    assert lines[2].startswith("  try: ")

@@ -1,0 +1,81 @@
+"""What the package exports, and that its docstrings' examples hold."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import hyper_parallel
+import sim
+
+API = [
+    "DTensor",
+    "DeviceMesh",
+    "HSDPModule",
+    "Layout",
+    "MixedPrecisionPolicy",
+    "ParallelDims",
+    "Partial",
+    "Replicate",
+    "Shard",
+    "flatten_axes",
+    "fully_shard",
+    "get_platform",
+    "init_device_mesh",
+]
+SIM_API = [
+    "CollectiveMismatch",
+    "Deadlock",
+    "Event",
+    "RankFailed",
+    "RankTest",
+    "Row",
+    "SimError",
+    "Trace",
+    "World",
+    "current_rank",
+    "ranks",
+    "run",
+    "world",
+]
+
+
+def test_the_root_exports_exactly_this():
+    assert sorted(hyper_parallel.__all__) == API
+    assert all(hasattr(hyper_parallel, name) for name in API)
+
+
+def test_sim_exports_exactly_this():
+    assert sorted(sim.__all__) == SIM_API
+    assert all(hasattr(sim, name) for name in SIM_API)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "core.fully_shard.api",
+        "core.fully_shard.utils",
+        "core.dtensor.layout",
+        "core.dtensor.dtensor",
+        "core.dtensor.placement_types",
+        "trainer.parallel_dims",
+        "platform",
+    ],
+)
+def test_module_paths_that_users_know(path):
+    importlib.import_module(f"hyper_parallel.{path}")
+
+
+def modules():
+    for package in (hyper_parallel, sim):
+        yield package.__name__
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not info.name.endswith("__main__"):
+                yield info.name
+
+
+@pytest.mark.parametrize("name", list(modules()))
+def test_examples_in_docstrings(name):
+    outcome = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert outcome.failed == 0

@@ -1,0 +1,220 @@
+"""The plugin, used as a project would: one body, four arms, in a pytest of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sim
+
+ROOT = Path(__file__).parents[2]
+
+BODIES = """
+import pytest
+import torch
+import torch.distributed as dist
+
+import sim
+
+
+@sim.ranks(2)
+def test_sum(ctx):
+    x = torch.ones(1, device=ctx.device)
+    dist.all_reduce(x)
+    assert x.item() == ctx.world_size == dist.get_world_size()
+    assert ctx.rank == dist.get_rank()
+
+
+@pytest.fixture
+def factor():
+    return 3
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_fixtures(ctx, factor, size, tmp_path):
+    x = torch.full((size,), float(factor), device=ctx.device)
+    dist.all_reduce(x)
+    assert x.tolist() == [6.0] * size
+    (tmp_path / str(ctx.rank)).write_text("seen")
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+"""
+
+FAILING = """
+import time
+import pytest
+import torch
+import torch.distributed as dist
+
+import sim
+
+
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_wrong_on_one(ctx):
+    wanted = 41 + ctx.rank
+    assert wanted == 41
+
+
+@sim.ranks(2, arms=("sim",))
+def test_stuck(ctx):
+    if ctx.rank == 0:
+        dist.barrier()
+
+
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_skipped(ctx):
+    pytest.skip("not for these ranks")
+
+
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_skipped_by_one(ctx):
+    if ctx.rank == 1:
+        pytest.skip("not for this rank")
+
+
+@pytest.fixture
+def unpicklable():
+    return lambda: 1
+
+
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_unpicklable(ctx, unpicklable):
+    assert unpicklable() == 1
+"""
+
+
+def run_pytest(
+    folder: Path, source: str, *arguments: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    """Run pytest on ``source`` in a process of its own, with the plugin and without this project's settings."""
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -ra\n")
+    (folder / "test_bodies.py").write_text(source)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SIM_SEED"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    installed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import importlib.metadata as m; print(*[e.name for e in m.entry_points(group='pytest11')])",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    plugin = () if "hyper_parallel_sim" in installed else ("-p", "sim.pytest_plugin")
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *plugin, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def counts(result: subprocess.CompletedProcess) -> dict[str, int]:
+    last = [line for line in result.stdout.splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
+    assert last, result.stdout + result.stderr
+    return {word.rstrip("s"): int(number) for number, word in re.findall(r"(\d+) (\w+)", last[-1]) if word != "s"}
+
+
+def test_one_body_has_four_arms(tmp_path):
+    result = run_pytest(tmp_path, BODIES, "-v", "--sim-seed=7")
+    out = result.stdout
+    assert result.returncode == 0, out
+    assert "sim: seed 7" in out
+    assert "test_sum[sim] PASSED" in out
+    assert "test_sum[gloo] PASSED" in out
+    for arm, device in (("gpu", "cuda"), ("npu", "npu")):
+        assert re.search(rf"test_sum\[{arm}\] SKIPPED", out)
+        assert re.search(rf"needs 2 {device} devices[:,]", out), "the reason says how many"
+    for size in (1, 4):
+        for arm in ("sim", "gloo"):
+            assert f"test_fixtures[{arm}-{size}] PASSED" in out
+    assert counts(result)["passed"] == 6
+    assert counts(result)["skipped"] == 2
+
+
+def test_markers_choose_arms_and_devices_can_be_required(tmp_path):
+    result = run_pytest(tmp_path, BODIES, "-m", "gpu or npu", "--require-devices", "-q")
+    assert result.returncode == 1
+    assert counts(result) == {"failed": 2, "deselected": 5} or counts(result)["failed"] == 2
+    assert "passed" not in counts(result)
+    assert result.stdout.count("(--require-devices)") >= 2
+
+
+def test_failures_are_shown(tmp_path):
+    result = run_pytest(tmp_path, FAILING, "--sim-seed=5", "-v")
+    out = result.stdout
+    assert result.returncode == 1, out
+    assert "test_wrong_on_one[gloo] FAILED" in out
+    gloo = out[out.index("test_wrong_on_one[gloo] _") :]
+    gloo = gloo[: gloo.index("test_stuck")]
+    assert "--- rank 1 ---" in gloo
+    assert "--- rank 0 ---" not in gloo
+    assert "assert wanted == 41" in gloo
+    assert "rank 1 raised AssertionError" in out
+    assert "replay: pytest 'test_bodies.py::test_wrong_on_one[sim]' --sim-seed=5" in out
+    assert "no rank can run: 1 of 2 ranks wait" in out
+    assert "replay: pytest 'test_bodies.py::test_stuck[sim]' --sim-seed=5" in out
+    assert "test_skipped[sim] SKIPPED" in out
+    assert "test_skipped[gloo] SKIPPED" in out
+    assert "only rank 1 of 2 skipped: not for this rank" in out
+    assert "test_unpicklable[sim] PASSED" in out
+    assert "the arguments of test_unpicklable cannot be sent to other processes" in out
+    assert "fixtures: unpicklable" in out
+
+
+@pytest.mark.gloo
+def test_under_torchrun(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    result = run_pytest(tmp_path, BODIES, "-m", "gloo", "-k", "test_sum", "-q", launcher=launcher)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("1 passed") == 2, "each of the two ranks runs it"
+
+
+def test_a_seed_that_is_no_number(tmp_path):
+    result = run_pytest(tmp_path, BODIES, "--sim-seed=x")
+    assert result.returncode == 4
+    assert "argument --sim-seed: invalid int value: 'x'" in result.stderr
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "2", None])
+def test_a_number_of_ranks_that_is_none(size):
+    with pytest.raises(ValueError, match=r"cannot run a test on .* ranks"):
+        sim.ranks(size)
+
+
+def test_the_parentheses_are_forgotten():
+    with pytest.raises(ValueError, match=r"try: @sim\.ranks"):
+
+        @sim.ranks
+        def test_body(ctx): ...
+
+
+@pytest.mark.parametrize("arms", [(), ("cpu",), ("sim", "tpu")])
+def test_an_unknown_arm(arms):
+    with pytest.raises(ValueError, match="known: sim, gloo, gpu, npu"):
+        sim.ranks(2, arms=arms)
+
+
+def test_a_body_without_the_context():
+    with pytest.raises(TypeError, match="try: def test_body"):
+
+        @sim.ranks(2)
+        def test_body(): ...
+
+
+def test_a_method():
+    with pytest.raises(TypeError, match="is a method"):
+
+        class TestBodies:
+            @sim.ranks(2)
+            def test_body(self, ctx): ...

@@ -1,0 +1,326 @@
+"""Each change that the simulator makes to torch: that torch still has the place, and that it is taken back."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, split_group
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import sim
+from hyper_parallel import platform
+from sim import torch_seams
+from sim.process_group import SimProcessGroup
+
+pytestmark = pytest.mark.sim
+
+
+def places() -> dict[str, object]:
+    """What the seams change, as it is now."""
+    wrapped = {}
+    for name in ("init_process_group", "split_group"):
+        function = getattr(c10d, name)
+        wrapped[f"inside of {name}"] = dict(
+            zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__], strict=True)
+        )["func"]
+    return {
+        **wrapped,
+        "_world": c10d._world,
+        "init_process_group": c10d.init_process_group,
+        "split_group": c10d.split_group,
+        "rendezvous": c10d.rendezvous,
+        "_new_process_group_helper": c10d._new_process_group_helper,
+        "mesh": device_mesh.DeviceMesh.__init__,
+        "environ": os.environ._data,
+        "environb": os.environb._data,
+        "global rank": torch._C._distributed_c10d._set_global_rank,
+        "device guard": getattr(torch._C, "_ensureCUDADeviceGuardSet", None),
+        "cpu": type(platform.get_platform("cpu")),
+    }
+
+
+def seam(name: str):
+    found = {each.__name__: each for each in torch_seams.SEAMS}
+    return found[name]
+
+
+def test_every_seam_has_a_test():
+    tested = {name.removeprefix("test_seam") for name in globals() if name.startswith("test_seam_")}
+    assert tested == {each.__name__ for each in torch_seams.SEAMS}
+
+
+def test_everything_is_taken_back():
+    before = places()
+    with sim.world(2) as world:
+        changed = {name for name, value in places().items() if value is not before[name]}
+        world.run(dist.barrier)
+        assert changed >= {
+            "_world",
+            "inside of init_process_group",
+            "inside of split_group",
+            "rendezvous",
+            "_new_process_group_helper",
+            "mesh",
+            "environ",
+            "environb",
+            "global rank",
+        }
+    assert places() == before
+
+
+def test_everything_is_taken_back_after_a_failure():
+    before = places()
+    with pytest.raises(ValueError, match="bad"):
+        sim.run(lambda: int("bad"), 2)
+    assert places() == before
+
+
+@pytest.mark.parametrize("broken", range(len(torch_seams.SEAMS)))
+def test_what_is_in_place_is_taken_back_when_a_seam_cannot_be_made(broken, monkeypatch):
+    before = places()
+
+    def fails(world):
+        raise AttributeError("torch has moved it")
+
+    seams = list(torch_seams.SEAMS)
+    seams[broken] = fails
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_seams, "SEAMS", tuple(seams))
+        with pytest.raises(AttributeError, match="torch has moved it"):
+            sim.run(dist.barrier, 2)
+    assert places() == before
+    assert sim.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_the_others_are_taken_back_when_one_cannot(monkeypatch):
+    before = places()
+
+    def stubborn(world):
+        def undo():
+            raise RuntimeError("cannot be undone")
+
+        return undo
+
+    middle = len(torch_seams.SEAMS) // 2
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_seams, "SEAMS", (*torch_seams.SEAMS[:middle], stubborn, *torch_seams.SEAMS[middle:]))
+        with pytest.raises(RuntimeError, match="cannot be undone"):
+            sim.run(dist.barrier, 2)
+    assert places() == before
+    assert sim.run(dist.get_rank, 2) == [0, 1]
+
+
+# -- one test per seam -----------------------------------------------------------------------------------------
+
+
+def test_seam_c10d_state():
+    """Every attribute that torch's own state has, a rank's has too, and none of its dictionaries is shared."""
+    real, mine = c10d._world, torch_seams.new_c10d_state()
+    names = [n for n in dir(type(real)) + list(vars(real)) if not n.startswith("__") and n != "pg_config_info"]
+    for name in names:
+        assert hasattr(mine, name), name
+    for name in names:
+        value = getattr(real, name)
+        if isinstance(value, (dict, list, set)):
+            assert getattr(mine, name) is not value, name
+
+    def body() -> tuple:
+        return dist.get_rank(), id(c10d._world.pg_map), c10d._world.default_pg is dist.group.WORLD
+
+    results = sim.run(body, 3)
+    assert [r[0] for r in results] == [0, 1, 2]
+    assert len({r[1] for r in results}) == 3
+    assert all(r[2] for r in results)
+
+
+def test_seam_group_names():
+    """The same name means the calling rank's own group."""
+
+    def body() -> bool:
+        name = dist.group.WORLD.group_name
+        dist.barrier()
+        return torch._C._distributed_c10d._resolve_process_group(name) is dist.group.WORLD
+
+    assert sim.run(body, 4) == [True] * 4
+
+
+def test_seam_global_rank():
+    """The prefix of the C++ log lines stays that of the process."""
+    seen: list[int] = []
+    bindings = torch._C._distributed_c10d
+    real = bindings._set_global_rank
+    bindings._set_global_rank = seen.append
+    try:
+        sim.run(dist.barrier, 3, init=True)
+    finally:
+        bindings._set_global_rank = real
+    assert seen == []
+
+
+def test_seam_backend():
+    """A group is ours, and still answers what torch asks a group for."""
+
+    def body() -> tuple:
+        group = dist.group.WORLD
+        backend = group._get_backend(torch.device("cpu"))
+        ranks = dist.get_rank(), group.rank(), dist.ProcessGroup.rank(group), group.size()
+        return type(group) is SimProcessGroup, backend is not None, [d.type for d in group._device_types], ranks
+
+    assert sim.run(body, 2) == [(True, True, ["cpu"], (rank, rank, rank, 2)) for rank in range(2)]
+    with sim.world(2), pytest.raises(sim.SimError, match="works on simulated ranks only"):
+        dist.init_process_group("sim", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+def test_seam_group_creation():
+    def body() -> tuple:
+        group = dist.new_group([0, 1], backend="gloo")
+        return type(group) is SimProcessGroup, dist.get_backend(group)
+
+    assert sim.run(body, 2) == [(True, "gloo")] * 2
+
+
+def test_seam_rendezvous():
+    def body() -> tuple:
+        dist.init_process_group(
+            "gloo", init_method="tcp://nowhere.invalid:1", rank=int(os.environ["RANK"]), world_size=2
+        )
+        return dist.get_rank(), dist.get_world_size()
+
+    assert sim.run(body, 2, init=False) == [(0, 2), (1, 2)]
+
+
+def test_seam_init_process_group():
+    def body() -> str:
+        torch.distributed.init_process_group(backend="gloo")
+        return dist.get_backend()
+
+    assert sim.run(body, 2) == ["gloo", "gloo"]
+
+
+def test_seam_split_group():
+    def body() -> tuple:
+        rank = dist.get_rank()
+        half = split_group(dist.group.WORLD, [[0, 1], [3, 2]], group_desc="half")
+        dist.all_reduce(x := torch.tensor([float(rank)]), group=half)
+        inner = dist.split_group(half, [[1]])
+        alone = inner not in (None, dist.GroupMember.NON_GROUP_MEMBER)
+        return x.item(), dist.get_process_group_ranks(half), alone and dist.get_process_group_ranks(inner)
+
+    with sim.world(4) as world:
+        assert world.run(body) == [
+            (1.0, [0, 1], False),
+            (1.0, [0, 1], [1]),
+            (5.0, [2, 3], False),
+            (5.0, [2, 3], [3]),
+        ]
+        assert {e.axis for e in world.trace.events if e.op == "all_reduce"} == {"half"}
+
+
+def test_seam_device_mesh():
+    """torch caches by mesh for the process; uneven shards go wrong when ranks share what is cached."""
+
+    def body() -> list[float]:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+        assert mesh != sim.run  # the mesh knows whose it is, and can be compared
+        return x.redistribute(mesh, [Replicate()]).to_local().tolist()
+
+    for seed in range(3):
+        assert sim.run(body, 4, seed=seed) == [list(range(10))] * 4
+    with sim.world(2) as first:
+        meshes = first.run(lambda: init_device_mesh("cpu", (2,)))
+    assert len({mesh._thread_id for mesh in meshes}) == 2
+    with sim.world(2) as second:
+        assert not {m._thread_id for m in second.run(lambda: init_device_mesh("cpu", (2,)))} & {
+            mesh._thread_id for mesh in meshes
+        }
+
+
+def test_seam_caches():
+    from torch.distributed.tensor import _redistribute
+
+    cached = _redistribute._gen_transform_infos
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+        x.redistribute(mesh, [Replicate(), Shard(0)])
+
+    sim.run(body, 4)
+    assert cached.cache_info().currsize == 0
+
+
+def test_seam_environment():
+    before = os.environ._data
+    sim.run(lambda: os.environ.update(SIM_TEST_SEAM=os.environ["RANK"]), 2)
+    assert os.environ._data is before
+    assert "SIM_TEST_SEAM" not in os.environ
+    with sim.world(2):
+        os.environ["SIM_TEST_SEAM"] = "of the process"  # outside of the ranks, the process's own
+    assert os.environ.pop("SIM_TEST_SEAM") == "of the process"
+
+
+def test_seam_device_guard():
+    name = "_ensureCUDADeviceGuardSet"
+    before = getattr(torch._C, name, None)
+    with sim.world(1):
+        inside = getattr(torch._C, name, None)
+        if before is not None and not torch.cuda.is_available():
+            assert inside is not before
+            assert inside() is None
+        else:
+            assert inside is before
+    assert getattr(torch._C, name, None) is before
+
+
+def test_seam_allocator():
+    assert seam("_allocator")(None)() is None
+    assert torch.ones(1 << 20).sum().item() == 1 << 20
+
+
+def test_seam_platform():
+    assert sim.run(lambda: platform.get_platform().backend, 2) == ["sim", "sim"]
+    with sim.world(2):
+        assert platform.get_platform("cpu").backend == "gloo", "this thread is no rank"
+
+
+# -- the group itself ------------------------------------------------------------------------------------------
+
+# What torch's ProcessGroup has and ours leaves to it: names, ranks, stores, settings; nothing that moves data.
+LEFT_TO_TORCH = {
+    "BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "bound_device_id", "boxed", "unbox",
+    "get_group_store", "group_desc", "group_name", "name", "rank", "get_backend", "get_reconfigure_handle",
+    "supports_abort_hooks", "supports_completion_hooks", "supports_reconfigure", "supports_window",
+    "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook", "_add_ephemeral_timeout", "_backend_id",
+    "_device_types", "_enable_collectives_timing", "_get_backend", "_get_backend_name", "_has_hooks", "_id",
+    "_pybind11_conduit_v1_", "_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name",
+    "_wait_for_pending_works",
+}  # fmt: skip
+
+
+def test_no_operation_of_torchs_group_is_forgotten():
+    """An operation that ours did not have would go to a placeholder, which does nothing and says nothing."""
+    names = {name for name in dir(dist.ProcessGroup) if not (name.startswith("__") and name.endswith("__"))}
+    assert names - set(vars(SimProcessGroup)) - LEFT_TO_TORCH == set()
+
+
+def test_what_a_simulated_group_does_not_have_it_says():
+    def body() -> None:
+        dist.group.WORLD._register_on_completion_hook(print)
+
+    with pytest.raises(sim.SimError, match="simulated groups have no completion hooks"):
+        sim.run(body, 2)
+
+
+def test_a_world_prints_no_warning(capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sim.run(lambda: (dist.init_process_group("gloo"), init_device_mesh("cpu", (2, 2)), dist.barrier()), 4)
+    assert capfd.readouterr() == ("", ""), "nor does the C++ side"

@@ -1,0 +1,383 @@
+"""The interleaving: fixed by the seed, one rank at a time, and nothing is left behind however a world ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import sim
+from sim import threads, watchdog
+from sim.scheduler import Scheduler, Waitable
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert threads.busy_threads() == 0
+    assert sim.run(lambda: 1, 2) == [1, 1], "a new world must start"
+
+
+def interleaving(seed: int, world_size: int = 4) -> list[int]:
+    """Who ran, in order: every rank notes itself before and after each of three collectives."""
+    order: list[int] = []
+
+    def body() -> None:
+        for _ in range(3):
+            order.append(dist.get_rank())
+            dist.barrier()
+            order.append(dist.get_rank())
+
+    sim.run(body, world_size, seed=seed)
+    return order
+
+
+def test_a_seed_fixes_the_interleaving():
+    for seed in range(5):
+        assert interleaving(seed) == interleaving(seed)
+
+
+def test_seeds_differ():
+    orders = {tuple(interleaving(seed)) for seed in range(10)}
+    assert len(orders) >= 9
+
+
+def test_every_rank_takes_part_in_every_step():
+    order = interleaving(3)
+    assert sorted(order) == sorted([0, 1, 2, 3] * 6)
+    assert sorted(order[:4]) == [0, 1, 2, 3], "nobody passes the first barrier before all are there"
+
+
+def test_runs_of_one_world_are_interleaved_differently_and_replayable():
+    def orders() -> list[list[int]]:
+        with sim.world(4, seed=7) as world:
+            seen = []
+            for _ in range(4):
+                order: list[int] = []
+                world.run(lambda order=order: (order.append(dist.get_rank()), dist.barrier()))
+                seen.append(order)
+            return seen
+
+    first = orders()
+    assert first == orders()
+    assert len({tuple(order) for order in first}) > 1
+
+
+def test_one_rank_runs_at_a_time():
+    running, most = [], []
+
+    def body() -> None:
+        for _ in range(20):
+            running.append(1)
+            most.append(len(running))
+            sum(range(2_000))  # the interpreter may switch threads here, the scheduler does not
+            running.pop()
+            dist.barrier()
+
+    sim.run(body, 4)
+    assert set(most) == {1}
+
+
+def test_a_loop_that_asks_lets_the_others_run():
+    def body() -> float:
+        x = torch.ones(1)
+        work = dist.all_reduce(x, async_op=True)
+        while not work.is_completed():
+            pass
+        return x.item()
+
+    for seed in range(3):
+        assert sim.run(body, 4, seed=seed) == [4.0] * 4
+
+
+def test_asking_in_vain_is_a_deadlock():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            while not work.is_completed():
+                pass
+
+    with pytest.raises(sim.Deadlock, match="asks again and again, in vain"):
+        sim.run(body, 2)
+
+
+def test_asking_in_vain_while_another_rank_waits_is_a_deadlock():
+    def body() -> None:
+        group = dist.new_group([0])
+        del group
+        if dist.get_rank() == 0:
+            work = dist.irecv(torch.ones(1), 1)
+            while not work.is_completed():
+                pass
+        else:
+            dist.barrier()
+
+    with pytest.raises(sim.Deadlock, match=r"rank 1 -> rank 0, which asks again and again"):
+        sim.run(body, 2)
+
+
+# -- what is left after a world --------------------------------------------------------------------------------
+
+
+def raise_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("bad")
+    dist.barrier()
+
+
+def skip_on_one() -> None:
+    if dist.get_rank() != 1:
+        dist.barrier()
+
+
+def disagree() -> None:
+    dist.all_reduce(torch.ones(1 + dist.get_rank()))
+
+
+def catch_everything() -> None:
+    for _ in range(10_000):
+        try:
+            if dist.get_rank() == 1:
+                return
+            dist.barrier()
+        except Exception:
+            continue
+
+
+def catch_after_failure() -> None:
+    if dist.get_rank() == 0:
+        raise KeyError("x")
+    while True:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except Exception:
+            continue
+
+
+def end_at_once() -> None:
+    raise SystemExit(3)
+
+
+def interrupt_the_launcher() -> None:
+    if dist.get_rank() == 0:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    while True:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (raise_on_one, ValueError),
+        (skip_on_one, sim.Deadlock),
+        (disagree, sim.CollectiveMismatch),
+        (catch_everything, sim.Deadlock),
+        (catch_after_failure, KeyError),
+        (end_at_once, sim.RankFailed),
+        (interrupt_the_launcher, KeyboardInterrupt),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_thread_stays_busy(body, error, seed):
+    with pytest.raises(error):
+        sim.run(body, 4, seed=seed)
+    assert threads.busy_threads() == 0
+
+
+def test_a_rank_that_does_not_join_is_a_deadlock():
+    def body() -> None:
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+        if os.environ["RANK"] != "2":
+            dist.init_process_group("gloo")  # torch catches RuntimeError in there, and waits again
+
+    with pytest.raises(sim.Deadlock, match=r"waits in key '.*' of the store"):
+        sim.run(body, 3, init=False)
+
+
+def test_a_keyboard_interrupt_on_a_rank_stays_one():
+    def body() -> None:
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        dist.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        sim.run(body, 2)
+
+
+def test_an_interrupt_before_the_first_rank_runs(monkeypatch):
+    start = Scheduler._start
+    calls = []
+
+    def interrupted(self):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        start(self)
+
+    monkeypatch.setattr(Scheduler, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sim.run(dist.barrier, 4)
+    assert len(calls) == 2
+    assert threads.busy_threads() == 0
+
+
+def test_an_error_in_the_diagnosis_does_not_hang(monkeypatch):
+    def broken(world):
+        raise RuntimeError("the report is broken")
+
+    monkeypatch.setattr("sim.report.deadlock", broken)
+    with pytest.raises(RuntimeError, match="the report is broken"):
+        sim.run(skip_on_one, 3)
+
+
+def test_fifty_worlds_need_no_more_threads_than_one():
+    sim.run(dist.barrier, 6)
+    before = threading.active_count()
+    for seed in range(50):
+        sim.run(dist.barrier, 6, seed=seed)
+    assert threading.active_count() == before
+
+
+def test_a_world_frees_what_its_ranks_held():
+    def body() -> list[weakref.ref]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+        y = (x + x).redistribute(mesh, [Replicate(), Shard(0)])
+        loose = DTensor.from_local(torch.ones(2), mesh, [Replicate(), Replicate()])
+        dist.all_reduce(plain := torch.ones(2))
+        return [weakref.ref(thing) for thing in (mesh, x, y, loose, plain)]
+
+    world = sim.world(4)
+    with world:
+        refs = [ref for found in world.run(body) for ref in found]
+        refs += [weakref.ref(context) for context in world.contexts]
+    refs.append(weakref.ref(world))
+    del world
+    gc.collect()
+    assert [ref() for ref in refs if ref() is not None] == []
+
+
+def test_what_a_rank_switched_on_for_its_thread_does_not_reach_the_next_world():
+    def body() -> None:
+        torch.set_default_device("meta")
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_grad_enabled(False)
+
+    sim.run(body, 2)
+
+    def seen() -> tuple[str, bool, bool]:
+        return str(torch.ones(1).device), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+
+    assert sim.run(seen, 2) == [("cpu", False, True)] * 2
+
+
+def test_intraop_threads_are_the_ranks_own():
+    before = torch.get_num_threads()
+    assert sim.run(torch.get_num_threads, 2, intraop_threads=3) == [3, 3]
+    assert torch.get_num_threads() == before
+    assert sim.run(torch.get_num_threads, 2, intraop_threads=None) == [before] * 2
+    fresh: list[int] = []
+    thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert fresh == [before]
+
+
+# -- threads ----------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_cannot_start_takes_the_world_down_cleanly(monkeypatch):
+    class Full(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads.threading, "Thread", Full)
+    with pytest.raises(sim.SimError, match=r"cannot start 500 ranks: the system gives \d+ threads and no more"):
+        sim.run(dist.barrier, 500)
+
+
+def test_a_busy_or_altered_worker_does_not_go_back_to_the_pool():
+    worker = threads.lease(1)[0]
+    worker.reusable = False
+    threads.release([worker])
+    worker.thread.join(10)
+    assert not worker.thread.is_alive()
+    again = threads.lease(1)
+    assert again[0] is not worker
+    threads.release(again)
+
+
+def test_only_a_ranks_own_thread_communicates():
+    problems: list[Exception] = []
+
+    def body() -> None:
+        group = dist.group.WORLD
+        pending = dist.irecv(torch.ones(1), (dist.get_rank() + 1) % 2)
+
+        def misuse() -> None:
+            for use in (group.barrier, pending.wait):
+                try:
+                    use()
+                except Exception as error:
+                    problems.append(error)
+
+        thread = threading.Thread(target=misuse)
+        thread.start()
+        thread.join()
+        dist.barrier()
+        dist.send(torch.ones(1), (dist.get_rank() + 1) % 2)
+        pending.wait()
+
+    sim.run(body, 2)
+    assert len(problems) == 4
+    assert all("a thread that is not" in str(problem) for problem in problems)
+
+
+def test_a_rank_that_blocks_unseen_is_named(monkeypatch, capfd):
+    seen: list[tuple[int, str]] = []
+    found = threading.Event()
+    report = watchdog.report
+
+    def note(rank: int, seconds: float, stack: str) -> None:
+        seen.append((rank, stack))
+        report(rank, seconds, stack)
+        found.set()
+
+    monkeypatch.setattr(watchdog, "LIMIT_S", 0.1)
+    monkeypatch.setattr(watchdog, "report", note)
+
+    def wait_for_no_rank() -> None:
+        found.wait(60)
+
+    sim.run(lambda: wait_for_no_rank() if dist.get_rank() == 1 else None, 3)
+    assert [rank for rank, _ in seen] == [1]
+    assert "in wait_for_no_rank" in seen[0][1]
+    assert "not given up its turn, so that no other rank can run" in capfd.readouterr().err
+
+
+def test_a_scheduler_needs_no_torch():
+    done: list[int] = []
+    things = [Waitable(), Waitable()]
+    scheduler = Scheduler(0, leave=lambda _: None, enter=lambda _: None, stuck=lambda: sim.Deadlock("stuck"))
+
+    def body(rank):
+        if rank.rank == 1:
+            scheduler.complete(things[0])
+        else:
+            scheduler.block(things[0])
+        done.append(rank.rank)
+
+    workers = threads.lease(2)
+    scheduler.run(workers, [None, None], body)
+    threads.release(workers)
+    assert done == [1, 0]

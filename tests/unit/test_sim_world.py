@@ -1,0 +1,545 @@
+"""A world from the outside: bad input, what a rank has for itself, the store, the trace, several runs in a row."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import init_process_group as imported_before_the_world
+from torch.distributed.device_mesh import init_device_mesh
+
+import sim
+from hyper_parallel.platform import get_platform
+
+pytestmark = pytest.mark.sim
+
+
+# -- bad input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "8", 2.0, None, 65_537])
+def test_a_world_size_that_is_none(size):
+    with pytest.raises(ValueError, match=re.escape(f"cannot make a world of {size!r} ranks")):
+        sim.run(dist.get_rank, size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": "1"}, "cannot use '1' as a seed"),
+        ({"seed": True}, "cannot use True as a seed"),
+        ({"intraop_threads": 0}, "cannot use 0 threads inside of an operation"),
+        ({"pin": 100_000}, "cannot pin ranks to processor 100000"),
+    ],
+)
+def test_a_bad_option(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        sim.run(dist.get_rank, 2, **options)
+    assert "try:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs", "message"),
+    [
+        (3, (), None, "cannot run 3 on ranks"),
+        (dist.get_rank, 5, None, "cannot pass int as the arguments of get_rank"),
+        (dist.get_rank, "abc", None, "cannot pass str as the arguments of get_rank"),
+        (dist.get_rank, (), 5, "cannot pass int as the keyword arguments of get_rank"),
+    ],
+)
+def test_what_cannot_be_called(fn, args, kwargs, message):
+    with pytest.raises(TypeError, match=message) as caught:
+        sim.run(fn, 2, args, kwargs)
+    assert "try: sim.run(" in str(caught.value)
+    with sim.world(2) as world, pytest.raises(TypeError, match=message):
+        world.run(fn, args, kwargs)
+
+
+def test_a_world_lives_once():
+    world = sim.world(2)
+    with pytest.raises(sim.SimError, match="this world has not begun"):
+        world.run(dist.get_rank)
+    with world:
+        with pytest.raises(sim.SimError, match="this world has begun already"):
+            world.__enter__()
+        assert world.run(dist.get_rank) == [0, 1]
+    with pytest.raises(sim.SimError, match="this world has ended"):
+        world.run(dist.get_rank)
+    with pytest.raises(sim.SimError, match="this world has ended"):
+        world.__enter__()
+
+
+def test_worlds_do_not_nest():
+    with (
+        sim.world(3),
+        pytest.raises(sim.SimError, match="cannot begin while another one is alive\n  alive: a world of 3 ranks"),
+    ):
+        sim.run(dist.get_rank, 2)
+    assert sim.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_rank_starts_no_ranks():
+    with pytest.raises(sim.SimError, match="while another one is alive"):
+        sim.run(lambda: sim.run(dist.get_rank, 2), 2)
+    with sim.world(2) as world, pytest.raises(sim.SimError, match="a rank cannot start ranks of its own"):
+        world.run(lambda: world.run(dist.get_rank))
+
+
+def test_a_group_used_after_its_world():
+    groups = sim.run(lambda: dist.group.WORLD, 2)
+    with pytest.raises(sim.SimError, match="has ended"):
+        groups[0].barrier()
+
+
+def test_large_and_negative_seeds():
+    for seed in (-5, 2**62, 2**80):
+        assert sim.run(dist.get_rank, 2, seed=seed) == [0, 1]
+
+
+def test_args_and_kwargs_reach_every_rank():
+    assert sim.run(lambda a, *, b: (a, b, dist.get_rank()), 2, (1,), {"b": 2}) == [(1, 2, 0), (1, 2, 1)]
+
+
+# -- what a rank has for itself --------------------------------------------------------------------------------
+
+
+def draws(x: torch.Tensor) -> list[float]:
+    values = []
+    for _ in range(3):
+        values += torch.nn.functional.dropout(x, 0.5).tolist() + torch.rand(2).tolist()
+        dist.barrier()
+    return values
+
+
+def test_random_numbers_do_not_depend_on_the_interleaving():
+    def body() -> list[float]:
+        torch.manual_seed(dist.get_rank())
+        return draws(torch.ones(8))
+
+    first = sim.run(body, 4)
+    assert all(sim.run(body, 4, seed=seed) == first for seed in range(30))
+    torch.manual_seed(2)
+    alone = []
+    for _ in range(3):
+        alone += torch.nn.functional.dropout(torch.ones(8), 0.5).tolist() + torch.rand(2).tolist()
+    assert first[2] == alone, "the numbers are those of one process with that seed"
+
+
+def test_unseeded_random_numbers_repeat_and_differ_between_ranks():
+    body = lambda: torch.rand(2).tolist()  # noqa: E731
+    assert sim.run(body, 3, seed=1) == sim.run(body, 3, seed=1)
+    assert len({tuple(r) for r in sim.run(body, 3, seed=1) + sim.run(body, 3, seed=2)}) == 6
+
+
+def test_the_process_keeps_its_random_state():
+    torch.manual_seed(0)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    sim.run(lambda: torch.rand(5), 2)
+    with pytest.raises(ValueError, match="bad"):
+        sim.run(lambda: (torch.rand(5), int("bad")), 2)
+    assert torch.rand(3).tolist() == expected
+
+
+def c_environment(name: str) -> bytes | None:
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_char_p
+    return libc.getenv(name.encode())
+
+
+def test_the_environment_is_the_ranks_own(monkeypatch):
+    monkeypatch.setenv("SIM_TEST_OLD", "before")
+    monkeypatch.delenv("SIM_TEST_NEW", raising=False)
+    before = dict(os.environ)
+
+    def body() -> tuple:
+        rank = os.environ["RANK"]
+        os.environ["SIM_TEST_NEW"] = f"new {rank}"
+        os.environ["SIM_TEST_OLD"] = f"changed {rank}"
+        if rank == "1":
+            del os.environ["SIM_TEST_OLD"]
+        dist.barrier()
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SIM_TEST_NEW", "SIM_TEST_OLD")
+        return (
+            tuple(os.environ.get(name) for name in names),
+            "PATH" in os.environ,
+            len(os.environ) == len(os.environ.copy()),
+        )
+
+    assert sim.run(body, 3) == [
+        (("0", "0", "3", "3", "new 0", "changed 0"), True, True),
+        (("1", "1", "3", "3", "new 1", None), True, True),
+        (("2", "2", "3", "3", "new 2", "changed 2"), True, True),
+    ]
+    assert dict(os.environ) == before
+    assert c_environment("SIM_TEST_OLD") == b"before"
+    assert c_environment("SIM_TEST_NEW") is None
+
+
+def test_grad_mode_is_the_ranks_own():
+    def body() -> list[bool]:
+        seen = [torch.is_grad_enabled()]
+        torch.set_grad_enabled(dist.get_rank() == 0)
+        dist.barrier()
+        return [*seen, torch.is_grad_enabled()]
+
+    with torch.no_grad():
+        assert sim.run(body, 2) == [[True, True], [True, False]]
+        assert not torch.is_grad_enabled()
+
+
+def test_torch_distributed_is_the_ranks_own():
+    assert not dist.is_initialized()
+
+    def body() -> tuple:
+        if dist.get_rank() == 1:
+            dist.destroy_process_group()
+        return dist.is_initialized()
+
+    assert sim.run(body, 3) == [True, False, True]
+    assert not dist.is_initialized()
+    assert sim.current_rank() is None
+    assert sim.run(sim.current_rank, 2) == [0, 1]
+
+
+def test_exception_hook_stays(monkeypatch):
+    hook = sys.excepthook
+    sim.run(lambda: dist.init_process_group("gloo"), 2, init=False)
+    assert sys.excepthook is hook
+
+
+def test_the_device_of_a_rank():
+    def body() -> tuple:
+        platform = get_platform()
+        return platform.backend, platform.device_type, platform.name(), get_platform("cpu").backend
+
+    assert sim.run(body, 2) == [("sim", "cpu", "simulated rank", "sim")] * 2
+    assert get_platform("cpu").backend == "gloo"
+
+
+# -- init_process_group ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "reported"),
+    [("nccl", "nccl"), ("hccl", "hccl"), ("gloo", "gloo"), (None, "sim"), ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl")],
+)
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+def test_any_backend_is_simulated_under_its_name(asked, reported, init):
+    def body() -> tuple:
+        dist.init_process_group(asked)
+        group = dist.new_group([0, 1])
+        dist.all_reduce(x := torch.ones(1))
+        return dist.get_backend(), dist.get_backend(group), x.item(), dist.get_rank(), dist.get_world_size()
+
+    assert sim.run(body, 2, init=init) == [(reported, reported, 2.0, rank, 2) for rank in range(2)]
+
+
+def test_a_backend_that_nobody_provides():
+    with pytest.raises(ValueError, match="backend 'ncll', which nobody provides"):
+        sim.run(lambda: dist.init_process_group("ncll"), 2)
+
+
+def test_the_first_init_process_group_is_accepted_and_the_second_is_torchs_error():
+    sim.run(lambda: dist.init_process_group("gloo"), 2)
+    with pytest.raises(ValueError, match="twice"):
+        sim.run(lambda: (dist.init_process_group("gloo"), dist.init_process_group("gloo")), 2)
+
+
+def test_init_process_group_imported_by_name_before_the_world():
+    assert sim.run(lambda: (imported_before_the_world("gloo"), dist.get_backend())[1], 2) == ["gloo"] * 2
+
+
+@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize(
+    "identity", [{"rank": 0, "world_size": 2}, {"rank": 5, "world_size": 3}, {"rank": 2, "world_size": 3, "skip": 2}]
+)
+def test_a_wrong_rank_or_world_size_is_refused(identity, init):
+    identity = {name: value for name, value in identity.items() if name != "skip"} | (
+        {"rank": 1, "world_size": 3} if "skip" in identity else {}
+    )
+    with pytest.raises(ValueError, match="init_process_group was asked for rank") as caught:
+        sim.run(lambda: dist.init_process_group("gloo", init_method="env://", **identity), 3, init=init)
+    assert "try: leave out rank and world_size" in str(caught.value)
+
+
+def test_a_script_that_says_who_it_is():
+    def body() -> int:
+        store = dist.HashStore()  # replaced: waiting in it would not give up the turn
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        dist.barrier()
+        return dist.get_rank()
+
+    assert sim.run(body, 3, init=False) == [0, 1, 2]
+
+
+def test_destroy_and_begin_again():
+    def body() -> tuple:
+        dist.destroy_process_group()
+        before = dist.is_initialized()
+        dist.init_process_group("gloo")
+        dist.all_reduce(x := torch.ones(1))
+        dist.destroy_process_group()
+        return before, x.item(), dist.is_initialized()
+
+    assert sim.run(body, 3) == [(False, 3.0, False)] * 3
+
+
+# -- one run after the other -----------------------------------------------------------------------------------
+
+
+def test_the_next_run_goes_on_where_the_last_one_left():
+    def expected() -> list[float]:
+        torch.manual_seed(5)
+        return torch.rand(4).tolist()
+
+    kept: dict[int, dist.ProcessGroup] = {}
+
+    def first() -> list[float]:
+        torch.manual_seed(5)
+        kept[dist.get_rank()] = dist.new_group([0, 1])
+        return torch.rand(2).tolist()
+
+    def second() -> tuple[list[float], float]:
+        x = torch.ones(1)
+        if dist.get_rank() < 2:
+            dist.all_reduce(x, group=kept[dist.get_rank()])
+        return torch.rand(2).tolist(), x.item()
+
+    with sim.world(3) as world:
+        before = world.run(first)
+        after = world.run(second)
+        assert world.run(dist.get_rank) == [0, 1, 2]
+    assert [a + b for a, (b, _) in zip(before, after, strict=True)] == [expected()] * 3
+    assert [total for _, total in after] == [2.0, 2.0, 1.0]
+
+
+def test_a_run_after_a_failed_one():
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("bad")
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+
+    def total() -> float:
+        dist.all_reduce(x := torch.ones(1))
+        return x.item()
+
+    for seed in range(4):
+        with sim.world(4, seed=seed) as world:
+            with pytest.raises(ValueError, match="bad"):
+                world.run(fail)
+            with pytest.raises(sim.Deadlock):
+                world.run(lambda: dist.get_rank() == 0 or dist.barrier())
+            assert world.run(total) == [4.0] * 4
+
+
+def test_init_false_stays_without_a_group_in_every_run():
+    with sim.world(2, init=False) as world:
+        assert world.run(dist.is_initialized) == [False, False]
+        world.run(lambda: dist.init_process_group("gloo"))
+        assert world.run(dist.is_initialized) == [True, True]
+
+
+# -- the store -------------------------------------------------------------------------------------------------
+
+
+def the_store():
+    return dist.distributed_c10d._get_default_store()
+
+
+def test_store_across_ranks():
+    def body() -> tuple:
+        store, rank = the_store(), dist.get_rank()
+        if rank == 1:
+            store.set("greeting", "hello")
+        got = store.get("greeting")
+        store.wait(["greeting"])
+        sums = store.add("count", rank + 1)
+        dist.barrier()
+        first = store.compare_set("turn", "", f"rank {rank}")
+        dist.barrier()
+        again = store.compare_set("turn", "nobody", "x")
+        return got, sums, store.add("count", 0), first == again, store.check(["greeting", "count"])
+
+    for seed in range(4):
+        results = sim.run(body, 3, seed=seed)
+        assert [r[0] for r in results] == [b"hello"] * 3
+        assert max(r[1] for r in results) == 6
+        assert [r[2:] for r in results] == [(6, True, True)] * 3
+
+
+def test_store_under_prefixes():
+    def body() -> tuple:
+        rank = dist.get_rank()
+        mine, other = (dist.PrefixStore(f"p{r}", the_store()) for r in (rank, 1 - rank))
+        mine.set("key", f"of {rank}")
+        return other.get("key"), mine.delete_key("nothing"), mine.check(["nothing"])
+
+    assert sim.run(body, 2) == [(b"of 1", False, False), (b"of 0", False, False)]
+
+
+def test_a_loop_that_asks_the_store_lets_the_others_set_it():
+    def body() -> int:
+        store = the_store()
+        if dist.get_rank() == 0:
+            dist.recv(torch.ones(1), 1)
+            store.set("key", "x")
+        else:
+            dist.send(torch.ones(1), 0)
+        while not store.check(["key"]):
+            pass
+        store.add("done", 1)
+        while store.add("done", 0) < 2:
+            pass
+        return store.add("done", 0)
+
+    for seed in range(3):
+        assert sim.run(body, 2, seed=seed) == [2, 2]
+
+
+# -- the trace -------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_every_collective():
+    n, rows, item = 4, 6, 4  # ranks, rows per rank, bytes of a float32
+    own = rows * item
+
+    def body() -> None:
+        group = dist.group.WORLD
+        mine, whole = torch.ones(rows), torch.ones(rows * n)
+        dist.all_reduce(mine)
+        group._allgather_base(whole, mine).wait()
+        group._reduce_scatter_base(mine, whole).wait()
+        dist.all_to_all_single(torch.ones(rows * n), whole)
+        dist.broadcast(mine, 1)
+        dist.reduce(mine, 1)
+        dist.scatter(mine, list(whole.clone().split(rows)) if dist.get_rank() == 1 else None, 1)
+        dist.gather(mine, [torch.ones(rows) for _ in range(n)] if dist.get_rank() == 1 else None, 1)
+        dist.barrier()
+        rank = dist.get_rank()
+        ops = [
+            dist.P2POp(dist.isend, torch.ones(3), (rank + 1) % n),
+            dist.P2POp(dist.irecv, torch.ones(3), (rank - 1) % n),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    with sim.world(n) as world:
+        world.run(body)
+    expected = {  # what a rank receives, then what it sends; rank 1 is the root
+        "all_reduce": ([2 * (n - 1) * own // n] * n, [2 * (n - 1) * own // n] * n),
+        "all_gather": ([(n - 1) * own] * n, [(n - 1) * own] * n),
+        "reduce_scatter": ([(n - 1) * own] * n, [(n - 1) * own] * n),
+        "all_to_all": ([(n - 1) * own] * n, [(n - 1) * own] * n),
+        "broadcast": ([own, 0, own, own], [0, (n - 1) * own, 0, 0]),
+        "reduce": ([0, (n - 1) * own, 0, 0], [own, 0, own, own]),
+        "scatter": ([own, 0, own, own], [0, (n - 1) * own, 0, 0]),
+        "gather": ([0, (n - 1) * own, 0, 0], [own, 0, own, own]),
+        "barrier": ([0] * n, [0] * n),
+        "send": ([0] * n, [3 * item] * n),
+        "recv": ([3 * item] * n, [0] * n),
+    }
+    events = world.trace.events
+    assert {event.op for event in events} == set(expected)
+    for op, (received, sent) in expected.items():
+        assert [world.trace.bytes(op=op, rank=rank) for rank in range(n)] == received, op
+        assert [sum(e.send_bytes for e in events if (e.op, e.rank) == (op, r)) for r in range(n)] == sent, op
+    assert world.trace.bytes() == sum(sum(received) for received, _ in expected.values())
+    assert world.trace.bytes(axis="world", rank=0) == sum(received[0] for received, _ in expected.values())
+    assert world.trace.bytes(axis="dp") == 0
+    assert [e.seq for e in world.trace.of_rank(2)] == [*range(9), -1, -1]
+
+
+def test_uneven_bytes():
+    def body() -> None:
+        rank = dist.get_rank()
+        send, receive = ([1, 2], [1, 3]) if rank == 0 else ([3, 4], [2, 4])
+        dist.all_to_all_single(torch.ones(sum(receive), 5), torch.ones(sum(send), 5), receive, send)
+        sizes = [2, 7]
+        dist.all_gather([torch.ones(size, dtype=torch.bfloat16) for size in sizes], torch.ones(sizes[rank]).bfloat16())
+
+    with sim.world(2) as world:
+        world.run(body)
+    assert [world.trace.bytes(op="all_to_all", rank=rank) for rank in range(2)] == [3 * 5 * 4, 2 * 5 * 4]
+    assert [world.trace.bytes(op="all_gather", rank=rank) for rank in range(2)] == [7 * 2, 2 * 2]
+
+
+def test_axis_names():
+    def body() -> None:
+        dist.all_reduce(torch.ones(1))  # before the mesh, whose only axis is the same group
+        line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        dist.all_reduce(torch.ones(1), group=line.get_group())
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        for axis in ("pp", "tp"):
+            dist.all_reduce(torch.ones(1), group=grid.get_group(axis))
+        flat = grid["pp", "tp"]._flatten("all")
+        dist.all_reduce(torch.ones(1), group=flat.get_group())
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1, 2, 3]))
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1, 2, 3], group_desc="mine"))
+
+    with sim.world(4) as world:
+        world.run(body)
+    axes = [event.axis for event in world.trace.of_rank(3) if event.op == "all_reduce"]
+    assert axes[:5] == ["world", "dp", "pp", "tp", "all"]
+    assert re.fullmatch(r"\w+: ranks 0-3", axes[5])
+    assert axes[6:] == ["mine"]
+
+
+def test_an_axis_over_all_ranks_of_a_larger_mesh():
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+        dist.all_reduce(torch.ones(1), group=mesh["tp"].get_group())
+
+    with sim.world(4) as world:
+        world.run(body)
+    assert {event.axis for event in world.trace.events if event.op == "all_reduce"} == {"tp"}
+
+
+def test_summary():
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1000), group=mesh.get_group("tp"))
+        dist.all_reduce(torch.ones(10), group=mesh.get_group("dp"))
+        if dist.get_rank() < 2:
+            peer = 1 - dist.get_rank()
+            work = dist.isend(torch.ones(5), peer)
+            dist.recv(torch.ones(5), peer)
+            work.wait()
+
+    with sim.world(4) as world:
+        world.run(body)
+        assert world.trace.summary() == (
+            "axis   op          count  bytes received  most on one rank\n"
+            "tp     all_reduce      6          48,000            12,000\n"
+            "dp     all_reduce      2             160                40\n"
+            "world  recv            2              40                20\n"
+            "world  send            2               0                 0"
+        )
+        world.trace.clear()
+        assert world.trace.events == []
+        assert world.trace.summary() == "axis  op  count  bytes received  most on one rank"
+
+
+def test_the_line_is_the_users():
+    def body() -> int:
+        line = sys._getframe().f_lineno + 1
+        dist.all_reduce(torch.ones(1))
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        return line
+
+    with sim.world(2) as world:
+        line = world.run(body)[0]
+    lines = [event.line for event in world.trace.of_rank(0)]
+    assert lines[0] == f"test_sim_world.py:{line} in body"
+    assert {text.rpartition(" in ")[2] for text in lines} == {"body"}
+    assert lines[-1] == f"test_sim_world.py:{line + 2} in body"
