@@ -183,13 +183,12 @@ def _process_main(job: _Job, answer: Connection) -> None:
         test = getattr(importlib.import_module(job.module), job.test)
         os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
         device, backend = _take_device(job.arm, job.rank)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{job.store}",
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=datetime.timedelta(seconds=60),
-        )
+        store = dist.FileStore(job.store, job.world_size)
+        timeout = datetime.timedelta(seconds=60)
+        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+        # A rank that skips at once must not be gone while another one still connects to it.
+        store.set(f"connected/{job.rank}", "yes")
+        store.wait([f"connected/{rank}" for rank in range(job.world_size)], timeout)
         test.body(RankTest(job.rank, job.world_size, job.arm, device, job.seed), **job.fixtures)
         missed = _MISSED
         dist.barrier()
