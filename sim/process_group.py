@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from hyper_parallel.core.dtensor.shards import chunk
 from sim.collectives import Call, Contract, Problem, execute, reduce_op_name
 from sim.errors import SimError
 from sim.scheduler import Waitable
@@ -420,8 +421,9 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimWork:
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        size, total = self._size, _nbytes(tensors)
-        moved = 2 * (size - 1) * total // size
+        # A reduce_scatter into parts as equal as can be, and an all_gather of them.
+        own = sum(chunk(t.numel(), self._size, self._member)[1] * t.element_size() for t in tensors)
+        moved = _nbytes(tensors) + (self._size - 2) * own
         call = Call(
             Contract("all_reduce", name, None, _dtypes(tensors), " ".join(map(_shape, tensors))),
             tensors,

@@ -210,7 +210,11 @@ _MUTABLE_CALLS = frozenset({
 _MUTABLE_DOTTED = frozenset({"itertools.count", "itertools.cycle", "count", "cycle"})  # as methods these are harmless
 _MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 # The registry of platforms is configuration of the process, guarded by a lock; the comment above it says why.
-_EXEMPT = {("hyper_parallel/platform/registry.py", "_REGISTRY")}
+_EXEMPT = {
+    ("hyper_parallel/platform/registry.py", "_REGISTRY"),
+    ("hyper_parallel/core/redistribute/groups.py", "_GROUPS"),
+    ("hyper_parallel/core/redistribute/groups.py", "_LOCK"),
+}
 
 
 def mutable_state(source: Source) -> Iterator[str]:

@@ -74,7 +74,7 @@ def all_slices(global_shape: Sequence[int], sizes: Sequence[int], splits: Splits
     """
     result = np.empty((*sizes, len(global_shape), 2), dtype=np.int64)
     for dim, axes in enumerate(splits):
-        start, stop = _split_points(global_shape[dim], sizes, axes)
+        start, stop = split_points(global_shape[dim], sizes, axes)
         order = sorted(range(len(axes)), key=lambda place: axes[place])
         broad = [sizes[axis] if axis in axes else 1 for axis in range(len(sizes))]
         result[..., dim, 0] = start.transpose(order).reshape(broad)
@@ -113,7 +113,7 @@ def reordered_positions(sizes: Sequence[int], order: Sequence[int]) -> list[int]
     return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).ravel().tolist()
 
 
-def _split_points(
+def split_points(
     size: int, sizes: Sequence[int], axes: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return start and stop of every part, in arrays with one dimension per splitting axis, outer first."""

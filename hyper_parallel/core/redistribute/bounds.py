@@ -1,0 +1,135 @@
+"""The least that any plan must move, by counting; and what the obvious plans move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hyper_parallel.core.dtensor.checks import check_shape
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.redistribute.holdings import Counts, Holding
+from hyper_parallel.core.redistribute.read import check_layout, transition_of
+from hyper_parallel.core.redistribute.transition import Transition
+
+
+def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: torch.dtype) -> npt.NDArray[Any]:
+    """Return the least bytes that each rank must receive on the way from one layout to another.
+
+    >>> mesh = Layout((2, 2), ("dp", "tp"))
+    >>> lower_bound(mesh("dp"), mesh("tp"), (8,), torch.float32).tolist()  # dp 0, tp 1 lacks elements 4 to 7
+    [0, 16, 16, 0]
+
+    Without copies to reduce, it is what a rank needs and does not hold: exact for every rank. With copies to reduce, an
+    element of which there are n copies, needed by d ranks, takes n - 1 transfers to be reduced at one rank and d to get
+    to all who need it, one less if that rank is one of them, which it can be where a rank that needs the element holds
+    a copy. Then only the sum over all ranks is a bound, and each rank is given an equal share of it (a float).
+    Receivers combine; nothing is reduced within a switch.
+
+    Args:
+        src: where the tensor is.
+        dst: where it should be.
+        global_shape: the whole tensor's sizes, in elements.
+        dtype: its dtype.
+
+    Returns:
+        One number per rank of the mesh; for two meshes, per rank of both, sorted.
+
+    Raises:
+        TypeError, ValueError: as `plan`.
+    """
+    asked = "cannot bound a redistribution"
+    shape = check_shape(global_shape, f"from: {src}   to: {dst}")
+    seen = f"from: {src}   to: {dst}   global_shape: {shape}"
+    check_layout(asked, "src", src, shape, seen)
+    check_layout(asked, "dst", dst, shape, seen)
+    task = transition_of(src, dst, shape, dtype.itemsize)
+    if task is None:
+        return _between_meshes(src, dst, shape, dtype.itemsize)
+    if not task.reduces:
+        target = task.target
+        both = target.overlaps(task.source)
+        return ((target.counts() - both) * task.itemsize).ravel()
+    total = _transfers(task) * task.itemsize
+    ranks = len(task.ranks)
+    return np.full(ranks, total / ranks)
+
+
+def _transfers(task: Transition) -> int:
+    """Return the least transfers of single elements, copies reduced on the way, over all ranks."""
+    copies = task.ways(task.reduces)
+    elements = int(np.prod(task.shape)) * task.ways(task.keeps)
+    alike = [a for a in task.live if a not in task.wanted_axes and a not in task.opens]
+    needed_by = task.ways(alike)
+    return elements * (copies - 1 + needed_by) - _met(task)
+
+
+def _met(task: Transition) -> int:
+    """Return of how many elements a rank that needs them holds a copy."""
+    source, result = task.source, task.result
+    both = source.overlaps(result)
+    free = [a for a in task.live if a not in task.wanted_axes and a not in task.split_axes]
+    return int(both.sum()) // task.ways(free)
+
+
+def _between_meshes(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> npt.NDArray[Any]:
+    """Count element by element of a coarse grid: the cells between all edges of both layouts."""
+    ranks = sorted({*src.rank_list, *dst.rank_list})
+    cells, sizes = _cells(src, dst, shape or (1,))
+    copies = int(np.prod([src.mesh_shape[src.alias_name.index(name)] for name in src.partial], initial=1))
+    have, need = _held(src, cells, shape or (1,)), _held(dst, cells, shape or (1,))
+    first = _first_only(dst)
+    if copies == 1:
+        result = []
+        for rank in ranks:
+            wanted = need.get(rank) if rank in first else None
+            mine = have.get(rank)
+            if wanted is None:
+                result.append(0)
+            else:
+                result.append(int(sizes[wanted if mine is None else wanted & ~mine].sum()) * itemsize)
+        return np.array(result, dtype=np.int64)
+    wanted_by = sum(need[rank].astype(np.int64) for rank in need if rank in first)
+    met = sum((have[rank] & need[rank]).astype(np.int64) for rank in have if rank in need and rank in first)
+    total = int((sizes * (copies - 1 + wanted_by - (np.asarray(met) > 0))).sum()) * itemsize
+    return np.full(len(ranks), total / len(ranks))
+
+
+def _first_only(layout: Layout) -> set[int]:
+    """Return the ranks at coordinate 0 of the pending axes: the others need nothing."""
+    mesh = np.asarray(layout.rank_list).reshape(layout.mesh_shape)
+    index = tuple(slice(0, 1) if name in layout.partial else slice(None) for name in layout.alias_name)
+    return set(mesh[index].ravel().tolist())
+
+
+def _cells(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[list[Counts], Counts]:
+    """Return per dim the first index of each cell, and the number of elements of every cell."""
+    starts, lengths = [], []
+    slices = [_slices(layout, shape) for layout in (src, dst)]
+    for dim, size in enumerate(shape):
+        edges = np.unique(np.concatenate([part[:, dim].ravel() for part in slices] + [np.array([0, size])]))
+        starts.append(edges[:-1] if len(edges) > 1 else np.zeros(0, dtype=np.int64))
+        lengths.append(np.diff(edges))
+    sizes = lengths[0]
+    for more in lengths[1:]:
+        sizes = np.multiply.outer(sizes, more)
+    return starts, sizes
+
+
+def _slices(layout: Layout, shape: tuple[int, ...]) -> Counts:
+    held = Holding(layout.mesh_shape, shape, layout.splits(len(shape)))
+    parts = [held.part(at) for at in np.ndindex(*held.sizes)]
+    return np.array([[pieces[0] if pieces else (0, 0) for pieces in part] for part in parts], dtype=np.int64)
+
+
+def _held(layout: Layout, starts: list[Counts], shape: tuple[int, ...]) -> dict[int, npt.NDArray[np.bool_]]:
+    held = {}
+    for rank, part in zip(layout.rank_list, _slices(layout, shape), strict=True):
+        mask = np.ones((), dtype=bool)
+        for dim, (start, stop) in enumerate(part):
+            mask = np.logical_and.outer(mask, (starts[dim] >= start) & (starts[dim] < stop))
+        held[rank] = mask
+    return held

@@ -1,0 +1,297 @@
+"""The single steps between two holdings of one mesh: which collective, over which axes, how many bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.shards import split_points
+from hyper_parallel.core.redistribute import cost
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, chunks, coordinate, edges, meet, volume
+from hyper_parallel.core.redistribute.steps import Fill, Kind, Located, Step
+from hyper_parallel.core.redistribute.transition import Transition
+
+
+class Builder:
+    """Makes the steps of one transition, priced on one topology.
+
+    Args:
+        task: the transition.
+        on: the topology.
+    """
+
+    def __init__(self, task: Transition, on: cost.Topology) -> None:
+        self.task = task
+        self.on = on
+
+    # -- steps without communication -----------------------------------------------------------------------------------
+
+    def local(self, before: Holding, after: Holding) -> list[Step]:
+        """Keep of what a rank has what it needs; nothing when that is all of it."""
+        if _same(before, after):
+            return []
+        return [self._step("slice", (), before, after, _zeros(self.task), copied=after.counts())]
+
+    def fill(self, before: Holding, after: Holding, fill: Fill) -> Step:
+        """Make pending copies of what each rank has, or rescale those there are."""
+        return self._step("copy", (), before, after, _zeros(self.task), copied=after.counts(), fill=fill)
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, held: Holding, axes: Sequence[int]) -> Step:
+        """Reduce copies over some axes; every rank gets the result."""
+        ways = self.task.ways(axes)
+        total = held.counts()
+        own = chunks(total, ways, _place_in_group(self.task, tuple(axes)))[1]  # as a reduce_scatter and an all_gather
+        moved = (total + (ways - 2) * own) * self.task.itemsize
+        return self._step("all_reduce", axes, held, held, moved, sent=moved, reduces=axes)
+
+    def reduce_into(self, before: Holding, after: Holding, axes: Sequence[int]) -> Step:
+        """Reduce copies over some axes into parts of what the ranks along them hold; no element twice among them."""
+        ways = self.task.ways(axes)
+        own = after.counts() * self.task.itemsize
+        sent = self.task.along(own, axes) - own
+        extra = before.counts() * self.task.itemsize * 2
+        return self._step(
+            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, extra=extra, copied=before.counts(),
+            reduces=axes,
+        )  # fmt: skip
+
+    # -- exchanges -----------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, before: Holding, after: Holding, axes: Sequence[int], *, alike: Iterable[int] = (),
+        reduces: Sequence[int] = (), inside: bool = False,
+    ) -> Step | None:  # fmt: skip
+        """Move to each rank what it needs and does not have; None when that is nothing.
+
+        Args:
+            before: what the ranks hold.
+            after: what they need; each finds all of it along `axes`.
+            axes: over which ranks to exchange.
+            alike: those of `axes` along which ranks hold the same before.
+            reduces: those of `axes` along which there are copies to reduce.
+            inside: what a rank has before is all needed after.
+        """
+        task = self.task
+        copies = task.ways(reduces)
+        need, have = after.counts(), before.counts()
+        both = have if inside else (before.overlaps(after) if after.plain else after.overlaps(before))
+        missing = copies * need - both
+        if not missing.any():
+            return None
+        owners = task.ways(alike)
+        sent = self._sent(before, after, axes, tuple(alike), reduces, both)
+        exact = owners == 1
+        kind: Kind = "reduce_scatter" if reduces else "all_to_all"
+        if not reduces and owners == 1 and (task.along(have, axes) == need).all():
+            kind = "all_gather"
+        estimate = missing if sent is None else sent
+        far = self._far(before, after, axes, alike, missing, both)
+        extra = (missing + (need if kind == "all_gather" else estimate)) * task.itemsize
+        known = sent * task.itemsize if exact and sent is not None else None
+        return self._step(
+            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, extra=extra, copied=need if kind == "all_gather" else missing + estimate, far=far,
+            reduces=reduces,
+        )  # fmt: skip
+
+    def permute(self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int]) -> Step | None:
+        """Move whole parts, at most one to and from each rank; None when that does not do.
+
+        Both holdings are plain. The ranks that lack a part are matched, in order, with the ranks that have it.
+        """
+        task = self.task
+        need_at, single = _blocks(before, after)
+        if not single:
+            return None
+        have_at, _ = _blocks(before, before)
+        lacking = (need_at != have_at) | (before.counts() == 0)
+        lacking &= after.counts() > 0
+        cosets = coordinate(task.sizes, [axis for axis in range(len(task.sizes)) if axis not in axes])
+        place = cosets * (int(max(need_at.max(), have_at.max())) + 1)
+        wanted, owned = (place + need_at)[lacking], (place + have_at)[before.counts() > 0]
+        which, index = np.unique(np.concatenate([wanted, owned]), return_inverse=True)
+        asked = np.bincount(index[: len(wanted)], minlength=len(which))
+        if (asked > np.bincount(index[len(wanted) :], minlength=len(which))).any():
+            return None
+        missing = np.where(lacking, after.counts(), 0)
+        return self._step(
+            "permute", axes, before, after, missing * task.itemsize, estimate=missing,
+            extra=2 * missing * task.itemsize, copied=missing, far=missing if self._crosses(axes) else None,
+        )  # fmt: skip
+
+    def exchange_parts(self, before: Holding, after: Holding, axes: Sequence[int]) -> Step | None:
+        """Move to each rank what it needs and does not have, where neither side is plain: counted rank by rank."""
+        task = self.task
+        missing = np.zeros(task.sizes, dtype=np.int64)
+        for at in np.ndindex(*task.sizes):
+            need, have = after.part(at), before.part(at)
+            both = meet(need, have)
+            missing[at] = volume(need) - (volume(both) if both is not None else 0)
+        if not missing.any():
+            return None
+        return self._step(
+            "all_to_all", axes, before, after, missing * task.itemsize, estimate=missing,
+            extra=2 * missing * task.itemsize, copied=2 * missing, far=missing if self._crosses(axes) else None,
+        )  # fmt: skip
+
+    def _sent(
+        self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int], reduces: Sequence[int],
+        both: Counts,
+    ) -> Counts | None:  # fmt: skip
+        """Return what each rank sends, in elements, rounded; None when that is not to be had from counts alone."""
+        task = self.task
+        if not after.plain:
+            return None
+        wanted = task.wanted_axes if after == task.result else frozenset(a for chain in after.splits for a in chain)
+        outside = [axis for axis in wanted if axis not in axes]
+        copies = [axis for axis in axes if axis not in wanted]
+        if before.plain:
+            asked = before.restricted(after.splits, outside).counts() * task.ways(copies)
+            apart = [axis for axis in wanted if axis not in alike]
+            same = [axis for axis in alike if axis not in wanted]
+            own = before.restricted(after.splits, apart).counts() * task.ways(same)
+        elif not reduces:
+            asked, own = before.counts() * task.ways(copies), both
+        else:
+            return None
+        return -(-(asked - own) // task.ways(alike))
+
+    # -- where the ranks sit -------------------------------------------------------------------------------------------
+
+    def _crosses(self, axes: Sequence[int]) -> bool:
+        """Return whether groups over these axes reach over several nodes."""
+        return _ranks_per_node(self.task, tuple(axes), self.on.ranks_per_node) < self.task.ways(axes)
+
+    def near_axes(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Return those axes whose ranks share a node, together with those before them."""
+        near: tuple[int, ...] = ()
+        for axis in sorted(axes, reverse=True):
+            if not self._crosses((*near, axis)):
+                near = (*near, axis)
+        return tuple(sorted(near))
+
+    def _far(
+        self, before: Holding, after: Holding, axes: Sequence[int], alike: Iterable[int], missing: Counts, both: Counts
+    ) -> Counts:
+        """Return what each rank receives from other nodes, in elements."""
+        if not self._crosses(axes):
+            return np.zeros(1, dtype=np.int64)
+        distant = [axis for axis in axes if axis not in self.near_axes(axes)]
+        if not before.plain or not after.plain:
+            return missing
+        close = after.restricted(before.splits, distant).counts()
+        spread = self.task.ways(axis for axis in alike if axis in distant)
+        return np.maximum(missing - (close - both) // spread, 0)
+
+    # -- the step itself -----------------------------------------------------------------------------------------------
+
+    def _step(
+        self, kind: Kind, axes: Sequence[int], before: Holding, after: Holding, received: Counts, *,
+        sent: Counts | None = None, estimate: Counts | None = None, extra: Counts | None = None,
+        copied: Counts | None = None, far: Counts | None = None, reduces: Sequence[int] = (), fill: Fill | None = None,
+    ) -> Step:  # fmt: skip
+        """Make a step and price it.
+
+        Args:
+            received, sent, extra: in bytes.
+            estimate: what is sent, in elements, where the exact number takes enumeration.
+            copied, far: in elements.
+        """
+        task, size = self.task, self.task.itemsize
+        chosen = tuple(sorted(axes))
+        moved = max(_most(received), _most(sent), _most(estimate) * size)
+        ranks, per_node = task.ways(chosen), _ranks_per_node(task, chosen, self.on.ranks_per_node)
+        if kind == "permute":
+            ranks, per_node = 2, 2 if per_node == ranks else 1
+        load = cost.Load(ranks, per_node, moved, min(_most(far) * size, moved), _most(copied) * size)
+        if sent is None and not chosen:
+            sent = received
+        return Step(
+            kind=kind,
+            axes=tuple(task.names[axis] for axis in chosen),
+            group_size=task.ways(chosen),
+            recv_bytes=_flat(received, task),
+            peak_extra_bytes=_most(extra),
+            seconds=cost.seconds(kind, load, self.on),
+            before=Located(before, task.ranks),
+            after=Located(after, task.ranks),
+            itemsize=size,
+            ranks=task.ranks,
+            group_axes=chosen,
+            reduces=tuple(sorted(reduces)),
+            reduction=task.reduction if reduces else None,
+            fill=fill,
+            known_send_bytes=None if sent is None else _flat(sent, task),
+        )
+
+
+def _most(counts: Counts | None) -> int:
+    return 0 if counts is None else int(counts.max())
+
+
+def _flat(counts: Counts, task: Transition) -> Counts:
+    full = np.ascontiguousarray(np.broadcast_to(counts, task.sizes)).reshape(-1)
+    full.flags.writeable = False
+    return full
+
+
+def _zeros(task: Transition) -> Counts:
+    return np.zeros((1,) * len(task.sizes), dtype=np.int64)
+
+
+def _same(left: Holding, right: Holding) -> bool:
+    """Return whether every rank holds the same in both; one of them is plain, or they are written alike."""
+    if left == right:
+        return True
+    if not left.plain and not right.plain:
+        return False
+    both = left.overlaps(right) if right.plain else right.overlaps(left)
+    return bool((both == left.counts()).all() and (both == right.counts()).all())
+
+
+@lru_cache(maxsize=256)
+def _place_in_group(task: Transition, axes: tuple[int, ...]) -> Counts:
+    """Return, on every rank, its place among the sorted ranks of its group over some axes."""
+    ranks = np.asarray(task.ranks).reshape(task.sizes)
+    last = range(-len(axes), 0)
+    moved = np.moveaxis(ranks, axes, last)
+    order = moved.reshape(-1, task.ways(axes)).argsort(axis=1).argsort(axis=1)
+    return np.moveaxis(order.reshape(moved.shape), last, axes)
+
+
+@lru_cache(maxsize=256)
+def _ranks_per_node(task: Transition, axes: tuple[int, ...], ranks_per_node: int | None) -> int:
+    """Return how many ranks of a group over these axes share a node, at least."""
+    if ranks_per_node is None or not axes:
+        return task.ways(axes)
+    nodes = np.asarray(task.ranks).reshape(task.sizes) // ranks_per_node
+    rows = np.moveaxis(nodes, axes, range(-len(axes), 0)).reshape(-1, task.ways(axes))
+    ordered = np.sort(rows, axis=1)
+    starts = np.ones_like(ordered, dtype=bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return math.ceil(rows.shape[1] / int(starts.sum(axis=1).max()))
+
+
+def _blocks(blocks: Holding, held: Holding) -> tuple[Counts, bool]:
+    """Number, on every rank, the block of one layout that that which it holds in another lies in; also whether
+    one always does.
+
+    Where a rank holds nothing the number means nothing.
+    """
+    number, single = np.zeros((1,) * len(held.sizes), dtype=np.int64), True
+    some = held.counts() > 0
+    for dim, chain in enumerate(blocks.splits):
+        if not chain:
+            continue
+        begin, end = split_points(held.shape[dim], held.sizes, chain)
+        bounds = np.unique(begin[end > begin])
+        start, stop = edges(held.shape[dim], held.sizes, held.splits[dim])
+        first = np.searchsorted(bounds, start, side="right")
+        last = np.searchsorted(bounds, stop - 1, side="right")
+        single = single and not ((first != last) & some).any()
+        number = number * (len(bounds) + 1) + first
+    return np.broadcast_to(number, held.sizes), single

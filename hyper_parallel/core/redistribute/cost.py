@@ -1,0 +1,168 @@
+"""What a step costs: an alpha-beta model, on topologies that are data.
+
+A collective takes a fixed latency, a little more per rank, and the bytes of its busiest rank over the bandwidth of the
+slowest link they cross (Hockney, "The communication challenge for MPP", 1994; Thakur et al., "Optimization of
+collective communication operations in MPICH", 2005). Two classes of link are told apart: within a node and between.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from hyper_parallel.core.dtensor.messages import explain, nearest
+
+
+@dataclass(frozen=True)
+class Link:
+    """A class of links, as one rank sees it.
+
+    Attributes:
+        latency: seconds that a collective takes before the first byte.
+        per_rank: seconds more for each further rank of the group.
+        bandwidth: bytes per second that a rank can send, and at the same time receive.
+    """
+
+    latency: float
+    per_rank: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where ranks sit and what links them.
+
+    >>> topology("h100").ranks_per_node
+    8
+
+    Attributes:
+        name: what it is called.
+        intra: links within a node.
+        inter: links between nodes; None when there is one node only.
+        ranks_per_node: rank r sits on node r // ranks_per_node; None: all ranks on one node.
+        memory_bandwidth: bytes per second that a rank's memory reads or writes, for packing and unpacking.
+        multi_rail: whether a gather or reduction over several nodes uses the links of all members of a node at once,
+            as NCCL's rings do; otherwise all its bytes go at the pace of one link between nodes.
+    """
+
+    name: str
+    intra: Link
+    inter: Link | None = None
+    ranks_per_node: int | None = None
+    memory_bandwidth: float = math.inf
+    multi_rail: bool = False
+
+    def __post_init__(self) -> None:
+        asked = f"cannot describe the topology {self.name!r}"
+        if (self.inter is None) != (self.ranks_per_node is None):
+            seen = f"inter: {self.inter!r}   ranks_per_node: {self.ranks_per_node!r}"
+            hint = "inter=Link(2e-5, 1e-6, 25e9), ranks_per_node=8"
+            raise ValueError(explain(asked, "inter and ranks_per_node go together", seen, hint))
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            seen = f"ranks_per_node: {self.ranks_per_node!r}"
+            raise ValueError(explain(asked, "a node has at least 1 rank", seen, "ranks_per_node=8"))
+        for name, link in (("intra", self.intra), ("inter", self.inter)):
+            if link is not None and (link.latency < 0 or link.per_rank < 0 or link.bandwidth <= 0):
+                blame = f"{name} needs latencies from 0 up and a bandwidth above 0"
+                raise ValueError(explain(asked, blame, f"{name}: {link!r}", "Link(2e-5, 1e-6, 25e9)"))
+
+    @property
+    def counts_bytes_only(self) -> bool:
+        """Whether no link has a latency: then the fewest bytes win, whatever the number of steps."""
+        return all(link is None or link.latency == link.per_rank == 0 for link in (self.intra, self.inter))
+
+
+BYTES_ONLY = Topology("bytes", Link(0.0, 0.0, 1e9))
+"""One node, no latency, 1 GB/s: the plan with the fewest bytes; its seconds are the bytes of the busiest rank."""
+
+# Bandwidths: measured bus bandwidth of large collectives, per rank and direction. Latencies: the time of a collective
+# of 8 bytes to 32 KiB. Where no measurement was found, the figure is marked as an estimate.
+_TOPOLOGIES = MappingProxyType(
+    {
+        # 8 x H100 SXM: 12.9 us for 8 bytes, 69 us over two nodes (nccl-tests, AWS p5); 361 GB/s for a ring all_gather
+        # and reduce_scatter over NVLink 4 (stas00/ml-engineering, network); 8 x 400 Gbit/s, 92 % of it attained.
+        "h100": Topology("h100", Link(13e-6, 1e-6, 360e9), Link(69e-6, 1e-6, 46e9), 8, 2.6e12, multi_rail=True),
+        # 8 x A100 SXM: 44 us for 32 KiB, 230 GB/s over NVLink 3 (stas00/ml-engineering, vTrain traces); 160 us over two
+        # nodes (nccl-tests, AWS p4de); DGX A100: 8 x 200 Gbit/s, 192 GB/s a node measured.
+        "a100": Topology("a100", Link(40e-6, 1e-6, 230e9), Link(160e-6, 1e-6, 24e9), 8, 1.6e12, multi_rail=True),
+        # 8 x Ascend 910B: 19.3 GB/s per pair written over HCCS, full mesh of 7 peers; 22.6 GB/s over 200 Gbit/s RoCE
+        # (CANN HIXL benchmark). Latencies: estimates.
+        "ascend-910b": Topology("ascend-910b", Link(30e-6, 2e-6, 135e9), Link(60e-6, 2e-6, 22.6e9), 8, 1.2e12),
+        # gloo over loopback, 4 processes on 2 cores: measured with benchmarks/redistribute.py.
+        "laptop": Topology("laptop", Link(150e-6, 50e-6, 1.5e9), memory_bandwidth=8e9),
+    }
+)
+
+
+def topology(name: str, ranks_per_node: int | None = None) -> Topology:
+    """Return a topology by name: "h100", "a100", "ascend-910b" or "laptop"; or "bytes", which has no latency.
+
+    Args:
+        name: which.
+        ranks_per_node: ranks on a node, where it is not the usual number.
+
+    Raises:
+        ValueError: an unknown name, nodes for a topology that has one only, fewer than 1 rank per node.
+    """
+    known = {**_TOPOLOGIES, BYTES_ONLY.name: BYTES_ONLY}
+    if name not in known:
+        asked, blame = f"cannot find a topology called {name!r}", "there is none of that name"
+        raise ValueError(explain(asked, blame, f"known: {', '.join(known)}", nearest(name, known)))
+    found = known[name]
+    return found if ranks_per_node is None else replace(found, ranks_per_node=ranks_per_node)
+
+
+def default_topology(device_type: str) -> Topology:
+    """Return the topology that `redistribute` plans for when none is given, by type of device."""
+    return topology({"cuda": "h100", "npu": "ascend-910b"}.get(device_type, "laptop"))
+
+
+class Load(NamedTuple):
+    """What the busiest rank of a collective moves, in bytes.
+
+    Attributes:
+        ranks: ranks in the group.
+        per_node: of them, how many share a node; all of them when the group is within one.
+        moved: the larger of sent and received.
+        far: of `moved`, what crosses nodes when each rank talks to each directly.
+        copied: what is packed and unpacked in memory.
+    """
+
+    ranks: int
+    per_node: int
+    moved: int
+    far: int
+    copied: int
+
+
+_RINGS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+
+
+def seconds(kind: str, load: Load, on: Topology) -> float:
+    """Return the modelled time of one step.
+
+    >>> gather = Load(ranks=8, per_node=8, moved=7 * 2**20, far=0, copied=0)
+    >>> round(seconds("all_gather", gather, topology("h100")) * 1e6)  # microseconds
+    40
+
+    Args:
+        kind: the kind of step.
+        load: what it moves.
+        on: the topology.
+    """
+    local = 2 * load.copied / on.memory_bandwidth  # read and written
+    if load.ranks == 1:
+        return local
+    near, far = on.intra, on.inter
+    if far is None or load.per_node == load.ranks:
+        return local + near.latency + near.per_rank * (load.ranks - 1) + load.moved / near.bandwidth
+    if kind not in _RINGS:
+        moving = max((load.moved - load.far) / near.bandwidth, load.far / far.bandwidth)
+    elif on.multi_rail:
+        crossing = load.moved * (load.ranks - load.per_node) / (load.ranks - 1) / load.per_node
+        moving = max(load.moved / near.bandwidth, crossing / far.bandwidth)
+    else:
+        moving = load.moved / far.bandwidth
+    return local + far.latency + far.per_rank * (load.ranks - 1) + moving

@@ -1,0 +1,220 @@
+"""A redistribution as data: which steps lead from one layout to another, and what they cost.
+
+`plan` looks at a dozen ways (`candidates`), prices them on a topology, and keeps the cheapest. It uses global facts
+only, so every rank derives the same plan; and it is a pure function, so plans are cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+
+from hyper_parallel.core.dtensor.checks import check_int, check_shape
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.redistribute import cross
+from hyper_parallel.core.redistribute.builders import Builder
+from hyper_parallel.core.redistribute.candidates import candidates
+from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
+from hyper_parallel.core.redistribute.holdings import Counts
+from hyper_parallel.core.redistribute.read import check_layout, transition_of
+from hyper_parallel.core.redistribute.rounds import bounded
+from hyper_parallel.core.redistribute.steps import Step
+
+_SUFFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The steps from one layout of a tensor to another.
+
+    Attributes:
+        src: the layout it starts from, without a DeviceMesh.
+        dst: the layout it leads to, likewise.
+        global_shape: the tensor's sizes, in elements.
+        dtype: the tensor's.
+        topology: what it was priced on.
+        ranks: the ranks that take part, in the order in which bytes are listed: of the mesh, or of both, sorted.
+        steps: what is done, in order; none when every rank has what it needs.
+    """
+
+    src: Layout
+    dst: Layout
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    topology: Topology
+    ranks: range | tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def recv_bytes(self) -> Counts:
+        """Bytes that each rank receives, one number per rank."""
+        return _total([step.recv_bytes for step in self.steps], len(self.ranks))
+
+    @cached_property
+    def send_bytes(self) -> Counts:
+        """Bytes that each rank sends, one number per rank."""
+        return _total([step.send_bytes for step in self.steps], len(self.ranks))
+
+    @property
+    def num_collectives(self) -> int:
+        """How many collectives a rank issues at most; an exchange in rounds counts once per round."""
+        return sum(step.rounds for step in self.steps if step.communicates)
+
+    @property
+    def peak_extra_bytes(self) -> int:
+        """The most that a rank holds at any time besides its part of the source and of the result."""
+        return max((step.peak_extra_bytes for step in self.steps), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """The modelled time on the plan's topology."""
+        return sum(step.seconds for step in self.steps)
+
+    def __str__(self) -> str:
+        head = ("step", "over", "ranks", "receives", "sends", "extra", "us")
+        rows = [
+            (
+                step.kind + (f" x{step.rounds}" if step.rounds > 1 else ""),
+                "+".join(step.axes) or "-",
+                str(step.group_size),
+                _size(int(step.recv_bytes.max(initial=0))),
+                _size(int(step.send_bytes.max(initial=0))),
+                _size(step.peak_extra_bytes),
+                f"{step.seconds * 1e6:.1f}",
+            )
+            for step in self.steps
+        ]
+        title = f"{self.src} -> {self.dst}, {tuple(self.global_shape)} {str(self.dtype).removeprefix('torch.')}"
+        if not rows:
+            return f"{title}\nnothing to do"
+        widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(w) if place < 2 else cell.rjust(w) for place, (cell, w) in enumerate(zip(row, widths)))  # noqa: B905
+            for row in [head, *rows]
+        ]
+        return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def plan(
+    src: Layout,
+    dst: Layout,
+    global_shape: Sequence[int],
+    dtype: torch.dtype,
+    topology: Topology | None = None,
+    *,
+    max_extra_bytes: int | None = None,
+) -> Plan:
+    """Return the cheapest steps from one layout to another; nothing is communicated.
+
+    >>> mesh = Layout((2, 4), ("dp", "tp"))
+    >>> gather = plan(mesh("dp", "tp"), mesh(), (8, 8), torch.float32)
+    >>> [(step.kind, step.axes) for step in gather.steps], gather.recv_bytes.tolist()
+    ([('all_gather', ('dp', 'tp'))], [224, 224, 224, 224, 224, 224, 224, 224])
+    >>> plan(mesh(), mesh("dp", "tp"), (8, 8), torch.float32).num_collectives  # a slice of what is there
+    0
+
+    With a topology that has no latency, which is what None means, a plan moves the fewest bytes there are; see
+    `lower_bound`. With another one, it takes the least modelled time: small tensors in fewer steps, slow links crossed
+    as few times as pays off.
+
+    Args:
+        src: where the tensor is.
+        dst: where it should be; its mesh may be another one.
+        global_shape: the whole tensor's sizes, in elements.
+        dtype: its dtype.
+        topology: see `cost.topology`; None: the fewest bytes.
+        max_extra_bytes: the most memory that a rank may use besides its part of the source and of the result; larger
+            exchanges are cut into rounds. None: no limit.
+
+    Raises:
+        TypeError: a layout, shape, dtype, topology or limit of the wrong type.
+        ValueError: a layout without an assignment, or that does not fit the shape; several kinds of reduction pending;
+            a limit that no plan meets.
+    """
+    try:
+        return _cached(src, dst, global_shape, dtype, topology, max_extra_bytes)
+    except TypeError:
+        shape = _check(src, dst, global_shape, dtype, topology, max_extra_bytes)
+        return _cached(src, dst, shape, dtype, topology, max_extra_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _cached(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    topology: Topology | None,
+    max_extra_bytes: int | None,
+) -> Plan:
+    shape = _check(src, dst, shape, dtype, topology, max_extra_bytes)
+    on = topology or BYTES_ONLY
+    src, dst = src.with_mesh(None), dst.with_mesh(None)
+    task = transition_of(src, dst, shape, dtype.itemsize)
+    ranks: range | tuple[int, ...]
+    if task is None:
+        ranks, ways = cross.ways(src, dst, shape, dtype.itemsize, on)
+    else:
+        ranks, ways = task.ranks, list(candidates(task, Builder(task, on)))
+    if max_extra_bytes is not None:
+        ways = bounded(ways, max_extra_bytes, f"from: {src}   to: {dst}   global_shape: {shape}")
+    best = min(ways, key=lambda steps: _rank(steps, on))
+    return Plan(src, dst, shape, dtype, on, ranks, tuple(_with_live(best)))
+
+
+def _rank(steps: Sequence[Step], on: Topology) -> tuple[float, ...]:
+    """Return what ways are compared by, smaller is better."""
+    received = sum(int(step.recv_bytes.sum()) for step in steps)
+    time, count = sum(step.seconds for step in steps), sum(step.communicates for step in steps)
+    return (received, count, time) if on.counts_bytes_only else (time, received, count)
+
+
+def _with_live(steps: Sequence[Step]) -> list[Step]:
+    """Add to each step's memory what earlier steps left for it that is neither source nor result."""
+    result = []
+    for index, step in enumerate(steps):
+        kept = 0
+        if index > 0:
+            kept += int(step.before.holding.counts().max(initial=0)) * step.itemsize
+        if index < len(steps) - 1:
+            kept += int(step.after.holding.counts().max(initial=0)) * step.itemsize
+        result.append(replace(step, peak_extra_bytes=step.peak_extra_bytes + kept))
+    return result
+
+
+def _check(
+    src: object, dst: object, global_shape: object, dtype: object, topology: object, max_extra_bytes: object
+) -> tuple[int, ...]:
+    asked = "cannot plan a redistribution"
+    shape = check_shape(global_shape, f"from: {src}   to: {dst}")
+    seen = f"from: {src}   to: {dst}   global_shape: {shape}"
+    check_layout(asked, "src", src, shape, seen)
+    check_layout(asked, "dst", dst, shape, seen)
+    if not isinstance(dtype, torch.dtype):
+        blame = f"dtype is a {type(dtype).__name__}, not a torch.dtype"
+        raise TypeError(explain(asked, blame, f"dtype: {dtype!r}", "torch.float32"))
+    if topology is not None and not isinstance(topology, Topology):
+        blame = f"topology is a {type(topology).__name__}, not a Topology"
+        raise TypeError(explain(asked, blame, f"topology: {topology!r}", "topology('h100')"))
+    if max_extra_bytes is not None and check_int(max_extra_bytes) is None:
+        blame = f"max_extra_bytes is a {type(max_extra_bytes).__name__}, not an int"
+        raise TypeError(explain(asked, blame, f"max_extra_bytes: {max_extra_bytes!r}", "max_extra_bytes=2**28"))
+    return shape
+
+
+def _total(counts: Sequence[Counts], ranks: int) -> Counts:
+    return np.sum(counts, axis=0, dtype=np.int64) if counts else np.zeros(ranks, dtype=np.int64)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for suffix in _SUFFIXES:
+        if size < 1024 or suffix == _SUFFIXES[-1]:
+            return f"{size:.0f} {suffix}" if suffix == "B" else f"{size:.1f} {suffix}"
+        size /= 1024
+    raise AssertionError

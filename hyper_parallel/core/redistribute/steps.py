@@ -1,0 +1,125 @@
+"""The steps that a plan is made of: data, which can be printed, priced and compared without moving a byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, Part
+
+Kind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "copy"]
+COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
+
+
+@dataclass(frozen=True)
+class Located:
+    """A holding on a mesh of certain ranks.
+
+    Attributes:
+        holding: who holds what, by position on the mesh.
+        ranks: the rank at each position, last axis fastest.
+    """
+
+    holding: Holding
+    ranks: range | tuple[int, ...]
+
+    def part_of(self, rank: int) -> Part | None:
+        """Return what a rank holds; None for a rank that is not on the mesh."""
+        coordinates = self.coordinates(rank)
+        return None if coordinates is None else self.holding.part(coordinates)
+
+    def coordinates(self, rank: int) -> tuple[int, ...] | None:
+        """Return where a rank sits on the mesh, or None."""
+        if rank not in self.ranks:
+            return None
+        position, found = self.ranks.index(rank), []
+        for size in reversed(self.holding.sizes):
+            position, index = divmod(position, size)
+            found.append(index)
+        return tuple(reversed(found))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of a plan.
+
+    Attributes:
+        kind: "slice" and "copy" move nothing between ranks; a "permute" is an all_to_all in which no rank sends to, or
+            receives from, more than one other.
+        axes: names of the axes it runs over, in mesh order; () for a local step; between two meshes, of both.
+        group_size: ranks that take part in it together.
+        recv_bytes: what each rank receives, in the order of the plan's ranks.
+        peak_extra_bytes: the most that a rank holds meanwhile besides the plan's source and result.
+        seconds: its time on the plan's topology.
+        before: what the ranks hold before it.
+        after: what they hold after it.
+        group_axes: the axes of its groups as indices; None: all of the plan's ranks are one group.
+        reduces: the axes over which it reduces copies, as indices.
+        reduction: "sum", "avg", "max", "min" or "prod", for those.
+        rounds: into how many exchanges it is cut to bound memory.
+        fill: for a "copy": how the result is made, see `Fill`.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group_size: int
+    recv_bytes: Counts
+    peak_extra_bytes: int
+    seconds: float
+    before: Located
+    after: Located
+    itemsize: int
+    ranks: range | tuple[int, ...]
+    group_axes: tuple[int, ...] | None = ()
+    reduces: tuple[int, ...] = ()
+    reduction: str | None = None
+    rounds: int = 1
+    fill: Fill | None = None
+    known_send_bytes: Counts | None = None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange anything."""
+        return self.kind in COLLECTIVES
+
+    @cached_property
+    def send_bytes(self) -> Counts:
+        """What each rank sends, in the order of the plan's ranks."""
+        if self.known_send_bytes is not None:
+            return self.known_send_bytes
+        from hyper_parallel.core.redistribute.exchange import count_sent
+
+        return count_sent(self)
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks, sorted, that a rank takes part with."""
+        if self.group_axes is None:
+            return tuple(sorted(self.ranks))
+        coordinates = self.before.coordinates(rank)
+        assert coordinates is not None, "a group over axes is asked for on the mesh only"
+        sizes = self.before.holding.sizes
+        grid = np.arange(len(self.before.ranks)).reshape(sizes)
+        index = tuple(slice(None) if axis in self.group_axes else at for axis, at in enumerate(coordinates))
+        return tuple(sorted(self.before.ranks[position] for position in grid[index].ravel().tolist()))
+
+    def on(self, ranks: range | tuple[int, ...]) -> Step:
+        """Return the same step with its bytes counted for other ranks."""
+        return replace(self, ranks=ranks)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How a "copy" makes pending copies of what a rank holds, or turns one kind of pending reduction into another.
+
+    Attributes:
+        value: what fills the elements that the rank does not contribute: the reduction's neutral element.
+        times: what the own elements are multiplied by.
+        over: what they are divided by.
+    """
+
+    value: str = "sum"
+    times: int = 1
+    over: int = 1
