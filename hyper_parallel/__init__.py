@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
 from hyper_parallel.core.fully_shard import HSDPModule, MixedPrecisionPolicy, fully_shard
+from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.parallel_dims import ParallelDims
 
@@ -25,6 +26,12 @@ __all__ = [
     "Partial",
     "Replicate",
     "Shard",
+    # From one layout to another, and between a rank's part and the whole
+    "distribute_tensor",
+    "from_local",
+    "full_tensor",
+    "redistribute",
+    "to_local",
     # Sharded parameters
     "HSDPModule",
     "MixedPrecisionPolicy",

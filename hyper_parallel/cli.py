@@ -1,4 +1,4 @@
-"""`hyper-parallel`: train a model under torchrun, alone, or on ranks simulated in this process.
+"""`hyper-parallel`: train a model under torchrun, alone, or on ranks simulated in this process; plan a redistribution.
 
 This is the one place that may import `sim`, and only where something is simulated.
 """
@@ -19,6 +19,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
+from hyper_parallel.core.redistribute import plan as plan_redistribution
+from hyper_parallel.core.redistribute import topology
+from hyper_parallel.core.redistribute.show import show
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.config_file import load_config
@@ -126,6 +130,49 @@ def demo(
         with _one_thread():
             alone = _run_here(console, "one device", single)
         _compare(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
+
+
+@app.command()
+def plan(
+    mesh: Annotated[str, typer.Option(help="Axes and their sizes, the last one fastest: dp=2,tp=4")],
+    shape: Annotated[str, typer.Option(help="Sizes of the whole tensor: 4096,4096")],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="Layout it has, one entry per dim: dp,None; several axes on one dim, outer first: dp+tp,None; "
+            'reductions still to be taken: "None,None; tp=sum"',
+        ),
+    ],
+    target: Annotated[str, typer.Option("--to", help="Layout it should have, written alike.")],
+    dtype: Annotated[str, typer.Option(help="Of the tensor.")] = "float32",
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="h100, a100, ascend-910b or laptop, to take the least time; default: the fewest bytes."),
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="If not the usual number for the hardware.")] = None,
+    max_extra_bytes: Annotated[
+        int | None, typer.Option(help="Most memory per rank besides its part of the source and of the result.")
+    ] = None,
+    steps_only: Annotated[bool, typer.Option("--steps-only", help="Print nothing but our steps.")] = False,
+) -> None:
+    """Show how a tensor gets from one layout to another: our steps, torch's, and the least there is to move.
+
+    hyper-parallel plan --mesh dp=2,tp=4 --shape 4096,4096 --from dp,None --to None,tp
+    """
+    with _before_ranks_start():
+        if hardware is None and ranks_per_node is not None:
+            raise ValueError(
+                f"cannot place ranks on nodes: --ranks-per-node {ranks_per_node} is given without --hardware\n"
+                f"  try: --hardware h100 --ranks-per-node {ranks_per_node}"
+            )
+        axes, on = parse_mesh(mesh), None if hardware is None else topology(hardware, ranks_per_node)
+        src, dst = parse_layout(axes, source), parse_layout(axes, target)
+        steps = plan_redistribution(
+            src, dst, parse_shape(shape), parse_dtype(dtype), on, max_extra_bytes=max_extra_bytes
+        )
+        drawn = show(steps, device_type="cpu" if hardware == "laptop" else "cuda", steps_only=steps_only)
+    _console().print(drawn)
 
 
 # -- running ---------------------------------------------------------------------------------------------------------

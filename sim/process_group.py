@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from hyper_parallel.core.dtensor.shards import chunk
 from sim.collectives import Call, Contract, Problem, execute, reduce_op_name
 from sim.errors import SimError
 from sim.scheduler import Waitable
@@ -421,9 +420,10 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimWork:
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
-        # A reduce_scatter into parts as equal as can be, and an all_gather of them.
-        own = sum(chunk(t.numel(), self._size, self._member)[1] * t.element_size() for t in tensors)
-        moved = _nbytes(tensors) + (self._size - 2) * own
+        # A reduce_scatter into parts as equal as can be, and an all_gather of them: 2 (n - 1) times the data in all.
+        size, total = self._size, _nbytes(tensors)
+        own = total * (self._member + 1) // size - total * self._member // size
+        moved = total + (size - 2) * own
         call = Call(
             Contract("all_reduce", name, None, _dtypes(tensors), " ".join(map(_shape, tensors))),
             tensors,

@@ -212,6 +212,8 @@ _MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, as
 # The registry of platforms is configuration of the process, guarded by a lock; the comment above it says why.
 _EXEMPT = {
     ("hyper_parallel/platform/registry.py", "_REGISTRY"),
+    ("hyper_parallel/core/dtensor/mesh.py", "_AXES"),
+    ("hyper_parallel/core/dtensor/mesh.py", "_LOCK"),
     ("hyper_parallel/core/redistribute/groups.py", "_GROUPS"),
     ("hyper_parallel/core/redistribute/groups.py", "_LOCK"),
 }

@@ -6,10 +6,13 @@ mesh whose axes run in split order, made from the same process groups, on which 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.dtensor import shards, strided
+from hyper_parallel.core.dtensor.axes import MeshAxes
 from hyper_parallel.core.dtensor.checks import check_shape
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.forms import write_alias
@@ -122,13 +125,21 @@ def layout_of(x: object) -> Layout:
     if not isinstance(x, DTensor):
         blame = f"x is a {type(x).__name__}, not a DTensor"
         raise TypeError(explain("cannot read a layout", blame, f"x: {type(x)!r}", "distribute_tensor(x, layout) first"))
-    mesh = Layout._make(axes_of(x.device_mesh), mesh=x.device_mesh)
-    layout = mesh(*x.placements).placement_to_tensor_map(x.ndim)
     order = getattr(x._spec, "shard_order", None)
-    if order and not any(STRIDED is not None and isinstance(placement, STRIDED) for placement in x.placements):
+    layout = _read(axes_of(x.device_mesh), x.placements, order, x.shape)
+    return Layout._make(layout._axes, layout._splits, layout._specs, layout._partial, x.device_mesh)
+
+
+@lru_cache(maxsize=4096)
+def _read(
+    axes: MeshAxes, placements: tuple[Placement, ...], order: Sequence[tuple[int, Sequence[int]]] | None, shape: Any
+) -> Layout:
+    """Return the layout that some placements mean, without a mesh."""
+    layout = Layout._make(axes)(*placements).placement_to_tensor_map(len(shape))
+    if order and not any(STRIDED is not None and isinstance(placement, STRIDED) for placement in placements):
         layout = _in_shard_order(layout, order)
-    for dim, axes in _uneven(layout, x.shape):
-        raise _uneven_error(layout, x.shape, dim, axes, "cannot read the layout of a DTensor")
+    for dim, chain in _uneven(layout, shape):
+        raise _uneven_error(layout, shape, dim, chain, "cannot read the layout of a DTensor")
     return layout
 
 

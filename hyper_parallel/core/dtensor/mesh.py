@@ -1,12 +1,21 @@
 """torch's DeviceMesh, read as a value, flattened, and re-ordered."""
 
+import threading
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.dtensor.axes import MeshAxes, check_axes, unknown_axis
 from hyper_parallel.core.dtensor.messages import explain
+
+# Guards the table below; it is no state of a rank, but a lock.
+_LOCK = threading.Lock()
+
+# What `axes_of` once read from a mesh: a pure function of a mesh that never changes, so no state of a rank. Weak, so
+# that no mesh outlives its process groups; all access is under the lock.
+_AXES = WeakKeyDictionary[DeviceMesh, MeshAxes]()
 
 
 def axes_of(mesh: object) -> MeshAxes:
@@ -20,10 +29,16 @@ def axes_of(mesh: object) -> MeshAxes:
         blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
         hint = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), or Layout((2, 4), ("dp", "tp"))'
         raise TypeError(explain("cannot read a mesh", blame, f"mesh: {mesh!r}", hint))
+    with _LOCK:
+        known = _AXES.get(mesh)
+    if known is not None:
+        return known
     names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
     with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
         ranks = mesh.mesh.flatten().tolist()
-    return check_axes(tuple(mesh.shape), tuple(names), ranks)
+    axes = check_axes(tuple(mesh.shape), tuple(names), ranks)
+    with _LOCK:
+        return _AXES.setdefault(mesh, axes)
 
 
 def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:

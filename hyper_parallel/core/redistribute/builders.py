@@ -10,7 +10,7 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.shards import split_points
 from hyper_parallel.core.redistribute import cost
-from hyper_parallel.core.redistribute.holdings import Counts, Holding, chunks, coordinate, edges, meet, volume
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, edges, meet, volume
 from hyper_parallel.core.redistribute.steps import Fill, Kind, Located, Step
 from hyper_parallel.core.redistribute.transition import Transition
 
@@ -44,9 +44,10 @@ class Builder:
     def all_reduce(self, held: Holding, axes: Sequence[int]) -> Step:
         """Reduce copies over some axes; every rank gets the result."""
         ways = self.task.ways(axes)
-        total = held.counts()
-        own = chunks(total, ways, _place_in_group(self.task, tuple(axes)))[1]  # as a reduce_scatter and an all_gather
-        moved = (total + (ways - 2) * own) * self.task.itemsize
+        total = held.counts() * self.task.itemsize
+        place = _place_in_group(self.task, tuple(axes))
+        own = total * (place + 1) // ways - total * place // ways  # of a reduce_scatter, before the all_gather
+        moved = total + (ways - 2) * own
         return self._step("all_reduce", axes, held, held, moved, sent=moved, reduces=axes)
 
     def reduce_into(self, before: Holding, after: Holding, axes: Sequence[int]) -> Step:
@@ -94,8 +95,8 @@ class Builder:
         extra = (missing + (need if kind == "all_gather" else estimate)) * task.itemsize
         known = sent * task.itemsize if exact and sent is not None else None
         return self._step(
-            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, extra=extra, copied=need if kind == "all_gather" else missing + estimate, far=far,
-            reduces=reduces,
+            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, extra=extra,
+            copied=need if kind == "all_gather" else missing + estimate, far=far, reduces=reduces,
         )  # fmt: skip
 
     def permute(self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int]) -> Step | None:

@@ -15,7 +15,7 @@ _LOCK = threading.Lock()
 # Groups by ranks, of each default process group: every rank has a default group of its own, so this holds
 # no state of a rank that another one could see. A process group takes no attributes, hence a table beside it; all
 # access is under the lock.
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_GROUPS = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]()
 
 
 def group_of(ranks: tuple[int, ...], axes: Sequence[str], mesh: DeviceMesh | None = None) -> dist.ProcessGroup:

@@ -1,0 +1,290 @@
+"""The verbs on torch's DTensor: `redistribute`, `distribute_tensor`, `full_tensor`.
+
+What crosses between a rank's own tensor and the whole one is in `boundary`: `from_local` and `to_local`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed.tensor as torch_tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.dtensor.convert import in_split_order, to_placements, to_torch
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh import reorder_axes
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
+from hyper_parallel.core.redistribute.cost import Topology, default_topology
+from hyper_parallel.core.redistribute.execute import Working, drive, start
+from hyper_parallel.core.redistribute.plan import Plan, plan
+from hyper_parallel.core.redistribute.transition import LINEAR
+
+
+@overload
+def redistribute(
+    x: torch.Tensor,
+    layout: LayoutLike | None = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    async_op: Literal[False] = False,
+    topology: Topology | None = None,
+    max_extra_bytes: int | None = None,
+) -> DTensor: ...
+
+
+@overload
+def redistribute(
+    x: torch.Tensor,
+    layout: LayoutLike | None = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    async_op: Literal[True],
+    topology: Topology | None = None,
+    max_extra_bytes: int | None = None,
+) -> PendingRedistribute: ...
+
+
+def redistribute(
+    x: torch.Tensor,
+    layout: LayoutLike | None = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    async_op: bool = False,
+    topology: Topology | None = None,
+    max_extra_bytes: int | None = None,
+) -> DTensor | PendingRedistribute:
+    """Return the same tensor in another layout; all ranks of both meshes call it.
+
+        y = redistribute(x, layout)
+        y = redistribute(x, ("None", "tp"))  # on the mesh of x
+        y = redistribute(x, mesh, [Shard(0), Replicate()])
+
+    Forward: the cheapest plan on the topology, see `plan`. Backward: likewise, from the gradient's layout to that of x;
+    where x has copies to reduce, every rank along them gets the whole gradient, unless it arrives as copies itself.
+
+    Args:
+        x: a DTensor, of any shape.
+        layout: where it should be; its mesh may be another one.
+        placements: beside a mesh, torch's placements or alias entries.
+        async_op: return at once, with the first collective under way; `wait()` on what is returned gives the DTensor.
+        topology: what the plan is priced on. Default: by the type of device.
+        max_extra_bytes: see `plan`.
+
+    Returns:
+        A DTensor; x itself if it is in that layout already. With `async_op`, a `PendingRedistribute`.
+
+    Raises:
+        TypeError: x is no DTensor, layout no layout.
+        ValueError: a layout that does not fit, a rank on neither mesh, a limit that no plan meets.
+    """
+    asked = "cannot redistribute"
+    x = check_dtensor(asked, x)
+    mesh = x.device_mesh
+    target = read_layout(asked, layout, placements, mesh)
+    shape = x.shape
+    names, wanted = torch_form(target, shape)
+    if names is None and target.mesh is mesh and x.placements == wanted and max_extra_bytes is None:
+        return PendingRedistribute(x, None, None, target, x) if async_op else x
+    src = Layout.of(x)
+    on = topology if topology is not None else default_topology(mesh.device_type)
+    steps = plan(src, target, shape, x.dtype, on, max_extra_bytes=max_extra_bytes)
+    with torch.no_grad():
+        working = start(steps, _local(x), _mesh_for_groups(src, target))
+    pending = PendingRedistribute(x, steps, working, target)
+    return pending if async_op else pending.wait()
+
+
+class PendingRedistribute:
+    """A redistribution under way.
+
+    The first collective was started when it was made; `wait` starts those after it. All ranks wait in the same order.
+    """
+
+    def __init__(
+        self, x: DTensor, steps: Plan | None, working: Working | None, target: Layout, result: DTensor | None = None
+    ) -> None:
+        self._x = x
+        self._steps = steps
+        self._target = target
+        self._result = result
+        self._working = working
+        self._first: Any = None
+        self._local: torch.Tensor | None = None
+        if working is not None:
+            with torch.no_grad():
+                try:
+                    self._first = next(working)
+                except StopIteration as end:
+                    self._local = end.value
+
+    def wait(self) -> DTensor:
+        """Return the DTensor, once all that is left to do is done."""
+        if self._result is None:
+            if self._local is None:
+                assert self._working is not None, "either there is a result or something works on it"
+                with torch.no_grad():
+                    self._first.wait()
+                    self._local = drive(self._working)
+            self._result = _link(self._x, self._local, self._target)
+            self._working = self._first = self._local = None
+        return self._result
+
+
+def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
+    """Return the whole tensor on every rank of its mesh, all pending reductions taken.
+
+        whole = full_tensor(x)  # a plain tensor of the shape of x
+
+    Forward: one all_gather, or all_reduce, where that does. Backward: as for `to_local`, and likewise refused unless
+    `grad_layout` says whether the gradients of the ranks are the same or are to be added.
+
+    Args:
+        x: a DTensor.
+        grad_layout: the layout of the gradient, see `to_local`; entries are for the mesh of x.
+
+    Raises:
+        TypeError: x is no DTensor.
+    """
+    from hyper_parallel.core.redistribute.boundary import to_local
+
+    x = check_dtensor("cannot gather the full tensor", x)
+    whole = Layout.from_device_mesh(x.device_mesh)()
+    return to_local(redistribute(x, whole), grad_layout=grad_layout)
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    layout: LayoutLike,
+    placements: Sequence[Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Return a DTensor of which every rank holds its part of a whole tensor.
+
+        x = distribute_tensor(torch.randn(8, 8), layout)
+
+    Forward: parts are scattered, and replicas broadcast, from one rank; with `src_data_rank=None` nothing is
+    communicated. The result is a leaf, as torch's is.
+
+    Args:
+        tensor: the whole tensor, of the same shape on every rank.
+        layout: where its parts go; a reduction that is pending there is prepared without communication.
+        placements: beside a mesh, torch's placements or alias entries.
+        src_data_rank: whose tensor counts, as a rank of the mesh; None: every rank's own.
+
+    Raises:
+        TypeError: no tensor, or a DTensor.
+        ValueError: a layout without a mesh, or that does not fit.
+    """
+    asked = "cannot distribute a tensor"
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        blame = f"tensor is a {type(tensor).__name__}, not a plain tensor"
+        hint = "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers"
+        raise TypeError(explain(asked, blame, f"tensor: {type(tensor)!r}", hint))
+    target = read_layout(asked, layout, placements, None)
+    mesh, shape = target.mesh, tuple(tensor.shape)
+    assert mesh is not None, "read_layout sees to a mesh"
+    torch_form(target, shape)  # a layout that no DTensor can have is found out before anything is sent
+    whole = target.reset_partial()
+    plain = in_split_order(whole, len(shape))
+    ordered = mesh if plain is whole else reorder_axes(mesh, plain.alias_name)
+    with torch.no_grad():
+        parts = torch_tensor.distribute_tensor(
+            tensor.detach(), ordered, to_placements(plain, shape), src_data_rank=src_data_rank
+        )
+        result = build(parts.to_local(), whole, shape)
+        if target.is_partial():
+            result = redistribute(result, target)
+    result.requires_grad_(tensor.requires_grad)
+    return result
+
+
+# -- DTensors from parts ---------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _torch_form(layout: Layout, shape: torch.Size) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
+    """Return the placements of a DTensor, and the order of axes that they are for if it is not the mesh's own."""
+    plain = in_split_order(layout, len(shape))
+    try:
+        return None, to_placements(layout, shape)
+    except ValueError:
+        if plain is layout:
+            raise
+        return plain.alias_name, to_placements(plain, shape)
+
+
+def torch_form(layout: Layout, shape: Sequence[int]) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
+    """Return torch's placements for a layout, and the order of axes that they are for if it is not the mesh's own."""
+    return _torch_form(layout, torch.Size(shape))
+
+
+def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """Return a DTensor of a rank's part; nothing is checked and nothing communicated."""
+    names, placements = torch_form(layout, shape)
+    mesh = layout.mesh
+    assert mesh is not None, "the layout has been given a mesh"
+    if names is not None:
+        mesh, placements = to_torch(layout, shape)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
+    )
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose last dim is the fastest.
+
+    >>> contiguous_stride((4, 3, 2))
+    (6, 2, 1)
+    """
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _local(x: DTensor) -> torch.Tensor:
+    local = x.to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def _mesh_for_groups(src: Layout, target: Layout) -> DeviceMesh | None:
+    return src.mesh if src.mesh is not None and src.mesh.get_coordinate() is not None else target.mesh
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _link(x: DTensor, local: torch.Tensor, target: Layout) -> DTensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Redistributed.apply(x, local, target)
+    return build(local, target, x.shape)
+
+
+def gradient_layout(src: Layout, grad: Layout) -> Layout:
+    """Return where the gradient of a tensor in layout `src` goes: as the tensor, each rank with the whole gradient of
+    the copy it holds; sums that are pending already stay so along axes where the tensor's are."""
+    if not src.is_partial():
+        return src
+    same = src._axes == grad._axes
+    kept = {name: kind for name, kind in grad.partial.items() if same and kind in LINEAR and name in src.partial}
+    entries = src.placement_to_tensor_map(len(src.tensor_map or ())).alias_placements or ()
+    return Layout._make(src._axes, mesh=src.mesh)(*entries, partial=kept)
+
+
+class _Redistributed(torch.autograd.Function):
+    """Ties a redistributed part to the DTensor it came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, local: torch.Tensor, target: Layout) -> DTensor:
+        ctx.src = Layout.of(x)
+        return build(local, target, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
+        return redistribute(grad, gradient_layout(ctx.src, Layout.of(grad))), None, None

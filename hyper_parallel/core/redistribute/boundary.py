@@ -1,0 +1,223 @@
+"""Between a rank's own tensor and the whole one: `from_local` and `to_local`, which say what becomes of gradients.
+
+A local tensor does not say whether its gradients on several ranks are one gradient, computed alike on all of them, or
+shares of one, still to be added. Where torch takes the first for granted, a wrong guess trains on a wrong gradient, and
+nothing tells. Here the caller says it, or the backward pass is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.core.dtensor.checks import check_shape
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.shards import count_parts
+from hyper_parallel.core.redistribute.api import _local, build, gradient_layout, redistribute, torch_form
+from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
+from hyper_parallel.core.redistribute.groups import group_of
+
+_MOST_DIMS = 32
+
+
+def from_local(
+    local: torch.Tensor,
+    layout: LayoutLike,
+    placements: Sequence[Any] | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    grad_layout: LayoutLike | None = None,
+) -> DTensor:
+    """Return the DTensor of which every rank gives its part.
+
+        x = from_local(part, layout, shape=(7, 4))
+        x = from_local(part, mesh, [Shard(0), Replicate()], shape=(7, 4))
+
+    Forward: no communication with `shape`. Without it, nothing where no dim is split; else the ranks of the mesh tell
+    each other the shapes of their parts, and parts of different shapes are refused on all of them: what they belong to
+    is not guessed. Backward: the gradient is redistributed to `grad_layout`, and each rank takes its part.
+
+    Args:
+        local: this rank's part, which is not copied.
+        layout: which part that is.
+        placements: beside a mesh, torch's placements or alias entries.
+        shape: the whole tensor's sizes, in elements.
+        grad_layout: which part of the gradient a rank gets. Default: that of its part; the whole where ranks hold the
+            same, or pending sums; 1/n of it for a pending average over n ranks. For a pending max, min or prod it
+            depends on the copies of all ranks, and the backward pass is refused.
+
+    Raises:
+        TypeError: local is no plain tensor; layout no layout.
+        ValueError: a part of another shape than the layout gives this rank; parts of different shapes without `shape`.
+    """
+    asked = "cannot make a DTensor from local parts"
+    if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
+        blame = f"local is a {type(local).__name__}, not a plain tensor"
+        raise TypeError(
+            explain(asked, blame, f"local: {type(local)!r}", "the rank's own part; redistribute(x, layout)")
+        )
+    target = read_layout(asked, layout, placements, None)
+    target.splits(max(local.dim(), len(shape) if shape is not None else 0))
+    whole = _agreed_shape(asked, local, target) if shape is None else check_shape(shape, f"layout: {target}")
+    torch_form(target, whole)
+    _check_part(asked, local, target, whole)
+    if grad_layout is None:
+        return _FromLocal.apply(local, target, whole, None)
+    wanted = read_layout(asked, grad_layout, None, target.mesh)
+    torch_form(wanted, whole)
+    return _FromLocal.apply(local, target, whole, wanted)
+
+
+def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
+    """Return this rank's part of a DTensor, as a plain tensor that shares its memory.
+
+        part = to_local(x)  # x is split over every axis, or no gradient is wanted
+        part = to_local(x, grad_layout=Layout.of(x))  # ranks that hold the same compute the same
+        part = to_local(x, grad_layout=layout("dp", "None", partial={"tp": "sum"}))  # over tp, gradients add up
+
+    Forward: no communication. Backward: the gradients of the parts are one tensor in `grad_layout`, which is
+    redistributed to the layout of x. Along axes that split x a part's gradient is a part of the gradient. Along axes
+    over which ranks hold the same, or copies to reduce, only the caller knows; without `grad_layout` the backward pass
+    is refused there.
+
+    Args:
+        x: a DTensor.
+        grad_layout: the layout of the gradient of what is returned; entries are for the mesh of x.
+
+    Raises:
+        TypeError: x is no DTensor.
+        ValueError: a layout that does not fit; in the backward pass, gradients that could mean two things.
+    """
+    asked = "cannot take the local part"
+    x = check_dtensor(asked, x)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        with torch.no_grad():
+            return _local(x)
+    src = Layout.of(x)
+    wanted = None if grad_layout is None else read_layout(asked, grad_layout, None, x.device_mesh)
+    if wanted is not None:
+        torch_form(wanted, x.shape)
+        expected, got = src.local_shape(x.shape), wanted.local_shape(x.shape)
+        if expected != got:
+            blame = f"grad_layout gives this rank a part of shape {got}, and its part of x has {expected}"
+            seen = f"x: {src}   grad_layout: {wanted}"
+            raise ValueError(explain(asked, blame, seen, "the same splits as x, and partial={...} where gradients add"))
+    return _ToLocal.apply(x, src, wanted)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], grad_layout: Layout | None
+    ) -> DTensor:
+        ctx.layout, ctx.grad_layout = layout, grad_layout
+        return build(local.view_as(local), layout, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None, None]:
+        layout: Layout = ctx.layout
+        if ctx.grad_layout is not None:
+            return _local(redistribute(grad, ctx.grad_layout)), None, None, None
+        over, kinds = _pending(layout)
+        if kinds - {"sum", "avg"}:
+            asked = "cannot pass a gradient back through from_local"
+            blame = f"copies pend {', '.join(sorted(kinds))}, and whose copy counts is known only when all are compared"
+            hint = "redistribute with torch.no_grad(), a sum instead, or grad_layout=... for what you mean"
+            raise ValueError(explain(asked, blame, f"layout: {layout}", hint))
+        part = _local(redistribute(grad, layout.reset_partial()))
+        return part / over if kinds == {"avg"} else part, None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, src: Layout, grad_layout: Layout | None) -> torch.Tensor:
+        ctx.src, ctx.grad_layout, ctx.shape = src, grad_layout, x.shape
+        local = _local(x)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
+        src, given = ctx.src, ctx.grad_layout
+        if given is None:
+            _refuse_ambiguous(src, ctx.shape)
+            given = src
+        whole = build(grad, given, ctx.shape)
+        return redistribute(whole, gradient_layout(src, given.reset_partial())), None, None
+
+
+def _refuse_ambiguous(src: Layout, shape: torch.Size) -> None:
+    split = {src.alias_name[axis] for chain in src.splits(len(shape)) for axis in chain}
+    pairs = zip(src.alias_name, src.mesh_shape, strict=True)
+    loose = [name for name, size in pairs if size > 1 and name not in split]
+    if loose:
+        names = ", ".join(map(repr, loose))
+        asked = "cannot pass a gradient back through to_local"
+        blame = (
+            f"over {names} ranks hold the same or copies to reduce; their gradients could be one gradient, computed "
+            "alike on all, or shares to be added"
+        )
+        entries = ", ".join(repr(entry) for entry in src.placement_to_tensor_map(len(shape)).alias_placements or ())
+        same, add = f"({entries})", f"partial={dict.fromkeys(loose, 'sum')!r}"
+        hint = (
+            f"to_local(x, grad_layout={same}) if alike; Layout.of(x)({entries}, {add}) if shares; x.detach() if neither"
+        )
+        raise ValueError(explain(asked, blame, f"x: {src}", hint))
+
+
+def _pending(layout: Layout) -> tuple[int, set[str]]:
+    """Return the number of copies that are pending, and the kinds of reduction."""
+    live = {name: kind for name, kind in layout.partial.items() if layout.mesh_shape[layout._axes.index(name)] > 1}
+    return math.prod(layout.mesh_shape[layout._axes.index(name)] for name in live), set(live.values())
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _check_part(asked: str, local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> None:
+    rank = dist.get_rank()
+    if rank not in layout.rank_list:
+        return
+    expected = layout.local_shape(shape, rank)
+    if tuple(local.shape) != expected:
+        blame = f"rank {rank}'s part has shape {tuple(local.shape)}, and the layout gives it {expected}"
+        seen = f"shape: {shape}   layout: {layout}"
+        raise ValueError(
+            explain(asked, blame, seen, "the global shape, and parts as layout.local_slice(shape) cuts them")
+        )
+
+
+def _agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """Return the global shape, which all parts must be of one shape for; one that no dim is split of is the part's."""
+    splits = layout.splits(local.dim())
+    parts = [count_parts(layout.mesh_shape, chain) for chain in splits]
+    if all(count == 1 for count in parts):
+        return tuple(local.shape)
+    ranks = tuple(sorted(layout.rank_list))
+    if dist.get_rank() not in ranks:
+        blame, seen = "this rank is not on the mesh, so its part says nothing", f"layout: {layout}"
+        raise ValueError(explain(asked, blame, seen, "shape=(...)"))
+    shapes = _all_shapes(local, ranks, layout)
+    if len(set(shapes)) > 1:
+        lines = "\n  ".join(f"rank {rank}: {shape}" for rank, shape in zip(ranks, shapes, strict=True))
+        blame = "the parts have different shapes, and which whole they are parts of is not guessed"
+        raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", "shape=(...), the whole tensor's"))
+    return tuple(size * count for size, count in zip(local.shape, parts, strict=True))
+
+
+def _all_shapes(local: torch.Tensor, ranks: tuple[int, ...], layout: Layout) -> list[tuple[int, ...]]:
+    """Return the shape of every rank's part, exchanged over the mesh."""
+    mine = torch.zeros(_MOST_DIMS + 1, dtype=torch.int64)
+    mine[0] = local.dim()
+    mine[1 : 1 + local.dim()] = torch.tensor(local.shape, dtype=torch.int64)
+    group = group_of(ranks, layout.alias_name, layout.mesh)
+    gathered = torch.empty(len(ranks) * len(mine), dtype=torch.int64, device=local.device)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, mine.to(local.device), group=group)
+    rows = gathered.view(len(ranks), -1).tolist()
+    return [tuple(row[1 : 1 + row[0]]) for row in rows]
