@@ -10,6 +10,7 @@
 """
 
 from sim.errors import CollectiveMismatch, Deadlock, RankFailed, SimError
+from sim.oracle import gather_full, scatter_full
 from sim.pytest_plugin import RankTest, ranks
 from sim.trace import Event, Row, Trace
 from sim.world import World, current_rank, run, world
@@ -23,6 +24,9 @@ __all__ = [
     # Test bodies
     "ranks",
     "RankTest",
+    # What they should hold
+    "scatter_full",
+    "gather_full",
     # What they communicated
     "Trace",
     "Event",

@@ -20,14 +20,14 @@ API = [
     "Replicate",
     "Shard",
     "distribute_tensor",
+    "flatten_axes",
     "from_local",
     "full_tensor",
-    "redistribute",
-    "to_local",
-    "flatten_axes",
     "fully_shard",
     "get_platform",
     "init_device_mesh",
+    "redistribute",
+    "to_local",
 ]
 SIM_API = [
     "CollectiveMismatch",
@@ -40,8 +40,10 @@ SIM_API = [
     "Trace",
     "World",
     "current_rank",
+    "gather_full",
     "ranks",
     "run",
+    "scatter_full",
     "world",
 ]
 
