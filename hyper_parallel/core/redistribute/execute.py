@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.redistribute.exchange import Piece, Program, program
 from hyper_parallel.core.redistribute.groups import group_of
-from hyper_parallel.core.redistribute.holdings import Part, boxes, length
+from hyper_parallel.core.redistribute.moves import Moves, local_moves, moves, shape_of
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.steps import Step
 
@@ -74,8 +74,7 @@ def _run(plan: Plan, local: torch.Tensor, rank: int, mesh: DeviceMesh | None) ->
             if rank in step.after.ranks:
                 held = _fill(step, held, rank) if step.kind == "copy" else _slice(step, held, rank)
         elif step.group_axes is None or rank in step.before.ranks:
-            group = group_of(step.group_of(rank), step.axes, mesh)
-            held = yield from _collective(step, held, rank, group)
+            held = yield from _collective(step, held, rank, mesh)
     if not held.numel():  # nothing arrived in no shape in particular
         return _empty(plan, held, rank)
     if plan.steps and rank not in plan.dst.rank_list:
@@ -93,16 +92,18 @@ def _empty(plan: Plan, held: torch.Tensor, rank: int) -> torch.Tensor:
 # -- one step --------------------------------------------------------------------------------------------------------
 
 
-def _collective(step: Step, held: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Working:
+def _collective(step: Step, held: torch.Tensor, rank: int, mesh: DeviceMesh | None) -> Working:
+    work = moves(step, rank)
+    group = group_of(work.group, step.axes, mesh)
     if step.kind == "all_reduce":
         return (yield from _all_reduce(step, held, group))
+    if step.kind == "all_gather" and work.even:
+        return (yield from _all_gather(work, held, group))
+    if work.copies > 1 and work.copies == len(work.group) and step.rounds == 1:
+        return (yield from _reduce_scatter(step, work, held, group))
     if step.rounds == 1:
-        work = program(step, rank)
-        if step.kind == "all_gather" and _is_even(step):
-            return (yield from _all_gather(work, held, group))
-        if work.copies > 1 and work.copies == len(work.group):
-            return (yield from _reduce_scatter(step, work, held, group))
-    return (yield from _exchange(step, held, rank, group))
+        return (yield from _exchange(step, work, held, group))
+    return (yield from _in_rounds(step, held, rank, group))
 
 
 def _all_reduce(step: Step, held: torch.Tensor, group: dist.ProcessGroup) -> Working:
@@ -111,187 +112,135 @@ def _all_reduce(step: Step, held: torch.Tensor, group: dist.ProcessGroup) -> Wor
     return _averaged(result, math.prod(step.before.holding.sizes[axis] for axis in step.reduces), step.reduction)
 
 
-def _all_gather(work: Program, held: torch.Tensor, group: dist.ProcessGroup) -> Working:
-    """Gather parts of one size; where they lie in the result in the order of the ranks, nothing is unpacked."""
-    assert work.need is not None, "members of a group over axes are on the mesh"
+def _all_gather(work: Moves, held: torch.Tensor, group: dist.ProcessGroup) -> Working:
+    """Gather parts of one size."""
     flat = held.contiguous().view(-1)
     gathered = held.new_empty(len(work.group) * flat.numel())
     yield _all_gather_single(gathered, flat, group=group, async_op=True)
-    shape = _shape(work.need)
-    pieces = sorted((*work.receives, *work.own), key=lambda piece: piece.peer)
-    if _lie_in_order(pieces, work.need):
-        return gathered.view(shape)
-    result = held.new_empty(shape)
-    for piece, source in zip(pieces, gathered.split(flat.numel()), strict=True):
-        _unpack(result, work.need, piece.part, source)
-    return result
+    return _unpacked(work, held, gathered)
 
 
-def _reduce_scatter(step: Step, work: Program, held: torch.Tensor, group: dist.ProcessGroup) -> Working:
+def _reduce_scatter(step: Step, work: Moves, held: torch.Tensor, group: dist.ProcessGroup) -> Working:
     """Reduce copies that the members of the group hold, one each, into the part that each one keeps."""
-    assert work.need is not None, "members of a group over axes are on the mesh"
-    assert work.have is not None
-    sizes, mine = [0] * len(work.group), math.prod(_shape(work.need))
-    for piece in (*work.sends, *work.own):
-        sizes[piece.peer] = piece.volume
-    packed = _pack(held, work.have, sorted((*work.sends, *work.own), key=lambda piece: piece.peer))
-    shape, ways = _shape(work.need), len(work.group)
-    if _is_even(step) and dist.get_backend(group) != "gloo":
-        result = held.new_empty(mine)
-        yield _reduce_scatter_single(result, packed, _reduce_op(step.reduction), group=group, async_op=True)
-        return _averaged(result, ways, step.reduction).view(shape)
+    packed, ways = _packed(work, held), len(work.group)
+    if work.even and dist.get_backend(group) != "gloo":
+        result = held.new_empty(work.need)
+        yield _reduce_scatter_single(result.view(-1), packed, _reduce_op(step.reduction), group=group, async_op=True)
+        return _averaged(result, ways, step.reduction)
     # On gloo an exchange and a local sum take half the time of its reduce_scatter, and uneven parts need it anyway.
-    rows = held.new_empty(ways * mine)
-    yield _all_to_all(rows, packed, [mine] * ways, sizes, group)
-    return _reduce(rows.view(ways, *shape), step.reduction)
+    rows = held.new_empty((ways, *work.need))
+    yield _all_to_all(rows.view(-1), packed, work.receives, work.sends, group)
+    return _reduce(rows, step.reduction)
 
 
-def _exchange(step: Step, held: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Working:
-    """Exchange parts, in rounds if memory asks for it, and reduce the copies of each round."""
+def _exchange(step: Step, work: Moves, held: torch.Tensor, group: dist.ProcessGroup) -> Working:
+    """Exchange parts, and reduce their copies."""
+    packed = _packed(work, held)
+    arrived = held.new_empty(sum(work.receives))
+    yield _all_to_all(arrived, packed, work.receives, work.sends, group)
+    del packed
+    return _unpacked(work, held, arrived) if work.copies == 1 else _reduced(step, work, held, arrived)
+
+
+def _in_rounds(step: Step, held: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Working:
+    """Exchange parts in rounds, which keeps the buffers small."""
     whole = step.after.part_of(rank)
-    result = held.new_empty(_shape(whole) if whole is not None else 0)
+    result = held.new_empty(shape_of(whole) if whole is not None else 0)
     for index in range(step.rounds):
-        work = program(step, rank, index)
-        packed = _pack(held, work.have, work.sends)
-        sends, receives = [0] * len(work.group), [0] * len(work.group)
-        for piece in work.sends:
-            sends[piece.peer] = piece.volume
-        for piece in work.receives:
-            receives[piece.peer] = piece.volume
-        arrived = held.new_empty(sum(receives))
-        yield _all_to_all(arrived, packed, receives, sends, group)
+        work = moves(step, rank, index)
+        packed = _packed(work, held)
+        arrived = held.new_empty(sum(work.receives))
+        yield _all_to_all(arrived, packed, work.receives, work.sends, group)
         del packed
-        parts = arrived.split([piece.volume for piece in work.receives])
         if work.copies == 1:
-            for piece, source in zip(work.receives, parts, strict=True):
-                _unpack(result, work.need, piece.part, source)
-            for piece in work.own:
-                _move(held, work.have, result, work.need, piece.part)
-        elif work.need is not None and all(work.need):
-            rows = held.new_empty((work.copies, *_shape(work.need)))
-            for piece, source in zip(work.receives, parts, strict=True):
-                _unpack(rows[piece.copy], work.need, piece.part, source)
-            for piece in work.own:
-                _move(held, work.have, rows[piece.copy], work.need, piece.part)
-            _unpack(result, whole, work.need, _reduce(rows, step.reduction).view(-1))
+            _unpack(work, held, arrived, result)
+        elif arrived.numel() or work.own:
+            part = _reduced(step, work, held, arrived)
+            (result if work.target is None else result[work.target]).copy_(part)
+        del arrived
     return result
 
 
 def _slice(step: Step, held: torch.Tensor, rank: int) -> torch.Tensor:
-    have, need = step.before.part_of(rank), step.after.part_of(rank)
-    assert need is not None, "the rank is on the mesh"
-    if have == need:
-        return held
-    result = held.new_empty(_shape(need))
-    if all(need):
-        _move(held, have, result, need, need)
+    shape, boxes = local_moves(step, rank)
+    if len(boxes) == 1:
+        return held[boxes[0][1]].clone(memory_format=torch.contiguous_format)
+    result = held.new_empty(shape)
+    for target, source in boxes:
+        result[target].copy_(held[source])
     return result
 
 
 def _fill(step: Step, held: torch.Tensor, rank: int) -> torch.Tensor:
-    have, need, fill = step.before.part_of(rank), step.after.part_of(rank), step.fill
-    assert need is not None, "the rank is on the mesh"
+    shape, boxes = local_moves(step, rank)
+    fill = step.fill
     assert fill is not None, "a copy says how it fills"
-    result = torch.full(_shape(need), _neutral(fill.value, held.dtype), dtype=held.dtype, device=held.device)
-    if have is not None and all(have):
-        own = held
-        if fill.times != 1:
-            own = own * fill.times
-        if fill.over != 1:
-            own = _averaged(own.clone(), fill.over, "avg")
-        _move(own, have, result, need, have)
+    result = torch.full(shape, _neutral(fill.value, held.dtype), dtype=held.dtype, device=held.device)
+    if boxes and fill.times != 1:
+        held = held * fill.times
+    if boxes and fill.over != 1:
+        held = _averaged(held.clone(), fill.over, "avg")
+    for target, source in boxes:
+        result[target].copy_(held[source])
     return result
 
 
 # -- packing ---------------------------------------------------------------------------------------------------------
 
 
-def _shape(part: Part) -> tuple[int, ...]:
-    return tuple(map(length, part))
-
-
-def _index(part: Part | None, box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Return where a box lies in the tensor that holds a part: the part's intervals, one after the other."""
-    assert part is not None, "the rank holds what it packs"
-    found = []
-    for intervals, (start, stop) in zip(part, box, strict=True):
-        before = 0
-        for low, high in intervals:
-            if low <= start < high:
-                found.append(slice(before + start - low, before + stop - low))
-                break
-            before += high - low
-    return tuple(found)
-
-
-def _pack(held: torch.Tensor, have: Part | None, pieces: Sequence[Piece]) -> torch.Tensor:
-    """Return the pieces one after the other, without copying where they lie so already."""
-    total = sum(piece.volume for piece in pieces)
-    if have is not None and held.is_contiguous() and total == held.numel() and _lie_in_order(pieces, have):
+def _packed(work: Moves, held: torch.Tensor) -> torch.Tensor:
+    """Return what is sent in one buffer: the tensor itself where it lies in order."""
+    if work.pack is None and held.is_contiguous():
         return held.view(-1)
-    packed, at = held.new_empty(total), 0
-    for piece in pieces:
-        for box in boxes(piece.part):
-            source = held[_index(have, box)]
-            packed[at : at + source.numel()].view(source.shape).copy_(source)
-            at += source.numel()
+    packed = held.new_empty(sum(work.sends))
+    for place in work.pack_anyway:
+        packed[place.start : place.stop].view(place.shape).copy_(held[place.index])
     return packed
 
 
-def _unpack(result: torch.Tensor, need: Part | None, part: Part, source: torch.Tensor) -> None:
-    """Put elements that arrived one after the other where they belong."""
-    at = 0
-    for box in boxes(part):
-        target = result[_index(need, box)]
-        target.copy_(source[at : at + target.numel()].view(target.shape))
-        at += target.numel()
+def _unpacked(work: Moves, held: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    """Return the result: what arrived itself where it lies in order."""
+    if work.unpack is None:
+        return arrived.view(work.need)
+    if work.join is not None:
+        return torch.cat([arrived[p.start : p.stop].view(p.shape) for p in work.unpack], work.join)
+    result = held.new_empty(work.need)
+    _unpack(work, held, arrived, result)
+    return result
 
 
-def _move(held: torch.Tensor, have: Part | None, result: torch.Tensor, need: Part | None, part: Part) -> None:
-    for box in boxes(part):
-        result[_index(need, box)].copy_(held[_index(have, box)])
+def _unpack(work: Moves, held: torch.Tensor, arrived: torch.Tensor, result: torch.Tensor) -> None:
+    for place in work.unpack or ():
+        result[place.index].copy_(arrived[place.start : place.stop].view(place.shape))
+    for target, source, _ in work.own:
+        result[target].copy_(held[source])
 
 
-def _lie_in_order(pieces: Sequence[Piece], whole: Part) -> bool:
-    """Return whether the pieces, one after the other, are the rows of the whole in memory order."""
-    cut = next((dim for dim, intervals in enumerate(whole) if length(intervals) != 1), 0)
-    at = 0
-    for piece in pieces:
-        if any(piece.part[dim] != whole[dim] for dim in range(len(whole)) if dim != cut):
-            return False
-        index = _index_of(whole[cut], piece.part[cut][0][0])
-        if index != at or len(piece.part[cut]) != 1:
-            return False
-        at += length(piece.part[cut])
-    return at == length(whole[cut])
-
-
-def _index_of(intervals: Sequence[tuple[int, int]], start: int) -> int:
-    before = 0
-    for low, high in intervals:
-        if low <= start < high:
-            return before + start - low
-        before += high - low
-    return -1
-
-
-def _is_even(step: Step) -> bool:
-    """Return whether all ranks bring parts of one size, and not an empty one."""
-    counts = step.before.holding.counts() if step.kind == "all_gather" else step.after.holding.counts()
-    return bool(counts.flat[0] and (counts == counts.flat[0]).all())
+def _reduced(step: Step, work: Moves, held: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    """Put the pieces of every copy together, and reduce the copies in their order."""
+    rows = held.new_empty((work.copies, *work.need))
+    for place in work.unpack or ():
+        rows[place.copy][place.index].copy_(arrived[place.start : place.stop].view(place.shape))
+    for target, source, copy in work.own:
+        rows[copy][target].copy_(held[source])
+    return _reduce(rows, step.reduction)
 
 
 # -- the backend's calls ---------------------------------------------------------------------------------------------
 
 
 def _all_to_all(
-    arrived: torch.Tensor, packed: torch.Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup
+    arrived: torch.Tensor,
+    packed: torch.Tensor,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> dist.Work:
     if packed.dtype not in _WIRE:
         size = packed.element_size()
         arrived, packed = arrived.view(torch.uint8), packed.view(torch.uint8)
         receives, sends = [count * size for count in receives], [count * size for count in sends]
-    work = dist.all_to_all_single(arrived, packed, receives, sends, group=group, async_op=True)
+    work = dist.all_to_all_single(arrived, packed, list(receives), list(sends), group=group, async_op=True)
     assert work is not None, "an asynchronous call gives work to wait for"
     return work
 
@@ -355,25 +304,28 @@ def _check_rank(plan: Plan) -> int:
 
 
 def _check_local(plan: Plan, local: torch.Tensor | None, rank: int) -> torch.Tensor:
-    seen = f"global_shape: {plan.global_shape}   layout: {plan.src}"
-    if rank not in plan.src.rank_list:
-        if local is None:
-            from hyper_parallel.platform import get_platform
-
-            return torch.empty(0, dtype=plan.dtype, device=get_platform().device())
+    expected = _expected_shape(plan, rank)
+    if isinstance(local, torch.Tensor) and local.dtype == plan.dtype and expected in (None, tuple(local.shape)):
         return local
-    asked = f"cannot redistribute rank {rank}'s part"
+    if expected is None and local is None:
+        from hyper_parallel.platform import get_platform
+
+        return torch.empty(0, dtype=plan.dtype, device=get_platform().device())
+    asked, seen = f"cannot redistribute rank {rank}'s part", f"global_shape: {plan.global_shape}   layout: {plan.src}"
     if not isinstance(local, torch.Tensor):
         blame = f"local is a {type(local).__name__}, not a tensor"
         raise TypeError(explain(asked, blame, seen, "the rank's part of the source"))
-    expected = plan.src.local_shape(plan.global_shape, rank)
-    if tuple(local.shape) != expected:
-        blame = f"local has shape {tuple(local.shape)}, and the layout gives this rank {expected}"
-        raise ValueError(explain(asked, blame, seen, "the global shape and the layout that the tensor really has"))
     if local.dtype != plan.dtype:
         blame = f"local has dtype {local.dtype}, and the plan is for {plan.dtype}"
         raise TypeError(explain(asked, blame, seen, f"plan(..., dtype={local.dtype})"))
-    return local
+    blame = f"local has shape {tuple(local.shape)}, and the layout gives this rank {expected}"
+    raise ValueError(explain(asked, blame, seen, "the global shape and the layout that the tensor really has"))
+
+
+@lru_cache(maxsize=8192)
+def _expected_shape(plan: Plan, rank: int) -> tuple[int, ...] | None:
+    """Return the shape of a rank's part of the source; None for a rank that is not on that mesh."""
+    return plan.src.local_shape(plan.global_shape, rank) if rank in plan.src.rank_list else None
 
 
 def _listed(ranks: Sequence[int]) -> str:

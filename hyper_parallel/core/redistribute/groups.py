@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 # Guards the table below, and is held for no longer than a look into it; it is no state of a rank, but a lock.
@@ -35,9 +36,7 @@ def group_of(ranks: tuple[int, ...], axes: Sequence[str], mesh: DeviceMesh | Non
         known = _GROUPS.setdefault(world, {})
         found = known.get(ranks)
     if found is None:
-        found = _existing(ranks, axes, mesh) or dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc="mesh_" + "+".join(axes)
-        )
+        found = _existing(ranks, axes, mesh) or _new(ranks, axes)
         assert isinstance(found, dist.ProcessGroup), "the calling rank is one of the group's"
         with _LOCK:
             known[ranks] = found
@@ -51,3 +50,29 @@ def _existing(ranks: tuple[int, ...], axes: Sequence[str], mesh: DeviceMesh | No
             return group
     world = dist.group.WORLD
     return world if world is not None and len(ranks) == dist.get_world_size() else None
+
+
+def _new(ranks: tuple[int, ...], axes: Sequence[str]) -> dist.ProcessGroup | None:
+    """Make a group without the ranks outside of it."""
+    _agree_on_count(ranks)
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mesh_" + "+".join(axes))
+
+
+def _agree_on_count(ranks: tuple[int, ...]) -> None:
+    """Bring all members to the same number of groups.
+
+    torch names a group that only its members make after its ranks and the number of groups that the process has. Ranks
+    that have made different numbers before, as those of two meshes have, would wait for each other under different
+    names, for ever. So the members compare, through the store, and those that have fewer make up for it with groups of
+    their own.
+    """
+    store, mine = c10d._get_default_store(), len(c10d._world.pg_names)
+    key = "hyper_parallel/" + "_".join(map(str, ranks))
+    turn = (store.add(f"{key}/arrived", 1) - 1) // len(ranks)  # a store may outlive the groups made with it
+    rank = dist.get_rank()
+    store.set(f"{key}/{turn}/{rank}", str(mine))
+    if rank == ranks[0]:
+        counts = [int(store.get(f"{key}/{turn}/{member}")) for member in ranks]
+        store.set(f"{key}/{turn}/most", str(max(counts)))
+    for _ in range(int(store.get(f"{key}/{turn}/most")) - mine):
+        dist.new_group([rank], use_local_synchronization=True, group_desc="hyper_parallel filler")
