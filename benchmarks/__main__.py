@@ -1,8 +1,9 @@
-"""``python -m benchmarks [--write]``: measure, print the tables and, with ``--write``, put them into the docs."""
+"""``python -m benchmarks [engine] [redistribute] [--write]``: measure, print the tables, and put them into the docs."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import platform
 import re
@@ -10,35 +11,64 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine import on_gloo, on_sim, table
+from benchmarks import engine, redistribute
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+PARTS = ("engine", "redistribute")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"which: {', '.join(PARTS)}; default: all")
     parser.add_argument("--write", action="store_true", help="replace the tables in docs/benchmarks.md")
     options = parser.parse_args()
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"no part is called {unknown[0]!r}; there are: {', '.join(PARTS)}")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for part in options.parts or PARTS:
+        for marker, text in (_engine() if part == "engine" else _redistribute()).items():
+            print(f"\n{text}", flush=True)
+            if options.write:
+                _write(marker, text)
+
+
+def _engine() -> dict[str, str]:
     results = []
     for ranks, sequences, length in ((8, 1, 32), (8, 2, 64), (8, 4, 128)):
-        results.append(on_sim(ranks, sequences, length))
-        print(table(results[-1:]), flush=True)
+        results.append(engine.on_sim(ranks, sequences, length))
+        print(engine.table(results[-1:]), flush=True)
     for ranks, sequences, length in ((2, 2, 64), (2, 4, 128)):
-        results.append(on_gloo(ranks, sequences, length))
-        print(table(results[-1:]), flush=True)
-    text = f"{_conditions()}\n\n{table(results)}"
-    print("\n" + text)
-    if options.write:
-        page = DOCS.read_text()
-        marked = r"(<!-- engine: begin -->\n).*?(\n<!-- engine: end -->)"
-        DOCS.write_text(re.sub(marked, lambda m: m[1] + text + m[2], page, flags=re.DOTALL))
-        print(f"wrote {DOCS}")
+        results.append(engine.on_gloo(ranks, sequences, length))
+        print(engine.table(results[-1:]), flush=True)
+    return {"engine": f"{_conditions()}, fp32, fused AdamW.\n\n{engine.table(results)}"}
+
+
+def _redistribute() -> dict[str, str]:
+    planning = redistribute.planning_table()
+    _, gloo = redistribute.on_gloo(4)
+    _, simulated = redistribute.on_sim(8)
+    wall = redistribute.wall_table({"4 gloo processes": gloo, "8 simulated ranks": simulated})
+    counted = redistribute.byte_table(redistribute.byte_rows())
+    return {
+        "redistribute bytes": f"torch {torch.__version__}.\n\n{counted}",
+        "redistribute time": f"{_conditions()}.\n\n{wall}",
+        "redistribute planning": f"{_conditions()}; the best of several calls, CPU time.\n\n{planning}",
+    }
+
+
+def _write(marker: str, text: str) -> None:
+    page = DOCS.read_text()
+    marked = rf"(<!-- {marker}: begin -->\n).*?(\n?<!-- {marker}: end -->)"
+    if not re.search(marked, page, flags=re.DOTALL):
+        raise SystemExit(f"{DOCS} has no place for {marker!r}: <!-- {marker}: begin --> and <!-- {marker}: end -->")
+    DOCS.write_text(re.sub(marked, lambda m: f"{m[1]}{text}\n{m[2].lstrip()}", page, flags=re.DOTALL))
+    print(f"wrote {marker} to {DOCS}")
 
 
 def _conditions() -> str:
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores "
-        f"({platform.machine()}), one intra-op thread, fp32, fused AdamW."
+        f"({platform.machine()}), one intra-op thread"
     )
 
 

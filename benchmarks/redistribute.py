@@ -104,7 +104,7 @@ def byte_rows() -> list[Bytes]:
 
 def byte_table(rows: Sequence[Bytes]) -> str:
     lines = [
-        "| mesh | layouts | pairs | ours / least: mean | worst | torch / least: mean | worst | torch: refused, needless |",
+        "| mesh | layouts | pairs | ours / least: mean | worst | torch: mean | worst | refused, needless |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:

@@ -2,10 +2,15 @@
 
 import contextlib
 import io
+import itertools
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from hyper_parallel import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,6 +44,28 @@ def test_python_blocks_run_and_print_what_the_page_says(page):
 def test_a_wrong_promise_is_noticed():
     page = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
     assert [printed == promised for printed, promised in run_page(page)] == [False]
+
+
+def planned(text):
+    """Yield what each `hyper-parallel plan` command of a page prints and what the page says, apart from versions."""
+    found = blocks(text)
+    for (language, source), (following, promised) in itertools.pairwise(found):
+        if (language, following) == ("console", "text") and source.startswith("hyper-parallel plan "):
+            result = CliRunner().invoke(cli.app, shlex.split(source)[1:])
+            yield (*(re.sub(r"^torch \d.*$", "torch", said, flags=re.MULTILINE) for said in (result.output, promised)),)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_plans_print_what_the_page_says(page):
+    for printed, promised in planned(page.read_text()):
+        assert printed == promised
+
+
+def test_a_wrong_plan_is_noticed():
+    page = (ROOT / "docs" / "redistribute.md").read_text()
+    (printed, promised), *_ = planned(page)
+    (_, wrong), *_ = planned(page.replace("all_gather    tp        4", "all_gather    tp        8"))
+    assert printed == promised != wrong
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)

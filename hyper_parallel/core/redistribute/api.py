@@ -8,19 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed.tensor as torch_tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.dtensor.checks import check_int
 from hyper_parallel.core.dtensor.convert import in_split_order, to_placements, to_torch
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import reorder_axes
 from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
 from hyper_parallel.core.redistribute.cost import Topology, default_topology
 from hyper_parallel.core.redistribute.execute import Working, drive, start
@@ -152,12 +153,15 @@ def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> to
 
     Raises:
         TypeError: x is no DTensor.
+        ValueError: a `grad_layout` that does not fit; in the backward pass, gradients that could mean two things.
     """
-    from hyper_parallel.core.redistribute.boundary import to_local
+    from hyper_parallel.core.redistribute.boundary import read_grad_layout, take_part
 
-    x = check_dtensor("cannot gather the full tensor", x)
+    asked = "cannot gather the full tensor"
+    x = check_dtensor(asked, x)
     whole = Layout.from_device_mesh(x.device_mesh)()
-    return to_local(redistribute(x, whole), grad_layout=grad_layout)
+    wanted = read_grad_layout(asked, grad_layout, whole, x.shape)
+    return take_part(redistribute(x, whole), wanted, "full_tensor")
 
 
 def distribute_tensor(
@@ -172,39 +176,68 @@ def distribute_tensor(
         x = distribute_tensor(torch.randn(8, 8), layout)
 
     Forward: parts are scattered, and replicas broadcast, from one rank; with `src_data_rank=None` nothing is
-    communicated. The result is a leaf, as torch's is.
+    communicated, and where a rank holds all of it, it is the tensor's own memory. The result is a leaf, as torch's is.
 
     Args:
-        tensor: the whole tensor, of the same shape on every rank.
+        tensor: the whole tensor, of the same shape on every rank; a leaf.
         layout: where its parts go; a reduction that is pending there is prepared without communication.
         placements: beside a mesh, torch's placements or alias entries.
-        src_data_rank: whose tensor counts, as a rank of the mesh; None: every rank's own.
+        src_data_rank: whose tensor counts: of the rank with this index along every axis, as in torch; None: every
+            rank's own.
 
     Raises:
         TypeError: no tensor, or a DTensor.
-        ValueError: a layout without a mesh, or that does not fit.
+        ValueError: a tensor that was computed from one that wants a gradient, as the result would not be linked to it;
+            a layout without a mesh, or that does not fit; a `src_data_rank` that some axis does not have.
     """
     asked = "cannot distribute a tensor"
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-        blame = f"tensor is a {type(tensor).__name__}, not a plain tensor"
-        hint = "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers"
-        raise TypeError(explain(asked, blame, f"tensor: {type(tensor)!r}", hint))
+    _check_whole(asked, tensor)
     target = read_layout(asked, layout, placements, None)
+    _check_source(asked, src_data_rank, target)
     mesh, shape = target.mesh, tuple(tensor.shape)
     assert mesh is not None, "read_layout sees to a mesh"
     torch_form(target, shape)  # a layout that no DTensor can have is found out before anything is sent
     whole = target.reset_partial()
     plain = in_split_order(whole, len(shape))
     ordered = mesh if plain is whole else reorder_axes(mesh, plain.alias_name)
+    split = to_placements(plain, shape)
     with torch.no_grad():
-        parts = torch_tensor.distribute_tensor(
-            tensor.detach(), ordered, to_placements(plain, shape), src_data_rank=src_data_rank
-        )
-        result = build(parts.to_local(), whole, shape)
-        if target.is_partial():
+        given = tensor.detach()
+        if src_data_rank is not None and not isinstance(split[0], Shard):
+            given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
+        parts = torch_tensor.distribute_tensor(given, ordered, split, src_data_rank=src_data_rank)
+        on_mesh = mesh.get_coordinate() is not None
+        result = build(parts.to_local(), whole if on_mesh else target, shape)
+        if on_mesh and target.is_partial():
             result = redistribute(result, target)
     result.requires_grad_(tensor.requires_grad)
     return result
+
+
+def _check_whole(asked: str, tensor: object) -> None:
+    seen = f"tensor: {type(tensor)!r}"
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        blame = f"tensor is a {type(tensor).__name__}, not a plain tensor"
+        hint = "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers"
+        raise TypeError(explain(asked, blame, seen, hint))
+    if not tensor.is_leaf:
+        blame = "tensor was computed from one that wants a gradient, and the result, a leaf, would not pass one on"
+        hint = "tensor.detach(), or from_local(tensor, layout()) and redistribute, which pass gradients on"
+        raise ValueError(explain(asked, blame, f"{seen}   grad_fn: {tensor.grad_fn}", hint))
+
+
+def _check_source(asked: str, src_data_rank: int | None, target: Layout) -> None:
+    if src_data_rank is None:
+        return
+    index, least = check_int(src_data_rank), min(target.mesh_shape)
+    seen = f"src_data_rank: {src_data_rank!r}   layout: {target}"
+    if index is None:
+        blame = f"src_data_rank is a {type(src_data_rank).__name__}, not an int"
+        raise TypeError(explain(asked, blame, seen, "0, or None for every rank's own"))
+    if not 0 <= index < least:
+        small = target.alias_name[target.mesh_shape.index(least)]
+        blame = f"src_data_rank {index} is an index along every axis, and axis {small!r} has {least} ranks"
+        raise ValueError(explain(asked, blame, seen, f"0 to {least - 1}, or None for every rank's own"))
 
 
 # -- DTensors from parts ---------------------------------------------------------------------------------------------
@@ -277,6 +310,15 @@ def gradient_layout(src: Layout, grad: Layout) -> Layout:
     return Layout._make(src._axes, mesh=src.mesh)(*entries, partial=kept)
 
 
+def back_to(grad: DTensor, layout: Layout) -> DTensor:
+    """Redistribute a gradient. It does not come back in the same memory as another tensor: two gradients that share
+    memory would both be scaled when one is."""
+    result = redistribute(grad, layout)
+    with torch.no_grad():
+        shared = result is not grad and _local(result).is_set_to(_local(grad))
+    return cast(DTensor, result.clone()) if shared else result
+
+
 class _Redistributed(torch.autograd.Function):
     """Ties a redistributed part to the DTensor it came from."""
 
@@ -287,4 +329,4 @@ class _Redistributed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        return redistribute(grad, gradient_layout(ctx.src, Layout.of(grad))), None, None
+        return back_to(grad, gradient_layout(ctx.src, Layout.of(grad))), None, None

@@ -10,7 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh import axes_of
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.placement_types import Placement
+
+_EXAMPLE = 'Layout.from_device_mesh(mesh)("dp", "None")'
 
 LayoutLike = Layout | DeviceMesh | Sequence[Any]
 """A `Layout`; a `DeviceMesh`, with placements beside it; or placements or alias entries, where a mesh is known."""
@@ -31,50 +35,66 @@ def read_layout(
         TypeError: something else.
         ValueError: no assignment, no mesh, placements beside a layout that has some, ranks that do not exist.
     """
-    if isinstance(given, Layout) and placements is None:
-        if given.mesh is None:
-            given = _on_known_mesh(asked, given, known)
-        if given.placements is None:
-            names = ", ".join(given.alias_name)
-            blame = "the layout is a mesh without an assignment"
-            hint = f'layout("{given.alias_name[0]}", "None"), or layout() for everything replicated'
-            raise ValueError(explain(asked, blame, f"layout: {given}   axes: {names}", hint))
-        return given
-    mesh: object = given
-    if given is None or (placements is None and _is_entries(given)):
-        mesh, placements = known, placements if given is None else given  # type: ignore[assignment]
-    if isinstance(mesh, Layout):
-        blame = "both a layout with an assignment and placements were given"
-        if mesh.placements is None:
-            return read_layout(asked, mesh(*(placements or ())), None, known)
-        raise ValueError(explain(asked, blame, f"layout: {mesh}   placements: {placements!r}", "one of the two"))
-    if not isinstance(mesh, DeviceMesh):
-        blame = f"layout is a {type(given).__name__}" if known is not None or given is not None else "no mesh is known"
-        hint = 'Layout.from_device_mesh(mesh)("dp", "None"), or mesh and placements'
-        raise TypeError(explain(asked, blame, f"layout: {given!r}   placements: {placements!r}", hint))
-    if placements is None:
-        blame, seen = "a mesh alone does not say where the tensor goes", f"layout: {mesh}"
-        raise ValueError(explain(asked, blame, seen, 'placements=("dp", "None"), or [Shard(0), Replicate()]'))
-    return Layout.from_device_mesh(mesh)(*placements)
+    if isinstance(given, Layout):
+        return _read_assigned(asked, given, placements, known)
+    mesh = given if isinstance(given, DeviceMesh) else known
+    entries: Any = placements if given is None or given is mesh else given
+    seen = f"layout: {given!r}   placements: {placements!r}{_shown(known)}"
+    if entries is None and mesh is not None and mesh is given:
+        blame, first = "a mesh alone does not say where the tensor goes", Layout.from_device_mesh(mesh).alias_name[0]
+        raise ValueError(explain(asked, blame, seen, f'placements=("{first}", "None"), or torch\'s, one per axis'))
+    _check_entries(asked, "placements" if entries is placements else "layout", entries, seen)
+    if entries is given and placements is not None:
+        blame = "entries were given twice, as layout and as placements"
+        raise ValueError(explain(asked, blame, seen, "one of the two"))
+    if mesh is None:
+        blame = "entries do not say which mesh they are for"
+        raise ValueError(explain(asked, blame, seen, f"a mesh before them, or {_EXAMPLE}"))
+    return Layout.from_device_mesh(mesh)(*entries)
 
 
-def _is_entries(given: object) -> bool:
-    return isinstance(given, Sequence) and not isinstance(given, str)
+def _read_assigned(asked: str, given: Layout, placements: Sequence[Any] | None, known: DeviceMesh | None) -> Layout:
+    seen = f"layout: {given}   placements: {placements!r}"
+    if placements is not None:
+        if given.placements is not None:
+            blame = "both a layout with an assignment and placements were given"
+            raise ValueError(explain(asked, blame, seen, "one of the two"))
+        _check_entries(asked, "placements", placements, seen)
+        given = given(*placements)
+    if given.placements is None:
+        first = given.alias_name[0]
+        blame, hint = "the layout is a mesh without an assignment", f'layout("{first}", "None")'
+        raise ValueError(explain(asked, blame, f"layout: {given}", f"{hint}, or layout() for everything replicated"))
+    return given if given.mesh is not None else _on_known_mesh(asked, given, known)
+
+
+def _check_entries(asked: str, name: str, entries: object, seen: str) -> None:
+    if isinstance(entries, Sequence) and not isinstance(entries, str):
+        return
+    blame, hint = f"{name} is a {type(entries).__name__}, not a layout or a sequence of entries", _EXAMPLE
+    if entries is None:
+        blame = "no layout was given"
+    elif isinstance(entries, str):
+        hint = f"({entries!r},), one entry per dim"
+    elif isinstance(entries, Placement):
+        hint = f"[{entries!r}, ...], one placement per axis"
+    raise TypeError(explain(asked, blame, seen, hint))
+
+
+def _shown(known: DeviceMesh | None) -> str:
+    return "" if known is None else f"   mesh of the tensor: {axes_of(known)}"
 
 
 def _on_known_mesh(asked: str, layout: Layout, known: DeviceMesh | None) -> Layout:
+    blame, seen = "the layout was made without a DeviceMesh", f"layout: {layout}{_shown(known)}"
     if known is not None:
-        own = Layout.from_device_mesh(known)
-        if own._axes == layout._axes:
+        if axes_of(known) == layout._axes:
             return layout.with_mesh(known)
-        seen = f"layout: {layout}   mesh of the tensor: {own._axes}"
-    else:
-        seen = f"layout: {layout}"
+        blame += ", and the mesh of the tensor is not the one it is for"
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     if world is not None and max(layout.rank_list) >= world:
         blame = f"the layout is for ranks up to {max(layout.rank_list)}, and there are {world} ranks"
         raise ValueError(explain(asked, blame, seen, f"a mesh of at most {world} ranks"))
-    blame = "the layout was made without a DeviceMesh"
     raise ValueError(explain(asked, blame, seen, "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)"))
 
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -19,7 +21,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.shards import count_parts
-from hyper_parallel.core.redistribute.api import _local, build, gradient_layout, redistribute, torch_form
+from hyper_parallel.core.redistribute.api import _local, back_to, build, gradient_layout, redistribute, torch_form
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
 from hyper_parallel.core.redistribute.groups import group_of
 
@@ -59,19 +61,18 @@ def from_local(
     asked = "cannot make a DTensor from local parts"
     if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
         blame = f"local is a {type(local).__name__}, not a plain tensor"
-        raise TypeError(
-            explain(asked, blame, f"local: {type(local)!r}", "the rank's own part; redistribute(x, layout)")
-        )
+        hint = "redistribute(local, layout) for a DTensor, torch.as_tensor(...) for numbers"
+        raise TypeError(explain(asked, blame, f"local: {type(local)!r}", hint))
     target = read_layout(asked, layout, placements, None)
-    target.splits(max(local.dim(), len(shape) if shape is not None else 0))
-    whole = _agreed_shape(asked, local, target) if shape is None else check_shape(shape, f"layout: {target}")
-    torch_form(target, whole)
+    wanted = (
+        None if grad_layout is None else read_layout(f"{asked} with this grad_layout", grad_layout, None, target.mesh)
+    )
+    sizes = tuple(local.shape) if shape is None else check_shape(shape, f"layout: {target}")
+    for given in (target, wanted or target):
+        torch_form(given, sizes)  # what no shape makes right is said before an exchange
+    whole = _agreed_shape(asked, local, target) if shape is None else sizes
     _check_part(asked, local, target, whole)
-    if grad_layout is None:
-        return _FromLocal.apply(local, target, whole, None)
-    wanted = read_layout(asked, grad_layout, None, target.mesh)
-    torch_form(wanted, whole)
-    return _FromLocal.apply(local, target, whole, wanted)
+    return _FromLocal.apply(local, target, whole, read_grad_layout(asked, wanted, target, whole))
 
 
 def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
@@ -96,19 +97,52 @@ def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch
     """
     asked = "cannot take the local part"
     x = check_dtensor(asked, x)
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        with torch.no_grad():
-            return _local(x)
-    src = Layout.of(x)
-    wanted = None if grad_layout is None else read_layout(asked, grad_layout, None, x.device_mesh)
-    if wanted is not None:
-        torch_form(wanted, x.shape)
-        expected, got = src.local_shape(x.shape), wanted.local_shape(x.shape)
-        if expected != got:
-            blame = f"grad_layout gives this rank a part of shape {got}, and its part of x has {expected}"
-            seen = f"x: {src}   grad_layout: {wanted}"
-            raise ValueError(explain(asked, blame, seen, "the same splits as x, and partial={...} where gradients add"))
-    return _ToLocal.apply(x, src, wanted)
+    wanted = None if grad_layout is None else read_grad_layout(asked, grad_layout, Layout.of(x), x.shape)
+    return take_part(x, wanted, "to_local")
+
+
+def take_part(x: DTensor, grad_layout: Layout | None, verb: str) -> torch.Tensor:
+    """Return this rank's part of a DTensor for a verb that has checked its arguments."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _ToLocal.apply(x, Layout.of(x), grad_layout, verb)
+    with torch.no_grad():
+        local = _local(x)
+    return local.detach() if local.requires_grad else local  # torch's own parts may want a gradient
+
+
+def read_grad_layout(asked: str, grad_layout: LayoutLike | None, layout: Layout, shape: Sequence[int]) -> Layout | None:
+    """Return the layout of the gradient of parts, every one of which has to be the gradient of one part of `layout`.
+
+    Raises:
+        TypeError: no layout.
+        ValueError: one that does not fit, or that gives a rank another part than `layout` does.
+    """
+    if grad_layout is None:
+        return None
+    wanted = read_layout(f"{asked} with this grad_layout", grad_layout, None, layout.mesh)
+    torch_form(wanted, shape)
+    seen, hint = f"layout: {layout}   grad_layout: {wanted}", "the same splits, and partial={...} where gradients add"
+    if sorted(wanted.rank_list) != sorted(layout.rank_list):
+        raise ValueError(explain(asked, "grad_layout lies on other ranks than the parts", seen, hint))
+    if wanted._axes == layout._axes and wanted.splits(len(shape)) == layout.splits(len(shape)):
+        return wanted
+    expected, got = (which.slices(shape)[np.argsort(which.rank_list)] for which in (layout, wanted))
+    differ = (expected != got).any((1, 2))
+    if differ.any():
+        row = int(differ.argmax())
+        rank = sorted(layout.rank_list)[row]
+        blame = f"grad_layout gives rank {rank} {_ranges(got[row])}, and its part is {_ranges(expected[row])}"
+        raise ValueError(explain(asked, blame, seen, hint))
+    return wanted
+
+
+def _ranges(part: npt.NDArray[np.int64]) -> str:
+    """Return a part as one writes it.
+
+    >>> _ranges(np.array([[0, 3], [2, 4]]))
+    '[0:3, 2:4]'
+    """
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in part.tolist())}]"
 
 
 class _FromLocal(torch.autograd.Function):
@@ -123,51 +157,62 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None, None]:
         layout: Layout = ctx.layout
         if ctx.grad_layout is not None:
-            return _local(redistribute(grad, ctx.grad_layout)), None, None, None
+            there = back_to(grad, ctx.grad_layout)
+            return take_part(there, _cotangents(layout, grad.dim(), ("avg",)), "from_local"), None, None, None
         over, kinds = _pending(layout)
         if kinds - {"sum", "avg"}:
             asked = "cannot pass a gradient back through from_local"
             blame = f"copies pend {', '.join(sorted(kinds))}, and whose copy counts is known only when all are compared"
             hint = "redistribute with torch.no_grad(), a sum instead, or grad_layout=... for what you mean"
             raise ValueError(explain(asked, blame, f"layout: {layout}", hint))
-        part = _local(redistribute(grad, layout.reset_partial()))
+        part = take_part(back_to(grad, layout.reset_partial()), _cotangents(layout, grad.dim()), "from_local")
         return part / over if kinds == {"avg"} else part, None, None, None
+
+
+def _cotangents(layout: Layout, ndim: int, kept: tuple[str, ...] = ()) -> Layout | None:
+    """Return how gradients of the gradients of parts lie, for second derivatives: as the parts, where ranks hold the
+    same; to be added, where each holds a copy of its own, or as that is reduced, if it is one of the kinds kept."""
+    if not torch.is_grad_enabled():
+        return None
+    entries = layout.placement_to_tensor_map(ndim).alias_placements or ()
+    kinds = {name: kind if kind in kept else "sum" for name, kind in layout.partial.items()}
+    return Layout._make(layout._axes, mesh=layout.mesh)(*entries, partial=kinds)
 
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, src: Layout, grad_layout: Layout | None) -> torch.Tensor:
-        ctx.src, ctx.grad_layout, ctx.shape = src, grad_layout, x.shape
+    def forward(ctx: Any, x: DTensor, src: Layout, grad_layout: Layout | None, verb: str) -> torch.Tensor:
+        ctx.src, ctx.grad_layout, ctx.verb, ctx.shape = src, grad_layout, verb, x.shape
         local = _local(x)
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None, None]:
         src, given = ctx.src, ctx.grad_layout
         if given is None:
-            _refuse_ambiguous(src, ctx.shape)
+            _refuse_ambiguous(src, ctx.shape, ctx.verb)
             given = src
-        whole = build(grad, given, ctx.shape)
-        return redistribute(whole, gradient_layout(src, given.reset_partial())), None, None
+        if not _pending(given)[1]:  # then nothing is added up, and the result would be in the memory of `grad`
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        whole = _FromLocal.apply(grad, given, ctx.shape, given.reset_partial())
+        return redistribute(whole, gradient_layout(src, given.reset_partial())), None, None, None
 
 
-def _refuse_ambiguous(src: Layout, shape: torch.Size) -> None:
+def _refuse_ambiguous(src: Layout, shape: torch.Size, verb: str) -> None:
     split = {src.alias_name[axis] for chain in src.splits(len(shape)) for axis in chain}
     pairs = zip(src.alias_name, src.mesh_shape, strict=True)
     loose = [name for name, size in pairs if size > 1 and name not in split]
     if loose:
         names = ", ".join(map(repr, loose))
-        asked = "cannot pass a gradient back through to_local"
+        asked = f"cannot pass a gradient back through {verb}"
         blame = (
             f"over {names} ranks hold the same or copies to reduce; their gradients could be one gradient, computed "
             "alike on all, or shares to be added"
         )
-        entries = ", ".join(repr(entry) for entry in src.placement_to_tensor_map(len(shape)).alias_placements or ())
-        same, add = f"({entries})", f"partial={dict.fromkeys(loose, 'sum')!r}"
-        hint = (
-            f"to_local(x, grad_layout={same}) if alike; Layout.of(x)({entries}, {add}) if shares; x.detach() if neither"
-        )
-        raise ValueError(explain(asked, blame, f"x: {src}", hint))
+        entries = src.placement_to_tensor_map(len(shape)).alias_placements or ()
+        add = ", ".join([*map(repr, entries), f"partial={dict.fromkeys(loose, 'sum')!r}"])
+        hint = f"{verb}(x, grad_layout={entries!r}) if alike; Layout.of(x)({add}) if shares; x.detach() if neither"
+        raise ValueError(explain(asked, blame, f"{'x' if verb == 'to_local' else 'result'}: {src}", hint))
 
 
 def _pending(layout: Layout) -> tuple[int, set[str]]:

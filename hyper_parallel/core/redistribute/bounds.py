@@ -11,7 +11,8 @@ import torch
 
 from hyper_parallel.core.dtensor.checks import check_shape
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.holdings import Counts, Holding
+from hyper_parallel.core.redistribute.counting import Counts
+from hyper_parallel.core.redistribute.holdings import Holding
 from hyper_parallel.core.redistribute.read import check_layout, transition_of
 from hyper_parallel.core.redistribute.transition import Transition
 

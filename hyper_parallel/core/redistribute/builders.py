@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -10,7 +9,9 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.shards import split_points
 from hyper_parallel.core.redistribute import cost
-from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, edges, meet, volume
+from hyper_parallel.core.redistribute.counting import Counts, coordinate, edges
+from hyper_parallel.core.redistribute.holdings import Holding
+from hyper_parallel.core.redistribute.nodes import Nodes
 from hyper_parallel.core.redistribute.steps import Fill, Kind, Located, Step
 from hyper_parallel.core.redistribute.transition import Transition
 
@@ -26,6 +27,7 @@ class Builder:
     def __init__(self, task: Transition, on: cost.Topology) -> None:
         self.task = task
         self.on = on
+        self.nodes = Nodes(task.ranks, task.sizes, on.ranks_per_node)
 
     # -- steps without communication -----------------------------------------------------------------------------------
 
@@ -45,7 +47,7 @@ class Builder:
         """Reduce copies over some axes; every rank gets the result."""
         ways = self.task.ways(axes)
         total = held.counts() * self.task.itemsize
-        place = _place_in_group(self.task, tuple(axes))
+        place = self.nodes.place(axes)
         own = total * (place + 1) // ways - total * place // ways  # of a reduce_scatter, before the all_gather
         moved = total + (ways - 2) * own
         return self._step("all_reduce", axes, held, held, moved, sent=moved, reduces=axes)
@@ -55,10 +57,8 @@ class Builder:
         ways = self.task.ways(axes)
         own = after.counts() * self.task.itemsize
         sent = self.task.along(own, axes) - own
-        extra = before.counts() * self.task.itemsize * 2
         return self._step(
-            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, extra=extra, copied=before.counts(),
-            reduces=axes,
+            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, copied=before.counts(), reduces=axes,
         )  # fmt: skip
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class Builder:
         task = self.task
         copies = task.ways(reduces)
         need, have = after.counts(), before.counts()
-        both = have if inside else (before.overlaps(after) if after.plain else after.overlaps(before))
+        both = have if inside else before.overlaps(after)
         missing = copies * need - both
         if not missing.any():
             return None
@@ -91,11 +91,10 @@ class Builder:
         if not reduces and owners == 1 and (task.along(have, axes) == need).all():
             kind = "all_gather"
         estimate = missing if sent is None else sent
-        far = self._far(before, after, axes, alike, missing, both)
-        extra = (missing + (need if kind == "all_gather" else estimate)) * task.itemsize
+        far = self._far(before, after, axes, alike, reduces, missing, both)
         known = sent * task.itemsize if exact and sent is not None else None
         return self._step(
-            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, extra=extra,
+            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate,
             copied=need if kind == "all_gather" else missing + estimate, far=far, reduces=reduces,
         )  # fmt: skip
 
@@ -105,6 +104,8 @@ class Builder:
         Both holdings are plain. The ranks that lack a part are matched, in order, with the ranks that have it.
         """
         task = self.task
+        if after.counts().max() > before.counts().max():
+            return None
         need_at, single = _blocks(before, after)
         if not single:
             return None
@@ -120,23 +121,8 @@ class Builder:
             return None
         missing = np.where(lacking, after.counts(), 0)
         return self._step(
-            "permute", axes, before, after, missing * task.itemsize, estimate=missing,
-            extra=2 * missing * task.itemsize, copied=missing, far=missing if self._crosses(axes) else None,
-        )  # fmt: skip
-
-    def exchange_parts(self, before: Holding, after: Holding, axes: Sequence[int]) -> Step | None:
-        """Move to each rank what it needs and does not have, where neither side is plain: counted rank by rank."""
-        task = self.task
-        missing = np.zeros(task.sizes, dtype=np.int64)
-        for at in np.ndindex(*task.sizes):
-            need, have = after.part(at), before.part(at)
-            both = meet(need, have)
-            missing[at] = volume(need) - (volume(both) if both is not None else 0)
-        if not missing.any():
-            return None
-        return self._step(
-            "all_to_all", axes, before, after, missing * task.itemsize, estimate=missing,
-            extra=2 * missing * task.itemsize, copied=2 * missing, far=missing if self._crosses(axes) else None,
+            "permute", axes, before, after, missing * task.itemsize, estimate=missing, copied=missing,
+            far=missing if self.nodes.crosses(axes) else None,
         )  # fmt: skip
 
     def _sent(
@@ -161,51 +147,41 @@ class Builder:
             return None
         return -(-(asked - own) // task.ways(alike))
 
-    # -- where the ranks sit -------------------------------------------------------------------------------------------
-
-    def _crosses(self, axes: Sequence[int]) -> bool:
-        """Return whether groups over these axes reach over several nodes."""
-        return _ranks_per_node(self.task, tuple(axes), self.on.ranks_per_node) < self.task.ways(axes)
-
-    def near_axes(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """Return those axes whose ranks share a node, together with those before them."""
-        near: tuple[int, ...] = ()
-        for axis in sorted(axes, reverse=True):
-            if not self._crosses((*near, axis)):
-                near = (*near, axis)
-        return tuple(sorted(near))
-
     def _far(
-        self, before: Holding, after: Holding, axes: Sequence[int], alike: Iterable[int], missing: Counts, both: Counts
-    ) -> Counts:
+        self, before: Holding, after: Holding, axes: Sequence[int], alike: Iterable[int], reduces: Sequence[int],
+        missing: Counts, both: Counts,
+    ) -> Counts:  # fmt: skip
         """Return what each rank receives from other nodes, in elements."""
-        if not self._crosses(axes):
+        task = self.task
+        if not self.nodes.crosses(axes):
             return np.zeros(1, dtype=np.int64)
-        distant = [axis for axis in axes if axis not in self.near_axes(axes)]
-        if not before.plain or not after.plain:
+        if not before.plain:
             return missing
-        close = after.restricted(before.splits, distant).counts()
-        spread = self.task.ways(axis for axis in alike if axis in distant)
+        near = self.nodes.near_axes(axes)
+        distant = [axis for axis in axes if axis not in near]
+        node = Holding(task.sizes, task.shape, ((),) * len(task.shape)).restricted(before.splits, distant)
+        close = after.overlaps(node) * task.ways(axis for axis in reduces if axis in near)
+        spread = task.ways(axis for axis in alike if axis in distant)
         return np.maximum(missing - (close - both) // spread, 0)
 
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(
         self, kind: Kind, axes: Sequence[int], before: Holding, after: Holding, received: Counts, *,
-        sent: Counts | None = None, estimate: Counts | None = None, extra: Counts | None = None,
-        copied: Counts | None = None, far: Counts | None = None, reduces: Sequence[int] = (), fill: Fill | None = None,
+        sent: Counts | None = None, estimate: Counts | None = None, copied: Counts | None = None,
+        far: Counts | None = None, reduces: Sequence[int] = (), fill: Fill | None = None,
     ) -> Step:  # fmt: skip
         """Make a step and price it.
 
         Args:
-            received, sent, extra: in bytes.
+            received, sent: in bytes.
             estimate: what is sent, in elements, where the exact number takes enumeration.
             copied, far: in elements.
         """
         task, size = self.task, self.task.itemsize
         chosen = tuple(sorted(axes))
         moved = max(_most(received), _most(sent), _most(estimate) * size)
-        ranks, per_node = task.ways(chosen), _ranks_per_node(task, chosen, self.on.ranks_per_node)
+        ranks, per_node = task.ways(chosen), self.nodes.share(chosen)
         if kind == "permute":
             ranks, per_node = 2, 2 if per_node == ranks else 1
         load = cost.Load(ranks, per_node, moved, min(_most(far) * size, moved), _most(copied) * size)
@@ -213,10 +189,9 @@ class Builder:
             sent = received
         return Step(
             kind=kind,
-            axes=tuple(task.names[axis] for axis in chosen),
+            axes=tuple(dict.fromkeys(task.names[axis] for axis in chosen)),
             group_size=task.ways(chosen),
             recv_bytes=_flat(received, task),
-            peak_extra_bytes=_most(extra),
             seconds=cost.seconds(kind, load, self.on),
             before=Located(before, task.ranks),
             after=Located(after, task.ranks),
@@ -227,6 +202,8 @@ class Builder:
             reduction=task.reduction if reduces else None,
             fill=fill,
             known_send_bytes=None if sent is None else _flat(sent, task),
+            estimated_send_bytes=None if estimate is None else _flat(estimate * size, task),
+            latency=cost.latency(load, self.on),
         )
 
 
@@ -245,38 +222,14 @@ def _zeros(task: Transition) -> Counts:
 
 
 def _same(left: Holding, right: Holding) -> bool:
-    """Return whether every rank holds the same in both; one of them is plain, or they are written alike."""
+    """Return whether every rank holds the same in both."""
     if left == right:
         return True
-    if not left.plain and not right.plain:
-        return False
-    both = left.overlaps(right) if right.plain else right.overlaps(left)
+    both = left.overlaps(right)
     return bool((both == left.counts()).all() and (both == right.counts()).all())
 
 
 @lru_cache(maxsize=256)
-def _place_in_group(task: Transition, axes: tuple[int, ...]) -> Counts:
-    """Return, on every rank, its place among the sorted ranks of its group over some axes."""
-    ranks = np.asarray(task.ranks).reshape(task.sizes)
-    last = range(-len(axes), 0)
-    moved = np.moveaxis(ranks, axes, last)
-    order = moved.reshape(-1, task.ways(axes)).argsort(axis=1).argsort(axis=1)
-    return np.moveaxis(order.reshape(moved.shape), last, axes)
-
-
-@lru_cache(maxsize=256)
-def _ranks_per_node(task: Transition, axes: tuple[int, ...], ranks_per_node: int | None) -> int:
-    """Return how many ranks of a group over these axes share a node, at least."""
-    if ranks_per_node is None or not axes:
-        return task.ways(axes)
-    nodes = np.asarray(task.ranks).reshape(task.sizes) // ranks_per_node
-    rows = np.moveaxis(nodes, axes, range(-len(axes), 0)).reshape(-1, task.ways(axes))
-    ordered = np.sort(rows, axis=1)
-    starts = np.ones_like(ordered, dtype=bool)
-    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    return math.ceil(rows.shape[1] / int(starts.sum(axis=1).max()))
-
-
 def _blocks(blocks: Holding, held: Holding) -> tuple[Counts, bool]:
     """Number, on every rank, the block of one layout that that which it holds in another lies in; also whether
     one always does.

@@ -70,7 +70,7 @@ class Topology:
 
     @property
     def counts_bytes_only(self) -> bool:
-        """Whether no link has a latency: then the fewest bytes win, whatever the number of steps."""
+        """Whether no link has a latency: then the fewest bytes win, and of such plans the one that is over first."""
         return all(link is None or link.latency == link.per_rank == 0 for link in (self.intra, self.inter))
 
 
@@ -153,16 +153,25 @@ def seconds(kind: str, load: Load, on: Topology) -> float:
         on: the topology.
     """
     local = 2 * load.copied / on.memory_bandwidth  # read and written
+    return local + latency(load, on) + _moving(kind, load, on)
+
+
+def latency(load: Load, on: Topology) -> float:
+    """Return the part of the time that a collective takes however little it moves."""
     if load.ranks == 1:
-        return local
+        return 0.0
+    link = on.intra if on.inter is None or load.per_node == load.ranks else on.inter
+    return link.latency + link.per_rank * (load.ranks - 1)
+
+
+def _moving(kind: str, load: Load, on: Topology) -> float:
+    """Return the part of the time that grows with the bytes moved."""
     near, far = on.intra, on.inter
     if far is None or load.per_node == load.ranks:
-        return local + near.latency + near.per_rank * (load.ranks - 1) + load.moved / near.bandwidth
+        return load.moved / near.bandwidth
     if kind not in _RINGS:
-        moving = max((load.moved - load.far) / near.bandwidth, load.far / far.bandwidth)
-    elif on.multi_rail:
-        crossing = load.moved * (load.ranks - load.per_node) / (load.ranks - 1) / load.per_node
-        moving = max(load.moved / near.bandwidth, crossing / far.bandwidth)
-    else:
-        moving = load.moved / far.bandwidth
-    return local + far.latency + far.per_rank * (load.ranks - 1) + moving
+        return max((load.moved - load.far) / near.bandwidth, load.far / far.bandwidth)
+    if not on.multi_rail:
+        return load.moved / far.bandwidth
+    crossing = load.moved * (load.ranks - load.per_node) / (load.ranks - 1) / load.per_node
+    return max(load.moved / near.bandwidth, crossing / far.bandwidth)

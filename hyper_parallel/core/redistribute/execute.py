@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.redistribute.groups import group_of
-from hyper_parallel.core.redistribute.moves import Moves, local_moves, moves, shape_of
+from hyper_parallel.core.redistribute.moves import Moves, Place, local_moves, moves, shape_of
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.steps import Step
 
@@ -194,7 +194,7 @@ def _packed(work: Moves, held: torch.Tensor) -> torch.Tensor:
         return held.view(-1)
     packed = held.new_empty(sum(work.sends))
     for place in work.pack_anyway:
-        packed[place.start : place.stop].view(place.shape).copy_(held[place.index])
+        place.of(packed).copy_(held[place.index])
     return packed
 
 
@@ -203,15 +203,20 @@ def _unpacked(work: Moves, held: torch.Tensor, arrived: torch.Tensor) -> torch.T
     if work.unpack is None:
         return arrived.view(work.need)
     if work.join is not None:
-        return torch.cat([arrived[p.start : p.stop].view(p.shape) for p in work.unpack], work.join)
+        return torch.cat([arrived[p.start : p.stop].view(p.shape) for p in _pieces(work.unpack)], work.join)
     result = held.new_empty(work.need)
     _unpack(work, held, arrived, result)
     return result
 
 
+def _pieces(places: Sequence[Place]) -> list[Place]:
+    """Return one place per piece."""
+    return list({place.start: place for place in places}.values())
+
+
 def _unpack(work: Moves, held: torch.Tensor, arrived: torch.Tensor, result: torch.Tensor) -> None:
     for place in work.unpack or ():
-        result[place.index].copy_(arrived[place.start : place.stop].view(place.shape))
+        result[place.index].copy_(place.of(arrived))
     for target, source, _ in work.own:
         result[target].copy_(held[source])
 
@@ -220,7 +225,7 @@ def _reduced(step: Step, work: Moves, held: torch.Tensor, arrived: torch.Tensor)
     """Put the pieces of every copy together, and reduce the copies in their order."""
     rows = held.new_empty((work.copies, *work.need))
     for place in work.unpack or ():
-        rows[place.copy][place.index].copy_(arrived[place.start : place.stop].view(place.shape))
+        rows[place.copy][place.index].copy_(place.of(arrived))
     for target, source, copy in work.own:
         rows[copy][target].copy_(held[source])
     return _reduce(rows, step.reduction)

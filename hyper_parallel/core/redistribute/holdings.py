@@ -20,20 +20,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from hyper_parallel.core.dtensor.shards import Splits, chunk
+from hyper_parallel.core.redistribute import counting
+from hyper_parallel.core.redistribute.counting import Comb
+from hyper_parallel.core.redistribute.counting import Counts as Counts  # the callers' word for arrays of counts
 
-from hyper_parallel.core.dtensor.shards import Splits, chunk, split_points
-
-Counts = npt.NDArray[np.int64]
 Intervals = tuple[tuple[int, int], ...]
 Part = tuple[Intervals, ...]
 """Per dim the intervals that a rank holds, sorted, apart from each other and not empty; the part is their product."""
-
-Comb = tuple[tuple[int, ...], tuple[int, ...]]
-"""A chain of axes that split a dim, outer first, and those of them whose coordinate is fixed to the rank's own."""
 
 
 @dataclass(frozen=True)
@@ -83,41 +78,42 @@ class Holding:
             combs.append((chain, axes) if axes else None)
         return replace(self, combs=tuple(combs) if any(combs) else ())
 
+    def axes_of(self, dim: int) -> frozenset[int]:
+        """Return the axes that what a rank holds of a dim depends on."""
+        comb = self.combs[dim] if self.combs else None
+        shared = self.share[1] if self.share is not None and self.share[0] == dim else ()
+        return frozenset((*self.splits[dim], *(comb[1] if comb is not None else ()), *shared))
+
     def part(self, coordinates: Sequence[int]) -> Part:
         """Return what the rank at these mesh coordinates holds."""
         if any(coordinates[axis] for axis in self.first):
             return ((),) * len(self.shape)
-        part: list[Intervals] = []
-        for dim, size in enumerate(self.shape):
-            start = 0
-            for axis in self.splits[dim]:
-                offset, size = chunk(size, self.sizes[axis], coordinates[axis])
-                start += offset
-            held: Intervals = ((start, start + size),) if size else ()
-            if self.combs and (comb := self.combs[dim]) is not None:
-                fixed = tuple(coordinates[axis] if axis in comb[1] else None for axis in comb[0])
-                held = intersect(held, teeth(self.shape[dim], tuple(self.sizes[axis] for axis in comb[0]), fixed))
-            part.append(held)
-        if self.share is not None:
-            dim, axes = self.share
+        return tuple(self.part_of_dim(dim, coordinates) for dim in range(len(self.shape)))
+
+    def part_of_dim(self, dim: int, coordinates: Sequence[int]) -> Intervals:
+        """Return which indices of a dim the rank at these mesh coordinates holds, `first` left aside."""
+        start, size = 0, self.shape[dim]
+        for axis in self.splits[dim]:
+            offset, size = chunk(size, self.sizes[axis], coordinates[axis])
+            start += offset
+        held: Intervals = ((start, start + size),) if size else ()
+        if self.combs and (comb := self.combs[dim]) is not None:
+            fixed = tuple(coordinates[axis] if axis in comb[1] else None for axis in comb[0])
+            held = intersect(held, teeth(self.shape[dim], tuple(self.sizes[axis] for axis in comb[0]), fixed))
+        if self.share is not None and self.share[0] == dim:
             index, parts = 0, 1
-            for axis in axes:
+            for axis in self.share[1]:
                 index, parts = index * self.sizes[axis] + coordinates[axis], parts * self.sizes[axis]
-            offset, count = chunk(length(part[dim]), parts, index)
-            part[dim] = cut(part[dim], offset, count)
-        return tuple(part)
+            held = cut(held, *chunk(length(held), parts, index))
+        return held
 
     def counts(self) -> Counts:
         """Return how many elements each rank holds, in an array of the shape of the mesh."""
-        return _counts(self)
+        return counting.counts(self)
 
     def overlaps(self, other: Holding) -> Counts:
-        """Return how many elements each rank holds in both; `other` is plain.
-
-        The array has the shape of the mesh.
-        """
-        assert other.plain, "only the left side may be more than a layout"
-        return _overlaps(self, other)
+        """Return how many elements each rank holds in both, in an array of the shape of the mesh."""
+        return counting.overlaps(self, other)
 
 
 # -- arithmetic of intervals -----------------------------------------------------------------------------------------
@@ -240,131 +236,3 @@ def boxes(part: Part) -> list[tuple[tuple[int, int], ...]]:
     [((0, 1), (0, 3)), ((4, 5), (0, 3))]
     """
     return list(itertools.product(*part))
-
-
-# -- all ranks at once -----------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1024)
-def edges(size: int, sizes: tuple[int, ...], chain: tuple[int, ...]) -> tuple[Counts, Counts]:
-    """Return start and stop of what each rank gets of a dim, in arrays that broadcast over the mesh."""
-    start, stop = split_points(size, sizes, chain)
-    order = sorted(range(len(chain)), key=chain.__getitem__)
-    broad = [sizes[axis] if axis in chain else 1 for axis in range(len(sizes))]
-    found = start.transpose(order).reshape(broad), stop.transpose(order).reshape(broad)
-    for array in found:
-        array.flags.writeable = False
-    return found
-
-
-class _Ruler:
-    """Counts the elements of a comb that lie below a point, on every rank at once."""
-
-    def __init__(self, size: int, sizes: tuple[int, ...], comb: Comb | None) -> None:
-        self._comb = comb
-        if comb is None:
-            return
-        chain, fixed = comb
-        start, stop = split_points(size, sizes, chain)
-        places = [place for place, axis in enumerate(chain) if axis in fixed]
-        free = [place for place, axis in enumerate(chain) if axis not in fixed]
-        rows = math.prod(sizes[chain[place]] for place in places)
-        start = start.transpose(places + free).reshape(rows, -1)
-        stop = stop.transpose(places + free).reshape(rows, -1)
-        self._row: Counts = np.zeros((1,) * len(sizes), dtype=np.int64)
-        for place in places:
-            axis = chain[place]
-            broad = [1] * len(sizes)
-            broad[axis] = sizes[axis]
-            self._row = self._row * sizes[axis] + np.arange(sizes[axis]).reshape(broad)
-        self._start, self._stop = start.ravel(), stop.ravel()
-        self._columns = start.shape[1]
-        before = np.zeros((rows, self._columns), dtype=np.int64)
-        np.cumsum((stop - start)[:, :-1], axis=1, out=before[:, 1:])
-        self._before = before.ravel()
-        self._step = size + 1
-        self._keys = (start + np.arange(rows)[:, None] * self._step).ravel()
-
-    def below(self, point: Counts) -> Counts:
-        """Return how many elements of the rank's comb are smaller than `point`, which broadcasts over the mesh."""
-        if self._comb is None:
-            return point
-        if self._columns == 1:
-            start, stop = self._start[self._row], self._stop[self._row]
-            return np.clip(point, start, stop) - start
-        row, point = np.broadcast_arrays(self._row, point)
-        index = np.searchsorted(self._keys, row * self._step + point, side="right") - 1
-        none = index < row * self._columns
-        index = np.maximum(index, row * self._columns)
-        inside = np.minimum(point, self._stop[index]) - self._start[index]
-        return np.where(none, 0, self._before[index] + np.maximum(inside, 0))
-
-
-@lru_cache(maxsize=1024)
-def _ruler(size: int, sizes: tuple[int, ...], comb: Comb | None) -> _Ruler:
-    return _Ruler(size, sizes, comb)
-
-
-def coordinate(sizes: Sequence[int], axes: Sequence[int]) -> Counts:
-    """Return the joint coordinate of every rank on some axes, first axis slowest; it broadcasts over the mesh."""
-    joint: Any = np.zeros((1,) * len(sizes), dtype=np.int64)
-    for axis in axes:
-        broad = [1] * len(sizes)
-        broad[axis] = sizes[axis]
-        joint = joint * sizes[axis] + np.arange(sizes[axis], dtype=np.int64).reshape(broad)
-    return joint
-
-
-def chunks(size: Counts, parts: int, index: Counts) -> tuple[Counts, Counts]:
-    """Return start and length of a chunk, for many sizes and indices at once; see `shards.chunk`."""
-    full = -(-size // parts)
-    start = np.minimum(size, full * index)
-    return start, np.minimum(full, size - start)
-
-
-@lru_cache(maxsize=1024)
-def _counts(held: Holding) -> Counts:
-    total = np.ones((1,) * len(held.sizes), dtype=np.int64)
-    for dim in range(len(held.shape)):
-        total = total * _extent(held, dim)
-    return _spread(held, total)
-
-
-def _extent(held: Holding, dim: int) -> Counts:
-    """Return how many indices of a dim each rank holds."""
-    start, stop = edges(held.shape[dim], held.sizes, held.splits[dim])
-    comb = held.combs[dim] if held.combs else None
-    ruler = _ruler(held.shape[dim], held.sizes, comb)
-    extent: Counts = ruler.below(stop) - ruler.below(start)
-    if held.share is not None and held.share[0] == dim:
-        axes = held.share[1]
-        return chunks(extent, math.prod(held.sizes[a] for a in axes), coordinate(held.sizes, axes))[1]
-    return extent
-
-
-@lru_cache(maxsize=1024)
-def _overlaps(held: Holding, other: Holding) -> Counts:
-    total = np.ones((1,) * len(held.sizes), dtype=np.int64)
-    for dim, size in enumerate(held.shape):
-        start, stop = edges(size, held.sizes, held.splits[dim])
-        low, high = edges(size, held.sizes, other.splits[dim])
-        ruler = _ruler(size, held.sizes, held.combs[dim] if held.combs else None)
-        base = ruler.below(start)
-        first = ruler.below(np.clip(low, start, stop)) - base
-        last = ruler.below(np.clip(high, start, stop)) - base
-        if held.share is not None and held.share[0] == dim:
-            axes = held.share[1]
-            parts, index = math.prod(held.sizes[a] for a in axes), coordinate(held.sizes, axes)
-            offset, count = chunks(ruler.below(stop) - base, parts, index)
-            first, last = np.maximum(first, offset), np.minimum(last, offset + count)
-        total = total * np.maximum(last - first, 0)
-    return _spread(held, total)
-
-
-def _spread(held: Holding, total: Counts) -> Counts:
-    """Apply `first`, fill the shape of the mesh, and seal the array, which is shared."""
-    if held.first:
-        total = np.where(coordinate(held.sizes, held.first) == 0, total, 0)
-    full = np.ascontiguousarray(np.broadcast_to(total, held.sizes))
-    full.flags.writeable = False
-    return full

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from hyper_parallel.core.redistribute.exchange import Piece, Program, program
-from hyper_parallel.core.redistribute.holdings import Intervals, Part, boxes, length
+from hyper_parallel.core.redistribute.holdings import Intervals, Part, boxes, cut, length
 from hyper_parallel.core.redistribute.steps import Step
 
 Index = tuple[slice, ...]
@@ -16,21 +17,28 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """A box of a tensor, and its run of elements in a flat buffer.
+    """A box of a tensor, and where it lies in a flat buffer, in which every piece is a tensor of its own.
 
     Attributes:
-        index: the box.
-        start: where the run starts.
+        index: the box in the tensor.
+        start: where the piece starts in the buffer.
         stop: where it ends.
-        shape: of the box.
-        copy: which of the copies to reduce the box belongs to.
+        shape: of the piece.
+        within: the box in the piece; None: it is all of it.
+        copy: which of the copies to reduce the piece belongs to.
     """
 
     index: Index
     start: int
     stop: int
     shape: tuple[int, ...]
-    copy: int = 0
+    within: Index | None
+    copy: int
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the box in a buffer."""
+        piece = buffer[self.start : self.stop].view(self.shape)
+        return piece if self.within is None else piece[self.within]
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ def moves(step: Step, rank: int, round_: int = 0) -> Moves:
         receives=_splits(receives, size),
         pack=None if _in_order(sends, work.have) else pack,
         pack_anyway=pack,
-        unpack=None if work.copies == 1 and not own and _in_order(receives, work.need) else unpack,
+        unpack=None if step.rounds == 1 == work.copies and not own and _in_order(receives, work.need) else unpack,
         join=join,
         own=tuple(
             (index_of(work.need, box), index_of(work.have, box), piece.copy)
@@ -138,11 +146,11 @@ def _offset(intervals: Intervals, start: int) -> int:
 def _places(pieces: Iterable[Piece], holder: Part | None) -> tuple[Place, ...]:
     found, at = [], 0
     for piece in pieces:
-        for box in boxes(piece.part):
-            shape = tuple(stop - start for start, stop in box)
-            count = math.prod(shape)
-            found.append(Place(index_of(holder, box), at, at + count, shape, piece.copy))
-            at += count
+        shape, all_boxes = shape_of(piece.part), boxes(piece.part)
+        for box in all_boxes:
+            within = index_of(piece.part, box) if len(all_boxes) > 1 else None
+            found.append(Place(index_of(holder, box), at, at + piece.volume, shape, within, piece.copy))
+        at += piece.volume
     return tuple(found)
 
 
@@ -182,9 +190,10 @@ def _along(pieces: Sequence[Piece], whole: Part, dim: int) -> bool:
     for piece in pieces:
         if any(piece.part[other] != whole[other] for other in range(len(whole)) if other != dim):
             return False
-        if len(piece.part[dim]) != 1 or _offset(whole[dim], piece.part[dim][0][0]) != at:
+        count = length(piece.part[dim])
+        if piece.part[dim] != cut(whole[dim], at, count):
             return False
-        at += length(piece.part[dim])
+        at += count
     return at == length(whole[dim])
 
 

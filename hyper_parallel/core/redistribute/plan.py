@@ -7,7 +7,7 @@ only, so every rank derives the same plan; and it is a pure function, so plans a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -20,10 +20,10 @@ from hyper_parallel.core.redistribute import cross
 from hyper_parallel.core.redistribute.builders import Builder
 from hyper_parallel.core.redistribute.candidates import candidates
 from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
-from hyper_parallel.core.redistribute.holdings import Counts
+from hyper_parallel.core.redistribute.counting import Counts
 from hyper_parallel.core.redistribute.read import check_layout, transition_of
 from hyper_parallel.core.redistribute.rounds import bounded
-from hyper_parallel.core.redistribute.steps import Step
+from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 
 _SUFFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -155,7 +155,7 @@ def _cached(
     shape = _check(src, dst, shape, dtype, topology, max_extra_bytes)
     on = topology or BYTES_ONLY
     src, dst = src.with_mesh(None), dst.with_mesh(None)
-    task = transition_of(src, dst, shape, dtype.itemsize)
+    task = transition_of(src, dst, shape, dtype.itemsize, on.ranks_per_node)
     ranks: range | tuple[int, ...]
     if task is None:
         ranks, ways = cross.ways(src, dst, shape, dtype.itemsize, on)
@@ -163,28 +163,8 @@ def _cached(
         ranks, ways = task.ranks, list(candidates(task, Builder(task, on)))
     if max_extra_bytes is not None:
         ways = bounded(ways, max_extra_bytes, f"from: {src}   to: {dst}   global_shape: {shape}")
-    best = min(ways, key=lambda steps: _rank(steps, on))
-    return Plan(src, dst, shape, dtype, on, ranks, tuple(_with_live(best)))
-
-
-def _rank(steps: Sequence[Step], on: Topology) -> tuple[float, ...]:
-    """Return what ways are compared by, smaller is better."""
-    received = sum(int(step.recv_bytes.sum()) for step in steps)
-    time, count = sum(step.seconds for step in steps), sum(step.communicates for step in steps)
-    return (received, count, time) if on.counts_bytes_only else (time, received, count)
-
-
-def _with_live(steps: Sequence[Step]) -> list[Step]:
-    """Add to each step's memory what earlier steps left for it that is neither source nor result."""
-    result = []
-    for index, step in enumerate(steps):
-        kept = 0
-        if index > 0:
-            kept += int(step.before.holding.counts().max(initial=0)) * step.itemsize
-        if index < len(steps) - 1:
-            kept += int(step.after.holding.counts().max(initial=0)) * step.itemsize
-        result.append(replace(step, peak_extra_bytes=step.peak_extra_bytes + kept))
-    return result
+    best = min(ways, key=lambda steps: price(steps, on))
+    return Plan(src, dst, shape, dtype, on, ranks, tuple(with_kept(best)))
 
 
 def _check(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.shards import Splits
+from hyper_parallel.core.redistribute.pieces import cut_at_nodes, on_common_mesh
 from hyper_parallel.core.redistribute.transition import LINEAR, Transition
 
 
@@ -30,18 +27,23 @@ def check_layout(asked: str, name: str, layout: object, shape: tuple[int, ...], 
         raise ValueError(explain(asked, blame, seen, hint))
 
 
-def transition_of(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> Transition | None:
+def transition_of(
+    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, ranks_per_node: int | None = None
+) -> Transition | None:
     """Return the transition between two layouts of one mesh, or None when they lie on meshes that do not agree.
 
     Two meshes of the same ranks in the same order agree when their axes can be cut into the same smaller ones, and the
-    tensor divides evenly where that matters.
+    tensor divides evenly where that matters. Axes that nodes cut are cut likewise, where that is possible.
     """
-    if not (src.mesh_shape == dst.mesh_shape and src.alias_name == dst.alias_name and src.rank_list == dst.rank_list):
-        pair = _on_common_mesh(src, dst, shape)
-        if pair is None:
+    names = src.alias_name
+    if not (src.mesh_shape == dst.mesh_shape and names == dst.alias_name and src._axes.ranks == dst._axes.ranks):
+        common = on_common_mesh(src, dst, shape)
+        if common is None:
             return None
-        src, dst = pair
-    sizes, names = src.mesh_shape, src.alias_name
+        src, dst, names = common
+    if ranks_per_node is not None:
+        src, dst, names = cut_at_nodes(src, dst, names, shape, ranks_per_node)
+    sizes = src.mesh_shape
     before = _pending(src)
     after = _pending(dst)
     keeps, times, over = [], 1, 1
@@ -83,47 +85,3 @@ def _real(layout: Layout, ndim: int) -> Splits:
     """Return the splits per dim, without axes of one rank."""
     sizes = layout.mesh_shape
     return tuple(tuple(axis for axis in chain if sizes[axis] > 1) for chain in layout.splits(ndim))
-
-
-def _on_common_mesh(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Layout, Layout] | None:
-    """Write two layouts on one mesh whose axes are pieces of the axes of both, or return None."""
-    if src.rank_list != dst.rank_list:
-        return None
-    strides = sorted({*_strides(src.mesh_shape), *_strides(dst.mesh_shape)})
-    if any(large % small for small, large in itertools.pairwise(strides)):
-        return None
-    sizes = [large // small for small, large in itertools.pairwise(strides)][::-1] or [1]
-    places = strides[:-1][::-1] or [1]  # the stride of each small axis
-    mesh = Layout(sizes, [f"piece{index}" for index in range(len(sizes))], src.rank_list)
-    pair = [_in_pieces(layout, mesh, places, shape) for layout in (src, dst)]
-    return None if pair[0] is None or pair[1] is None else (pair[0], pair[1])
-
-
-def _strides(sizes: Sequence[int]) -> list[int]:
-    """Return the stride of each axis, and the number of all ranks.
-
-    >>> _strides((2, 4))
-    [1, 4, 8]
-    """
-    found = [1]
-    for size in reversed(sizes):
-        found.append(found[-1] * size)
-    return found
-
-
-def _in_pieces(layout: Layout, mesh: Layout, places: Sequence[int], shape: tuple[int, ...]) -> Layout | None:
-    """Write a layout on the mesh of pieces; None where cutting an axis in two would split a dim otherwise."""
-    sizes = layout.mesh_shape
-    strides = list(reversed(_strides(sizes)[:-1]))
-    pieces: list[tuple[str, ...]] = []
-    for size, stride in zip(sizes, strides, strict=True):
-        mine = [name for name, place in zip(mesh.alias_name, places, strict=True) if stride <= place < stride * size]
-        pieces.append(tuple(mine))
-    entries = []
-    for dim, chain in enumerate(layout.splits(len(shape))):
-        cut = any(len(pieces[axis]) > 1 for axis in chain)
-        if cut and shape[dim] % math.prod(sizes[axis] for axis in chain):
-            return None
-        entries.append(tuple(name for axis in chain for name in pieces[axis]) or None)
-    partial = {name: kind for axis, kind in layout.partial.items() for name in pieces[layout.alias_name.index(axis)]}
-    return mesh(*entries, partial=partial)

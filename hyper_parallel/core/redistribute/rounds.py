@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.redistribute.exchange import program
-from hyper_parallel.core.redistribute.steps import Step
-
-_MANY_RANKS = 64  # beyond, what a round takes is estimated, not counted rank by rank
+from hyper_parallel.core.redistribute.steps import Step, with_kept
 
 
-def bounded(ways: Sequence[list[Step]], limit: int, seen: str) -> list[list[Step]]:
+def bounded(ways: Sequence[Sequence[Step]], limit: int, seen: str) -> list[list[Step]]:
     """Return the ways that stay within a limit, their exchanges cut into as many rounds as that takes.
 
     Args:
@@ -23,61 +20,43 @@ def bounded(ways: Sequence[list[Step]], limit: int, seen: str) -> list[list[Step
     Raises:
         ValueError: none does, with the least limit that one meets.
     """
-    found, least = [], None
+    found, least = [], []
     for steps in ways:
-        fitted = [_fit(step, limit - _kept(steps, index)) for index, step in enumerate(steps)]
-        needs = [need for need, _ in fitted]
-        if all(step is not None for _, step in fitted):
-            found.append([step for _, step in fitted if step is not None])
+        fitted = [_fit(step, limit) for step in with_kept(steps)]
+        if all(step.peak_extra_bytes <= limit for step in fitted):
+            found.append(fitted)
         else:
-            need = max(need + _kept(steps, index) for index, need in enumerate(needs))
-            least = need if least is None else min(least, need)
+            least.append(max(step.peak_extra_bytes for step in fitted))
     if not found:
         asked = f"cannot redistribute within max_extra_bytes={limit}"
         blame = "even in the smallest pieces, every plan takes more"
-        raise ValueError(explain(asked, blame, seen, f"max_extra_bytes={least}"))
+        raise ValueError(explain(asked, blame, seen, f"max_extra_bytes={min(least)}"))
     return found
 
 
-def _kept(steps: Sequence[Step], index: int) -> int:
-    """Return the bytes of what lies between two steps and is neither source nor result."""
-    step = steps[index]
-    before = int(step.before.holding.counts().max(initial=0)) if index > 0 else 0
-    after = int(step.after.holding.counts().max(initial=0)) if index < len(steps) - 1 else 0
-    return (before + after) * step.itemsize
+def _fit(step: Step, limit: int) -> Step:
+    """Return the step in as few rounds as keep it within a limit, or that which takes the least if none do."""
+    if step.peak_extra_bytes <= limit or not step.communicates or step.kind == "all_reduce":
+        return step
+    best = step
+    for rounds in _numbers(int(step.after.holding.counts().max(initial=1))):
+        cut = replace(step, rounds=rounds, seconds=step.seconds + (rounds - 1) * step.latency)
+        if cut.peak_extra_bytes < best.peak_extra_bytes:
+            best = cut
+            if cut.peak_extra_bytes <= limit:
+                break
+    return best
 
 
-def _fit(step: Step, room: int) -> tuple[int, Step | None]:
-    """Return the least room a step takes, and the step in rounds that fit, or None."""
-    if step.peak_extra_bytes <= max(room, 0) or not step.communicates or step.kind == "all_reduce":
-        return step.peak_extra_bytes, step if step.peak_extra_bytes <= max(room, 0) else None
-    most = max(1, int(step.after.holding.counts().max(initial=1)))
-    rounds, need = 1, step.peak_extra_bytes
+def _numbers(most: int) -> Iterator[int]:
+    """Yield numbers of rounds, up to one per element.
+
+    >>> list(_numbers(30))
+    [2, 3, 4, 6, 8, 12, 16, 24, 30]
+    """
+    rounds = 2
     while rounds < most:
-        rounds = min(most, max(rounds + 1, rounds * need // max(room, 1)) if room > 0 else most)
-        need = _peak(step, rounds)
-        if need <= room:
-            exact = replace(step, rounds=rounds, peak_extra_bytes=need)
-            return need, replace(exact, seconds=step.seconds * _slower(step, rounds))
-    return need, None
-
-
-def _slower(step: Step, rounds: int) -> float:
-    """Return how many times longer a step takes in rounds: a guess, between nothing and its latency each time."""
-    del step
-    return 1.0 + 0.05 * (rounds - 1)
-
-
-def _peak(step: Step, rounds: int) -> int:
-    """Return the most bytes of buffers that a rank needs in any round."""
-    if len(step.ranks) > _MANY_RANKS:
-        return -(-step.peak_extra_bytes // rounds)
-    cut, peak = replace(step, rounds=rounds), 0
-    for rank in step.ranks:
-        for index in range(rounds):
-            work = program(cut, rank, index)
-            moved = sum(piece.volume for piece in (*work.sends, *work.receives))
-            own = sum(piece.volume for piece in work.own) if step.reduces else 0
-            stack = work.copies * max((p.volume for p in (*work.receives, *work.own)), default=0) if step.reduces else 0
-            peak = max(peak, (moved + max(own, stack)) * step.itemsize)
-    return peak
+        yield rounds
+        rounds += max(1, rounds // 2 if rounds & (rounds - 1) == 0 else rounds // 3)
+    if most > 1:
+        yield most

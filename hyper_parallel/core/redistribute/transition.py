@@ -10,7 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from hyper_parallel.core.dtensor.shards import Splits
-from hyper_parallel.core.redistribute.holdings import Counts, Holding
+from hyper_parallel.core.redistribute.counting import Counts
+from hyper_parallel.core.redistribute.holdings import Holding
 
 LINEAR = frozenset({"sum", "avg"})
 

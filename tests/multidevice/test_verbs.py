@@ -1,0 +1,434 @@
+"""The verbs on DTensors: every way to name a layout, results that are torch's own, values, and agreement with torch."""
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+
+import sim
+from hyper_parallel import distribute_tensor, from_local, full_tensor, redistribute, to_local
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.redistribute import PendingRedistribute
+
+KINDS = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin, "prod": torch.prod}
+
+
+def mesh_of(ctx, sizes=(2, 2), names=("dp", "tp")):
+    return init_device_mesh(ctx.device_type, sizes, mesh_dim_names=names)
+
+
+def numbers(ctx, *shape):
+    """Small whole numbers from 1 up, the same on every rank, that float32 adds and multiplies exactly."""
+    return (torch.arange(float(torch.Size(shape).numel()), device=ctx.device) % 7 + 1).reshape(shape)
+
+
+def check(x, layout, whole):
+    """The calling rank holds what the layout gives it, says so, and the ranks together hold the whole."""
+    assert type(x) is DTensor, layout
+    assert x.shape == whole.shape, layout
+    assert Layout.of(x).slices(whole.shape).tolist() == on_ranks(layout, Layout.of(x)).slices(whole.shape).tolist()
+    assert torch.equal(x.to_local(), whole[layout.local_slice(whole.shape)]), layout
+    assert torch.equal(full_tensor(x), whole), layout
+
+
+def on_ranks(layout, other):
+    """The layout with its ranks in the order of another one, for layouts whose splits are in order there."""
+    ndim = len(other.tensor_map)
+    sizes, names, ranks = other.mesh_shape, other.alias_name, other.rank_list
+    return Layout(sizes, names, ranks)(*layout.placement_to_tensor_map(ndim).alias_placements)
+
+
+# -- every way to name a layout ----------------------------------------------------------------------------------------
+
+
+@sim.ranks(4)
+def test_every_verb_takes_every_form(ctx):
+    mesh = mesh_of(ctx)
+    whole = numbers(ctx, 8, 6)
+    wanted = Layout.from_device_mesh(mesh)(("dp", "tp"), "None")
+    part = whole[wanted.local_slice(whole.shape)].clone()
+    x = distribute_tensor(whole, Layout.from_device_mesh(mesh)("tp", "dp"))
+    alone, anywhere = Layout.from_device_mesh(mesh), Layout((2, 2), ("dp", "tp"))(("dp", "tp"))
+    with_mesh = {
+        "layout": (wanted,),
+        "layout, placement form": (alone(Shard(0), Shard(0)),),
+        "layout, given the mesh": (anywhere.with_mesh(mesh),),
+        "layout without assignment, and entries": (alone, (("dp", "tp"), None)),
+        "mesh and placements": (mesh, [Shard(0), Shard(0)]),
+        "mesh and negative placements": (mesh, (Shard(-2), Shard(-2))),
+        "mesh and alias entries": (mesh, (("dp", "tp"), "None")),
+    }
+    on_known_mesh = {
+        "layout without a mesh": (anywhere,),
+        "alias tuple": ((("dp", "tp"), "None"),),
+        "alias list": ([("dp", "tp")],),
+        "placements": ([Shard(0), Shard(0)],),
+        "placements by name": (None, [Shard(0), Shard(0)]),
+    }
+    for form, arguments in with_mesh.items():
+        check(distribute_tensor(whole, *arguments), wanted, whole)
+        check(from_local(part, *arguments, shape=(8, 6)), wanted, whole)
+        assert torch.equal(from_local(part, *arguments).to_local(), part), form
+    for form, arguments in {**with_mesh, **on_known_mesh}.items():
+        y = redistribute(x, *arguments)
+        check(y, wanted, whole)
+        assert (y.device_mesh, y.placements) == (mesh, (Shard(0), Shard(0))), form
+        pending = redistribute(x, *arguments, async_op=True)
+        assert isinstance(pending, PendingRedistribute)
+        assert torch.equal(pending.wait().to_local(), part)
+        assert pending.wait() is pending.wait()
+    entries = (("dp", "tp"), "None")
+    for grad_layout in (wanted, anywhere, entries, [Shard(0), Shard(0)]):
+        leaf = distribute_tensor(whole.clone().requires_grad_(), wanted)
+        to_local(leaf, grad_layout=grad_layout).square().sum().backward()
+        check(leaf.grad, wanted, 2 * whole)
+        local = part.clone().requires_grad_()
+        from_local(local, wanted, shape=(8, 6), grad_layout=grad_layout).backward(leaf.grad)
+        assert torch.equal(local.grad, 2 * part)
+    for form in ((alone(),), (mesh, ()), (mesh, [Replicate()] * 2), (mesh, ("None", None))):
+        x = distribute_tensor(whole, *form)
+        assert x.placements == (Replicate(), Replicate())
+        assert torch.equal(from_local(whole, *form).full_tensor(), whole)
+    assert redistribute(x, ()) is x
+
+
+# -- results are torch's DTensors ---------------------------------------------------------------------------------
+
+
+@sim.ranks(4)
+def test_results_work_where_torch_s_do(ctx):
+    mesh = mesh_of(ctx)
+    whole = numbers(ctx, 8, 6)
+    part = whole.chunk(2)[ctx.rank // 2].chunk(2, 1)[ctx.rank % 2].clone()
+    made = {
+        "distributed": distribute_tensor(whole, mesh, ("dp", "tp")),
+        "from local": from_local(part, mesh, ("dp", "tp")),
+        "redistributed": redistribute(distribute_tensor(whole, mesh, ("tp", "dp")), ("dp", "tp")),
+    }
+    other = torch_distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+    for how, x in made.items():
+        assert torch.equal((x @ other.t()).full_tensor(), whole @ whole.t()), how
+        assert torch.equal((x.relu() + 1).sum(0).full_tensor(), (whole + 1).sum(0)), how
+        assert torch.equal(x.redistribute(mesh, [Replicate(), Replicate()]).to_local(), whole), how
+        assert torch.equal(copy.deepcopy(x).full_tensor(), whole), how
+        file = io.BytesIO()
+        torch.save({"x": x}, file)
+        file.seek(0)
+        read = torch.load(file, weights_only=False)["x"]
+        assert read.placements == x.placements, how
+        assert torch.equal(read.to_local(), x.to_local()), how
+        assert (x.stride(), x.dtype, x.device) == (whole.stride(), whole.dtype, whole.device), how
+
+
+@sim.ranks(4)
+def test_parameters_train_as_on_one_device(ctx):
+    torch.manual_seed(0)
+    mesh = mesh_of(ctx)
+    start, batch = torch.randn(6, 4).to(ctx.device), torch.randn(8, 6).to(ctx.device)
+    alone = torch.nn.Parameter(start.clone())
+    split = torch.nn.Parameter(distribute_tensor(start, mesh, ("dp", "tp")))
+    module = torch.nn.Module()
+    module.weight = split
+    optimizers = [torch.optim.AdamW([weight], lr=0.1) for weight in (alone, split)]
+    losses = []
+    for _ in range(3):
+        gathered = full_tensor(split, grad_layout=())
+        rows = [(batch @ weight).square().mean() for weight in (alone, gathered)]
+        for loss, optimizer in zip(rows, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(torch.stack(rows).detach())
+    assert losses[0][0] > losses[2][0] + 0.1
+    torch.testing.assert_close(torch.stack(losses)[:, 0], torch.stack(losses)[:, 1])
+    torch.testing.assert_close(full_tensor(split.detach()), alone.detach())
+    state = copy.deepcopy(module.state_dict())
+    with torch.no_grad():
+        split.zero_()
+    module.load_state_dict(state)
+    torch.testing.assert_close(full_tensor(split.detach()), alone.detach())
+    moments = optimizers[1].state_dict()["state"][0]
+    assert moments["exp_avg"].placements == (Shard(0), Shard(1))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    (),
+    ("dp",),
+    ("None", "tp"),
+    ("tp", "dp"),
+    (("dp", "tp"),),
+    (("tp", "dp"),),
+    ("None", ("tp", "dp")),
+]
+SHAPES = [(8, 4), (7, 5), (3, 1), (0, 4), (1, 0)]
+
+
+@sim.ranks(4)
+def test_values_of_even_uneven_empty_and_ordered_splits(ctx):
+    own = Layout.from_device_mesh(mesh_of(ctx))
+    for shape, entries in itertools.product(SHAPES, LAYOUTS):
+        whole = numbers(ctx, *shape)
+        layout = own(*entries)
+        x = distribute_tensor(whole, layout)
+        check(x, layout, whole)
+        check(from_local(whole[layout.local_slice(shape)], layout, shape=shape), layout, whole)
+        for others in LAYOUTS:
+            there = redistribute(x, own(*others))
+            check(there, own(*others), whole)
+            back = redistribute(there, layout)
+            assert torch.equal(back.to_local(), x.to_local()), (entries, others)
+            assert back.placements == x.placements
+            assert back.device_mesh == x.device_mesh
+
+
+@sim.ranks(4)
+def test_scalars_and_uneven_splits_against_the_mesh_s_order(ctx):
+    mesh = mesh_of(ctx)
+    x = distribute_tensor(torch.tensor(3.0, device=ctx.device), mesh, ())
+    assert (x.shape, full_tensor(x).item()) == ((), 3.0)
+    pending = from_local(torch.tensor(ctx.rank + 1.0, device=ctx.device), mesh, [Partial(), Partial("sum")])
+    assert (pending.shape, full_tensor(pending).item()) == ((), 10.0)
+    half = redistribute(pending, [Replicate(), Partial()])
+    assert half.to_local().item() == (4.0 if ctx.rank % 2 == 0 else 6.0)
+    assert full_tensor(redistribute(x, [Partial(), Replicate()])).item() == 3.0
+    layout = Layout.from_device_mesh(mesh)(("tp", "dp"))
+    for size, names in ((8, ("dp", "tp")), (7, ("tp", "dp"))):
+        whole = numbers(ctx, size)
+        for x in (
+            distribute_tensor(whole, layout),
+            redistribute(distribute_tensor(whole, mesh, ("dp",)), layout),
+            from_local(whole[layout.local_slice((size,))], layout, shape=(size,)),
+        ):
+            check(x, layout, whole)
+            assert x.device_mesh.mesh_dim_names == names
+            assert redistribute(x, Layout.of(x)) is x
+            assert torch.equal((x + x).full_tensor(), 2 * whole)
+            assert torch.equal(x.full_tensor(), whole)
+
+
+@sim.ranks(4)
+def test_pending_reductions(ctx):
+    own = Layout.from_device_mesh(mesh_of(ctx))
+    for shape, (kind, reduce) in itertools.product(((4, 6), (5, 3), (1, 2), (0, 2)), KINDS.items()):
+        copies = torch.stack([numbers(ctx, *shape) + rank % 3 for rank in range(4)])
+        over_tp = [reduce(copies[index : index + 2], 0) for index in (0, 2)]
+        whole = reduce(torch.stack(over_tp), 0)
+        x = from_local(copies[ctx.rank], own(partial={"dp": kind, "tp": kind}))
+        assert torch.equal(full_tensor(x), whole)
+        for entries in LAYOUTS:
+            check(redistribute(x, own(*entries)), own(*entries), whole)
+        half = redistribute(x, own("tp", partial={"dp": kind}))
+        rows = own("tp").local_slice(shape)
+        assert torch.equal(half.to_local(), over_tp[ctx.rank // 2][rows])
+        check(redistribute(half, own("None", "dp")), own("None", "dp"), whole)
+        for layout in (own(partial={"tp": kind}), own("dp", partial={"tp": kind})):
+            opened = distribute_tensor(whole, layout)
+            assert Layout.of(opened) == layout
+            assert torch.equal(full_tensor(opened), whole)
+            assert torch.equal(full_tensor(redistribute(redistribute(opened, ()), layout)), whole)
+
+
+@sim.ranks(4)
+def test_whose_tensor_is_distributed(ctx):
+    mesh = mesh_of(ctx)
+    mine = numbers(ctx, 5, 4) + 100 * ctx.rank
+    for entries in LAYOUTS:
+        layout = Layout.from_device_mesh(mesh)(*entries)
+        check(distribute_tensor(mine, layout), layout, numbers(ctx, 5, 4))
+        check(distribute_tensor(mine, layout, src_data_rank=1), layout, numbers(ctx, 5, 4) + 300)
+        own = distribute_tensor(mine, layout, src_data_rank=None)
+        assert torch.equal(own.to_local(), mine[layout.local_slice((5, 4))]), layout
+    flat = mesh_of(ctx, (4,), ("dp",))
+    check(
+        distribute_tensor(mine, flat, ("dp",), src_data_rank=2), Layout((4,), ("dp",))("dp"), numbers(ctx, 5, 4) + 200
+    )
+    pending = distribute_tensor(mine, flat, [Partial()], src_data_rank=3)
+    assert torch.equal(full_tensor(pending), numbers(ctx, 5, 4) + 300)
+
+
+@sim.ranks(4)
+def test_parts_without_a_shape(ctx):
+    mesh = mesh_of(ctx)
+    x = from_local(numbers(ctx, 2, 3), mesh, (("dp", "tp"), "None"))
+    assert x.shape == (8, 3)
+    assert from_local(numbers(ctx, 2, 3), mesh, ("tp", "dp")).shape == (4, 6)
+    assert from_local(numbers(ctx, 2, 3), mesh, ()).shape == (2, 3)
+    assert from_local(numbers(ctx, 0, 3), mesh, ("dp",)).shape == (0, 3)
+    with pytest.raises(ValueError) as refused:
+        from_local(numbers(ctx, 2 if ctx.rank < 3 else 1, 3), mesh, (("dp", "tp"), "None"))
+    assert str(refused.value) == (
+        "cannot make a DTensor from local parts: the parts have different shapes, and which whole they are parts of "
+        "is not guessed\n"
+        "  layout: (dp>tp, -) on dp=2, tp=2\n"
+        "  rank 0: (2, 3)\n  rank 1: (2, 3)\n  rank 2: (2, 3)\n  rank 3: (1, 3)\n"
+        "  try: shape=(...), the whole tensor's"
+    )
+    with pytest.raises(ValueError, match=r"rank 2: \(2, 3\)\n  rank 3: \(2, 3, 1\)\n  try"):
+        from_local(numbers(ctx, *((2, 3) if ctx.rank < 3 else (2, 3, 1))), mesh, (("dp", "tp"), "None"))
+    dist.barrier()
+
+
+# -- agreement with torch ----------------------------------------------------------------------------------------------
+
+STATES = [*itertools.product([Replicate(), Shard(0), Shard(1), Partial()], repeat=2)]
+
+
+@sim.ranks(4)
+def test_every_verb_agrees_with_torch_s(ctx):
+    mesh = mesh_of(ctx)
+    whole = numbers(ctx, 8, 4)
+    for placements in STATES:
+        theirs = torch_distribute_tensor(whole, mesh, placements)
+        ours = distribute_tensor(whole, mesh, placements)
+        assert ours._spec == theirs._spec
+        assert torch.equal(full_tensor(ours), theirs.full_tensor())
+        if Partial() not in placements:  # there our sum may be prepared otherwise
+            assert torch.equal(ours.to_local(), theirs.to_local())
+        local = theirs.to_local()
+        made, as_torch = from_local(local, mesh, placements), DTensor.from_local(local, mesh, placements)
+        assert made._spec == as_torch._spec
+        assert torch.equal(made.to_local(), as_torch.to_local())
+        for target in STATES:
+            ours = redistribute(theirs, mesh, target)
+            assert torch.equal(full_tensor(ours), whole), (placements, target)
+            if Partial() in target:  # which torch keeps for itself
+                assert ours.placements == target
+                continue
+            as_torch = theirs.redistribute(mesh, target)
+            assert ours._spec == as_torch._spec, (placements, target)
+            assert torch.equal(ours.to_local(), as_torch.to_local()), (placements, target)
+
+
+@sim.ranks(4)
+def test_uneven_splits_agree_with_torch_s(ctx):
+    mesh = mesh_of(ctx)
+    in_order = [state for state in STATES if Partial() not in state]
+    for shape in ((7, 5), (3, 2), (1, 4)):
+        whole = numbers(ctx, *shape)
+        for source, target in itertools.product(in_order, repeat=2):
+            theirs = torch_distribute_tensor(whole, mesh, source)
+            assert torch.equal(distribute_tensor(whole, mesh, source).to_local(), theirs.to_local())
+            ours = redistribute(theirs, mesh, target)
+            assert torch.equal(ours.to_local(), torch_distribute_tensor(whole, mesh, target).to_local())
+            assert torch.equal(theirs.redistribute(mesh, target).to_local(), ours.to_local())
+
+
+# -- who wants a gradient ------------------------------------------------------------------------------------------
+
+
+def signs(x):
+    return x.requires_grad, x.is_leaf, x.grad_fn is None, type(x)
+
+
+@sim.ranks(4)
+def test_requires_grad_is_as_torch_has_it(ctx):
+    mesh, split, whole_there = mesh_of(ctx, (4,), ("dp",)), [Shard(0)], [Replicate()]
+    whole, part = numbers(ctx, 8, 4), numbers(ctx, 2, 4)
+    for wants in (False, True):
+        tensor, local = whole.clone().requires_grad_(wants), part.clone().requires_grad_(wants)
+        theirs = torch_distribute_tensor(tensor, mesh, split)
+        ours = distribute_tensor(tensor, mesh, split)
+        assert signs(ours) == signs(theirs)
+        assert signs(from_local(local, mesh, split)) == signs(DTensor.from_local(local, mesh, split))
+        assert signs(redistribute(ours, mesh, whole_there)) == signs(theirs.redistribute(mesh, whole_there))
+        assert signs(redistribute(ours, whole_there, async_op=True).wait()) == signs(redistribute(ours, whole_there))
+        assert signs(to_local(ours)) == signs(theirs.to_local())
+        assert signs(full_tensor(ours)) == signs(theirs.full_tensor())
+        with torch.no_grad():
+            assert signs(redistribute(ours, whole_there)) == (False, True, True, DTensor)
+            assert signs(from_local(local, mesh, split)) == signs(DTensor.from_local(local, mesh, split))
+            assert signs(to_local(ours)) == signs(to_local(theirs)) == (False, True, True, torch.Tensor)
+    parameter = torch.nn.Parameter(whole)
+    assert signs(distribute_tensor(parameter, mesh, split)) == signs(torch_distribute_tensor(parameter, mesh, split))
+    counts = distribute_tensor(torch.arange(8, device=ctx.device), mesh, split)
+    assert redistribute(counts, [Replicate()]).requires_grad is False
+
+
+# -- what is communicated ----------------------------------------------------------------------------------------------
+
+
+def events_of(body):
+    """The operations that each of 4 ranks communicates after the first `yield` of a body, which all rest of it."""
+    starts = {}
+
+    def on_rank(world):
+        rank = dist.get_rank()
+        running = body()
+        next(running)
+        starts[rank] = len(world.trace.of_rank(rank))
+        assert next(running, None) is None
+
+    with sim.world(4) as world:
+        world.run(on_rank, (world,))
+        return [[event.op for event in world.trace.of_rank(rank)[starts[rank] :]] for rank in range(4)]
+
+
+def cpu_mesh():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def test_what_is_in_its_layout_already_is_returned_as_it_is():
+    def body():
+        mesh = cpu_mesh()
+        x = distribute_tensor(torch.ones(7, 4), mesh, ("dp", "tp")).requires_grad_()
+        uneven = distribute_tensor(torch.ones(7), mesh, (("tp", "dp"),))
+        yield
+        for form in ((Layout.of(x),), (("dp", "tp"),), ([Shard(0), Shard(1)],), (mesh, [Shard(-2), Shard(-1)])):
+            assert redistribute(x, *form) is x
+            assert redistribute(x, *form, async_op=True).wait() is x
+        assert redistribute(uneven, Layout.of(uneven)) is uneven
+        again = redistribute(uneven, Layout.from_device_mesh(mesh)(("tp", "dp")))
+        assert (again.device_mesh, again.placements) == (uneven.device_mesh, uneven.placements)
+        assert torch.equal(again.to_local(), uneven.to_local())
+
+    assert events_of(body) == [[]] * 4
+
+
+def test_a_slice_of_what_is_there_is_not_communicated():
+    def body():
+        mesh = cpu_mesh()
+        x = distribute_tensor(torch.ones(7, 4), mesh, ("None", "tp"))
+        yield
+        assert redistribute(x, ("dp", "tp")).to_local().numel() > 0
+        assert to_local(x).shape == (7, 2)
+        distribute_tensor(torch.ones(7, 4), mesh, ("dp", "tp"), src_data_rank=None)
+        distribute_tensor(torch.ones(7, 4), mesh, [Partial(), Shard(0)], src_data_rank=None)
+
+    assert events_of(body) == [[]] * 4
+
+
+def test_parts_are_compared_only_where_no_shape_is_given_and_a_dim_is_split():
+    def quiet():
+        mesh = cpu_mesh()
+        yield
+        for entries in LAYOUTS:
+            layout = Layout.from_device_mesh(mesh)(*entries)
+            from_local(torch.ones(layout.local_shape((7, 5))), layout, shape=(7, 5))
+        for placements in ([Replicate()] * 2, [Partial()] * 2, [Partial("max"), Replicate()]):
+            from_local(torch.ones(3, 2), mesh, placements)
+
+    def heard():
+        mesh = cpu_mesh()
+        yield
+        from_local(torch.ones(3, 2), mesh, ("dp",))
+
+    assert events_of(quiet) == [[]] * 4
+    assert events_of(heard) == [["all_gather"]] * 4
+
+
+def test_a_whole_tensor_stays_as_it_is():
+    def on_rank():
+        mesh, mine = cpu_mesh(), torch.full((5, 4), float(dist.get_rank()))
+        for entries in LAYOUTS:
+            distribute_tensor(mine, mesh, entries).to_local().add_(1)
+        return mine.unique().tolist()
+
+    assert sim.run(on_rank, world_size=4) == [[0.0], [1.0], [2.0], [3.0]]

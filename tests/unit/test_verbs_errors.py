@@ -1,0 +1,548 @@
+"""What a new user does wrong with the verbs: four parts, the same on every rank, and nothing communicated before."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import sim
+from hyper_parallel import DTensor, distribute_tensor, from_local, full_tensor, redistribute, to_local
+from hyper_parallel.core.dtensor.layout import Layout
+
+WHOLE = torch.arange(24.0).reshape(6, 4)
+FREE = Layout((2, 2), ("dp", "tp"))
+
+
+class Given:
+    """What a rank has in hand: a mesh, its layout without an assignment, and a DTensor on it."""
+
+    def __init__(self):
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.own = Layout.from_device_mesh(self.mesh)
+        self.x = distribute_tensor(WHOLE, self.mesh, ("dp", "tp"), src_data_rank=None).requires_grad_()
+
+
+REDISTRIBUTE, DISTRIBUTE = "cannot redistribute", "cannot distribute a tensor"
+FROM, TO = "cannot make a DTensor from local parts", "cannot take the local part"
+DTENSOR_HINT = "distribute_tensor(x, layout) for a whole tensor, from_local(x, layout) for this rank's part"
+SAME = "the same splits, and partial={...} where gradients add"
+MESH = "DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))"
+THERE = "mesh of the tensor: dp=2, tp=2"
+
+# What was done; the error's type; what was asked, what is to blame, what was seen, what to try.
+MISTAKES = {
+    "a plain tensor to redistribute": (
+        lambda g: redistribute(WHOLE, g.own("dp")),
+        TypeError,
+        (REDISTRIBUTE, "x is a Tensor, not a DTensor", "x: <class 'torch.Tensor'>", DTENSOR_HINT),
+    ),
+    "x a str": (
+        lambda g: redistribute("x", g.own("dp")),
+        TypeError,
+        (REDISTRIBUTE, "x is a str, not a DTensor", "x: <class 'str'>", DTENSOR_HINT),
+    ),
+    "a plain tensor to to_local": (
+        lambda g: to_local(WHOLE),
+        TypeError,
+        (TO, "x is a Tensor, not a DTensor", "x: <class 'torch.Tensor'>", DTENSOR_HINT),
+    ),
+    "a str to full_tensor": (
+        lambda g: full_tensor("x"),
+        TypeError,
+        ("cannot gather the full tensor", "x is a str, not a DTensor", "x: <class 'str'>", DTENSOR_HINT),
+    ),
+    "a DTensor to distribute_tensor": (
+        lambda g: distribute_tensor(g.x, g.own("dp")),
+        TypeError,
+        (
+            DISTRIBUTE,
+            "tensor is a DTensor, not a plain tensor",
+            "tensor: <class 'torch.distributed.tensor.DTensor'>",
+            "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers",
+        ),
+    ),
+    "a list to distribute_tensor": (
+        lambda g: distribute_tensor([1.0, 2.0], g.own("dp")),
+        TypeError,
+        (
+            DISTRIBUTE,
+            "tensor is a list, not a plain tensor",
+            "tensor: <class 'list'>",
+            "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers",
+        ),
+    ),
+    "a DTensor to from_local": (
+        lambda g: from_local(g.x, g.own("dp")),
+        TypeError,
+        (
+            FROM,
+            "local is a DTensor, not a plain tensor",
+            "local: <class 'torch.distributed.tensor.DTensor'>",
+            "redistribute(local, layout) for a DTensor, torch.as_tensor(...) for numbers",
+        ),
+    ),
+    "a mesh alone": (
+        lambda g: redistribute(g.x, g.mesh),
+        ValueError,
+        (
+            REDISTRIBUTE,
+            "a mesh alone does not say where the tensor goes",
+            f"layout: {MESH}   placements: None   {THERE}",
+            'placements=("dp", "None"), or torch\'s, one per axis',
+        ),
+    ),
+    "nothing": (
+        lambda g: redistribute(g.x),
+        TypeError,
+        (
+            REDISTRIBUTE,
+            "no layout was given",
+            f"layout: None   placements: None   {THERE}",
+            'Layout.from_device_mesh(mesh)("dp", "None")',
+        ),
+    ),
+    "a layout without assignment": (
+        lambda g: redistribute(g.x, g.own),
+        ValueError,
+        (
+            REDISTRIBUTE,
+            "the layout is a mesh without an assignment",
+            "layout: (no assignment) on dp=2, tp=2",
+            'layout("dp", "None"), or layout() for everything replicated',
+        ),
+    ),
+    "a layout without mesh to from_local": (
+        lambda g: from_local(WHOLE, FREE("dp")),
+        ValueError,
+        (
+            FROM,
+            "the layout was made without a DeviceMesh",
+            "layout: (dp) on dp=2, tp=2",
+            "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)",
+        ),
+    ),
+    "a layout without mesh to distribute_tensor": (
+        lambda g: distribute_tensor(WHOLE, FREE("dp")),
+        ValueError,
+        (
+            DISTRIBUTE,
+            "the layout was made without a DeviceMesh",
+            "layout: (dp) on dp=2, tp=2",
+            "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)",
+        ),
+    ),
+    "a layout of other axes without mesh": (
+        lambda g: redistribute(g.x, Layout((4,), ("dp",))("dp")),
+        ValueError,
+        (
+            REDISTRIBUTE,
+            "the layout was made without a DeviceMesh, and the mesh of the tensor is not the one it is for",
+            f"layout: (dp) on dp=4   {THERE}",
+            "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)",
+        ),
+    ),
+    "a layout on more ranks than there are": (
+        lambda g: redistribute(g.x, Layout((2, 4), ("dp", "tp"))("dp")),
+        ValueError,
+        (
+            REDISTRIBUTE,
+            "the layout is for ranks up to 7, and there are 4 ranks",
+            f"layout: (dp) on dp=2, tp=4   {THERE}",
+            "a mesh of at most 4 ranks",
+        ),
+    ),
+    "entries without a mesh": (
+        lambda g: from_local(WHOLE, ("dp", None)),
+        ValueError,
+        (
+            FROM,
+            "entries do not say which mesh they are for",
+            "layout: ('dp', None)   placements: None",
+            'a mesh before them, or Layout.from_device_mesh(mesh)("dp", "None")',
+        ),
+    ),
+    "entries twice": (
+        lambda g: redistribute(g.x, ("dp",), ("tp",)),
+        ValueError,
+        (
+            REDISTRIBUTE,
+            "entries were given twice, as layout and as placements",
+            f"layout: ('dp',)   placements: ('tp',)   {THERE}",
+            "one of the two",
+        ),
+    ),
+    "placements beside a layout": (
+        lambda g: redistribute(g.x, g.own("dp"), ("dp",)),
+        ValueError,
+        (
+            REDISTRIBUTE,
+            "both a layout with an assignment and placements were given",
+            "layout: (dp) on dp=2, tp=2   placements: ('dp',)",
+            "one of the two",
+        ),
+    ),
+    "a str for a layout": (
+        lambda g: redistribute(g.x, "dp"),
+        TypeError,
+        (
+            REDISTRIBUTE,
+            "layout is a str, not a layout or a sequence of entries",
+            f"layout: 'dp'   placements: None   {THERE}",
+            "('dp',), one entry per dim",
+        ),
+    ),
+    "a str for placements": (
+        lambda g: distribute_tensor(WHOLE, g.mesh, "dp"),
+        TypeError,
+        (
+            DISTRIBUTE,
+            "placements is a str, not a layout or a sequence of entries",
+            f"layout: {MESH}   placements: 'dp'",
+            "('dp',), one entry per dim",
+        ),
+    ),
+    "one placement without brackets": (
+        lambda g: redistribute(g.x, g.mesh, Shard(0)),
+        TypeError,
+        (
+            REDISTRIBUTE,
+            "placements is a Shard, not a layout or a sequence of entries",
+            f"layout: {MESH}   placements: Shard(dim=0)   {THERE}",
+            "[Shard(dim=0), ...], one placement per axis",
+        ),
+    ),
+    "a number for a layout": (
+        lambda g: redistribute(g.x, 3),
+        TypeError,
+        (
+            REDISTRIBUTE,
+            "layout is a int, not a layout or a sequence of entries",
+            f"layout: 3   placements: None   {THERE}",
+            'Layout.from_device_mesh(mesh)("dp", "None")',
+        ),
+    ),
+    "too few placements": (
+        lambda g: redistribute(g.x, [Replicate()]),
+        ValueError,
+        (
+            "cannot read a layout from placements",
+            "there are 1 placements for 2 axes",
+            "placements: (Replicate(),)   mesh: dp=2, tp=2",
+            "one for each of dp, tp",
+        ),
+    ),
+    "an unknown axis": (
+        lambda g: redistribute(g.x, ("pd",)),
+        ValueError,
+        ("cannot split dim 0 over 'pd'", "no axis is called 'pd'", "layout: ('pd',)   mesh: dp=2, tp=2", "'dp'"),
+    ),
+    "too many entries": (
+        lambda g: redistribute(g.x, ("dp", None, "tp")),
+        ValueError,
+        (
+            "cannot place a tensor",
+            "entry 2, 'tp', is for a dim that a tensor of ndim 2 does not have",
+            "layout: (dp, -, tp)   mesh: dp=2, tp=2",
+            "one entry per dim at most",
+        ),
+    ),
+    "too many entries for a part": (
+        lambda g: from_local(WHOLE, g.mesh, ("dp", None, "tp")),
+        ValueError,
+        (
+            "cannot place a tensor",
+            "entry 2, 'tp', is for a dim that a tensor of ndim 2 does not have",
+            "layout: (dp, -, tp)   mesh: dp=2, tp=2",
+            "one entry per dim at most",
+        ),
+    ),
+    "a dim that is not there": (
+        lambda g: distribute_tensor(WHOLE, g.mesh, [Shard(2), Replicate()]),
+        ValueError,
+        (
+            "cannot split dim 2 over 'dp'",
+            "the tensor has ndim 2",
+            "placements: (Shard(2), Replicate())   mesh: dp=2, tp=2",
+            "a dim from -2 to 1",
+        ),
+    ),
+    "mixed kinds of partial": (
+        lambda g: redistribute(g.x, [Partial("sum"), Partial("max")]),
+        ValueError,
+        (
+            "cannot make a DTensor",
+            "sum over 'dp', max over 'tp' are pending, and torch keeps no order between kinds of reduction",
+            "layout: (Replicate(), Replicate()) pending sum over dp, max over tp on dp=2, tp=2",
+            "one kind, such as partial={'dp': 'sum', 'tp': 'sum'}, or reduce over one axis first",
+        ),
+    ),
+    "mixed kinds of partial in parts without a shape": (
+        lambda g: from_local(WHOLE, Layout.of(g.x)("None", partial={"dp": "sum", "tp": "max"})),
+        ValueError,
+        (
+            "cannot make a DTensor",
+            "sum over 'dp', max over 'tp' are pending, and torch keeps no order between kinds of reduction",
+            "layout: (-) pending sum over dp, max over tp on dp=2, tp=2",
+            "one kind, such as partial={'dp': 'sum', 'tp': 'sum'}, or reduce over one axis first",
+        ),
+    ),
+    "a shape that is a number": (
+        lambda g: from_local(WHOLE, g.own("dp"), shape=6),
+        TypeError,
+        (
+            "cannot place a tensor",
+            "global_shape must be a sequence of ints, not int",
+            "global_shape: 6   layout: (dp) on dp=2, tp=2",
+            "tensor.shape, such as (8, 4)",
+        ),
+    ),
+    "gradients of other parts": (
+        lambda g: to_local(g.x, grad_layout=("dp",)),
+        ValueError,
+        (
+            TO,
+            "grad_layout gives rank 0 [0:3, 0:4], and its part is [0:3, 0:2]",
+            "layout: (dp, tp) on dp=2, tp=2   grad_layout: (dp) on dp=2, tp=2",
+            SAME,
+        ),
+    ),
+    "gradients of parts of the same shape": (
+        lambda g: to_local(distribute_tensor(torch.ones(4), g.mesh, ("dp",), src_data_rank=None), grad_layout=("tp",)),
+        ValueError,
+        (
+            TO,
+            "grad_layout gives rank 1 [2:4], and its part is [0:2]",
+            "layout: (dp) on dp=2, tp=2   grad_layout: (tp) on dp=2, tp=2",
+            SAME,
+        ),
+    ),
+    "gradients of another part than the whole": (
+        lambda g: full_tensor(g.x, grad_layout=("dp",)),
+        ValueError,
+        (
+            "cannot gather the full tensor",
+            "grad_layout gives rank 0 [0:3, 0:4], and its part is [0:6, 0:4]",
+            "layout: () on dp=2, tp=2   grad_layout: (dp) on dp=2, tp=2",
+            SAME,
+        ),
+    ),
+    "gradients of other parts to from_local": (
+        lambda g: from_local(torch.ones(3, 4), g.own("dp"), shape=(6, 4), grad_layout=("tp",)),
+        ValueError,
+        (
+            FROM,
+            "grad_layout gives rank 1 [3:6, 0:4], and its part is [0:3, 0:4]",
+            "layout: (dp) on dp=2, tp=2   grad_layout: (tp) on dp=2, tp=2",
+            SAME,
+        ),
+    ),
+    "gradients with too many entries, parts without a shape": (
+        lambda g: from_local(torch.ones(3, 4), g.own("dp"), grad_layout=("dp", None, "tp")),
+        ValueError,
+        (
+            "cannot place a tensor",
+            "entry 2, 'tp', is for a dim that a tensor of ndim 2 does not have",
+            "layout: (dp, -, tp)   mesh: dp=2, tp=2",
+            "one entry per dim at most",
+        ),
+    ),
+    "a source that an axis does not have": (
+        lambda g: distribute_tensor(WHOLE, g.own("dp"), src_data_rank=2),
+        ValueError,
+        (
+            DISTRIBUTE,
+            "src_data_rank 2 is an index along every axis, and axis 'dp' has 2 ranks",
+            "src_data_rank: 2   layout: (dp) on dp=2, tp=2",
+            "0 to 1, or None for every rank's own",
+        ),
+    ),
+    "a source that is no number": (
+        lambda g: distribute_tensor(WHOLE, g.own("dp"), src_data_rank="0"),
+        TypeError,
+        (
+            DISTRIBUTE,
+            "src_data_rank is a str, not an int",
+            "src_data_rank: '0'   layout: (dp) on dp=2, tp=2",
+            "0, or None for every rank's own",
+        ),
+    ),
+    "a topology's name": (
+        lambda g: redistribute(g.x, ("dp",), topology="h100"),
+        TypeError,
+        ("cannot plan a redistribution", "topology is a str, not a Topology", "topology: 'h100'", "topology('h100')"),
+    ),
+}
+
+
+def texts_of(mistake):
+    """The error that a mistake is on each of 4 ranks, and what was communicated."""
+
+    def on_rank():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            mistake(Given())
+        return type(caught.value), str(caught.value)
+
+    with sim.world(4) as world:
+        return world.run(on_rank), world.trace.events
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_said_in_four_parts_on_every_rank_before_anything_is_sent(name):
+    mistake, kind, (asked, blame, seen, hint) = MISTAKES[name]
+    said, events = texts_of(mistake)
+    assert said == [(kind, f"{asked}: {blame}\n  {seen}\n  try: {hint}")] * 4
+    assert events == []
+
+
+def test_what_the_hints_say_works():
+    def on_rank():
+        g = Given()
+        for hint in (("dp",), [Shard(0), Replicate()], g.own(), g.own("dp", "None"), FREE("dp").with_mesh(g.mesh)):
+            assert type(redistribute(g.x, hint)) is DTensor
+        assert type(redistribute(g.x, g.mesh, placements=("dp", "None"))) is DTensor
+        linked = WHOLE.clone().requires_grad_()
+        redistribute(from_local(2 * linked, g.own()), ("dp",)).backward(distribute_tensor(WHOLE, g.mesh, ("dp",)))
+        return torch.equal(linked.grad, 2 * WHOLE)
+
+    assert sim.run(on_rank, world_size=4) == [True] * 4
+
+
+def test_a_part_of_another_shape_is_said_on_the_rank_that_has_it():
+    said, events = texts_of(lambda g: from_local(WHOLE, g.own("dp"), shape=(6, 4)))
+    assert said == [
+        (
+            ValueError,
+            f"{FROM}: rank {rank}'s part has shape (6, 4), and the layout gives it (3, 4)\n"
+            "  shape: (6, 4)   layout: (dp) on dp=2, tp=2\n"
+            "  try: the global shape, and parts as layout.local_slice(shape) cuts them",
+        )
+        for rank in range(4)
+    ]
+    assert events == []
+
+
+def test_a_tensor_that_was_computed_is_not_made_a_leaf_of():
+    said, events = texts_of(lambda g: distribute_tensor(2 * WHOLE.clone().requires_grad_(), g.own("dp")))
+    for kind, text in said:
+        assert kind is ValueError
+        assert re.sub(" at 0x[0-9a-f]+", "", text) == (
+            f"{DISTRIBUTE}: tensor was computed from one that wants a gradient, and the result, a leaf, would not pass "
+            "one on\n"
+            "  tensor: <class 'torch.Tensor'>   grad_fn: <MulBackward0 object>\n"
+            "  try: tensor.detach(), or from_local(tensor, layout()) and redistribute, which pass gradients on"
+        )
+    assert events == []
+
+
+def test_a_rank_on_neither_mesh():
+    def on_rank(step):
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+        x = distribute_tensor(WHOLE, mesh, ("dp",), src_data_rank=None)
+        if dist.get_rank() < 2:
+            return "on the mesh"
+        with pytest.raises(ValueError) as caught:
+            step(x)
+        return str(caught.value)
+
+    text = (
+        "cannot redistribute on rank {}: the rank is neither on the mesh that the tensor is on nor on the one it goes "
+        "to\n"
+        "  from: (dp, -) on dp=2   to: ({}) on dp=2\n"
+        "  try: call it on ranks 0, 1 only"
+    )
+    for step, to in ((lambda x: redistribute(x, ("None", "dp")), "-, dp"), (full_tensor, "")):
+        with sim.world(4) as world:
+            said = world.run(on_rank, (step,))
+            assert said == ["on the mesh"] * 2 + [text.format(rank, to) for rank in (2, 3)]
+            assert world.trace.events == []
+
+
+def test_a_rank_off_the_mesh_has_nothing_to_say_about_shapes():
+    def on_rank():
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+        if dist.get_rank() < 2:
+            return "on the mesh"
+        with pytest.raises(ValueError) as caught:
+            from_local(WHOLE, mesh, ("dp",))
+        return str(caught.value)
+
+    text = f"{FROM}: this rank is not on the mesh, so its part says nothing\n  layout: (dp) on dp=2\n  try: shape=(...)"
+    assert sim.run(on_rank, world_size=4) == ["on the mesh", "on the mesh", text, text]
+
+
+def test_gradients_on_other_ranks():
+    said, events = texts_of(lambda g: to_local(g.x, grad_layout=Layout((2,), ("dp",))("dp")))
+    assert [text.splitlines()[0] for _, text in said] == [
+        f"{TO} with this grad_layout: the layout was made without a DeviceMesh, and the mesh of the tensor is not the "
+        "one it is for"
+    ] * 4
+
+    def on_half_of_the_ranks(g):
+        half = Layout.from_device_mesh(DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)))
+        return to_local(g.x, grad_layout=half())
+
+    said, events = texts_of(on_half_of_the_ranks)
+    assert (
+        said
+        == [
+            (
+                ValueError,
+                f"{TO}: grad_layout lies on other ranks than the parts\n"
+                f"  layout: (dp, tp) on dp=2, tp=2   grad_layout: () on dp=2\n  try: {SAME}",
+            )
+        ]
+        * 4
+    )
+    assert events == []
+
+
+def test_gradients_that_could_mean_two_things():
+    def on_rank(verb, entries):
+        x = redistribute(Given().x, entries)
+        with pytest.raises(ValueError) as caught:
+            verb(x).sum().backward()
+        return str(caught.value)
+
+    for verb, entries, seen, names, hint, add in (
+        (to_local, ("dp",), "x: (dp, -)", "'tp'", "('dp', 'None')", "'dp', 'None', partial={'tp': 'sum'}"),
+        (
+            full_tensor,
+            ("dp",),
+            "result: (-, -)",
+            "'dp', 'tp'",
+            "('None', 'None')",
+            "'None', 'None', partial={'dp': 'sum', 'tp': 'sum'}",
+        ),
+    ):
+        assert (
+            sim.run(on_rank, args=(verb, entries), world_size=4)
+            == [
+                f"cannot pass a gradient back through {verb.__name__}: over {names} ranks hold the same or copies to "
+                "reduce; their gradients could be one gradient, computed alike on all, or shares to be added\n"
+                f"  {seen} on dp=2, tp=2\n"
+                f"  try: {verb.__name__}(x, grad_layout={hint}) if alike; Layout.of(x)({add}) if shares; "
+                "x.detach() if neither"
+            ]
+            * 4
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "alike"), [((), ()), ((4,), ("None",)), ((2, 2), ("None", "None"))], ids=["0-d", "1-d", "2-d"]
+)
+def test_both_ways_out_of_it_work(shape, alike):
+    def on_rank():
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        x = distribute_tensor(torch.ones(shape, requires_grad=True), mesh, ())
+        with pytest.raises(ValueError) as caught:
+            to_local(x).sum().backward()
+        assert f"grad_layout={alike!r}) if alike; Layout.of(x)(" in str(caught.value)
+        call = re.search(r"Layout\.of\(x\)\(.*?\}\)", str(caught.value))[0]
+        for grad_layout in (alike, eval(call, {"Layout": Layout, "x": x})):
+            to_local(x, grad_layout=grad_layout).sum().backward()
+        return full_tensor(x.grad).flatten()[0].item()
+
+    assert sim.run(on_rank, world_size=4) == [1.0 + 4.0] * 4
