@@ -47,7 +47,7 @@ def check(ctx, src, dst, shape, dtype=torch.float32, on=None, mesh=None, **optio
 @sim.ranks(4)
 def test_every_kind_of_transition(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
-    moves = ["all_to_all"], ["permute"]  # as it comes out cheaper
+    moves = ["all_to_all"], ["permute"], ["slice", "all_gather"]  # as it comes out cheaper
     for src, dst, shape, kinds in [
         (SQUARE("dp"), SQUARE("dp"), (8,), [[]]),
         (SQUARE(), SQUARE("dp", "tp"), (4, 6), [["slice"]]),

@@ -54,14 +54,14 @@ def read_layout(
 
 
 def _read_assigned(asked: str, given: Layout, placements: Sequence[Any] | None, known: DeviceMesh | None) -> Layout:
-    seen = f"layout: {given}   placements: {placements!r}"
     if placements is not None:
+        seen = f"layout: {given}   placements: {placements!r}"
         if given.placements is not None:
             blame = "both a layout with an assignment and placements were given"
             raise ValueError(explain(asked, blame, seen, "one of the two"))
         _check_entries(asked, "placements", placements, seen)
         given = given(*placements)
-    if given.placements is None:
+    if given._specs is None:
         first = given.alias_name[0]
         blame, hint = "the layout is a mesh without an assignment", f'layout("{first}", "None")'
         raise ValueError(explain(asked, blame, f"layout: {given}", f"{hint}, or layout() for everything replicated"))

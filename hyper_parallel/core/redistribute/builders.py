@@ -93,9 +93,12 @@ class Builder:
         estimate = missing if sent is None else sent
         far = self._far(before, after, axes, alike, reduces, missing, both)
         known = sent * task.itemsize if exact and sent is not None else None
+        copied = missing + estimate
+        if kind == "all_gather":
+            copied = np.zeros_like(need) if _gathers_rows(task, before, axes) else need
         return self._step(
-            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate,
-            copied=need if kind == "all_gather" else missing + estimate, far=far, reduces=reduces,
+            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, copied=copied, far=far,
+            reduces=reduces,
         )  # fmt: skip
 
     def permute(self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int]) -> Step | None:
@@ -219,6 +222,13 @@ def _flat(counts: Counts, task: Transition) -> Counts:
 
 def _zeros(task: Transition) -> Counts:
     return np.zeros((1,) * len(task.sizes), dtype=np.int64)
+
+
+def _gathers_rows(task: Transition, before: Holding, axes: Sequence[int]) -> bool:
+    """Return whether parts that arrive in the order of the ranks are the rows of the result, in order."""
+    outer = next((dim for dim, size in enumerate(task.shape) if size > 1), 0)
+    chain = before.splits[outer]
+    return isinstance(task.ranks, range) and before.share is None and chain[-len(axes) :] == tuple(sorted(axes))
 
 
 def _same(left: Holding, right: Holding) -> bool:

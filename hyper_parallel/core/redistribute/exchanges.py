@@ -19,9 +19,22 @@ def exchanges(task: Transition, builder: Builder, held: Holding, alike: tuple[in
     if not crossed:
         yield builder.local(held, target)
         return
+    yield from _sliced_gather(task, builder, held, crossed)
     yield from ([step] for step in _single(task, builder, held, target, crossed, alike))
     if not task.opens:
         yield from _gather_near_last(task, builder, held, alike)
+
+
+def _sliced_gather(task: Transition, builder: Builder, held: Holding, crossed: tuple[int, ...]) -> Iterator[list[Step]]:
+    """Yield the way that gathers what all ranks along the crossed axes need alike; nothing is packed for each one."""
+    wanted = task.wanted_axes
+    if not task.target.plain or not wanted or wanted & {*crossed}:
+        return
+    sliced = held.restricted(task.target.splits, sorted(wanted))
+    first = builder.local(held, sliced)
+    last = builder.exchange(sliced, task.target, crossed, inside=True)
+    if first and last is not None and last.kind == "all_gather":
+        yield [*first, last]
 
 
 def axes_to_cross(task: Transition, held: Holding, target: Holding) -> tuple[int, ...]:

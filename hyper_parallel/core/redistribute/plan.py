@@ -154,7 +154,8 @@ def _cached(
 ) -> Plan:
     shape = _check(src, dst, shape, dtype, topology, max_extra_bytes)
     on = topology or BYTES_ONLY
-    src, dst = src.with_mesh(None), dst.with_mesh(None)
+    # Equal layouts share an entry, so the plan shows them in one way, however the first caller wrote them.
+    src, dst = (layout.with_mesh(None).placement_to_tensor_map(len(shape)) for layout in (src, dst))
     task = transition_of(src, dst, shape, dtype.itemsize, on.ranks_per_node)
     ranks: range | tuple[int, ...]
     if task is None:
