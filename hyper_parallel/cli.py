@@ -175,6 +175,20 @@ def plan(
     _console().print(drawn)
 
 
+@app.command(
+    add_help_option=False,  # sim's own parser has the options, and shows them
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+)
+def simulate(context: typer.Context) -> None:
+    """Run an unmodified torchrun script on simulated ranks.
+
+    hyper-parallel simulate --nproc 8 train.py --steps 10
+    """
+    from sim.launch import main as run_script
+
+    raise typer.Exit(run_script(context.args, command="hyper-parallel simulate"))
+
+
 # -- running ---------------------------------------------------------------------------------------------------------
 
 

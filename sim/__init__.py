@@ -9,10 +9,12 @@
 [6.0, 6.0, 6.0, 6.0]
 """
 
-from sim.errors import CollectiveMismatch, Deadlock, RankFailed, SimError
+from sim.clock import advance
+from sim.determinism import check_determinism
+from sim.errors import CollectiveMismatch, Deadlock, InFlightBufferRace, NonDeterminism, RankFailed, SimError
 from sim.oracle import gather_full, scatter_full
 from sim.pytest_plugin import RankTest, ranks
-from sim.trace import Event, Row, Trace
+from sim.trace import Event, Row, Span, Trace
 from sim.world import World, current_rank, run, world
 
 __all__ = [
@@ -21,19 +23,24 @@ __all__ = [
     "world",
     "World",
     "current_rank",
+    "advance",
     # Test bodies
     "ranks",
     "RankTest",
     # What they should hold
     "scatter_full",
     "gather_full",
+    "check_determinism",
     # What they communicated
     "Trace",
     "Event",
+    "Span",
     "Row",
     # What can go wrong
     "SimError",
     "RankFailed",
     "CollectiveMismatch",
     "Deadlock",
+    "InFlightBufferRace",
+    "NonDeterminism",
 ]

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["CollectiveMismatch", "Deadlock", "RankFailed", "RankStopped", "SimError", "rank_failed"]
+__all__ = [
+    "CollectiveMismatch",
+    "Deadlock",
+    "InFlightBufferRace",
+    "NonDeterminism",
+    "RankFailed",
+    "RankStopped",
+    "SimError",
+    "rank_failed",
+]
 
 
 class SimError(RuntimeError):
@@ -18,6 +27,14 @@ class CollectiveMismatch(SimError):
 
 class Deadlock(SimError):
     """No rank can run: each waits for another one, or for one that has finished."""
+
+
+class InFlightBufferRace(SimError):
+    """A rank touched a buffer between the issue of an operation on it and its ``wait``; see ``check_races``."""
+
+
+class NonDeterminism(SimError):
+    """Two runs from one seed did not do the same, or runs from different seeds gave different results."""
 
 
 class RankFailed(SimError):

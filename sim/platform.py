@@ -19,9 +19,10 @@ class SimPlatform(CpuPlatform):
 
 
 def provide(device_type: str | None) -> Platform | None:
-    """The simulated device for a simulated rank that asks for the default or for ``cpu``; else None."""
-    from sim.world import current_rank
+    """The simulated device for a rank that asks for the default, ``cpu``, or what is mapped to it; else None."""
+    from sim.world import current_context
 
-    if current_rank() is None or device_type not in (None, "cpu"):
+    context = current_context()
+    if context is None or device_type not in (None, "cpu", context.world.map_device):
         return None
     return SimPlatform()

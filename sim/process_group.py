@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from sim.collectives import Call, Contract, Problem, execute, reduce_op_name
+from sim.collectives import Call, Contract, execute, reduce_op_name
 from sim.errors import SimError
 from sim.scheduler import Waitable
-from sim.trace import user_line
+from sim.trace import Span, user_line
 
 if TYPE_CHECKING:
     from sim.world import RankContext, World
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["Group", "SimProcessGroup", "SimWork", "Slot"]
 
 Tensors = Sequence[torch.Tensor]
+Done = TypeVar("Done")
 
 
 class Slot(Waitable):
-    """One collective in the making: the calls that have arrived so far."""
+    """One collective in the making: the calls that have arrived so far, and when the last one did."""
 
-    __slots__ = ("arrived", "calls", "first", "group", "mismatch", "seq")
+    __slots__ = ("arrived", "calls", "first", "group", "latest", "mismatch", "seq", "span")
 
     def __init__(self, group: Group, seq: int) -> None:
         super().__init__()
@@ -41,7 +43,9 @@ class Slot(Waitable):
         self.calls: list[Call | None] = [None] * len(group.ranks)
         self.arrived = 0
         self.first: Call | None = None
+        self.latest = 0.0
         self.mismatch = False
+        self.span = Span()
 
     def describe(self) -> str:
         op = self.first.contract.op if self.first else "collective"
@@ -58,9 +62,11 @@ class Message(Waitable):
         sender: Member of the group; None while a receive from anybody has not met its send.
         receiver: Member of the group.
         number: Counts the messages of a group, so that the oldest one that fits is taken.
+        issued: The virtual clock of the rank at the call.
+        span: When the transfer runs; one for both sides once they have met.
     """
 
-    __slots__ = ("group", "line", "number", "receiver", "sender", "tag", "tensor", "who_waits")
+    __slots__ = ("group", "issued", "line", "number", "receiver", "sender", "span", "tag", "tensor", "who_waits")
 
     def __init__(
         self, group: Group, sender: int | None, receiver: int, tag: int, tensor: torch.Tensor, sending: bool
@@ -73,6 +79,8 @@ class Message(Waitable):
         self.tensor = tensor
         self.who_waits = "send" if sending else "recv"
         self.line = ""
+        self.issued = group.world.scheduler.now
+        self.span = Span()
         self.number = group.next_message = group.next_message + 1
 
     def describe(self) -> str:
@@ -110,6 +118,7 @@ class Group:
         self.slots: dict[int, Slot] = {}
         self.next_seq = [0] * len(ranks)
         self.next_message = 0
+        self.busy_until = 0.0  # in virtual time: the collectives of a group run one after the other
         # Keyed by sender (None: anybody), receiver and tag; a key is there only while a message waits under it.
         self.sends: dict[tuple[int | None, int, int], deque[Message]] = {}
         self.recvs: dict[tuple[int | None, int, int], deque[Message]] = {}
@@ -120,8 +129,8 @@ class Group:
         assert self._world is not None, "only the group of an ended world has none"
         return self._world
 
-    def arrive(self, member: int, call: Call) -> Slot:
-        """Enter ``member``'s next call; carries the collective out when it is the last one."""
+    def enter(self, member: int, call: Call) -> Slot:
+        """Enter ``member``'s next call."""
         seq = self.next_seq[member]
         self.next_seq[member] = seq + 1
         slot = self.slots.get(seq)
@@ -132,8 +141,7 @@ class Group:
             slot.mismatch = True
         slot.calls[member] = call
         slot.arrived += 1
-        if slot.arrived == len(self.ranks):
-            self._carry_out(slot)
+        slot.latest = max(slot.latest, self.world.scheduler.now)
         return slot
 
     def meet(self, message: Message) -> Message | None:
@@ -171,11 +179,12 @@ class Group:
         self.recvs.clear()
         self.next_seq = [max(self.next_seq)] * len(self.ranks)
 
-    def _carry_out(self, slot: Slot) -> None:
+    def carry_out(self, slot: Slot) -> None:
+        """Do what all members have called."""
         world = self.world
         calls = [call for call in slot.calls if call is not None]
         try:
-            problem = None if slot.mismatch else _without_modes(execute, calls)
+            problem = None if slot.mismatch else _without_modes(partial(execute, calls))
         except Exception as cause:
             failure = world.execution_error(slot, cause)
             world.scheduler.fail(failure)
@@ -185,41 +194,63 @@ class Group:
             world.scheduler.fail(error)
             raise error
         del self.slots[slot.seq]
+        slot.span.start = max(slot.latest, self.busy_until)
+        slot.span.end = self.busy_until = slot.span.start + world.pricing.of_collective(calls, self.ranks)
         slot.calls = []  # the tensors are the ranks' own again
-        world.scheduler.complete(slot)
+        world.scheduler.complete(slot, self.busy_until)
 
 
-def _without_modes(run: Callable[[list[Call]], Problem | None], calls: list[Call]) -> Problem | None:
+def _without_modes(run: Callable[[], Done]) -> Done:
     """Keep the dispatch modes of the rank that happens to arrive last away from all ranks' data."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return run(calls)
-    return run(calls)
+            return run()
+    return run()
 
 
 class SimWork(dist.Work):
     """The handle of a call: ``wait`` lets other ranks run until all of them have arrived."""
 
-    def __init__(self, world: World, waitables: Sequence[Waitable], outputs: Tensors) -> None:
+    def __init__(self, context: RankContext, waitables: Sequence[Waitable], outputs: Tensors) -> None:
         super().__init__()
-        self._world = world
+        self._world = context.world
+        self._flights = context.flights
         self._waitables = waitables
         self._outputs = outputs
+        self._asked_at = -1.0
 
     def wait(self, timeout: Any = None) -> bool:
         del timeout  # time is virtual: a wait that cannot end is a Deadlock at once
         block = self._world.scheduler.block
         for waitable in self._waitables:
             block(waitable)
+        self._land()
         return True
 
+    def _land(self) -> None:
+        if self._flights is not None:
+            for waitable in self._waitables:
+                self._flights.land(waitable)
+
     def is_completed(self) -> bool:
-        if self._is_ready():
-            return True
-        self._world.scheduler.poll()  # a loop that asks until it is done lets the others do their part
-        return self._is_ready()
+        if not self._is_ready():
+            self._world.scheduler.poll()  # a loop that asks until it is done lets the others do their part
+        if not (self._is_ready() and self._is_over()):
+            return False
+        self._land()
+        return True
+
+    def _is_over(self) -> bool:
+        """Whether it ends before the rank's virtual now; a rank that only asks and asks waits for it that way."""
+        scheduler, ends = self._world.scheduler, max((waitable.at for waitable in self._waitables), default=0.0)
+        now = scheduler.now
+        if ends > now and self._asked_at != now:
+            self._asked_at = now
+            return False
+        scheduler.reach(ends)
+        return True
 
     def is_success(self) -> bool:
         return self._is_ready()
@@ -254,6 +285,14 @@ class SimWork(dist.Work):
         return future
 
     getFuture = get_future  # noqa: N815 - torch's spelling
+
+
+def _memory(call: Call, member: int) -> tuple[Tensors, Tensors]:
+    """What a call only reads, and what it writes: a root's own data and what is reduced elsewhere stay as they are."""
+    op, root = call.contract.op, call.contract.root
+    if (op == "broadcast" and root == member) or (op == "reduce" and root != member):
+        return (*call.inputs, *call.outputs), ()
+    return call.inputs, call.outputs
 
 
 def _nbytes(tensors: Tensors) -> int:
@@ -386,11 +425,16 @@ class SimProcessGroup(dist.ProcessGroup):
             raise world.scheduler.end_of_rank()
         call.line = user_line()
         axis = self._axis()
-        context.record(call, axis, self._group)
-        slot = self._group.arrive(self._member, call)
+        slot = self._group.enter(self._member, call)
+        context.record(call, axis, slot)
+        if context.flights is not None:
+            reads, writes = _memory(call, self._member)
+            context.flights.take_off(slot, slot.describe(), call.line, reads, writes)
+        if slot.arrived == self._size:
+            self._group.carry_out(slot)
         if self._coalescing is not None:
             self._coalescing.append(slot)
-        return SimWork(world, (slot,), outputs)
+        return SimWork(context, (slot,), outputs)
 
     def _start_coalescing(self, device: Any = None) -> None:
         del device
@@ -399,10 +443,10 @@ class SimProcessGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: Any = None) -> SimWork:
         del device
         waitables, self._coalescing = self._coalescing or [], None
-        return SimWork(self._context.world, waitables, ())
+        return SimWork(self._context, waitables, ())
 
     def _together(self, works: list[SimWork], outputs: Tensors) -> SimWork:
-        return SimWork(self._context.world, [w for work in works for w in work._waitables], outputs)
+        return SimWork(self._context, [w for work in works for w in work._waitables], outputs)
 
     def shutdown(self) -> None:
         """Nothing to release: the group's state ends with the world."""
@@ -694,18 +738,24 @@ class SimProcessGroup(dist.ProcessGroup):
         message.line = user_line()
         axis = self._axis()
         other = group.meet(message)
+        if other is not None:
+            message.span = other.span
         context.record_message(message, axis)
+        if context.flights is not None:
+            reads, writes = ((tensor,), ()) if sending else ((), (tensor,))
+            context.flights.take_off(message, message.describe(), message.line, reads, writes)
         if other is not None:
             source, target = (message, other) if sending else (other, message)
-            _deliver(context.world, source, target)
-            scheduler.complete(other)
-            scheduler.complete(message)
+            ends = _without_modes(partial(_deliver, context.world, source, target))
+            scheduler.complete(other, ends)
+            scheduler.complete(message, ends)
         if self._coalescing is not None:
             self._coalescing.append(message)
-        return SimWork(context.world, (message,), [tensor])
+        return SimWork(context, (message,), [tensor])
 
 
-def _deliver(world: World, source: Message, target: Message) -> None:
+def _deliver(world: World, source: Message, target: Message) -> float:
+    """Move the data; returns the virtual time at which that is over."""
     give, take = source.tensor, target.tensor
     if give.dtype != take.dtype or give.numel() != take.numel():
         error = world.message_error(source, target)
@@ -713,3 +763,9 @@ def _deliver(world: World, source: Message, target: Message) -> None:
         raise error
     with torch.inference_mode():
         take.data.copy_(give.data.reshape(take.shape))
+    ranks, span = source.group.ranks, source.span
+    assert source.sender is not None
+    span.start = max(source.issued, target.issued)
+    took = world.pricing.of_message(ranks[source.sender], ranks[source.receiver], _nbytes([give]))
+    span.end = span.start + took
+    return span.end

@@ -8,6 +8,7 @@ known at once and not after a timeout.
 
 from __future__ import annotations
 
+import heapq
 import random
 import threading
 from collections.abc import Callable
@@ -20,17 +21,25 @@ from sim.watchdog import Watchdog
 
 __all__ = ["RankThread", "Scheduler", "Waitable"]
 
-# So many times in a row may ranks ask whether something has happened while nothing does, before they count as stuck.
+# So many times in a row may ranks ask whether something has happened while nothing does, before they count as stuck;
+# a sleep counts for less, since it makes time pass.
 _MAX_IDLE_POLLS = 10_000
+_IDLE_SLEEP = 0.01
 
 
 class Waitable:
-    """Something a rank can wait for: it becomes ready once and stays so."""
+    """Something a rank can wait for: it becomes ready once and stays so.
 
-    __slots__ = ("ready", "waiters")
+    Attributes:
+        ready: Whether it has happened.
+        at: The virtual time at which it did.
+    """
+
+    __slots__ = ("at", "ready", "waiters")
 
     def __init__(self) -> None:
         self.ready = False
+        self.at = 0.0
         self.waiters: list[RankThread] = []
 
     def describe(self) -> str:
@@ -68,6 +77,7 @@ class Scheduler:
         leave: Called with a rank's context when the rank stops running (saves process-wide state).
         enter: Called with a rank's context before it runs on (restores that state).
         stuck: Called when ranks wait and none can run; returns the error that every waiting rank gets.
+        clocks: The ranks' virtual clocks, in seconds, which go on; None: they start at 0.
     """
 
     def __init__(
@@ -77,16 +87,20 @@ class Scheduler:
         leave: Callable[[Any], None],
         enter: Callable[[Any], None],
         stuck: Callable[[], BaseException],
+        clocks: list[float] | None = None,
     ) -> None:
         self._draw = random.Random(seed).random
         self._leave = leave
         self._enter = enter
         self._stuck = stuck
         self._ready: list[RankThread] = []
+        self._asleep: list[tuple[float, int, RankThread]] = []  # a heap: until when, who went to sleep first, who
+        self._sleeps = 0
         self._unfinished = 0
-        self._idle_polls = 0
+        self._idle_polls = 0.0
         self._turns = 0
         self._all_done = threading.Lock()
+        self.clocks = clocks if clocks is not None else []
         self.ranks: list[RankThread] = []
         self.running: RankThread | None = None
         self.fatal: BaseException | None = None  # set once; ends every rank at its next step
@@ -97,6 +111,7 @@ class Scheduler:
     def run(self, workers: list[Worker], contexts: list[Any], body: Callable[[RankThread], Any]) -> None:
         """Run ``body`` once for each context, each on the thread of the same number, until all have ended."""
         ranks = [RankThread(rank, context) for rank, context in enumerate(contexts)]
+        self.clocks.extend([0.0] * (len(ranks) - len(self.clocks)))
         self._all_done.acquire()
         try:
             for worker, rank in zip(workers, ranks, strict=True):
@@ -131,18 +146,58 @@ class Scheduler:
     # -- called by the running rank ------------------------------------------------------------------------
 
     def block(self, waitable: Waitable) -> None:
-        """Let other ranks run until ``waitable`` is ready. Raises what ended the world, if it has ended."""
+        """Let other ranks run until ``waitable`` is ready. Raises what ended the world, if it has ended.
+
+        The rank's clock moves on to when that was.
+        """
         if self.fatal is not None:
             raise self.end_of_rank()
         if waitable.ready:
+            if waitable.at:
+                self.reach(waitable.at)
             return
         me = self._myself()
         me.waiting = waitable
         waitable.waiters.append(me)
         self._switch(me)
         me.waiting = None
+        self.reach(waitable.at)
         if not waitable.ready:  # woken because the world has failed
             raise self.end_of_rank()
+
+    @property
+    def now(self) -> float:
+        """The running rank's virtual clock."""
+        me = self.running
+        return 0.0 if me is None else self.clocks[me.rank]
+
+    def reach(self, at: float) -> None:
+        """Move the running rank's clock to ``at``, unless it is past that."""
+        me = self.running
+        if me is not None and at > self.clocks[me.rank]:
+            self.clocks[me.rank] = at
+
+    def sleep(self, seconds: float) -> None:
+        """Let other ranks run until none of them can, or only those that sleep longer."""
+        if self.fatal is not None:
+            raise self.end_of_rank()
+        me = self._myself()
+        self._note_idle(_IDLE_SLEEP)
+        until = self.clocks[me.rank] + seconds
+        self._sleeps += 1
+        heapq.heappush(self._asleep, (until, self._sleeps, me))
+        me.polls = True
+        self._switch(me)
+        me.polls = False
+        if self.fatal is not None:
+            raise self.end_of_rank()
+        self.reach(until)
+
+    def _note_idle(self, much: float) -> None:
+        """Count that a rank gave up its turn without having done anything; too often in a row, and all are stuck."""
+        self._idle_polls += much
+        if self._idle_polls > _MAX_IDLE_POLLS:
+            self._diagnose()
 
     def poll(self) -> None:
         """Let other ranks run once: the caller asked whether something has happened, and it has not.
@@ -153,11 +208,12 @@ class Scheduler:
         if self.fatal is not None:
             raise self.end_of_rank()
         me = self._myself()
-        self._idle_polls += 1
         me.polls = True
-        if self._idle_polls > _MAX_IDLE_POLLS:
-            self._diagnose()
+        self._note_idle(1)
         self._ready.append(me)
+        idle = self._idle_polls > len(self._ready) and all(rank.polls for rank in self._ready)
+        if idle and self._asleep:  # while some ask again and again, the sleep of others passes
+            self._wake_one()
         self._switch(me)
         me.polls = False
         if self.fatal is not None:
@@ -173,10 +229,11 @@ class Scheduler:
             )
         return me
 
-    def complete(self, waitable: Waitable) -> None:
-        """Make ``waitable`` ready and its waiters runnable."""
+    def complete(self, waitable: Waitable, at: float | None = None) -> None:
+        """Make ``waitable`` ready and its waiters runnable; it happens at ``at``, or now."""
+        waitable.at = self.now if at is None else at
         waitable.ready = True
-        self._idle_polls = 0
+        self._idle_polls = 0.0
         if waitable.waiters:
             self._ready.extend(waitable.waiters)
             waitable.waiters = []
@@ -214,7 +271,7 @@ class Scheduler:
             if self.fatal is None:
                 self.fatal, self.failed_rank = error, rank.rank
         rank.finished = True
-        self._idle_polls = 0
+        self._idle_polls = 0.0
         self._unfinished -= 1
         if self._unfinished == 0:
             self._leave(rank.context)
@@ -240,6 +297,8 @@ class Scheduler:
 
     def _pick(self) -> RankThread:
         ready = self._ready
+        if not ready and self._asleep:
+            self._wake_one()
         if not ready and self.fatal is None:
             self._diagnose()
         if self.fatal is not None:
@@ -248,6 +307,10 @@ class Scheduler:
         index = int(self._draw() * len(ready))
         ready[index], ready[-1] = ready[-1], ready[index]
         return ready.pop()
+
+    def _wake_one(self) -> None:
+        """Let the rank run whose sleep is over first."""
+        self._ready.append(heapq.heappop(self._asleep)[2])
 
     def _diagnose(self) -> None:
         """End the world because no rank gets any further."""

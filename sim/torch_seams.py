@@ -1,4 +1,4 @@
-"""Everything the simulator changes in torch (and in ``os.environ``) while a world is alive, and nothing else.
+"""What the simulator changes in torch and ``os.environ`` while a world is alive; the rest: ``sim/process_seams.py``.
 
 Each seam is a small function that makes one change and returns how to undo it. All were tried on torch 2.11,
 2.13 and 2.15; ``tests/unit/test_seams.py`` has a test per seam that fails when torch moves it. Outside of a
@@ -8,6 +8,7 @@ rank's thread every seam answers what torch itself would have answered.
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import os
 import sys
@@ -18,8 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
+from sim import devices
+from sim.clock import CLOCK_SEAMS
 from sim.errors import SimError
+from sim.process_seams import PROCESS_SEAMS
 
 if TYPE_CHECKING:
     from sim.world import RankContext, World
@@ -205,10 +210,17 @@ def _group_creation(world: World) -> Undo:
             context.c10d.pg_map[pg] = (backend, context.c10d.pg_map[pg][1])
         return pg, used_store
 
+    default_timeout = c10d._get_default_timeout
+
+    def get_default_timeout(backend: Any) -> Any:
+        return default_timeout(backend) if _context() is None else c10d.default_pg_timeout  # or it warns of no NCCL
+
     c10d._new_process_group_helper = new_process_group
+    c10d._get_default_timeout = get_default_timeout
 
     def undo() -> None:
         c10d._new_process_group_helper = original
+        c10d._get_default_timeout = default_timeout
 
     return undo
 
@@ -336,9 +348,11 @@ def _device_mesh(world: World) -> Undo:
     mesh_class = torch_device_mesh.DeviceMesh
     original = mesh_class.__init__
 
-    def init(self: Any, *args: Any, **options: Any) -> None:
-        original(self, *args, **options)
+    def init(self: Any, device_type: str, *args: Any, **options: Any) -> None:
         context = _context()
+        if context is not None and world.map_device is not None:
+            device_type = devices.mapped(device_type, world.map_device)
+        original(self, device_type, *args, **options)
         if context is None:
             return
         self._thread_id = (context.world.number, context.rank)
@@ -461,6 +475,78 @@ def _platform(world: World) -> Undo:
     return lambda: platform.unregister_provider(provide)
 
 
+def _mapped_device(world: World) -> Undo:
+    """With ``--map-device``, ``torch.cuda`` answers as if each rank had a device; what names it gets the CPU."""
+    kind = world.map_device
+    if kind is None:
+        return lambda: None
+    module = devices.device_module(kind)
+    missing = object()
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, vars(owner).get(name, missing)))
+        setattr(owner, name, value)
+
+    for name, standing_in in devices.CLASSES.items():
+        replace(module, name, standing_in)
+    for name in devices.ANSWERS:
+        replace(module, name, devices.answer(name, getattr(module, name, None), _context))
+    replace(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
+    replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, kind, "device_type"))
+    replace(torch.amp.GradScaler, "__init__", _on_cpu(torch.amp.GradScaler.__init__, kind, "device", default="cpu"))
+    replace(torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, kind, "device"))
+    replace(torch, "load", _loads_on_cpu(torch.load, kind))
+
+    def undo() -> None:
+        for owner, name, value in reversed(replaced):
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+    return undo
+
+
+def _without_device_ids(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *rest: Any, **more: Any
+    ) -> None:
+        if _context() is not None:
+            device_ids = output_device = None
+        original(self, module, device_ids, output_device, *rest, **more)
+
+    return init
+
+
+def _on_cpu(original: Callable[..., Any], kind: str, name: str, default: str | None = None) -> Callable[..., Any]:
+    """``original`` with its first argument, a device called ``name``, exchanged, or ``default`` if not given."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        if _context() is not None:
+            if args:
+                args = (devices.mapped(args[0], kind), *args[1:])
+            elif name in options or default is not None:
+                options[name] = devices.mapped(options.get(name, default), kind)
+        return original(self, *args, **options)
+
+    return method
+
+
+def _loads_on_cpu(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *rest: Any, **more: Any) -> Any:
+        if _context() is not None and isinstance(map_location, dict):
+            map_location = {devices.mapped(k, kind): devices.mapped(v, kind) for k, v in map_location.items()}
+        elif _context() is not None:
+            map_location = devices.mapped(map_location, kind)
+        return original(f, map_location, *rest, **more)
+
+    return load
+
+
 SEAMS: tuple[Callable[[World], Undo], ...] = (
     _c10d_state,
     _group_names,
@@ -476,6 +562,9 @@ SEAMS: tuple[Callable[[World], Undo], ...] = (
     _device_guard,
     _allocator,
     _platform,
+    _mapped_device,
+    *PROCESS_SEAMS,
+    *CLOCK_SEAMS,
 )
 
 # One world at a time: the seams are changes to the process.

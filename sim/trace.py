@@ -6,13 +6,29 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Event", "Row", "Trace", "user_line"]
+__all__ = ["Event", "Row", "Span", "Trace", "user_line"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Span:
+    """When an operation ran, in virtual seconds: one object for all who take part in it.
+
+    Attributes:
+        start: When the last of them had come; None while somebody is missing.
+        end: When it was over.
+    """
+
+    start: float | None = None
+    end: float | None = None
 
 
 class Event(NamedTuple):
@@ -29,6 +45,17 @@ class Event(NamedTuple):
         recv_bytes: Bytes it receives, likewise.
         dtype: Of the data.
         line: The user's source line, ``file:line in function``.
+        reduce_op: ``SUM``, ``AVG``, ...; empty where nothing is reduced.
+        root: Global rank that gives or gets everything, where there is one.
+        peer: Global rank on the other side of a send or recv; None for a recv from anybody, which came first.
+        input_shapes: Of the tensors the rank gives.
+        output_shapes: Of the tensors it gets.
+        process_group: torch's name of the group.
+        members: The global ranks of the process group; for a send or recv, ``group`` is the pair.
+        order: Number of the event over all ranks, in the order in which they were issued.
+        issued: The rank's virtual clock at the call, in seconds.
+        span: When the operation ran; shared by all who take part in it.
+        digest: Of the bytes the rank gives, where :func:`sim.check_determinism` asked for it.
     """
 
     rank: int
@@ -40,6 +67,44 @@ class Event(NamedTuple):
     recv_bytes: int
     dtype: str
     line: str
+    reduce_op: str = ""
+    root: int | None = None
+    peer: int | None = None
+    input_shapes: tuple[Shape, ...] = ()
+    output_shapes: tuple[Shape, ...] = ()
+    process_group: str = ""
+    members: tuple[int, ...] = ()
+    order: int = -1
+    issued: float = 0.0
+    span: Span | None = None
+    digest: str = ""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the first tensor the rank gives, or, where it gives none, gets; ``()`` where there is no data."""
+        return next(iter((*self.input_shapes, *self.output_shapes)), ())
+
+    @property
+    def start(self) -> float | None:
+        """When the operation began, in virtual seconds; None while a rank is missing."""
+        return None if self.span is None else self.span.start
+
+    @property
+    def end(self) -> float | None:
+        """When the operation was over, in virtual seconds; None while a rank is missing."""
+        return None if self.span is None else self.span.end
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages.
+
+        >>> Event(0, "all_reduce", "tp", (0, 1), 3, 8, 8, "float32", "train.py:3 in step").name
+        "all_reduce #3 of group 'tp'"
+        """
+        if self.seq >= 0:
+            return f"{self.op} #{self.seq} of group {self.axis!r}"
+        whom = "any rank" if self.peer is None else f"rank {self.peer}"
+        return f"{self.op} {'to' if self.op == 'send' else 'from'} {whom} in group {self.axis!r}"
 
 
 class Row(NamedTuple):
@@ -73,10 +138,25 @@ class Trace:
 
     def __init__(self, world_size: int) -> None:
         self._by_rank: list[list[Event]] = [[] for _ in range(world_size)]
+        self._issued = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._by_rank)
 
     def add(self, event: Event) -> None:
         """Append an event of ``event.rank``."""
         self._by_rank[event.rank].append(event)
+
+    def next_order(self) -> int:
+        """Count an event that is about to be added."""
+        self._issued += 1
+        return self._issued - 1
+
+    def in_order(self) -> list[Event]:
+        """All events in the order in which they were issued: for one seed, always the same."""
+        return sorted(self.events, key=lambda event: event.order)
 
     @property
     def events(self) -> list[Event]:
@@ -120,6 +200,41 @@ class Trace:
             lines.append("  ".join(cells))
         return "\n".join(lines)
 
+    def to_chrome(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline for https://ui.perfetto.dev and ``chrome://tracing``.
+
+        One process per rank, one row per axis and group, an arrow through the members of each operation. Time is
+        virtual; where none has passed, an operation comes one step after what its ranks did before it.
+        """
+        from sim.export import write_chrome
+
+        write_chrome(self, path)
+
+    def plot(self, path: str | os.PathLike[str], *, color: str = "op") -> None:
+        """Draw the timeline, one row per rank, as a picture: ``.png``, ``.svg`` or ``.pdf``.
+
+        Args:
+            path: Where to write it; the ending says in which format.
+            color: What the colours tell apart, ``op`` or ``axis``.
+
+        Raises:
+            SimError: matplotlib is not installed.
+            ValueError: Another ``color``.
+        """
+        from sim.plot import draw
+
+        draw(self, path, color)
+
+    def to_flight_recorder(self, folder: str | os.PathLike[str]) -> None:
+        """Write one dump per rank in the format of torch's flight recorder, for torch's own analyser.
+
+        ``python -m torch.distributed.flight_recorder.fr_trace FOLDER`` (torch 2.12 and later) reads them. A world that
+        failed can be dumped, too: what not all ranks have joined counts as scheduled.
+        """
+        from sim.export import write_flight_recorder
+
+        write_flight_recorder(self, folder)
+
     def clear(self) -> None:
         """Forget all events, for example after a warm-up."""
         for events in self._by_rank:
@@ -137,8 +252,8 @@ _is_library: dict[str, bool] = {}  # a cache of a pure function of the file name
 
 
 def _belongs_to_a_library(file: str) -> bool:
-    if file.startswith((*_LIBRARIES, "<frozen")):
-        return True
+    if file.startswith((*_LIBRARIES, "<frozen")) or os.path.basename(file) == "typing_extensions.py":
+        return True  # the latter is around whatever torch has deprecated
     return file.startswith(_STDLIB) and "site-packages" not in file
 
 

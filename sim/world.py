@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 
-from sim import report, threads, torch_seams
+from hyper_parallel.core.redistribute.cost import Topology
+from sim import races, report, threads, torch_seams
+from sim.clock import Cost, Pricing
 from sim.collectives import Call, Problem
 from sim.errors import SimError, rank_failed, ranks_phrase
 from sim.process_group import Group, Message, SimProcessGroup, Slot
+from sim.process_seams import Generators
+from sim.process_view import ProcessView
 from sim.scheduler import RankThread, Scheduler
 from sim.store import RankStore, SharedStore
 from sim.trace import Event, Trace
@@ -37,6 +41,9 @@ class RankContext:
             ``os.environ`` keeps them).
         rng_state: State of torch's default CPU generator while the rank does not run.
         c10d: Its ``torch.distributed`` state (the default group, all groups by name ...).
+        generators: Its default generators of ``random`` and numpy.
+        view: Its ``__main__``, ``sys.argv`` and so on, if it runs a script.
+        device_index: What it has made its current device, where devices are mapped to the CPU.
     """
 
     def __init__(self, world: World, rank: int, environment: dict[bytes, bytes]) -> None:
@@ -46,10 +53,15 @@ class RankContext:
         self.c10d = torch_seams.new_c10d_state()
         self.store = RankStore(world.store)  # kept here: torch's own references keep only its C++ half alive
         self.axis_names: dict[str, str] = {}
+        self.flights = races.Flights(world, rank) if world.check_races else None
         self.thread_id: int | None = None
         self.joined_by_world = False  # the world made the default group, so one init_process_group is a no-op
         self.has_joined = False  # the world has made it, whatever became of it since
-        self.rng_state = torch.Generator().manual_seed(((world.seed << 20) + rank) % 2**63).get_state()
+        seed = ((world.seed << 20) + rank) % 2**63
+        self.rng_state = torch.Generator().manual_seed(seed).get_state()
+        self.generators = Generators(seed)
+        self.view: ProcessView | None = None
+        self.device_index = 0
 
     def check_caller(self) -> None:
         """Refuse a thread that is not this rank's own: it does not hold the turn."""
@@ -72,21 +84,31 @@ class RankContext:
             return f"{group_name[:8]}: {ranks_phrase(ranks)}"
         return description
 
-    def record(self, call: Call, axis: str, group: Group) -> None:
+    def record(self, call: Call, axis: str, slot: Slot) -> None:
         """Enter a collective into the world's trace."""
-        contract = call.contract
-        seq = group.next_seq[group.ranks.index(self.rank)]
-        self.world.trace.add(
+        contract, group, trace = call.contract, slot.group, self.world.trace
+        broadcasts = contract.op == "broadcast" and contract.root == group.ranks.index(self.rank)
+        trace.add(
             Event(
                 self.rank,
                 contract.op,
                 axis,
                 group.ranks,
-                seq,
+                slot.seq,
                 call.send_bytes,
                 call.recv_bytes,
                 contract.dtype,
                 call.line,
+                reduce_op="" if contract.reduce_op == "-" else contract.reduce_op,
+                root=None if contract.root is None else group.ranks[contract.root],
+                input_shapes=tuple(tuple(t.shape) for t in call.inputs),
+                output_shapes=tuple(tuple(t.shape) for t in call.outputs),
+                process_group=group.name,
+                members=group.ranks,
+                order=trace.next_order(),
+                issued=self.world.scheduler.now,
+                span=slot.span,
+                digest=self.world.digest(call.outputs if broadcasts else call.inputs),
             )
         )
 
@@ -98,7 +120,9 @@ class RankContext:
         members = message.group.ranks
         # A receive from anybody that comes before its send does not know yet from whom.
         pair = tuple(members[end] for end in (message.sender, message.receiver) if end is not None)
-        self.world.trace.add(
+        peer = message.receiver if sending else message.sender
+        shape, trace = tuple(message.tensor.shape), self.world.trace
+        trace.add(
             Event(
                 self.rank,
                 message.who_waits,
@@ -109,6 +133,15 @@ class RankContext:
                 0 if sending else size,
                 dtype,
                 message.line,
+                peer=None if peer is None else members[peer],
+                input_shapes=(shape,) if sending else (),
+                output_shapes=() if sending else (shape,),
+                process_group=message.group.name,
+                members=members,
+                order=trace.next_order(),
+                issued=message.issued,
+                span=message.span,
+                digest=self.world.digest([message.tensor]) if sending else "",
             )
         )
 
@@ -121,17 +154,36 @@ class World:
         world_size: Number of ranks.
         seed: Fixes the interleaving, and the ranks' initial random state.
         trace: What the ranks have communicated so far.
+        pricing: What communication costs in virtual time.
+        digest: The fingerprint that the trace keeps of data that a rank gives; of none, unless somebody asks for it.
     """
 
-    def __init__(self, world_size: int, seed: int, *, init: bool, intraop_threads: int | None, pin: int | None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        seed: int,
+        *,
+        init: bool,
+        intraop_threads: int | None,
+        pin: int | None,
+        pricing: Pricing | None = None,
+        check_races: bool = False,
+    ) -> None:
         self.number = next(_numbers)  # different for every world of the process, unlike an id
         self.world_size = world_size
         self.seed = seed
         self.trace = Trace(world_size)
+        self.pricing = pricing or Pricing(None)
+        self.digest: Callable[[Sequence[torch.Tensor]], str] = lambda tensors: ""
+        self.check_races = check_races
+        self._clocks = [0.0] * world_size
         self.groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self.store = SharedStore(self)
         self.scheduler: Scheduler = self._new_scheduler()
         self.replay = f"sim.run(..., world_size={world_size}, seed={seed})"
+        self.pid = os.getpid()
+        self.folder = ""  # of the script that the ranks run, if they run one
+        self.map_device: str | None = None  # the kind of device whose place the CPU takes
         self._init = init
         self._intraop_threads = intraop_threads
         self._pin = pin
@@ -247,7 +299,18 @@ class World:
 
     def _new_scheduler(self) -> Scheduler:
         runs = getattr(self, "_runs", 0)
-        return Scheduler(self.seed * 1_000_003 + runs, leave=_leave, enter=_enter, stuck=self._stuck)
+        return Scheduler(
+            self.seed * 1_000_003 + runs, leave=_leave, enter=_enter, stuck=self._stuck, clocks=self._clocks
+        )
+
+    def clock(self, rank: int) -> float:
+        """The virtual clock of a rank, in seconds; it goes on from one run to the next."""
+        return self._clocks[rank]
+
+    @property
+    def now(self) -> float:
+        """The latest of the ranks' virtual clocks, in seconds."""
+        return max(self._clocks)
 
     def _rank_main(self, rank: RankThread, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         context: RankContext = rank.context
@@ -263,7 +326,8 @@ class World:
             if self._init and not context.has_joined:
                 torch_seams.join_default_group(context)
             torch.set_grad_enabled(True)
-            return fn(*args, **kwargs)
+            with races.watching(context.flights):
+                return fn(*args, **kwargs)
         except SystemExit as end:
             if end.code in (None, 0):
                 return None
@@ -332,10 +396,14 @@ def _check_call(
 
 def _leave(context: RankContext) -> None:
     context.rng_state = torch.default_generator.get_state()
+    if context.view is not None:
+        context.view.leave()
 
 
 def _enter(context: RankContext) -> None:
     torch.default_generator.set_state(context.rng_state)
+    if context.view is not None:
+        context.view.enter()
 
 
 class _ThisThread(threading.local):
@@ -367,6 +435,9 @@ def world(
     init: bool = True,
     intraop_threads: int | None = 1,
     pin: int | None = None,
+    topology: str | Topology | None = None,
+    cost: Cost | None = None,
+    check_races: bool = False,
 ) -> World:
     """Make a world of ``world_size`` ranks, for use in a ``with`` statement.
 
@@ -389,10 +460,18 @@ def world(
         intraop_threads: Threads torch uses inside of one operation; None leaves torch's setting. One makes
             results independent of the machine's number of cores.
         pin: Processor to bind the rank threads to; since one runs at a time, switching gets cheaper. Linux only.
+        topology: What links the ranks, by name ("h100", "a100", "ascend-910b", "laptop") or as a
+            :class:`~hyper_parallel.core.redistribute.cost.Topology`: communication takes virtual time by its model.
+            None: it takes none.
+        cost: Seconds of an operation (``all_reduce``, ..., ``send``) and a
+            :class:`~hyper_parallel.core.redistribute.cost.Load`, in place of the topology's own model.
+        check_races: Look at every operation of every rank, and raise :class:`~sim.InFlightBufferRace` where one
+            touches a buffer that an operation in flight reads or writes. Takes about twice the time.
 
     Raises:
         ValueError: A world size that is not an int in range, a seed that is not an int, a number of threads below
-            1, or a processor that this process may not use.
+            1, a processor that this process may not use, or an unknown topology.
+        TypeError: A topology or a cost that is none.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
         raise ValueError(
@@ -415,7 +494,15 @@ def world(
                 f"  pin: one of {', '.join(map(str, usable)) or 'none: this system cannot bind threads'}\n"
                 "  try: pin=None"
             )
-    return World(world_size, seed, init=init, intraop_threads=intraop_threads, pin=pin)
+    return World(
+        world_size,
+        seed,
+        init=init,
+        intraop_threads=intraop_threads,
+        pin=pin,
+        pricing=Pricing(topology, cost),
+        check_races=check_races,
+    )
 
 
 def run(
@@ -428,6 +515,9 @@ def run(
     init: bool = True,
     intraop_threads: int | None = 1,
     pin: int | None = None,
+    topology: str | Topology | None = None,
+    cost: Cost | None = None,
+    check_races: bool = False,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on each of ``world_size`` simulated ranks; return the results in rank order.
 
@@ -437,7 +527,16 @@ def run(
 
     Arguments and errors are those of :func:`world` and :meth:`World.run`.
     """
-    made = world(world_size, seed=seed, init=init, intraop_threads=intraop_threads, pin=pin)
+    made = world(
+        world_size,
+        seed=seed,
+        init=init,
+        intraop_threads=intraop_threads,
+        pin=pin,
+        topology=topology,
+        cost=cost,
+        check_races=check_races,
+    )
     _check_call(fn, args, kwargs, world_size)
     with made as w:
         return w.run(fn, args, kwargs)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import builtins
+import logging
+import multiprocessing
 import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +26,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import sim
 from hyper_parallel import platform
-from sim import torch_seams
+from sim import devices, torch_seams
+from sim.output import RankStream
 from sim.process_group import SimProcessGroup
+from sim.process_view import SLOTS, ProcessView
 
 pytestmark = pytest.mark.sim
 
@@ -184,6 +197,9 @@ def test_seam_group_creation():
         return type(group) is SimProcessGroup, dist.get_backend(group)
 
     assert sim.run(body, 2) == [(True, "gloo")] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch asks a build without NCCL for its timeout, and warns
+        sim.run(lambda: dist.new_group([0, 1], backend="nccl"), 2)
 
 
 def test_seam_rendezvous():
@@ -291,6 +307,195 @@ def test_seam_platform():
         assert platform.get_platform("cpu").backend == "gloo", "this thread is no rank"
 
 
+def test_seam_mapped_device(tmp_path):
+    torch.save(torch.ones(2), tmp_path / "x.pt")
+
+    def body() -> tuple:
+        cuda = torch.cuda
+        cuda.set_device(dist.get_rank())
+        scaler = torch.amp.GradScaler(init_scale=2.0)
+        assert scaler.is_enabled()
+        layer = torch.nn.Linear(2, 2).to(cuda.current_device())
+        model = torch.nn.parallel.DistributedDataParallel(layer, device_ids=[cuda.current_device()])
+        mesh = init_device_mesh("cuda", (2,))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            half = model(torch.ones(1, 2)).dtype
+        loaded = torch.load(tmp_path / "x.pt", map_location={"cpu": "cuda:1"}).device.type
+        known = cuda.is_available(), cuda.device_count(), cuda.current_device()
+        return *known, mesh.device_type, half, loaded, isinstance(cuda.current_stream(), cuda.Stream)
+
+    names = [*devices.ANSWERS, *devices.CLASSES]
+    classes = torch.nn.parallel.DistributedDataParallel, torch.autocast, torch.amp.GradScaler
+
+    def changed() -> list[object]:
+        return [
+            torch.load,
+            torch.nn.Module.to,
+            *(each.__init__ for each in classes),
+            *(getattr(torch.cuda, name, None) for name in names),
+        ]
+
+    before = changed()
+    with sim.world(2):
+        assert changed() == before, "only where it was asked for"
+    made = sim.world(2)
+    made.map_device = "cuda"
+    with made as world:
+        assert not any(now is then for now, then in zip(changed(), before, strict=True))
+        assert world.run(body) == [(True, 2, rank, "cpu", torch.bfloat16, "cpu", True) for rank in range(2)]
+        assert torch.cuda.device_count() == 0 or torch.cuda.is_available(), "this thread is no rank"
+    assert changed() == before
+
+
+# -- Python's own ----------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, python, numpy) -> list[float]:
+    python.seed(seed)
+    numpy.seed(seed)
+    first = [python.random(), numpy.randn(), numpy.random_sample()]
+    if dist.is_initialized():
+        dist.barrier()  # others draw in between
+    return [*first, python.random(), numpy.randn()]
+
+
+def test_seam_python_random():
+    state = random.getstate()
+    expected = [drawn(rank, random.Random(), np.random.RandomState()) for rank in range(4)]
+    assert sim.run(lambda: drawn(dist.get_rank(), random, np.random), 4) == expected
+    own = sim.run(lambda: [random.random(), random.choice(range(10**9))], 3, seed=1)
+    assert len({draw for draws in own for draw in draws}) == 6, "unseeded, every rank draws something else"
+    assert own == sim.run(lambda: [random.random(), random.choice(range(10**9))], 3, seed=1), "and the same each time"
+    assert random.getstate() == state
+    assert random.random.__self__ is random._inst
+
+
+def test_seam_numpy_random():
+    before = np.random.get_state()[1].tolist()
+    assert len(set(sim.run(lambda: np.random.rand(), 3))) == 3  # noqa: PLW0108 - looked up on the rank
+    assert np.random.get_state()[1].tolist() == before
+    assert np.random.rand.__self__ is np.random.mtrand._rand
+
+
+def test_seam_process_exit():
+    before = os._exit
+    with pytest.raises(sim.SimError, match=r"rank \d called os\._exit\(3\), which would end all 2 simulated ranks"):
+        sim.run(lambda: os._exit(3), 2)
+    assert os._exit is before
+
+
+def test_seam_spawn():
+    import torch.multiprocessing as mp
+
+    before = mp.start_processes
+    with pytest.raises(sim.SimError, match=r"called torch\.multiprocessing\.spawn\(barrier, \.\.\.\)"):
+        sim.run(lambda: mp.spawn(dist.barrier, nprocs=2), 2)
+    with pytest.raises(sim.SimError, match="it starts processes as ranks"):
+        sim.run(lambda: mp.start_processes(dist.barrier, nprocs=2), 2)
+    assert mp.start_processes is before
+
+
+def test_seam_child_environment():
+    def body() -> tuple:
+        code = "import os; print(os.environ.get('RANK'), os.environ.get('MINE'))"
+        os.environ["MINE"] = f"mine {dist.get_rank()}"
+        dist.barrier()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, close_fds=True)
+        process = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(0,))
+        process.start()
+        process.join()
+        return done.stdout.strip(), process.exitcode
+
+    import _posixsubprocess
+
+    before = _posixsubprocess.fork_exec, getattr(subprocess, "_fork_exec", None)
+    assert sim.run(body, 2) == [("0 mine 0", 0), ("1 mine 1", 0)]
+    assert (_posixsubprocess.fork_exec, getattr(subprocess, "_fork_exec", None)) == before
+
+
+def script_world(world_size: int, folder: str = "") -> sim.World:
+    """A world as it is made for a script."""
+    made = sim.world(world_size)
+    made.folder = folder
+    for context in made.contexts:
+        streams = RankStream(None, "", like=sys.stdout), RankStream(None, "", like=sys.stderr)
+        context.view = ProcessView(types.ModuleType("__main__"), ["x.py"], sys.path, *streams)
+    return made
+
+
+def test_seam_process_view():
+    def body() -> tuple:
+        rank = dist.get_rank()
+        sys.modules["__main__"].rank = rank
+        sys.argv.append(str(rank))
+        logging.basicConfig(level=logging.INFO + rank)
+        if rank:
+            builtins.print = None
+        multiprocessing.set_start_method("spawn" if rank else "forkserver")
+        dist.barrier()
+        own = sys.modules["__main__"].rank, sys.argv, logging.getLogger("a.b").getEffectiveLevel() - logging.INFO
+        return *own, builtins.print is None, multiprocessing.get_start_method()
+
+    before = [getattr(owner, name) for owner, name in SLOTS], sys.modules["__main__"], list(logging.root.handlers)
+    with script_world(3) as world:
+        methods = ["forkserver", "spawn", "spawn"]
+        assert world.run(body) == [(r, ["x.py", str(r)], r, r > 0, methods[r]) for r in range(3)]
+    after = [getattr(owner, name) for owner, name in SLOTS], sys.modules["__main__"], list(logging.root.handlers)
+    assert after == before
+
+
+def test_seam_imports(tmp_path, monkeypatch):
+    (tmp_path / "of_a_rank.py").write_text("import torch.distributed as dist\ndist.barrier()\nrank = dist.get_rank()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = list(sys.meta_path), sys.modules["importlib._bootstrap"]._module_locks
+
+    def body() -> tuple:
+        import json
+
+        import of_a_rank  # waits for the others in the middle of it
+
+        dist.barrier()
+        return sys.modules["of_a_rank"].rank, id(of_a_rank), id(json)
+
+    with script_world(3, str(tmp_path)) as world:
+        ranks, own, shared = zip(*world.run(body), strict=True)
+    assert ranks == (0, 1, 2)
+    assert len(set(own)) == 3
+    assert len(set(shared)) == 1
+    assert "of_a_rank" not in sys.modules
+    assert (list(sys.meta_path), sys.modules["importlib._bootstrap"]._module_locks) == before
+
+
+def test_seam_exit_calls():
+    called: list[int] = []
+
+    def body() -> int:
+        atexit.register(called.append, dist.get_rank())
+        atexit.register(pytest.fail, "not unregistered")
+        atexit.unregister(pytest.fail)
+        return len(called)
+
+    with script_world(2) as world:
+        contexts = list(world.contexts)
+        assert world.run(body) == [0, 0]
+    for context in contexts:
+        context.view.run_exit_calls()
+    assert called == [0, 1]
+
+
+def test_seam_signals():
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def body() -> tuple:
+        old = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        dist.barrier()
+        return old is before, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+    with script_world(2) as world:
+        assert world.run(body) == [(True, True)] * 2
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 # -- the group itself ------------------------------------------------------------------------------------------
 
 # What torch's ProcessGroup has and ours leaves to it: names, ranks, stores, settings; nothing that moves data.
@@ -324,3 +529,11 @@ def test_a_world_prints_no_warning(capfd):
         warnings.simplefilter("error")
         sim.run(lambda: (dist.init_process_group("gloo"), init_device_mesh("cpu", (2, 2)), dist.barrier()), 4)
     assert capfd.readouterr() == ("", ""), "nor does the C++ side"
+
+
+def test_seam_time_sleep():
+    original = time.sleep
+    with sim.world(2) as world:
+        world.run(lambda: (time.sleep(3600), dist.barrier()))
+        assert world.now == 3600.0
+    assert time.sleep is original

@@ -453,7 +453,7 @@ def test_a_rank_on_neither_mesh():
         "  from: (dp, -) on dp=2   to: ({}) on dp=2\n"
         "  try: call it on ranks 0, 1 only"
     )
-    for step, to in ((lambda x: redistribute(x, ("None", "dp")), "-, dp"), (full_tensor, "")):
+    for step, to in ((lambda x: redistribute(x, ("None", "dp")), "-, dp"), (full_tensor, "-, -")):
         with sim.world(4) as world:
             said = world.run(on_rank, (step,))
             assert said == ["on the mesh"] * 2 + [text.format(rank, to) for rank in (2, 3)]

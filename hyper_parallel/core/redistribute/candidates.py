@@ -8,6 +8,7 @@ slow links.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from hyper_parallel.core.redistribute.builders import Builder
@@ -25,10 +26,9 @@ def candidates(task: Transition, builder: Builder) -> Iterator[list[Step]]:
         return
     closing = _closing(task, builder)
     ways = reductions(task, builder) if task.reduces else exchanges(task, builder, task.source, task.copy_axes)
-    for way in ways:
-        yield [*way, *closing]
-    if task.reduces or task.split_axes:
-        yield [*axis_by_axis(task, builder), *closing]
+    for way in itertools.chain(ways, [axis_by_axis(task, builder)] if task.reduces or task.split_axes else []):
+        if not task.at_once or sum(bool(step.reduces) for step in way) == 1:
+            yield [*way, *closing]
 
 
 def _closing(task: Transition, builder: Builder) -> list[Step]:

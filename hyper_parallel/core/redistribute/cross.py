@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.shards import all_slices
@@ -20,12 +21,12 @@ from hyper_parallel.core.redistribute.candidates import candidates
 from hyper_parallel.core.redistribute.counting import Counts, coordinate
 from hyper_parallel.core.redistribute.holdings import Holding
 from hyper_parallel.core.redistribute.nodes import Nodes
-from hyper_parallel.core.redistribute.read import transition_of
+from hyper_parallel.core.redistribute.read import task_of
 from hyper_parallel.core.redistribute.steps import Fill, Located, Step, price
 
 
 def ways(
-    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, on: cost.Topology
+    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
 ) -> tuple[tuple[int, ...], list[list[Step]]]:
     """Return the ranks of both meshes, sorted, and the ways from one layout to the other.
 
@@ -33,18 +34,18 @@ def ways(
         src: a layout with at most one kind of reduction pending.
         dst: likewise, on another mesh.
         shape: the tensor's sizes.
-        itemsize: bytes per element.
+        dtype: its dtype.
         on: the topology.
     """
     ranks = tuple(sorted({*src.rank_list, *dst.rank_list}))
     full = shape or (1,)
     names = tuple(dict.fromkeys((*src.alias_name, *dst.alias_name)))
     found = []
-    for opening, reducing in _openings(src, shape, itemsize, on):
-        for target, gathering in _closings(dst, shape, itemsize, on):
+    for opening, reducing in _openings(src, shape, dtype, on):
+        for target, gathering in _closings(dst, shape, dtype, on):
             before, after = Located(_holding(opening, full), src._axes.ranks), _needed(target, full)
-            middle = _exchange(before, after, ranks, itemsize, on, names)
-            last = _pending(target, full, itemsize)
+            middle = _exchange(before, after, ranks, dtype.itemsize, on, names)
+            last = _pending(target, full, dtype.itemsize)
             found.append([_on(step, ranks) for step in (*reducing, *middle, *gathering, *last)])
     return ranks, found
 
@@ -53,7 +54,7 @@ def ways(
 
 
 def _openings(
-    src: Layout, shape: tuple[int, ...], itemsize: int, on: cost.Topology
+    src: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
 ) -> Iterator[tuple[Layout, list[Step]]]:
     """Yield layouts after all reductions, each with the steps to it: spread over the ranks that had copies, or not."""
     live = [name for name, size in zip(src.alias_name, src.mesh_shape, strict=True) if name in src.partial and size > 1]
@@ -61,11 +62,11 @@ def _openings(
         yield src.reset_partial(), []
         return
     for target in dict.fromkeys([_spread(src, shape, live), src.reset_partial()]):
-        yield target, _cheapest(src, target, shape, itemsize, on)
+        yield target, _cheapest(src, target, shape, dtype, on)
 
 
 def _closings(
-    dst: Layout, shape: tuple[int, ...], itemsize: int, on: cost.Topology
+    dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
 ) -> Iterator[tuple[Layout, list[Step]]]:
     """Yield the layouts to exchange into, each with the steps from there to the destination."""
     yield dst, []
@@ -78,7 +79,7 @@ def _closings(
     for names in dict.fromkeys([tuple(alike), tuple(near)]):
         if names:
             spread = _spread(dst, shape, names)
-            yield spread, _cheapest(spread, dst, shape, itemsize, on)
+            yield spread, _cheapest(spread, dst, shape, dtype, on)
 
 
 def _spread(layout: Layout, shape: tuple[int, ...], names: Sequence[str]) -> Layout:
@@ -94,8 +95,8 @@ def _spread(layout: Layout, shape: tuple[int, ...], names: Sequence[str]) -> Lay
     return layout(*(tuple(chain) or None for chain in splits))
 
 
-def _cheapest(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, on: cost.Topology) -> list[Step]:
-    task = transition_of(src, dst, shape, itemsize, on.ranks_per_node)
+def _cheapest(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology) -> list[Step]:
+    task = task_of(src, dst, shape, dtype, on.ranks_per_node)
     assert task is not None, "both layouts are on one mesh"
     return min(candidates(task, Builder(task, on)), key=lambda steps: price(steps, on))
 

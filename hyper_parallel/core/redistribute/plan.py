@@ -21,7 +21,7 @@ from hyper_parallel.core.redistribute.builders import Builder
 from hyper_parallel.core.redistribute.candidates import candidates
 from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
 from hyper_parallel.core.redistribute.counting import Counts
-from hyper_parallel.core.redistribute.read import check_layout, transition_of
+from hyper_parallel.core.redistribute.read import check_layout, task_of
 from hyper_parallel.core.redistribute.rounds import bounded
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 
@@ -63,7 +63,11 @@ class Plan:
     @property
     def num_collectives(self) -> int:
         """How many collectives a rank issues at most; an exchange in rounds counts once per round."""
-        return sum(step.rounds for step in self.steps if step.communicates)
+        issued = np.zeros(len(self.ranks), dtype=np.int64)
+        for step in self.steps:
+            if step.communicates:
+                issued[step.takes_part()] += step.rounds
+        return int(issued.max(initial=0))
 
     @property
     def peak_extra_bytes(self) -> int:
@@ -156,10 +160,10 @@ def _cached(
     on = topology or BYTES_ONLY
     # Equal layouts share an entry, so the plan shows them in one way, however the first caller wrote them.
     src, dst = (layout.with_mesh(None).placement_to_tensor_map(len(shape)) for layout in (src, dst))
-    task = transition_of(src, dst, shape, dtype.itemsize, on.ranks_per_node)
+    task = task_of(src, dst, shape, dtype, on.ranks_per_node)
     ranks: range | tuple[int, ...]
     if task is None:
-        ranks, ways = cross.ways(src, dst, shape, dtype.itemsize, on)
+        ranks, ways = cross.ways(src, dst, shape, dtype, on)
     else:
         ranks, ways = task.ranks, list(candidates(task, Builder(task, on)))
     if max_extra_bytes is not None:

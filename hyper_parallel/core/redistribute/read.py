@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.shards import Splits
@@ -25,6 +29,16 @@ def check_layout(asked: str, name: str, layout: object, shape: tuple[int, ...], 
         blame = f"{name} has {pending} pending, and the order in which to take them is nowhere said"
         hint = f"one kind, such as partial={dict.fromkeys(layout.partial, kinds[0])!r}"
         raise ValueError(explain(asked, blame, seen, hint))
+
+
+def task_of(
+    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, ranks_per_node: int | None
+) -> Transition | None:
+    """Return the transition for tensors of some dtype; see `transition_of`."""
+    task = transition_of(src, dst, shape, dtype.itemsize, ranks_per_node)
+    if task is not None and task.reduction == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        return replace(task, at_once=True)
+    return task
 
 
 def transition_of(

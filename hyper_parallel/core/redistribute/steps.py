@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from hyper_parallel.core.redistribute.cost import Topology
 from hyper_parallel.core.redistribute.counting import Counts
@@ -125,6 +126,12 @@ class Step:
         from hyper_parallel.core.redistribute.memory import buffers
 
         return self.kept_bytes + buffers(self)
+
+    def takes_part(self) -> npt.NDArray[np.bool_]:
+        """Return which of the plan's ranks take part: all, but for a step on one of two meshes."""
+        if self.group_axes is None or self.ranks == self.before.ranks:
+            return np.ones(len(self.ranks), dtype=bool)
+        return np.isin(np.asarray(self.ranks), np.asarray(self.before.ranks))
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks, sorted, that a rank takes part with."""

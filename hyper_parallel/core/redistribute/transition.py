@@ -39,6 +39,7 @@ class Transition:
         times: kept copies are multiplied by this, to turn one linear reduction into the other,
         over: and divided by this.
         itemsize: bytes per element.
+        at_once: copies are to be reduced in one step: an average of ints is rounded, once.
     """
 
     sizes: tuple[int, ...]
@@ -55,6 +56,7 @@ class Transition:
     times: int
     over: int
     itemsize: int
+    at_once: bool = False
 
     @property
     def source(self) -> Holding:

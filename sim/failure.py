@@ -1,0 +1,75 @@
+"""What a person reads when a script has failed on a rank: its traceback through the script, and how to replay."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+
+from sim.errors import RankFailed, SimError
+
+__all__ = ["report_failure", "traceback_of"]
+
+FAILURE, INTERRUPTED = 1, 130
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_ASKED_FOR_CUDA = re.compile(
+    r"not compiled with CUDA|Cannot access accelerator device|"
+    r"Found no NVIDIA driver|No CUDA GPUs|CUDA device but torch.cuda.is_available|"
+    r"_CudaDeviceProperties|torch\._C\._cuda|attribute '_cuda_|dummy base class"
+)
+_ASKED_FOR_NPU = re.compile(r"device string: npu|module 'torch' has no attribute 'npu'|No module named 'torch_npu'")
+
+
+def report_failure(error: BaseException, nproc: int, map_device: str | None, replay: str) -> int:
+    """Say on the error output what ended the ranks; return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        print(f"interrupted; the {nproc} ranks have ended", file=sys.stderr)
+        return INTERRUPTED
+    if not isinstance(error, SimError):
+        raise error  # not a rank's: ours
+    cause = error.__cause__ if isinstance(error, RankFailed) and error.__cause__ is not None else error
+    if isinstance(cause, SystemExit):
+        return _report_exit(cause, error)
+    text = traceback_of(cause)
+    if cause is not error:
+        text += f"\n{error}\n"
+    elif "\n  replay: " not in str(error):
+        text += f"  replay: {replay}\n"
+    print(text + _device_hint(str(cause), map_device), end="", file=sys.stderr)
+    return FAILURE
+
+
+def _report_exit(end: SystemExit, error: SimError) -> int:
+    """A rank has called ``sys.exit(code)``: the code is the program's; a text is printed and means 1, as ever."""
+    if not isinstance(end.code, int):
+        print(end.code, file=sys.stderr)
+    print(error, file=sys.stderr)
+    return end.code & 0xFF or FAILURE if isinstance(end.code, int) else FAILURE
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback without the simulator's own lines; without any line if no other is left."""
+    whole = traceback.TracebackException.from_exception(error)
+    _leave_out_our_lines(whole)
+    if not whole.stack and isinstance(error, SimError) and whole.__cause__ is None:
+        return f"{type(error).__name__}: {error}\n"
+    return "".join(whole.format())
+
+
+def _leave_out_our_lines(part: traceback.TracebackException | None) -> None:
+    while part is not None:
+        part.stack[:] = [frame for frame in part.stack if not frame.filename.startswith((_OURS, "<frozen importlib"))]
+        for member in getattr(part, "exceptions", None) or ():
+            _leave_out_our_lines(member)
+        _leave_out_our_lines(part.__cause__)
+        part = part.__context__
+
+
+def _device_hint(text: str, map_device: str | None) -> str:
+    for kind, pattern in (("cuda", _ASKED_FOR_CUDA), ("npu", _ASKED_FOR_NPU)):
+        if pattern.search(text):
+            if map_device == kind:
+                return f"  --map-device {kind}: this is not among what it maps; docs/sim.md has the list\n"
+            return f"  try: --map-device {kind}, which puts on the CPU what a script puts on {kind}\n"
+    return ""

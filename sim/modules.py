@@ -1,0 +1,133 @@
+"""Each rank's own modules: ``__main__``, and user code that it imports.
+
+User code is what Python finds in the script's folder, and anywhere else on ``sys.path`` but in the standard library
+and among installed packages. The rest (torch, numpy, ``hyper_parallel`` itself) is there once for all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["OwnModules", "RankFinder", "RankLocks", "belongs_to_the_user"]
+
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+class OwnModules:
+    """The entries of ``sys.modules`` that one rank does not share."""
+
+    def __init__(self, main: ModuleType) -> None:
+        self.names: dict[str, None] = {}  # in the order of import
+        self.locks: dict[str, Any] = {}
+        self._held: dict[str, ModuleType] = {"__main__": main}
+
+    def enter(self) -> None:
+        """Put them into ``sys.modules``."""
+        sys.modules.update(self._held)
+
+    def leave(self) -> None:
+        """Take them out of ``sys.modules``; ``__main__`` stays until another one takes its place."""
+        held = {name: sys.modules.pop(name) for name in self.names if name in sys.modules}
+        self._held = {"__main__": sys.modules["__main__"], **held}
+
+    def holds(self, name: str) -> bool:
+        """Whether ``name`` is, or may turn out to be, a module of this rank alone."""
+        top = name.partition(".")[0]
+        return top in self.names or top not in sys.modules
+
+
+def _of_this_rank() -> OwnModules | None:
+    from sim.world import current_context
+
+    context = current_context()
+    return None if context is None or context.view is None else context.view.modules
+
+
+class RankFinder:
+    """Finds what ``PathFinder`` finds, and notes which modules are the calling rank's own.
+
+    Args:
+        folder: The script's.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module that a rank imports; None outside of ranks, and for parts of shared packages."""
+        own = _of_this_rank()
+        parent = fullname.rpartition(".")[0]
+        if own is None or (parent and parent not in own.names):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and belongs_to_the_user(spec, self._folder):
+            own.names[fullname] = None
+        return spec
+
+
+class RankLocks(dict[str, Any]):
+    """Python's locks by module name; a rank that waits for others while it imports blocks nobody else's import."""
+
+    def __init__(self, shared: dict[str, Any]) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def _of(self, name: str) -> dict[str, Any]:
+        own = _of_this_rank()
+        return own.locks if own is not None and own.holds(name) else self.shared
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.get(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __setitem__(self, name: str, lock: Any) -> None:
+        self._of(name)[name] = lock
+
+    def __delitem__(self, name: str) -> None:
+        del self._of(name)[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The lock of ``name``, for the calling rank."""
+        return self._of(name).get(name, default)
+
+
+def belongs_to_the_user(spec: ModuleSpec, folder: str) -> bool:
+    """Whether a module is user code, of which each rank has a copy. Compiled modules are not: they cannot be copied.
+
+    >>> import importlib.util
+    >>> belongs_to_the_user(importlib.util.find_spec("json"), "/home/me"), belongs_to_the_user(
+    ...     ModuleSpec("helper", None, origin="/home/me/helper.py"), "/home/me")
+    (False, True)
+    """
+    if isinstance(spec.loader, ExtensionFileLoader):
+        return False
+    where = [spec.origin] if spec.origin is not None else list(spec.submodule_search_locations or ())
+    return bool(where) and all(_is_users_file(os.path.abspath(file), folder) for file in where)
+
+
+@lru_cache(maxsize=4096)
+def _is_users_file(file: str, folder: str) -> bool:
+    if file.startswith(folder.rstrip(os.sep) + os.sep):
+        return _INSTALLED.isdisjoint(Path(file[len(folder) :]).parts)  # a virtual environment beside the script
+    return not file.startswith(_library_folders()) and _INSTALLED.isdisjoint(Path(file).parts)
+
+
+@lru_cache(maxsize=1)
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).resolve().parent)]
+    return tuple(os.path.abspath(folder) + os.sep for folder in folders)

@@ -1,0 +1,239 @@
+"""Virtual time: what moves a rank's clock, what an operation takes, and that the interleaving does not matter."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sim
+from hyper_parallel.core.redistribute.cost import Link, Load, Topology, seconds, topology
+from sim import clock
+
+pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
+
+
+def one_second(op: str, load: Load) -> float:
+    return 1.0
+
+
+def ran(body, world_size=4, **options):
+    with sim.world(world_size, **options) as world:
+        world.run(body)
+    return world
+
+
+def test_nothing_takes_time_unless_asked():
+    world = ran(lambda: (dist.barrier(), dist.all_reduce(torch.ones(3))))
+    assert world.now == 0.0
+    assert {(event.issued, event.start, event.end) for event in world.trace.events} == {(0.0, 0.0, 0.0)}
+
+
+def test_a_collective_starts_when_the_last_member_has_come():
+    def body() -> None:
+        sim.advance(dist.get_rank())
+        dist.barrier()
+        sim.advance(0.5)
+
+    for seed in range(5):
+        world = ran(body, cost=one_second, seed=seed)
+        assert [world.clock(rank) for rank in range(4)] == [4.5] * 4
+        assert [(e.issued, e.start, e.end) for e in world.trace.events] == [(float(r), 3.0, 4.0) for r in range(4)]
+
+
+def test_computing_overlaps_what_is_in_flight():
+    def body() -> None:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        sim.advance(0.75)
+        work.wait()
+
+    assert ran(body, cost=one_second).now == 1.0
+    assert ran(body, cost=lambda op, load: 0.5).now == 0.75
+
+
+def test_a_group_does_one_thing_at_a_time_and_groups_do_not_wait_for_each_other():
+    def body() -> None:
+        other = dist.new_group([0, 1])
+        for work in [dist.all_reduce(torch.ones(3), group=g, async_op=True) for g in (None, None, other)]:
+            work.wait()
+
+    world = ran(body, 2, cost=one_second)
+    spans = [(e.start, e.end) for e in world.trace.of_rank(0) if e.op == "all_reduce"]
+    assert spans == [(0.0, 1.0), (1.0, 2.0), (0.0, 1.0)]
+
+
+def test_messages():
+    def body() -> None:
+        rank = dist.get_rank()
+        sim.advance(rank)
+        dist.send(torch.ones(3), rank + 1) if rank % 2 == 0 else dist.recv(torch.ones(3), rank - 1)
+
+    for seed in range(5):
+        world = ran(body, cost=one_second, seed=seed)
+        assert [world.clock(rank) for rank in range(4)] == [2.0, 2.0, 4.0, 4.0]
+
+
+def test_a_loop_that_asks_until_it_is_done_ends_when_that_is():
+    def body() -> int:
+        work, asked = dist.barrier(async_op=True), 0
+        while not work.is_completed():
+            asked += 1
+            sim.advance(0.3)
+        return asked
+
+    with sim.world(2, cost=one_second) as world:
+        assert min(world.run(body)) == 4, "at 0.3, 0.6, 0.9 and 1.2 s, unless the other rank comes late"
+        world.run(lambda: ask(dist.barrier(async_op=True)))
+        assert world.clock(0) == world.trace.of_rank(0)[-1].end
+
+
+def ask(work) -> None:
+    while not work.is_completed():
+        pass
+
+
+def test_clocks_go_on_from_run_to_run():
+    with sim.world(2, cost=one_second) as world:
+        world.run(dist.barrier)
+        world.run(dist.barrier)
+        assert (world.clock(0), world.now) == (2.0, 2.0)
+    assert world.now == 2.0
+
+
+def test_the_topologys_model():
+    def body() -> None:
+        dist.all_reduce(torch.ones(1 << 20))
+        dist.broadcast(torch.ones(1 << 20), src=0)
+        if dist.get_rank() in (0, 8):
+            x = torch.ones(1 << 20)
+            dist.send(x, 8) if dist.get_rank() == 0 else dist.recv(x, 0)
+
+    on, size = topology("h100"), 4 << 20
+    for given in ("h100", on):
+        reduce, broadcast, message = ran(body, 16, topology=given).trace.of_rank(0)
+        moved = 2 * size * 15 // 16
+        assert reduce.end - reduce.start == pytest.approx(
+            seconds("all_reduce", Load(16, 8, moved, moved * 8 // 15, 0), on)
+        )
+        assert broadcast.end - broadcast.start == pytest.approx(
+            seconds("broadcast", Load(16, 8, size, size * 8 // 15, 0), on)
+        )
+        assert message.end - message.start == pytest.approx(seconds("send", Load(2, 1, size, size, 0), on))
+    alone = Topology("mine", Link(1.0, 0.0, 1e30))
+    assert ran(dist.barrier, 2, topology=alone).now == 1.0
+    assert ran(dist.barrier, 1, topology=alone).now == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"topology": "h1000"}, ValueError, "cannot find a topology called 'h1000'"),
+        ({"topology": 3}, TypeError, "cannot use 3 as the topology of a world"),
+        ({"cost": 3}, TypeError, "cannot use 3 as the cost of communication"),
+    ],
+)
+def test_a_bad_option(options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        sim.world(2, **options)
+    assert "try:" in str(caught.value)
+
+
+def test_a_cost_that_is_none():
+    for cost in (-1.0, float("nan"), "1", None):
+        with pytest.raises(ValueError, match="the cost of barrier cannot be"):
+            ran(dist.barrier, cost=lambda op, load, cost=cost: cost)
+
+
+def test_advance_takes_seconds_of_a_rank():
+    for seconds_ in (-1, float("inf"), "1", True):
+        with pytest.raises(ValueError, match="the time that a rank computes cannot be") as caught:
+            ran(lambda seconds_=seconds_: sim.advance(seconds_))
+        assert "seconds: a number from 0 up" in str(caught.value)
+    with pytest.raises(sim.SimError, match="the caller is not a simulated rank"):
+        sim.advance(1.0)
+
+
+# -- sleep -----------------------------------------------------------------------------------------------------
+
+
+def test_who_sleeps_wakes_in_the_order_of_virtual_time():
+    for seed in range(5):
+        order: list[tuple[int, int]] = []
+
+        def body(order=order) -> None:
+            for turn in range(3):
+                clock.sleep(1.0 + 0.1 * dist.get_rank())
+                order.append((turn, dist.get_rank()))
+
+        world = ran(body, seed=seed)
+        assert order == [(turn, rank) for turn in range(3) for rank in range(4)]
+        assert world.clock(3) == pytest.approx(3.9)
+
+
+def test_a_loop_that_sleeps_until_something_has_happened():
+    done: list[int] = []
+
+    def body() -> None:
+        if dist.get_rank() == 0:
+            while not done:
+                clock.sleep(0.1)
+        else:
+            clock.sleep(1.05)
+            done.append(1)
+
+    for seed in range(5):
+        done.clear()
+        assert ran(body, 2, seed=seed).clock(0) == pytest.approx(1.1)
+
+
+def test_others_run_while_a_rank_sleeps():
+    def body() -> list[str]:
+        if dist.get_rank() == 0:
+            clock.sleep(1e9)
+        dist.barrier()
+        return []
+
+    assert ran(body).now == 1e9
+
+
+def test_while_a_rank_asks_the_sleep_of_another_passes():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            clock.sleep(5.0)
+            dist.barrier()
+        else:
+            ask(dist.barrier(async_op=True))
+
+    assert [ran(body, 3, seed=seed).now for seed in range(3)] == [5.0] * 3
+
+
+def test_sleeping_for_ever_is_a_deadlock():
+    def body() -> None:
+        while True:
+            clock.sleep(1.0)
+
+    with pytest.raises(sim.Deadlock, match="asks again and again, in vain"):
+        ran(body, 1)
+
+
+def test_a_failure_ends_a_sleep():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            raise KeyError("bad")
+        clock.sleep(1.0)
+        clock.sleep(1.0)
+
+    with pytest.raises(KeyError, match="rank 0 raised"):
+        ran(body)
+
+
+def test_elsewhere_sleep_is_times(monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr(clock, "_sleep_for_real", slept.append)
+    with sim.world(2) as world:
+        time.sleep(0.5)
+        world.run(lambda: time.sleep(30))
+    assert slept == [0.5]
+    assert world.now == 30.0

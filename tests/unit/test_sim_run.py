@@ -1,0 +1,364 @@
+"""`python -m sim run`: what a script sees of its process, what is shown of it, and what is said when it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import sim
+from sim.launch import main
+
+pytestmark = pytest.mark.sim
+
+Run = Callable[..., tuple[int, str, str]]
+START = "import os, sys, torch, torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Write a script and run it; the exit code, and what came on both outputs."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(source: str, *options: str, arguments: tuple[str, ...] = (), nproc: int = 2) -> tuple[int, str, str]:
+        Path("script.py").write_text(START + textwrap.dedent(source))
+        code = main(["--nproc", str(nproc), *options, "script.py", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+# -- what a rank sees --------------------------------------------------------------------------------------------
+
+
+def test_the_variables_of_torchrun(run: Run) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    names += ["TORCHELASTIC_RUN_ID", "EXTRA"]
+    source = f"print(*(os.environ[name] for name in {names}), sys.argv, __file__ == os.path.abspath('script.py'))"
+    code, out, err = run(source, "--show", "all", "--env", "EXTRA=a=b", arguments=("--x", "1"), nproc=3)
+    assert (code, err) == (0, "")
+    lines = [f"[rank {rank}] {rank} {rank} 3 3 0 sim 29500 sim a=b ['script.py', '--x', '1'] True" for rank in range(3)]
+    assert sorted(out.splitlines()) == lines
+
+
+def test_the_script_is_main_and_its_classes_travel(run: Run) -> None:
+    source = """
+        class Thing:
+            def __init__(self, value): self.value = value
+
+        if __name__ == "__main__":
+            dist.init_process_group("nccl")
+            things = [None] * dist.get_world_size()
+            dist.all_gather_object(things, Thing(rank))
+            assert sys.modules["__main__"].Thing is Thing
+            print([thing.value for thing in things if type(thing) is Thing], dist.get_backend())
+    """
+    assert run(source, nproc=3) == (0, "[0, 1, 2] nccl\n", "")
+    assert "Thing" not in vars(sys.modules["__main__"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_modules_of_the_user_are_each_ranks_own(run: Run, seed: int) -> None:
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("state = []\n")
+    Path("package/part.py").write_text("from package import state\nfrom . import state as same\n")
+    Path("helper.py").write_text("import torch.distributed as dist\ndist.init_process_group()\ndist.barrier()\n")
+    source = """
+        import helper, package.part
+        package.state.append(rank)
+        dist.barrier()
+        import package.late
+        states = [None] * 4
+        dist.all_gather_object(states, (package.part.same, package.late.rank))
+        print(states)
+    """
+    Path("package/late.py").write_text("import os\nrank = int(os.environ['RANK'])\n")
+    assert run(source, "--seed", str(seed), nproc=4)[:2] == (0, f"{[([r], r) for r in range(4)]}\n")
+    assert not {"helper", "package", "package.part", "package.late"} & set(sys.modules)
+
+
+def test_what_is_installed_is_shared(run: Run) -> None:
+    source = """
+        import colorsys, numpy, hyper_parallel
+        dist.init_process_group()
+        ids = [None] * 2
+        dist.all_gather_object(ids, [id(module) for module in (colorsys, numpy, hyper_parallel, torch)])
+        print(ids[0] == ids[1])
+    """
+    assert run(source) == (0, "True\n", "")
+
+
+def test_random_numbers_are_each_ranks_own(run: Run) -> None:
+    source = """
+        import random
+        import numpy as np
+        dist.init_process_group()
+        random.seed(7), np.random.seed(7), torch.manual_seed(7)
+        drawn = []
+        for _ in range(3):
+            drawn.append((random.random(), float(np.random.randn()), torch.rand(()).item()))
+            dist.barrier()
+        both = [None] * 2
+        dist.all_gather_object(both, drawn)
+        print(both[0] == both[1], len(set(drawn)))
+    """
+    assert run(source) == (0, "True 3\n", "")
+
+
+def test_the_process_is_left_as_it_was(run: Run) -> None:
+    before = list(sys.path), list(sys.argv), sys.stdout, sys.modules["__main__"], torch.get_default_dtype()
+    assert run("sys.path.append('x'); sys.argv.append('y'); import atexit; atexit.register(print, 'bye')")[1] == "bye\n"
+    assert (list(sys.path), list(sys.argv), sys.stdout, sys.modules["__main__"], torch.get_default_dtype()) == before
+    assert sim.run(lambda: 1, 2) == [1, 1], "the module that runs scripts does not hide sim.run"
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------
+
+SPEAK = """
+    import logging
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    print("one\\ntwo", end="")
+    logging.info("info")
+    logging.getLogger("a.b").error("error")
+"""
+
+
+def test_rank_0_is_shown_plain_and_errors_of_all_with_their_rank(run: Run) -> None:
+    code, out, err = run(SPEAK)
+    assert (code, out) == (0, "one\ntwo")
+    assert sorted(err.splitlines()) == ["[rank 0] error", "[rank 0] info", "[rank 1] error"]
+
+
+def test_all_ranks_are_shown_with_their_rank(run: Run) -> None:
+    assert sorted(run(SPEAK, "--show", "all")[1].splitlines()) == [
+        f"[rank {rank}] {word}" for rank in range(2) for word in ("one", "two")
+    ]
+    assert sorted(run("print(rank)", "--show", "1,2", nproc=4)[1].splitlines()) == ["[rank 1] 1", "[rank 2] 2"]
+    assert run("print(rank)", "--show", "2", nproc=4)[1] == "2\n"
+
+
+def test_print_replaced_on_all_ranks_but_one(run: Run) -> None:
+    source = """
+        import builtins
+        dist.init_process_group()
+        if rank != 1:
+            builtins.print = lambda *args: None
+        dist.barrier()
+        print("from", rank)
+    """
+    assert run(source, "--show", "all", nproc=3) == (0, "[rank 1] from 1\n", "")
+
+
+# -- what goes wrong on a rank -----------------------------------------------------------------------------------
+
+
+def test_a_failure_shows_the_users_lines_and_how_to_replay(run: Run) -> None:
+    source = """
+        def divide(x):
+            return x / 0
+
+        dist.init_process_group()
+        if rank == 1:
+            divide(1)
+        dist.barrier()
+    """
+    code, out, err = run(source, "--seed", "5", arguments=("a b",))
+    assert (code, out) == (1, "")
+    assert "in divide\n    return x / 0\n" in err
+    assert "rank 1 raised ZeroDivisionError: division by zero\n" in err
+    assert err.endswith("  replay: python -m sim run --nproc 2 --seed 5 script.py 'a b'\n")
+    assert "/sim/" not in err
+
+
+def test_a_failure_in_torch_keeps_torchs_lines(run: Run) -> None:
+    err = run("torch.nn.Linear(2, 2)(torch.ones(3))")[2]
+    assert "script.py" in err
+    assert "torch/nn/modules/linear.py" in err
+    assert "/sim/" not in err
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "rank 1 called sys.exit(3)\n  replay: "),
+        ("sys.exit('no data')", 1, "no data\nrank 1 called sys.exit('no data')\n  replay: "),
+        ("sys.exit(256)", 1, "rank 1 called sys.exit(256)\n  replay: "),
+        ("os._exit(3)", 1, "called os._exit(3), which would end all 2 simulated ranks\n"),
+        ("torch.multiprocessing.spawn(print)", 1, "try: under torchrun and here alike, call print(int("),
+        ("sim.run(print, 2)", 1, "a world cannot begin while another one is alive\n"),
+        ("sim.launch.main(['--nproc', '2', 'script.py']) and sys.exit(2)", 2, "this process is a rank already\n"),
+        ("dist.barrier()", 1, "Deadlock: no rank can run: 1 of 2 ranks wait"),
+        ("torch.zeros(1, device='cuda')", 1, "  try: --map-device cuda, which puts on the CPU"),
+        ("import torch_npu", 1, "  try: --map-device npu, which puts on the CPU"),
+        ("torch.zeros(1, device='npu')", 1, "  try: --map-device npu, which puts on the CPU"),
+    ],
+)
+def test_what_is_said(run: Run, call: str, code: int, said: str) -> None:
+    if "cuda" in call and torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    got, _, err = run(f"import sim.launch\ndist.init_process_group()\nif rank == 1:\n    {call}\n", "--seed", "1")
+    assert got == code
+    assert said in err
+    assert "--nproc 2 --seed 1 script.py\n" in err
+
+
+def test_sys_exit_0_is_an_end_like_any_other(run: Run) -> None:
+    assert run("print('done')\nsys.exit(0)") == (0, "done\n", "")
+
+
+def test_a_script_that_is_no_python(run: Run) -> None:
+    code, _, err = run("x = (\n")
+    assert code == 1
+    assert 'script.py", line 3\n' in err
+    assert "SyntaxError" in err
+
+
+def test_processes_that_load_data(run: Run) -> None:
+    source = """
+        from torch.utils.data import DataLoader, Dataset
+
+        class Numbers(Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, i): return torch.tensor(float(i + 10 * rank))
+
+        dist.init_process_group()
+        total = sum(DataLoader(Numbers(), num_workers=1))
+        dist.all_reduce(total)
+        print(total.item())
+    """
+    assert run(source)[:2] == (0, "52.0\n")
+
+
+def test_processes_that_communicate(run: Run) -> None:
+    source = """
+        dist.init_process_group()
+        if os.fork() == 0:
+            try:
+                dist.barrier()
+            except Exception as error:
+                os._exit(7 if "communicate from the rank itself" in str(error) else 8)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    assert run(source)[:2] == (0, "7\n")
+
+
+# -- devices -----------------------------------------------------------------------------------------------------
+
+DEVICES = """
+    kind = sys.argv[1]
+    if kind == "npu":
+        import torch_npu
+    device = getattr(torch, kind)
+    device.set_device(rank)
+    dist.init_process_group("hccl" if kind == "npu" else "nccl", device_id=torch.device(kind, rank))
+    model = getattr(torch.nn.Linear(4, 1, device=f"{kind}:{rank}").to(kind), kind)()
+    model = torch.nn.parallel.DistributedDataParallel(model.to(rank), device_ids=[rank])
+    x = getattr(torch.ones(2, 4), kind)(rank).to(torch.device(kind, rank), non_blocking=True)
+    model(x + torch.ones(4, device=device.current_device())).sum().backward()
+    mesh = torch.distributed.init_device_mesh(kind, (2,))
+    dist.barrier(device_ids=[rank])
+    device.synchronize()
+    print(device.is_available(), device.device_count(), device.current_device(), x.device, mesh.device_type)
+"""
+
+
+def test_a_script_for_cuda(run: Run) -> None:
+    assert run(DEVICES, "--map-device", "cuda", arguments=("cuda",)) == (0, "True 2 0 cpu cpu\n", "")
+    code, _, err = run("torch.cuda.set_device(2)", "--map-device", "cuda")
+    assert code == 1
+    assert "asked for device 2, but 2 simulated ranks have 2 devices\n  device: 0 to 1\n" in err
+    assert "--map-device cuda script.py\n" in err, "the replay maps as well"
+
+
+def test_a_script_for_npu(tmp_path: Path) -> None:
+    """In a process of its own: torch's name for a device that is not its own is there for good."""
+    (tmp_path / "script.py").write_text(START + textwrap.dedent(DEVICES))
+    command = [sys.executable, "-m", "sim", "run", "--nproc", "2", "--map-device", "npu", str(tmp_path / "script.py")]
+    done = subprocess.run([*command, "npu"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True 2 0 cpu cpu\n", "")
+
+
+# -- mistakes in what was asked ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            ["--nproc", "2", "trian.py"],
+            "cannot run trian.py on 2 ranks: it does not exist\n  script: {here}/trian.py\n"
+            "  try: python -m sim run --nproc 2 train.py\n",
+        ),
+        (
+            ["--nproc", "0", "train.py"],
+            "cannot run train.py on 0 ranks\n  --nproc: 0, expected 1 to 65,536\n"
+            "  try: python -m sim run --nproc 8 train.py\n",
+        ),
+        (
+            ["--nproc", "2", "--env", "DEBUG", "train.py"],
+            "cannot set the environment variable 'DEBUG'\n  --env: a name, an equals sign and a value\n"
+            "  try: --env DEBUG=1\n",
+        ),
+        (
+            ["--nproc", "2", "--show", "0,2", "train.py"],
+            "cannot show the output of ranks '0,2'\n  --show: ranks from 0 to 1, with commas, or all\n"
+            "  try: --show 0, --show all\n",
+        ),
+        (
+            ["--nproc", "2", "."],
+            "cannot run . on 2 ranks: it is a folder\n  script: {here}\n  try: python -m sim run --nproc 2 train.py\n",
+        ),
+    ],
+)
+def test_mistakes(
+    command: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(command) == 2
+    assert capsys.readouterr().err == "error: " + said.format(here=tmp_path)
+
+
+def test_ranks_in_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["--nproc", "2", str(tmp_path / "train.py")]) == 2
+    assert capsys.readouterr().err == (
+        "error: cannot start 2 simulated ranks: this process is a rank already\n"
+        "  seen: RANK=1, WORLD_SIZE=4 in the environment\n"
+        "  try: start it without torchrun, and not from a script that runs on ranks\n"
+    )
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """Both commands lead to the same place, which the message names as it was typed."""
+    from typer.testing import CliRunner
+
+    from hyper_parallel.cli import app
+
+    result = CliRunner().invoke(app, ["simulate", "--nproc", "0", "x.py"])
+    assert result.exit_code == 2
+    assert "try: hyper-parallel simulate --nproc 8 x.py" in result.output
+    source = "import os, sys, warnings\nprint(sys.path[0] == os.path.dirname(__file__), sys.argv[1:])\n"
+    (tmp_path / "x.py").write_text(source + "warnings.warn('careful')\n")
+    command = [sys.executable, "-m", "sim", "run", "--nproc", "2", str(tmp_path / "x.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True ['--help']\n")
+    assert sorted(line[:9] + line[-8:] for line in done.stderr.splitlines() if line.endswith("careful")) == [
+        "[rank 0]  careful",
+        "[rank 1]  careful",
+    ]
+
+
+def test_without_run(capsys: pytest.CaptureFixture[str]) -> None:
+    from sim.__main__ import _main
+
+    assert _main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: python -m sim run --nproc N")
+    assert _main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ")

@@ -1,0 +1,316 @@
+"""What the trace keeps of each event, and what other tools make of it: Perfetto, matplotlib, torch's analyser."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import sim
+from sim.export import flight_recorder
+from sim.timeline import lay_out
+from sim.trace import Event, Trace
+
+pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
+
+
+def pipeline() -> None:
+    """Collectives on three axes and messages between the stages, of a mesh of 8."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    stage, pipe = mesh.get_local_rank("pp"), mesh.get_group("pp")
+    x, peer = torch.ones(64), dist.get_process_group_ranks(pipe)[1 - stage]
+    if stage == 1:
+        dist.recv(x, peer, group=pipe)
+    for _ in range(2):
+        sim.advance(1e-4 * (1 + (dist.get_rank() == 5)))
+        dist.all_reduce(x, group=mesh.get_group("tp"))
+    if stage == 0:
+        dist.send(x, peer, group=pipe)
+    work = dist.reduce_scatter_tensor(torch.zeros(32), x, group=mesh.get_group("dp"), async_op=True)
+    sim.advance(1e-4)
+    work.wait()
+    dist.barrier()
+
+
+def traced(body, world_size=8, **options) -> Trace:
+    with sim.world(world_size, **options) as world:
+        world.run(body)
+    return world.trace
+
+
+# -- what an event says ----------------------------------------------------------------------------------------
+
+
+def test_what_an_event_says():
+    def body() -> None:
+        x = torch.ones(2, 3)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.broadcast(x, src=1)
+        dist.all_gather([torch.zeros(2, 3)] * 2, x)
+        dist.barrier()
+        dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
+
+    trace = traced(body, 2)
+    reduce, broadcast, gather, barrier, send = trace.of_rank(0)
+    recv = trace.of_rank(1)[-1]
+    assert [e.reduce_op for e in trace.of_rank(1)] == ["MAX", "", "", "", ""]
+    assert [e.root for e in trace.of_rank(0)] == [None, 1, None, None, None]
+    assert (send.peer, recv.peer, gather.peer) == (1, 0, None)
+    assert reduce.input_shapes == reduce.output_shapes == ((2, 3),)
+    assert gather.output_shapes == ((2, 3), (2, 3))
+    assert (broadcast.shape, barrier.shape, send.shape, recv.shape) == ((2, 3), (), (2, 3), (2, 3))
+    assert send.name == "send to rank 1 in group 'world'"
+    assert recv.name == "recv from rank 0 in group 'world'"
+    assert broadcast.name == "broadcast #1 of group 'world'"
+    assert all(e.members == (0, 1) and e.process_group == "0" for e in trace.events)
+    assert send.span is recv.span
+
+
+def test_the_order_of_issue_is_over_all_ranks_and_fixed_by_the_seed():
+    def orders(seed: int) -> list[tuple[int, str]]:
+        trace = traced(pipeline, seed=seed)
+        assert [event.order for event in trace.in_order()] == list(range(len(trace.events)))
+        for rank in range(8):
+            mine = [event.order for event in trace.of_rank(rank)]
+            assert mine == sorted(mine)
+        return [(event.rank, event.op) for event in trace.in_order()]
+
+    assert orders(1) == orders(1)
+    assert len({tuple(orders(seed)) for seed in range(5)}) > 1
+
+
+def test_a_receive_from_anybody_has_no_peer_when_it_comes_first():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            work = dist.irecv(torch.zeros(1))
+            dist.barrier()
+            work.wait()
+        else:
+            dist.barrier()
+            dist.send(torch.ones(1), 0)
+
+    trace = traced(body, 2)
+    assert trace.of_rank(0)[0].peer is None
+    assert trace.of_rank(0)[0].name == "recv from any rank in group 'world'"
+    assert "recv 0<-1" in flight_recorder(trace)[0]["entries"][0]["profiling_name"]
+
+
+# -- where they lie --------------------------------------------------------------------------------------------
+
+
+def test_steps_where_no_time_has_passed():
+    def body() -> None:
+        halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        if dist.get_rank() < 2:
+            dist.all_reduce(torch.ones(1), group=halves.get_group("tp"))
+        dist.all_reduce(torch.ones(1), group=halves.get_group("dp"))
+        dist.barrier()
+
+    for seed in range(5):
+        bars, timed = lay_out(traced(body, 4, seed=seed))
+        assert not timed
+        places = {(bar.event.rank, bar.event.axis): (bar.left, bar.right) for bar in bars}
+        assert places[0, "tp"] == places[1, "tp"] == (0, 1)
+        assert {places[rank, "dp"] for rank in range(4)} == {(1, 2)}
+        assert {places[rank, "world"] for rank in range(4)} == {(2, 3)}
+
+
+def test_virtual_time_where_some_has_passed():
+    bars, timed = lay_out(traced(pipeline, topology="h100"))
+    assert timed
+    for bar in bars:
+        assert bar.waits <= bar.left < bar.right
+        assert bar.complete
+
+
+# -- chrome ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", [None, "a100"])
+def test_chrome(tmp_path, topology):
+    trace = traced(pipeline, topology=topology)
+    trace.to_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == len(trace.events)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(8)}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(row for (rank, _), row in rows.items() if rank == 0) == ["dp", "pp send", "tp", "world"]
+    for event in slices:
+        assert rows[event["pid"], event["tid"]].split()[0] == event["cat"]
+    barrier = next(event for event in slices if event["name"] == "barrier")
+    assert barrier["args"]["line"].startswith("test_trace_export.py:")
+    by_row: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in slices:
+        by_row.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in by_row.values():  # the format wants no slice that begins within another one and outlasts it
+        spans.sort()
+        assert all(left[1] <= right[0] + 1e-9 for left, right in itertools.pairwise(spans))
+
+
+def test_arrows_join_the_members_of_an_operation(tmp_path):
+    trace = traced(pipeline)
+    trace.to_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    flows: dict[int, list[dict]] = {}
+    for event in events:
+        if event["ph"] in "stf":
+            flows.setdefault(event["id"], []).append(event)
+    assert len(flows) == 4 * 2 + 4 + 4 + 1  # tp twice, messages, dp, the barrier
+    slices = {(e["pid"], e["tid"], e["ts"], e["name"]) for e in events if e["ph"] == "X"}
+    for flow in flows.values():
+        assert [event["ph"] for event in flow] == ["s", *["t"] * (len(flow) - 2), "f"]
+        names = {e["name"] for e in flow} | {"send", "recv"}
+        assert all(any((e["pid"], e["tid"], e["ts"], name) in slices for name in names) for e in flow)
+    sent = [[event["pid"] for event in flow] for flow in flows.values() if flow[0]["name"] == "send"]
+    assert sorted(sent) == [[rank, rank + 4] for rank in range(4)], "from the sender to the receiver"
+
+
+# -- plot ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("color", ["op", "axis"])
+@pytest.mark.parametrize("topology", [None, "h100"])
+def test_plot(tmp_path, color, topology):
+    pytest.importorskip("matplotlib")
+    traced(pipeline, topology=topology).plot(tmp_path / "trace.png", color=color)
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_of_what_is_stuck_of_nothing_and_of_many_ranks(tmp_path):
+    pytest.importorskip("matplotlib")
+    stuck().plot(tmp_path / "stuck.svg")
+    assert "not all ranks came" in (tmp_path / "stuck.svg").read_text()
+    Trace(4).plot(tmp_path / "nothing.png")
+    trace = Trace(256)
+    for rank in range(256):
+        trace.add(Event(rank, "barrier", "world", tuple(range(256)), 0, 0, 0, "-", "train.py:1 in f"))
+    trace.plot(tmp_path / "many.png")
+    assert (tmp_path / "many.png").stat().st_size > 10_000
+
+
+def test_plot_refuses_what_it_cannot_do(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="cannot colour a plot by 'rank'\n  color: 'op' or 'axis'\n  try:"):
+        Trace(2).plot(tmp_path / "x.png", color="rank")
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(sim.SimError, match=r"matplotlib is not installed\n.*\n  try: pip install matplotlib"):
+        Trace(2).plot(tmp_path / "x.png")
+
+
+# -- flight recorder -------------------------------------------------------------------------------------------
+
+
+def analysed(trace: Trace, folder: Path):
+    """What torch's analyser makes of the dumps: its table of collectives."""
+    fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+    trace.to_flight_recorder(folder / "dumps")
+    fr_trace.main([str(folder / "dumps"), "-o", str(folder / "analysis")])
+    return pickle.loads((folder / "analysis").read_bytes())[1].collectives
+
+
+def failed(body, world_size: int, error: type[Exception]) -> Trace:
+    world = sim.world(world_size)
+    with world, pytest.raises(error):
+        world.run(body)
+    return world.trace
+
+
+def stuck() -> Trace:
+    def body() -> None:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3))
+        if dist.get_rank() != 2:
+            dist.all_reduce(torch.ones(3))
+
+    return failed(body, 4, sim.Deadlock)
+
+
+def test_the_analyser_finds_nothing_wrong_in_a_clean_run(tmp_path):
+    found = analysed(traced(pipeline), tmp_path)
+    assert len(found) == 4 * 2 + 4 + 4 + 1
+    assert all(collective.pass_check for collective in found)
+    assert {collective.collective_state for collective in found} == {"completed"}
+
+
+def test_the_analyser_reads_every_operation(tmp_path):
+    def body() -> None:
+        rank, n = dist.get_rank(), 4
+        x, whole = torch.ones(8), torch.zeros(8 * n)
+        dist.all_reduce(x)
+        dist.reduce(x, dst=1)
+        dist.broadcast(x.bfloat16(), src=2)
+        dist.all_gather_into_tensor(whole, x)
+        dist.all_gather([torch.zeros(8) for _ in range(n)], x)
+        sizes = [1, 2, 0, 4]
+        dist.all_gather([torch.zeros(size) for size in sizes], torch.ones(sizes[rank]))
+        dist.reduce_scatter_tensor(torch.zeros(2), x)
+        dist.reduce_scatter(torch.zeros(8), list(whole.chunk(n)))
+        dist.all_to_all_single(torch.zeros(8), x)
+        dist.all_to_all([torch.zeros(2)] * n, list(x.chunk(n)))
+        dist.gather(x, [torch.zeros(8) for _ in range(n)] if rank == 3 else None, dst=3)
+        dist.scatter(torch.zeros(8), [x] * n if rank == 0 else None, src=0)
+        dist.barrier()
+        after, before = torch.zeros(1), torch.zeros(1)
+        ops = [dist.P2POp(dist.isend, x, (rank + 1) % n), dist.P2POp(dist.irecv, torch.zeros(8), (rank - 1) % n)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        dist.send(before, rank + 1) if rank % 2 == 0 else dist.recv(after, rank - 1)
+
+    found = analysed(traced(body, 4), tmp_path)
+    assert [c.collective_name for c in found if not c.pass_check] == []
+    assert len(found) == 13 + 4 + 2
+
+
+def test_the_analyser_names_the_rank_that_is_missing(tmp_path):
+    found = analysed(stuck(), tmp_path)
+    assert [collective.missing_ranks for collective in found] == [None, None, {2}]
+    assert found[-1].collective_seq_id == 3
+    assert found[-1].collective_state == "scheduled"
+    assert found[-1].collective_frames[0]["filename"] == "test_trace_export.py"
+
+
+def test_the_analyser_names_a_mismatch(tmp_path):
+    def body() -> None:
+        dist.barrier()
+        x = torch.ones(4)
+        dist.broadcast(x, src=0) if dist.get_rank() == 1 else dist.all_reduce(x)
+
+    found = analysed(failed(body, 3, sim.CollectiveMismatch), tmp_path)
+    assert [collective.pass_check for collective in found] == [True, False]
+    (wrong,) = found[-1].mismatch_collectives.items()
+    assert wrong[0] == 1
+    assert wrong[1].type_of_mismatch.state.name == "COLLECTIVE_TYPE_MISMATCH"
+
+
+def test_the_analyser_names_a_send_without_a_recv(tmp_path):
+    def body() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1), 2)
+
+    found = analysed(failed(body, 3, sim.Deadlock), tmp_path)
+    assert [collective.missing_ranks for collective in found] == [None, {2}]
+    assert found[-1].expected_ranks == {0, 2}
+
+
+def test_what_a_dump_says_about_time():
+    def body() -> None:
+        sim.advance(0.25)
+        dist.barrier()
+
+    with sim.world(2, cost=lambda op, load: 0.5) as world:
+        world.run(body)
+    entry = flight_recorder(world.trace)[1]["entries"][0]
+    assert entry["time_created_ns"] == entry["time_discovered_started_ns"] == 250_000_000
+    assert entry["time_discovered_completed_ns"] == 750_000_000
+    assert entry["duration_ms"] == 500.0
