@@ -87,7 +87,7 @@ class RankContext:
     def record(self, call: Call, axis: str, slot: Slot) -> None:
         """Enter a collective into the world's trace."""
         contract, group, trace = call.contract, slot.group, self.world.trace
-        broadcasts = contract.op == "broadcast" and contract.root == group.ranks.index(self.rank)
+        shapes = _shapes(call.inputs)
         trace.add(
             Event(
                 self.rank,
@@ -101,16 +101,24 @@ class RankContext:
                 call.line,
                 reduce_op="" if contract.reduce_op == "-" else contract.reduce_op,
                 root=None if contract.root is None else group.ranks[contract.root],
-                input_shapes=tuple(tuple(t.shape) for t in call.inputs),
-                output_shapes=tuple(tuple(t.shape) for t in call.outputs),
+                input_shapes=shapes,
+                output_shapes=shapes if call.outputs is call.inputs else _shapes(call.outputs),
                 process_group=group.name,
                 members=group.ranks,
                 order=trace.next_order(),
                 issued=self.world.scheduler.now,
                 span=slot.span,
-                digest=self.world.digest(call.outputs if broadcasts else call.inputs),
+                digest=self._digest(call, group),
             )
         )
+
+    def _digest(self, call: Call, group: Group) -> str:
+        """The fingerprint of what the rank gives; a broadcast's root has no inputs of its own."""
+        if self.world.digest is None:
+            return ""
+        contract = call.contract
+        broadcasts = contract.op == "broadcast" and contract.root == group.ranks.index(self.rank)
+        return self.world.digest(call.outputs if broadcasts else call.inputs)
 
     def record_message(self, message: Message, axis: str) -> None:
         """Enter one side of a point-to-point transfer into the trace."""
@@ -141,9 +149,13 @@ class RankContext:
                 order=trace.next_order(),
                 issued=message.issued,
                 span=message.span,
-                digest=self.world.digest([message.tensor]) if sending else "",
+                digest=self.world.digest([message.tensor]) if sending and self.world.digest is not None else "",
             )
         )
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple([tuple(tensor.shape) for tensor in tensors])
 
 
 class World:
@@ -155,7 +167,7 @@ class World:
         seed: Fixes the interleaving, and the ranks' initial random state.
         trace: What the ranks have communicated so far.
         pricing: What communication costs in virtual time.
-        digest: The fingerprint that the trace keeps of data that a rank gives; of none, unless somebody asks for it.
+        digest: Makes the fingerprint that the trace keeps of the data a rank gives; None: it keeps none.
     """
 
     def __init__(
@@ -174,7 +186,7 @@ class World:
         self.seed = seed
         self.trace = Trace(world_size)
         self.pricing = pricing or Pricing(None)
-        self.digest: Callable[[Sequence[torch.Tensor]], str] = lambda tensors: ""
+        self.digest: Callable[[Sequence[torch.Tensor]], str] | None = None
         self.check_races = check_races
         self._clocks = [0.0] * world_size
         self.groups: dict[tuple[str, tuple[int, ...]], Group] = {}

@@ -378,9 +378,13 @@ def cpu_mesh():
 def test_what_is_in_its_layout_already_is_returned_as_it_is():
     def body():
         mesh = cpu_mesh()
-        x = distribute_tensor(torch.ones(7, 4), mesh, ("dp", "tp")).requires_grad_()
+        x = distribute_tensor(torch.ones(7, 4), mesh, ("dp", "tp"))
         uneven = distribute_tensor(torch.ones(7), mesh, (("tp", "dp"),))
+        wanted = x.detach().requires_grad_()
         yield
+        same = redistribute(wanted, Layout.of(x))  # a link of its own, through which a gradient finds its layout
+        assert same is not wanted
+        assert same.to_local().data_ptr() == wanted.to_local().data_ptr()
         for form in ((Layout.of(x),), (("dp", "tp"),), ([Shard(0), Shard(1)],), (mesh, [Shard(-2), Shard(-1)])):
             assert redistribute(x, *form) is x
             assert redistribute(x, *form, async_op=True).wait() is x

@@ -80,7 +80,8 @@ def redistribute(
         max_extra_bytes: see `plan`.
 
     Returns:
-        A DTensor; x itself if it is in that layout already. With `async_op`, a `PendingRedistribute`.
+        A DTensor; x itself if it is in that layout already and no gradient is recorded. With `async_op`, a
+        `PendingRedistribute`.
 
     Raises:
         TypeError: x is no DTensor, layout no layout.
@@ -93,7 +94,9 @@ def redistribute(
     shape = x.shape
     names, wanted = torch_form(target, shape)
     if names is None and target.mesh is mesh and x.placements == wanted and max_extra_bytes is None:
-        return PendingRedistribute(x, None, None, target, x) if async_op else x
+        # With a gradient to come, where that goes is still to be seen to.
+        result = _link(x, _local(x.detach()), target) if torch.is_grad_enabled() and x.requires_grad else x
+        return PendingRedistribute(x, None, None, target, result) if async_op else result
     src = Layout.of(x)
     on = topology if topology is not None else default_topology(mesh.device_type)
     steps = plan(src, target, shape, x.dtype, on, max_extra_bytes=max_extra_bytes)

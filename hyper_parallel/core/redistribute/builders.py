@@ -84,13 +84,11 @@ class Builder:
         missing = copies * need - both
         if not missing.any():
             return None
-        owners = task.ways(alike)
-        sent = self._sent(before, after, axes, tuple(alike), reduces, both)
-        exact = owners == 1
-        kind: Kind = "reduce_scatter" if reduces else "all_to_all"
-        if not reduces and owners == 1 and (task.along(have, axes) == need).all():
-            kind = "all_gather"
+        sent, exact = self._sent(before, after, axes, tuple(alike), reduces, both)
         estimate = missing if sent is None else sent
+        kind: Kind = "reduce_scatter" if reduces else "all_to_all"
+        if not reduces and task.ways(alike) == 1 and (task.along(have, axes) == need).all():
+            kind = "all_gather"
         far = self._far(before, after, axes, alike, reduces, missing, both)
         known = sent * task.itemsize if exact and sent is not None else None
         copied = missing + estimate
@@ -131,24 +129,25 @@ class Builder:
     def _sent(
         self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int], reduces: Sequence[int],
         both: Counts,
-    ) -> Counts | None:  # fmt: skip
-        """Return what each rank sends, in elements, rounded; None when that is not to be had from counts alone."""
-        task = self.task
+    ) -> tuple[Counts | None, bool]:  # fmt: skip
+        """Return what each rank sends, in elements, rounded up, and whether that is exact; None: it takes enumeration.
+
+        Where the target is more than a layout it is an upper bound.
+        """
+        task, owners = self.task, self.task.ways(alike)
         if not after.plain:
-            return None
+            apart = {axis for dim in range(len(after.shape)) for axis in after.axes_of(dim)} | set(after.first)
+            asked = before.counts() * task.ways(axis for axis in axes if axis not in apart)
+            return -(-np.maximum(asked - both, 0) // owners), False
         wanted = task.wanted_axes if after == task.result else frozenset(a for chain in after.splits for a in chain)
-        outside = [axis for axis in wanted if axis not in axes]
-        copies = [axis for axis in axes if axis not in wanted]
-        if before.plain:
-            asked = before.restricted(after.splits, outside).counts() * task.ways(copies)
-            apart = [axis for axis in wanted if axis not in alike]
-            same = [axis for axis in alike if axis not in wanted]
-            own = before.restricted(after.splits, apart).counts() * task.ways(same)
-        elif not reduces:
-            asked, own = before.counts() * task.ways(copies), both
-        else:
-            return None
-        return -(-(asked - own) // task.ways(alike))
+        copies = task.ways(axis for axis in axes if axis not in wanted)
+        if not before.plain:
+            return (None, False) if reduces else (-(-(before.counts() * copies - both) // owners), owners == 1)
+        asked = before.restricted(after.splits, [axis for axis in wanted if axis not in axes]).counts() * copies
+        apart = {axis for axis in wanted if axis not in alike}
+        same = task.ways(axis for axis in alike if axis not in wanted)
+        own = before.restricted(after.splits, sorted(apart)).counts() * same
+        return -(-(asked - own) // owners), owners == 1
 
     def _far(
         self, before: Holding, after: Holding, axes: Sequence[int], alike: Iterable[int], reduces: Sequence[int],

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
+from hyper_parallel.core.dtensor.checks import check_int
 from hyper_parallel.core.dtensor.messages import explain, nearest
 
 
@@ -28,6 +29,29 @@ class Link:
     latency: float
     per_rank: float
     bandwidth: float
+
+    def __post_init__(self) -> None:
+        asked, hint = "cannot describe a link", "Link(2e-5, 1e-6, 25e9)"
+        for name, value in (("latency", self.latency), ("per_rank", self.per_rank), ("bandwidth", self.bandwidth)):
+            if not _is_number(value):
+                blame = f"{name} is a {type(value).__name__}, not a number"
+                raise TypeError(explain(asked, blame, f"{name}: {value!r}", hint))
+        if not (self.latency >= 0 and self.per_rank >= 0 and self.bandwidth > 0):
+            blame = "it needs latencies, in seconds, from 0 up and a bandwidth, in bytes per second, above 0"
+            raise ValueError(explain(asked, blame, repr(self), hint))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _check_per_node(asked: str, ranks_per_node: object) -> None:
+    number, seen = check_int(ranks_per_node), f"ranks_per_node: {ranks_per_node!r}"
+    if number is None:
+        blame = f"ranks_per_node is a {type(ranks_per_node).__name__}, not an int"
+        raise TypeError(explain(asked, blame, seen, "ranks_per_node=8"))
+    if number < 1:
+        raise ValueError(explain(asked, "a node has at least 1 rank", seen, "ranks_per_node=8"))
 
 
 @dataclass(frozen=True)
@@ -56,17 +80,19 @@ class Topology:
 
     def __post_init__(self) -> None:
         asked = f"cannot describe the topology {self.name!r}"
+        for name, link in (("intra", self.intra), ("inter", self.inter)):
+            if not isinstance(link, Link) and not (name == "inter" and link is None):
+                blame = f"{name} is a {type(link).__name__}, not a Link"
+                raise TypeError(explain(asked, blame, f"{name}: {link!r}", "Link(2e-5, 1e-6, 25e9)"))
         if (self.inter is None) != (self.ranks_per_node is None):
             seen = f"inter: {self.inter!r}   ranks_per_node: {self.ranks_per_node!r}"
             hint = "inter=Link(2e-5, 1e-6, 25e9), ranks_per_node=8"
             raise ValueError(explain(asked, "inter and ranks_per_node go together", seen, hint))
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            seen = f"ranks_per_node: {self.ranks_per_node!r}"
-            raise ValueError(explain(asked, "a node has at least 1 rank", seen, "ranks_per_node=8"))
-        for name, link in (("intra", self.intra), ("inter", self.inter)):
-            if link is not None and (link.latency < 0 or link.per_rank < 0 or link.bandwidth <= 0):
-                blame = f"{name} needs latencies from 0 up and a bandwidth above 0"
-                raise ValueError(explain(asked, blame, f"{name}: {link!r}", "Link(2e-5, 1e-6, 25e9)"))
+        if self.ranks_per_node is not None:
+            _check_per_node(asked, self.ranks_per_node)
+        if not _is_number(self.memory_bandwidth) or not self.memory_bandwidth > 0:
+            seen = f"memory_bandwidth: {self.memory_bandwidth!r}"
+            raise ValueError(explain(asked, "memory_bandwidth is not a number above 0", seen, "memory_bandwidth=2e12"))
 
     @property
     def counts_bytes_only(self) -> bool:
@@ -107,11 +133,16 @@ def topology(name: str, ranks_per_node: int | None = None) -> Topology:
         ValueError: an unknown name, nodes for a topology that has one only, fewer than 1 rank per node.
     """
     known = {**_TOPOLOGIES, BYTES_ONLY.name: BYTES_ONLY}
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         asked, blame = f"cannot find a topology called {name!r}", "there is none of that name"
         raise ValueError(explain(asked, blame, f"known: {', '.join(known)}", nearest(name, known)))
     found = known[name]
-    return found if ranks_per_node is None else replace(found, ranks_per_node=ranks_per_node)
+    if ranks_per_node is None:
+        return found
+    if found.inter is None:
+        blame, seen = f"{name!r} has one node only", f"ranks_per_node: {ranks_per_node!r}"
+        raise ValueError(explain("cannot set the ranks per node", blame, seen, f"topology({name!r})"))
+    return replace(found, ranks_per_node=ranks_per_node)
 
 
 def default_topology(device_type: str) -> Topology:

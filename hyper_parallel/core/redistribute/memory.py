@@ -12,7 +12,8 @@ from hyper_parallel.core.redistribute.counting import Counts
 from hyper_parallel.core.redistribute.moves import Moves, moves
 from hyper_parallel.core.redistribute.steps import Step
 
-_MANY_PAIRS = 2**13  # of a rank with a member of its group: beyond, going through them takes too long
+_MANY_PAIRS = 2**12  # of a rank with a member of its group: beyond, going through them takes too long
+_MANY_RANKS = 256  # likewise
 
 
 def buffers(step: Step) -> int:
@@ -21,7 +22,7 @@ def buffers(step: Step) -> int:
         return 0
     if step.kind == "copy":
         return _scaled(step)
-    if step.group_size == 1 or len(step.ranks) * step.group_size > _MANY_PAIRS:
+    if len(step.ranks) > _MANY_RANKS or len(step.ranks) * step.group_size > _MANY_PAIRS:
         return step.itemsize * _at_most(step)
     ranks = step.ranks if step.group_axes is None else step.before.ranks
     # In the first round all pieces are as large as in any.
@@ -44,7 +45,8 @@ def _of_one(step: Step, work: Moves) -> int:
     if work.copies > 1 and work.copies == len(work.group) and step.rounds == 1:
         return packed + arrived
     if step.rounds > 1:
-        return packed + arrived if work.copies == 1 else max(packed + arrived, arrived + (work.copies + 1) * result)
+        last = result if work.copies > 1 else 0  # of the round before
+        return max(packed + arrived + last, arrived + (work.copies + 1) * last)
     if work.copies > 1:
         return max(packed + arrived - result, arrived + work.copies * result)
     return packed if work.unpack is None else max(packed + arrived - result, arrived)
@@ -60,22 +62,21 @@ def _at_most(step: Step) -> int:
     sent = min(_most(step.estimated_send_bytes) // step.itemsize + _uncut(step, have), have * step.group_size)
     copies = math.prod(step.before.holding.sizes[axis] for axis in step.reduces)
     if copies > 1:
-        return _reducing(step, copies, need, sent, received)
+        return _reducing(step, copies, have, need, sent, received)
     if step.rounds > 1:
         return min(sent, sent // step.rounds + _uncut(step, sent)) + min(
             received, received // step.rounds + _uncut(step, received)
         )
-    if step.kind == "all_gather":
-        return need + have
     return max(need, sent + max(received, min(need, have)))
 
 
-def _reducing(step: Step, copies: int, need: int, sent: int, received: int) -> int:
+def _reducing(step: Step, copies: int, have: int, need: int, sent: int, received: int) -> int:
     """Return the like for a step that reduces: in rounds, what is needed is cut, and all copies of it come together."""
     if step.rounds > 1:
         need = min(need, need // step.rounds + _uncut(step, need, 1))
         sent, received = min(sent, step.group_size * need), min(received, copies * need)
-    return received + max(sent, (copies + (step.rounds > 1)) * need)
+        return max(received + sent + need, received + (copies + 1) * need)
+    return copies * need + max(have, sent, received)
 
 
 def _uncut(step: Step, total: int, pieces: int = 0) -> int:

@@ -21,8 +21,8 @@ from hyper_parallel.core.redistribute.builders import Builder
 from hyper_parallel.core.redistribute.candidates import candidates
 from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
 from hyper_parallel.core.redistribute.counting import Counts
-from hyper_parallel.core.redistribute.read import check_layout, task_of
-from hyper_parallel.core.redistribute.rounds import bounded
+from hyper_parallel.core.redistribute.read import check_dtype, check_layout, task_of
+from hyper_parallel.core.redistribute.rounds import cheapest_within
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 
 _SUFFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -140,18 +140,24 @@ def plan(
         ValueError: a layout without an assignment, or that does not fit the shape; several kinds of reduction pending;
             a limit that no plan meets.
     """
+    if not _is_hashable((src, dst, global_shape, dtype, topology, max_extra_bytes)):  # a list as shape, or a mistake
+        global_shape = _check(src, dst, global_shape, dtype, topology, max_extra_bytes)
+    return _cached(src, dst, global_shape, dtype, topology, max_extra_bytes)
+
+
+def _is_hashable(key: object) -> bool:
     try:
-        return _cached(src, dst, global_shape, dtype, topology, max_extra_bytes)
+        hash(key)
     except TypeError:
-        shape = _check(src, dst, global_shape, dtype, topology, max_extra_bytes)
-        return _cached(src, dst, shape, dtype, topology, max_extra_bytes)
+        return False
+    return True
 
 
 @lru_cache(maxsize=4096)
 def _cached(
     src: Layout,
     dst: Layout,
-    shape: tuple[int, ...],
+    shape: Sequence[int],
     dtype: torch.dtype,
     topology: Topology | None,
     max_extra_bytes: int | None,
@@ -166,9 +172,10 @@ def _cached(
         ranks, ways = cross.ways(src, dst, shape, dtype, on)
     else:
         ranks, ways = task.ranks, list(candidates(task, Builder(task, on)))
-    if max_extra_bytes is not None:
-        ways = bounded(ways, max_extra_bytes, f"from: {src}   to: {dst}   global_shape: {shape}")
-    best = min(ways, key=lambda steps: price(steps, on))
+    if max_extra_bytes is None:
+        best = min(ways, key=lambda steps: price(steps, on))
+    else:
+        best = cheapest_within(max_extra_bytes, ways, on, f"from: {src}   to: {dst}   global_shape: {shape}")
     return Plan(src, dst, shape, dtype, on, ranks, tuple(with_kept(best)))
 
 
@@ -180,15 +187,18 @@ def _check(
     seen = f"from: {src}   to: {dst}   global_shape: {shape}"
     check_layout(asked, "src", src, shape, seen)
     check_layout(asked, "dst", dst, shape, seen)
-    if not isinstance(dtype, torch.dtype):
-        blame = f"dtype is a {type(dtype).__name__}, not a torch.dtype"
-        raise TypeError(explain(asked, blame, f"dtype: {dtype!r}", "torch.float32"))
+    check_dtype(asked, dtype)
     if topology is not None and not isinstance(topology, Topology):
         blame = f"topology is a {type(topology).__name__}, not a Topology"
-        raise TypeError(explain(asked, blame, f"topology: {topology!r}", "topology('h100')"))
-    if max_extra_bytes is not None and check_int(max_extra_bytes) is None:
-        blame = f"max_extra_bytes is a {type(max_extra_bytes).__name__}, not an int"
-        raise TypeError(explain(asked, blame, f"max_extra_bytes: {max_extra_bytes!r}", "max_extra_bytes=2**28"))
+        hint = f"topology({topology!r})" if isinstance(topology, str) else 'topology("h100")'
+        raise TypeError(explain(asked, blame, f"topology: {topology!r}", hint))
+    if max_extra_bytes is not None:
+        limit, seen = check_int(max_extra_bytes), f"max_extra_bytes: {max_extra_bytes!r}"
+        if limit is None:
+            blame = f"max_extra_bytes is a {type(max_extra_bytes).__name__}, not an int"
+            raise TypeError(explain(asked, blame, seen, "max_extra_bytes=2**28"))
+        if limit < 0:
+            raise ValueError(explain(asked, "max_extra_bytes is negative", seen, "max_extra_bytes=2**28, or None"))
     return shape
 
 

@@ -31,6 +31,20 @@ def check_layout(asked: str, name: str, layout: object, shape: tuple[int, ...], 
         raise ValueError(explain(asked, blame, seen, hint))
 
 
+def check_dtype(asked: str, dtype: object) -> torch.dtype:
+    """Return a dtype, or refuse what is none.
+
+    Raises:
+        TypeError: with four parts.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    blame = f"dtype is a {type(dtype).__name__}, not a torch.dtype"
+    named = getattr(torch, str(getattr(dtype, "__name__", dtype)), None)
+    hint = str(named) if isinstance(named, torch.dtype) else "torch.float32"
+    raise TypeError(explain(asked, blame, f"dtype: {dtype!r}", hint))
+
+
 def task_of(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, ranks_per_node: int | None
 ) -> Transition | None:
