@@ -95,7 +95,7 @@ def redistribute(
     names, wanted = torch_form(target, shape)
     if names is None and target.mesh is mesh and x.placements == wanted and max_extra_bytes is None:
         # With a gradient to come, where that goes is still to be seen to.
-        result = _link(x, _local(x.detach()), target) if torch.is_grad_enabled() and x.requires_grad else x
+        result = _link(x, _local(cast("DTensor", x.detach())), target) if torch.is_grad_enabled() and x.requires_grad else x
         return PendingRedistribute(x, None, None, target, result) if async_op else result
     src = Layout.of(x)
     on = topology if topology is not None else default_topology(mesh.device_type)
