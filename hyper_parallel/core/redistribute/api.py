@@ -19,7 +19,7 @@ from hyper_parallel.core.dtensor.checks import check_int
 from hyper_parallel.core.dtensor.convert import in_split_order, to_placements, to_torch
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import reorder_axes
+from hyper_parallel.core.dtensor.mesh import axes_of, reorder_axes
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
@@ -85,17 +85,22 @@ def redistribute(
 
     Raises:
         TypeError: x is no DTensor, layout no layout.
-        ValueError: a layout that does not fit, a rank on neither mesh, a limit that no plan meets.
+        ValueError: a layout that does not fit, a rank on neither mesh, a slice of a mesh that the other mesh reaches
+            beyond, a limit that no plan meets.
     """
     asked = "cannot redistribute"
     x = check_dtensor(asked, x)
     mesh = x.device_mesh
     target = read_layout(asked, layout, placements, mesh)
+    if target.mesh is not mesh:
+        _check_slices(asked, mesh, target)
     shape = x.shape
     names, wanted = torch_form(target, shape)
     if names is None and target.mesh is mesh and x.placements == wanted and max_extra_bytes is None:
         # With a gradient to come, where that goes is still to be seen to.
-        result = _link(x, _local(cast("DTensor", x.detach())), target) if torch.is_grad_enabled() and x.requires_grad else x
+        result = (
+            _link(x, _local(cast("DTensor", x.detach())), target) if torch.is_grad_enabled() and x.requires_grad else x
+        )
         return PendingRedistribute(x, None, None, target, result) if async_op else result
     src = Layout.of(x)
     on = topology if topology is not None else default_topology(mesh.device_type)
@@ -104,6 +109,22 @@ def redistribute(
         working = start(steps, _local(x), _mesh_for_groups(src, target))
     pending = PendingRedistribute(x, steps, working, target)
     return pending if async_op else pending.wait()
+
+
+def _check_slices(asked: str, mesh: DeviceMesh, target: Layout) -> None:
+    """Refuse to leave or to enter a slice of a larger mesh: elsewhere in that the same code has another slice in hand,
+    so that the ranks of one would wait for those of the other, which do something else."""
+    to = target.mesh
+    assert to is not None, "read_layout sees to a mesh"
+    for name, part, other in (("the mesh of x", mesh, to), ("the mesh of layout", to, mesh)):
+        whole = getattr(part, "_root_mesh", None)
+        own = axes_of(part).ranks
+        if whole is None or whole.size() == len(own) or {*axes_of(other).ranks} <= {*own}:
+            continue
+        blame = f"{name} is a slice, of which ranks elsewhere have another, and the other mesh reaches beyond it"
+        seen = f"mesh of x: {axes_of(mesh)}   layout: {target}   sliced from: {axes_of(whole)}"
+        hint = "both layouts on the mesh that was sliced, 'None' or pending over its other axes"
+        raise ValueError(explain(asked, blame, seen, hint))
 
 
 class PendingRedistribute:
@@ -271,8 +292,25 @@ def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
     if names is not None:
         mesh, placements = to_torch(layout, shape)
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_stride_like(local, shape)
     )
+
+
+def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return strides of the whole tensor as those of a part are: dims in the same order, and gaps where it has gaps.
+
+    torch asks them, and not the part's, whether a view will do.
+    """
+    if local.is_contiguous() or local.dim() != len(shape):
+        return contiguous_stride(shape)
+    strides, behind = list(local.stride()), 1
+    for dim in reversed(range(local.dim())):
+        if local.size(dim) == 1:  # then it may be anything
+            strides[dim] = behind
+        behind = max(behind, strides[dim] * local.size(dim))
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    dense, part = (contiguous_stride([sizes[dim] for dim in order]) for sizes in (shape, local.shape))
+    return tuple(-(-dense[order.index(dim)] * strides[dim] // part[order.index(dim)]) for dim in range(len(shape)))
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

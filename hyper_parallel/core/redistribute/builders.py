@@ -57,8 +57,12 @@ class Builder:
         ways = self.task.ways(axes)
         own = after.counts() * self.task.itemsize
         sent = self.task.along(own, axes) - own
+        far = None
+        if self.nodes.crosses(axes):
+            far = (ways - self.task.ways(self.nodes.near_axes(axes))) * after.counts()
         return self._step(
-            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, copied=before.counts(), reduces=axes,
+            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, copied=before.counts(), far=far,
+            reduces=axes,
         )  # fmt: skip
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
@@ -92,7 +96,7 @@ class Builder:
         far = self._far(before, after, axes, alike, reduces, missing, both)
         known = sent * task.itemsize if exact and sent is not None else None
         copied = missing + estimate
-        if kind == "all_gather":
+        if kind == "all_gather" and before.even:
             copied = np.zeros_like(need) if _gathers_rows(task, before, axes) else need
         return self._step(
             kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, copied=copied, far=far,
@@ -182,11 +186,19 @@ class Builder:
         """
         task, size = self.task, self.task.itemsize
         chosen = tuple(sorted(axes))
-        moved = max(_most(received), _most(sent), _most(estimate) * size)
+        priced = kind if _is_ring(kind, before, after, axes, reduces) else "all_to_all"
+        given = max(_most(sent), _most(estimate) * size)
+        moved = max(_most(received), given)
+        crossing = 0
+        if far is not None and far.any():
+            crossing = min(_most(far) * size, moved)
+            if after.plain:  # then it is known what is given, and as much of that crosses as of what is received
+                all_far, everything = (int(np.broadcast_to(counts, task.sizes).sum()) for counts in (far, received))
+                crossing = max(crossing, given * min(all_far * size, everything) // everything)
         ranks, per_node = task.ways(chosen), self.nodes.share(chosen)
         if kind == "permute":
             ranks, per_node = 2, 2 if per_node == ranks else 1
-        load = cost.Load(ranks, per_node, moved, min(_most(far) * size, moved), _most(copied) * size)
+        load = cost.Load(ranks, per_node, moved, crossing, _most(copied) * size)
         if sent is None and not chosen:
             sent = received
         return Step(
@@ -194,7 +206,7 @@ class Builder:
             axes=tuple(dict.fromkeys(task.names[axis] for axis in chosen)),
             group_size=task.ways(chosen),
             recv_bytes=_flat(received, task),
-            seconds=cost.seconds(kind, load, self.on),
+            seconds=cost.seconds(priced, load, self.on),
             before=Located(before, task.ranks),
             after=Located(after, task.ranks),
             itemsize=size,
@@ -205,7 +217,7 @@ class Builder:
             fill=fill,
             known_send_bytes=None if sent is None else _flat(sent, task),
             estimated_send_bytes=None if estimate is None else _flat(estimate * size, task),
-            latency=cost.latency(load, self.on),
+            load=load if chosen else None,
         )
 
 
@@ -221,6 +233,18 @@ def _flat(counts: Counts, task: Transition) -> Counts:
 
 def _zeros(task: Transition) -> Counts:
     return np.zeros((1,) * len(task.sizes), dtype=np.int64)
+
+
+def _is_ring(
+    kind: Kind, before: Holding, after: Holding, axes: Sequence[int], reduces: Sequence[int]
+) -> bool:  # fmt: skip
+    """Return whether a step is carried out by the collective that it is named after; otherwise it is an exchange.
+
+    Collectives take parts of one size only.
+    """
+    if kind == "reduce_scatter":
+        return after.even and set(axes) == set(reduces)
+    return before.even if kind == "all_gather" else True
 
 
 def _gathers_rows(task: Transition, before: Holding, axes: Sequence[int]) -> bool:
@@ -251,7 +275,7 @@ def _blocks(blocks: Holding, held: Holding) -> tuple[Counts, bool]:
         if not chain:
             continue
         begin, end = split_points(held.shape[dim], held.sizes, chain)
-        bounds = np.unique(begin[end > begin])
+        bounds = begin[end > begin]  # sorted
         start, stop = edges(held.shape[dim], held.sizes, held.splits[dim])
         first = np.searchsorted(bounds, start, side="right")
         last = np.searchsorted(bounds, stop - 1, side="right")

@@ -36,8 +36,8 @@ class Link:
             if not _is_number(value):
                 blame = f"{name} is a {type(value).__name__}, not a number"
                 raise TypeError(explain(asked, blame, f"{name}: {value!r}", hint))
-        if not (self.latency >= 0 and self.per_rank >= 0 and self.bandwidth > 0):
-            blame = "it needs latencies, in seconds, from 0 up and a bandwidth, in bytes per second, above 0"
+        if not (0 <= self.latency < math.inf and 0 <= self.per_rank < math.inf and self.bandwidth > 0):
+            blame = "it needs finite latencies, in seconds, from 0 up and a bandwidth, in bytes per second, above 0"
             raise ValueError(explain(asked, blame, repr(self), hint))
 
 
@@ -52,6 +52,12 @@ def _check_per_node(asked: str, ranks_per_node: object) -> None:
         raise TypeError(explain(asked, blame, seen, "ranks_per_node=8"))
     if number < 1:
         raise ValueError(explain(asked, "a node has at least 1 rank", seen, "ranks_per_node=8"))
+
+
+def _check_rails(asked: str, multi_rail: object) -> None:
+    if not isinstance(multi_rail, bool):
+        blame = f"multi_rail is a {type(multi_rail).__name__}, not a bool"
+        raise TypeError(explain(asked, blame, f"multi_rail: {multi_rail!r}", "True or False"))
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Topology:
             if not isinstance(link, Link) and not (name == "inter" and link is None):
                 blame = f"{name} is a {type(link).__name__}, not a Link"
                 raise TypeError(explain(asked, blame, f"{name}: {link!r}", "Link(2e-5, 1e-6, 25e9)"))
+        _check_rails(asked, self.multi_rail)
         if (self.inter is None) != (self.ranks_per_node is None):
             seen = f"inter: {self.inter!r}   ranks_per_node: {self.ranks_per_node!r}"
             hint = "inter=Link(2e-5, 1e-6, 25e9), ranks_per_node=8"

@@ -85,21 +85,12 @@ def _common(held: Holding, other: Holding | None, dim: int) -> Counts:
     """Return how many indices of a dim each rank holds in both, or just in the one."""
     sides = [_Side(held, dim)] + ([_Side(other, dim)] if other is not None else [])
     low, high = sides[0].start, sides[0].stop
-    combs = [comb for comb in dict.fromkeys(side.comb for side in sides) if comb is not None]
-    if len({chain for chain, _ in combs}) > 1:
-        assert other is not None, "one side has one comb"
-        return _one_by_one(held, other, dim)
     for side in sides[1:]:
         low, high = np.maximum(low, side.start), np.minimum(high, side.stop)
-    ruler = _ruler(held.shape[dim], held.sizes, _joined(combs))
+    combs = tuple(comb for comb in dict.fromkeys(side.comb for side in sides) if comb is not None)
+    ruler = _ruler(held.shape[dim], held.sizes, combs)
     common: Counts = np.maximum(ruler.below(high) - ruler.below(low), 0)
     return common
-
-
-def _joined(combs: Sequence[Comb]) -> Comb | None:
-    """Return what combs of one chain have in common."""
-    fixed = {axis for _, axes in combs for axis in axes}
-    return (combs[0][0], tuple(axis for axis in combs[0][0] if axis in fixed)) if combs else None
 
 
 class _Side:
@@ -119,7 +110,7 @@ class _Side:
 
     def _divide(self, held: Holding, size: int, axes: tuple[int, ...]) -> None:
         """Leave an even share of what there is, told by the points where it starts and stops."""
-        ruler = _ruler(size, held.sizes, self.comb)
+        ruler = _ruler(size, held.sizes, () if self.comb is None else (self.comb,))
         base = ruler.below(self.start)
         parts, index = math.prod(held.sizes[axis] for axis in axes), coordinate(held.sizes, axes)
         whole = ruler.below(self.stop) - base
@@ -131,42 +122,58 @@ class _Side:
 
 
 class _Ruler:
-    """Counts the elements of a comb that lie below a point, on every rank at once; and finds the point again."""
+    """Counts the elements of all of some combs that lie below a point, on every rank at once; finds the point again.
 
-    def __init__(self, size: int, sizes: tuple[int, ...], comb: Comb) -> None:
-        chain, fixed = comb
-        start, stop = split_points(size, sizes, chain)
-        places = [place for place, axis in enumerate(chain) if axis in fixed]
-        free = [place for place, axis in enumerate(chain) if axis not in fixed]
-        rows = math.prod(sizes[chain[place]] for place in places)
-        start = start.transpose(places + free).reshape(rows, -1)
-        stop = stop.transpose(places + free).reshape(rows, -1)
-        self._row = coordinate(sizes, [chain[place] for place in places])
-        self._start, self._stop = start.ravel(), stop.ravel()
-        self._columns = start.shape[1]
-        before = np.zeros((rows, self._columns), dtype=np.int64)
-        np.cumsum((stop - start)[:, :-1], axis=1, out=before[:, 1:])
-        self._before = before.ravel()
+    The chains cut a dim into teeth. Those that belong to ranks with the same coordinates on the fixed axes are a row,
+    and a rank's teeth are one row, or none.
+    """
+
+    def __init__(self, size: int, sizes: tuple[int, ...], combs: Sequence[Comb]) -> None:
+        own: Counts = np.zeros((1,) * len(sizes), dtype=np.int64)  # the row of every rank
+        parts = [split_points(size, sizes, chain) for chain, _ in combs]
+        start = np.sort(np.concatenate([first.ravel() for first, _ in parts]))
+        start = start[(np.diff(start, append=size) > 0) & (start < size)]  # the last of those that are equal
+        row = np.zeros_like(start)
+        for (chain, fixed), (_, last) in zip(combs, parts, strict=True):
+            rows = math.prod(sizes[axis] for axis in fixed)
+            own = own * rows + coordinate(sizes, [axis for axis in chain if axis in fixed])
+            places = [place for place, axis in enumerate(chain) if axis in fixed]
+            of_part = np.broadcast_to(coordinate(last.shape, places), last.shape).ravel()
+            row = row * rows + of_part[np.searchsorted(last.ravel(), start, side="right")]
+        length = np.diff(start, append=size)
+        order = np.argsort(row, kind="stable")
+        row = row[order]
+        new = np.diff(row, prepend=-1) > 0
+        number, self._first = np.cumsum(new) - 1, np.flatnonzero(new)
+        found = row[new]
+        self._start, self._length = start[order], length[order]
+        total = np.cumsum(self._length) - self._length
+        self._before = total - total[self._first][number]
+        self._row = np.minimum(np.searchsorted(found, own), max(len(found) - 1, 0))
+        self._none = found[self._row] != own if len(found) else np.ones_like(own, dtype=bool)
         self._step = size + 1
-        first = np.arange(rows)[:, None] * self._step
-        self._start_keys, self._before_keys = (start + first).ravel(), (before + first).ravel()
+        self._start_keys, self._before_keys = (kept + number * self._step for kept in (self._start, self._before))
 
     def below(self, point: Counts) -> Counts:
-        """Return how many elements of the rank's comb are smaller than `point`."""
+        """Return how many elements of the rank's teeth are smaller than `point`."""
+        if not len(self._start):
+            return np.zeros_like(point)
         index, none = self._find(self._start_keys, point)
-        inside = np.minimum(point, self._stop[index]) - self._start[index]
-        return np.where(none, 0, self._before[index] + np.maximum(inside, 0))
+        inside = np.clip(point - self._start[index], 0, self._length[index])
+        return np.where(none, 0, self._before[index] + inside)
 
     def point(self, rank: Counts) -> Counts:
         """Return where the element lies that has so many below it; beyond the last one, a point behind it."""
+        if not len(self._start):
+            return np.zeros_like(rank)
         index, _ = self._find(self._before_keys, rank)
         return self._start[index] + (rank - self._before[index])
 
     def _find(self, keys: Counts, value: Counts) -> tuple[Counts, npt.NDArray[np.bool_]]:
         """Return the last tooth of the own row whose key is not above a value, and where there is none."""
         index = np.searchsorted(keys, self._row * self._step + value, side="right") - 1
-        first = self._row * self._columns
-        return np.maximum(index, first), index < first
+        first = self._first[self._row]
+        return np.maximum(index, first), self._none | (index < first)
 
 
 class _Whole:
@@ -180,17 +187,5 @@ class _Whole:
 
 
 @lru_cache(maxsize=1024)
-def _ruler(size: int, sizes: tuple[int, ...], comb: Comb | None) -> _Ruler | _Whole:
-    return _Whole() if comb is None else _Ruler(size, sizes, comb)
-
-
-def _one_by_one(held: Holding, other: Holding, dim: int) -> Counts:
-    """Count the common indices for each coordinate on the axes that matter: where two combs differ, no ruler helps."""
-    from hyper_parallel.core.redistribute.holdings import intersect, length
-
-    axes = sorted(held.axes_of(dim) | other.axes_of(dim))
-    broad = [size if axis in axes else 1 for axis, size in enumerate(held.sizes)]
-    found = np.zeros(broad, dtype=np.int64)
-    for at in np.ndindex(*broad):
-        found[at] = length(intersect(held.part_of_dim(dim, at), other.part_of_dim(dim, at)))
-    return found
+def _ruler(size: int, sizes: tuple[int, ...], combs: tuple[Comb, ...]) -> _Ruler | _Whole:
+    return _Ruler(size, sizes, combs) if combs else _Whole()

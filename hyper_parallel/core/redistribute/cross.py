@@ -149,7 +149,7 @@ def _exchange(
     far = 0 if per_node == len(ranks) else moved
     load = cost.Load(len(ranks), per_node, moved, far, int((received + sent).max()))
     return [Step("all_to_all", names, len(ranks), received, cost.seconds("all_to_all", load, on), before, after,
-                 itemsize, ranks, None, estimated_send_bytes=sent, latency=cost.latency(load, on))]  # fmt: skip
+                 itemsize, ranks, None, estimated_send_bytes=sent, load=load)]  # fmt: skip
 
 
 def _ways(held: Holding) -> list[int]:

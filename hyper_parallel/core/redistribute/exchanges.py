@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from hyper_parallel.core.dtensor.shards import Splits
 from hyper_parallel.core.redistribute.builders import Builder
 from hyper_parallel.core.redistribute.counting import extent
 from hyper_parallel.core.redistribute.holdings import Holding
@@ -85,7 +86,7 @@ def _gather_near_last(
     between = target.restricted(held.splits, [axis for axis in late if axis in task.split_axes])
     rest = tuple(axis for axis in late if axis not in task.split_axes)
     if rest:
-        between = shared_out(task, between, rest)
+        between = shared_out(task, between, rest, inside=held.splits)
     if between == target:
         return
     crossed = {axis for chain in held.splits for axis in chain if axis in task.live and axis not in late}
@@ -117,8 +118,9 @@ def spread_near_last(
 
 
 def shared_out(
-    task: Transition, held: Holding, axes: tuple[int, ...], apart: Sequence[int] = (), *, anew: bool = False
-) -> Holding:
+    task: Transition, held: Holding, axes: tuple[int, ...], apart: Sequence[int] = (), *, anew: bool = False,
+    inside: Splits = (),
+) -> Holding:  # fmt: skip
     """Return a holding divided over some more axes, along which ranks hold the same.
 
     One dim is divided: the one that does so most evenly. Where that can be said as one more split after those of the
@@ -131,10 +133,12 @@ def shared_out(
         axes: the axes.
         apart: axes over which the destination's splits will divide it later.
         anew: divide each part anew where sizes are uneven.
+        inside: splits to divide the parts of, where `held` is of whole ones: then no rank has to get all of its share
+            from one part, and another one nothing.
     """
     dim = _roomiest(task, held, axes, [dim for dim, chain in enumerate(task.dst) if set(apart) & set(chain)])
     comb = held.combs[dim] if held.combs else None
-    chain = _chain(task, held, dim)
+    chain = _chain(task, held, dim, inside)
     uneven = chain is not None and held.shape[dim] % task.ways((*chain, *axes))
     if chain is None or any(axis in chain for axis in axes) or (anew and uneven):
         return replace(held, share=(dim, axes))
@@ -144,12 +148,14 @@ def shared_out(
     return replace(held, combs=tuple(combs))
 
 
-def _chain(task: Transition, held: Holding, dim: int) -> tuple[int, ...] | None:
+def _chain(task: Transition, held: Holding, dim: int, inside: Splits) -> tuple[int, ...] | None:
     """Return the chain of splits that a part of a dim can be divided after, or None."""
     comb = held.combs[dim] if held.combs else None
     own = held.splits[dim]
     if comb is not None:
         return comb[0] if own == comb[0][: len(own)] else None
+    if inside and own == inside[dim][: len(own)]:
+        return inside[dim]
     wanted = task.dst[dim]
     return wanted if own == wanted[: len(own)] else own
 

@@ -31,6 +31,8 @@ _WIRE = frozenset({torch.float32, torch.float64, torch.float16, torch.int8, torc
 def execute(plan: Plan, local: torch.Tensor | None, *, mesh: DeviceMesh | None = None) -> torch.Tensor:
     """Carry out a plan on the calling rank; all ranks of the plan call it.
 
+    No gradient is recorded; `redistribute` records one.
+
     Args:
         plan: what to do.
         local: the rank's part of the source; None or an empty tensor on a rank that is only on the destination's mesh.
@@ -41,10 +43,12 @@ def execute(plan: Plan, local: torch.Tensor | None, *, mesh: DeviceMesh | None =
         only on the source's mesh.
 
     Raises:
-        TypeError: `local` has another dtype than the plan.
+        TypeError: no plan; `local` has another dtype than the plan.
         ValueError: `local` has another shape than the plan gives this rank, or the rank is on neither mesh.
     """
-    return drive(start(plan, local, mesh))
+    _check_plan(plan)
+    with torch.no_grad():
+        return drive(start(plan, local, mesh))
 
 
 def drive(working: Working) -> torch.Tensor:
@@ -68,6 +72,8 @@ def start(plan: Plan, local: torch.Tensor | None, mesh: DeviceMesh | None = None
 
 def _run(plan: Plan, local: torch.Tensor, rank: int, mesh: DeviceMesh | None) -> Working:
     scalar = not plan.global_shape
+    if plan.steps:  # what backends are given is memory, without a view's flags
+        local = local.resolve_conj().resolve_neg()
     held = local.reshape(1) if scalar and local.numel() else local
     for step in plan.steps:
         if not step.communicates:
@@ -157,6 +163,7 @@ def _in_rounds(step: Step, held: torch.Tensor, rank: int, group: dist.ProcessGro
         elif arrived.numel() or work.own:
             part = _reduced(step, work, held, arrived)
             (result if work.target is None else result[work.target]).copy_(part)
+            del part
         del arrived
     return result
 
@@ -292,6 +299,12 @@ def _neutral(reduction: str, dtype: torch.dtype) -> Any:
 
 
 # -- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        blame, hint = f"plan is a {type(plan).__name__}, not a Plan", "plan(src, dst, global_shape, dtype)"
+        raise TypeError(explain("cannot execute a plan", blame, f"plan: {plan!r}", hint))
 
 
 def _check_rank(plan: Plan) -> int:

@@ -63,6 +63,12 @@ class Holding:
         """Whether `splits` alone says it."""
         return not any(self.combs) and self.share is None and not self.first
 
+    @property
+    def even(self) -> bool:
+        """Whether every rank holds the same number of elements, and not none."""
+        counts = self.counts()
+        return bool(counts.flat[0] and (counts == counts.flat[0]).all())
+
     def restricted(self, chains: Splits, fixed: Sequence[int]) -> Holding:
         """Return what is left after a comb per dim: `chains` with the axes in `fixed` at the rank's own coordinate.
 

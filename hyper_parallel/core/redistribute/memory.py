@@ -45,8 +45,7 @@ def _of_one(step: Step, work: Moves) -> int:
     if work.copies > 1 and work.copies == len(work.group) and step.rounds == 1:
         return packed + arrived
     if step.rounds > 1:
-        last = result if work.copies > 1 else 0  # of the round before
-        return max(packed + arrived + last, arrived + (work.copies + 1) * last)
+        return max(packed + arrived, arrived + (work.copies + 1) * result if work.copies > 1 else 0)
     if work.copies > 1:
         return max(packed + arrived - result, arrived + work.copies * result)
     return packed if work.unpack is None else max(packed + arrived - result, arrived)

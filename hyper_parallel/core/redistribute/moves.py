@@ -208,5 +208,4 @@ def _target(whole: Part | None, need: Part | None) -> Index | None:
 
 
 def _is_even(step: Step) -> bool:
-    counts = step.before.holding.counts() if step.kind == "all_gather" else step.after.holding.counts()
-    return bool(counts.flat[0] and (counts == counts.flat[0]).all())
+    return (step.before if step.kind == "all_gather" else step.after).holding.even

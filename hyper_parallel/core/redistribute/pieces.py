@@ -40,7 +40,7 @@ def on_common_mesh(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Pair | N
 
 
 def cut_at_nodes(src: Layout, dst: Layout, names: tuple[str, ...], shape: tuple[int, ...], ranks_per_node: int) -> Pair:
-    """Cut the axes of two layouts of one mesh so that along each piece either all ranks share a node or none do.
+    """Cut each axis of two layouts of one mesh in two, so that along the inner piece all ranks share a node.
 
     Where nodes do not cut an axis into equal pieces, or the tensor does not divide evenly, nothing is cut.
     """

@@ -21,7 +21,7 @@ from hyper_parallel.core.redistribute.builders import Builder
 from hyper_parallel.core.redistribute.candidates import candidates
 from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
 from hyper_parallel.core.redistribute.counting import Counts
-from hyper_parallel.core.redistribute.read import check_dtype, check_layout, task_of
+from hyper_parallel.core.redistribute.read import check_dtype, check_layout, check_reductions, task_of
 from hyper_parallel.core.redistribute.rounds import cheapest_within
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 
@@ -185,9 +185,8 @@ def _check(
     asked = "cannot plan a redistribution"
     shape = check_shape(global_shape, f"from: {src}   to: {dst}")
     seen = f"from: {src}   to: {dst}   global_shape: {shape}"
-    check_layout(asked, "src", src, shape, seen)
-    check_layout(asked, "dst", dst, shape, seen)
-    check_dtype(asked, dtype)
+    pair = check_layout(asked, "src", src, shape, seen), check_layout(asked, "dst", dst, shape, seen)
+    check_reductions(asked, *pair, check_dtype(asked, dtype), seen)
     if topology is not None and not isinstance(topology, Topology):
         blame = f"topology is a {type(topology).__name__}, not a Topology"
         hint = f"topology({topology!r})" if isinstance(topology, str) else 'topology("h100")'

@@ -13,8 +13,8 @@ from hyper_parallel.core.redistribute.pieces import cut_at_nodes, on_common_mesh
 from hyper_parallel.core.redistribute.transition import LINEAR, Transition
 
 
-def check_layout(asked: str, name: str, layout: object, shape: tuple[int, ...], seen: str) -> None:
-    """Refuse what is no layout, has no assignment, does not fit the shape, or mixes kinds of reduction.
+def check_layout(asked: str, name: str, layout: object, shape: tuple[int, ...], seen: str) -> Layout:
+    """Return a layout, or refuse what is none, has no assignment, does not fit the shape, or mixes kinds of reduction.
 
     Raises:
         TypeError, ValueError: with four parts.
@@ -29,6 +29,7 @@ def check_layout(asked: str, name: str, layout: object, shape: tuple[int, ...], 
         blame = f"{name} has {pending} pending, and the order in which to take them is nowhere said"
         hint = f"one kind, such as partial={dict.fromkeys(layout.partial, kinds[0])!r}"
         raise ValueError(explain(asked, blame, seen, hint))
+    return layout
 
 
 def check_dtype(asked: str, dtype: object) -> torch.dtype:
@@ -45,20 +46,50 @@ def check_dtype(asked: str, dtype: object) -> torch.dtype:
     raise TypeError(explain(asked, blame, f"dtype: {dtype!r}", hint))
 
 
+# Integers that torch stores and does not add; likewise floats of one byte.
+_NO_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
+
+
+def check_reductions(asked: str, src: Layout, dst: Layout, dtype: torch.dtype, seen: str) -> None:
+    """Refuse to take, or to make, pending copies of a dtype that torch cannot reduce.
+
+    Raises:
+        TypeError: with four parts.
+    """
+    for layout, other in ((src, dst), (dst, src)):
+        for axis, kind in layout.partial.items():
+            stays = src._axes == dst._axes and other.partial.get(axis) == kind
+            why = None if stays or layout.mesh_shape[layout.alias_name.index(axis)] == 1 else _no_reduction(kind, dtype)
+            if why is not None:
+                hint = "a tensor of another dtype, such as x.to(torch.float32)"
+                raise TypeError(explain(asked, f"{kind} is pending over {axis!r}, and {why}", seen, hint))
+
+
+def _no_reduction(kind: str, dtype: torch.dtype) -> str | None:
+    """Return why copies of a dtype cannot be reduced; None: they can."""
+    if dtype in _NO_ARITHMETIC or (dtype.is_floating_point and dtype.itemsize == 1):
+        return f"torch does not compute with {dtype}"
+    if dtype.is_complex and kind not in LINEAR:
+        return f"torch.distributed has no {kind} of {dtype}"
+    return f"there is no average of {dtype}" if dtype == torch.bool and kind == "avg" else None
+
+
 def task_of(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, ranks_per_node: int | None
 ) -> Transition | None:
     """Return the transition for tensors of some dtype; see `transition_of`."""
-    task = transition_of(src, dst, shape, dtype.itemsize, ranks_per_node)
-    if task is not None and task.reduction == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        return replace(task, at_once=True)
-    return task
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    task = transition_of(src, dst, shape, dtype.itemsize, ranks_per_node, exact=exact)
+    return replace(task, at_once=True) if task is not None and exact and task.reduction == "avg" else task
 
 
 def transition_of(
-    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, ranks_per_node: int | None = None
-) -> Transition | None:
+    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, ranks_per_node: int | None = None, *,
+    exact: bool = False,
+) -> Transition | None:  # fmt: skip
     """Return the transition between two layouts of one mesh, or None when they lie on meshes that do not agree.
+
+    With `exact`, a pending average does not become a pending sum by dividing the copies, as ints would be rounded.
 
     Two meshes of the same ranks in the same order agree when their axes can be cut into the same smaller ones, and the
     tensor divides evenly where that matters. Axes that nodes cut are cut likewise, where that is possible.
@@ -77,7 +108,7 @@ def transition_of(
     keeps, times, over = [], 1, 1
     for axis in before:
         old, new = before[axis], after.get(axis)
-        if new is not None and (old == new or {old, new} <= LINEAR):
+        if new is not None and (old == new or ({old, new} <= LINEAR and not (exact and old == "avg"))):
             keeps.append(axis)
             times *= sizes[axis] if (old, new) == ("sum", "avg") else 1
             over *= sizes[axis] if (old, new) == ("avg", "sum") else 1

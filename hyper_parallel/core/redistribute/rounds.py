@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.cost import Topology
 from hyper_parallel.core.redistribute.counting import extent
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
@@ -28,7 +29,7 @@ def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Topology, se
     for steps in sorted(ways, key=lambda way: price(way, on)):
         if best is not None and price(best, on) <= price(steps, on):  # rounds make no way cheaper
             break
-        fitted = [_fit(step, limit) for step in with_kept(steps)]
+        fitted = [_fit(step, limit, on) for step in with_kept(steps)]
         most = max((step.peak_extra_bytes for step in fitted), default=0)
         least.append(most)
         if most <= limit and (best is None or price(fitted, on) < price(best, on)):
@@ -40,26 +41,34 @@ def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Topology, se
     return best
 
 
-def _fit(step: Step, limit: int) -> Step:
+def _fit(step: Step, limit: int, on: Topology) -> Step:
     """Return the step in as few rounds as keep it within a limit, or that which takes the least if none do."""
     if step.peak_extra_bytes <= limit or not step.communicates or step.kind == "all_reduce":
         return step
     held = step.after.holding
     most = max(int(extent(held, dim).max(initial=1)) for dim in range(len(held.shape)))  # then each piece is one row
-    finest = _cut(step, most)
+    finest = _cut(step, most, on)
     if finest.peak_extra_bytes > limit:
         return min(step, finest, key=lambda cut: cut.peak_extra_bytes)
     received = int(step.recv_bytes.max(initial=0))
     for rounds in _numbers(most):
         if rounds * limit >= received:
-            cut = _cut(step, rounds)
+            cut = _cut(step, rounds, on)
             if cut.peak_extra_bytes <= limit:
                 return cut
     return finest
 
 
-def _cut(step: Step, rounds: int) -> Step:
-    return replace(step, rounds=rounds, seconds=step.seconds + (rounds - 1) * step.latency)
+def _cut(step: Step, rounds: int, on: Topology) -> Step:
+    """Return the step in rounds, each of which takes its latency; together they move the same bytes.
+
+    Rounds are exchanges, which pack what they send, and cross nodes from rank to rank: no ring does that for them.
+    """
+    load = step.load
+    assert load is not None, "only what communicates is cut"
+    load = load._replace(copied=max(load.copied, int(step.recv_bytes.max()) + step.sent_most))
+    once = max(step.seconds, cost.seconds("all_to_all", load, on))
+    return replace(step, rounds=rounds, seconds=once + (rounds - 1) * cost.latency(load, on))
 
 
 def _numbers(most: int) -> Iterator[int]:

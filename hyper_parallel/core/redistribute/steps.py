@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.core.redistribute.cost import Topology
+from hyper_parallel.core.redistribute.cost import Load, Topology
 from hyper_parallel.core.redistribute.counting import Counts
 from hyper_parallel.core.redistribute.holdings import Holding, Part
 
@@ -59,7 +59,7 @@ class Step:
         group_size: ranks that take part in it together.
         recv_bytes: what each rank receives, in the order of the plan's ranks.
         seconds: its time on the plan's topology.
-        latency: the part of it that a collective takes however little it moves.
+        load: what that is modelled from; None for a local step.
         before: what the ranks hold before it.
         after: what they hold after it.
         group_axes: the axes of its groups as indices; None: all of the plan's ranks are one group.
@@ -88,7 +88,7 @@ class Step:
     fill: Fill | None = None
     known_send_bytes: Counts | None = None
     estimated_send_bytes: Counts | None = None
-    latency: float = 0.0
+    load: Load | None = None
     kept_bytes: int = 0
 
     @property

@@ -1,0 +1,424 @@
+"""What is said to who plans with wrong arguments: four parts, before anything is planned or communicated."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sim
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.redistribute import Link, Topology, execute, lower_bound, plan, topology
+
+MESH = Layout((2, 4), ("dp", "tp"))
+LINK = Link(1e-5, 1e-6, 1e9)
+FLOAT = torch.float32
+ON = "on dp=2, tp=4"
+
+PLAN, BOUND, PLACE = "cannot plan a redistribution", "cannot bound a redistribution", "cannot place a tensor"
+LAYOUT_HINT = 'Layout((2, 4), ("dp", "tp"))("dp", "None")'
+SHAPE_HINT = "tensor.shape, such as (8, 4)"
+DTYPE_HINT = "a tensor of another dtype, such as x.to(torch.float32)"
+BOTH = f"from: () {ON}   to: () {ON}"
+MINE, LINK_HINT, TOGETHER = "cannot describe the topology 'mine'", "Link(2e-5, 1e-6, 25e9)", "inter and ranks_per_node"
+NAMES = "'h100', 'a100', 'ascend-910b', 'laptop', 'bytes'"
+KNOWN = f"known: {NAMES}".replace("'", "")
+MIXED = "sum over 'dp', max over 'tp' pending, and the order in which to take them is nowhere said"
+SUMS = "one kind, such as partial={'dp': 'sum', 'tp': 'sum'}"
+TWO_KINDS = MESH(partial={"dp": "sum", "tp": "max"})
+FINITE = "it needs finite latencies, in seconds, from 0 up and a bandwidth, in bytes per second, above 0"
+
+
+def between(src, dst, dtype=FLOAT, verb=plan):
+    return lambda: verb(src, dst, (8,), dtype)
+
+
+def pends(layout, kinds):
+    return f"{layout} pending {kinds} {ON}"
+
+
+# What was done; the error's type; what was asked, what is to blame, what was seen, what to try.
+MISTAKES = {
+    "src a str": (
+        between("dp", MESH()),
+        TypeError,
+        (PLAN, "src is a str, not a Layout", "src: 'dp'", LAYOUT_HINT),
+    ),
+    "dst None": (
+        between(MESH(), None),
+        TypeError,
+        (PLAN, "dst is a NoneType, not a Layout", "dst: None", LAYOUT_HINT),
+    ),
+    "src without assignment": (
+        between(MESH, MESH()),
+        ValueError,
+        (
+            PLACE,
+            "the layout is a mesh without an assignment",
+            "layout: (no assignment)   mesh: dp=2, tp=4",
+            'layout("dp", "None"), or layout() for everything replicated',
+        ),
+    ),
+    "too many dims": (
+        between(MESH(), MESH("dp", "tp")),
+        ValueError,
+        (
+            PLACE,
+            "entry 1, 'tp', is for a dim that a tensor of ndim 1 does not have",
+            "layout: (dp, tp)   mesh: dp=2, tp=4",
+            "one entry per dim at most",
+        ),
+    ),
+    "a shape that is an int": (
+        lambda: plan(MESH(), MESH(), 8, FLOAT),
+        TypeError,
+        (PLACE, "global_shape must be a sequence of ints, not int", f"global_shape: 8   {BOTH}", SHAPE_HINT),
+    ),
+    "a shape that is a str": (
+        lambda: plan(MESH(), MESH(), "8", FLOAT),
+        TypeError,
+        (PLACE, "global_shape must be a sequence of ints, not str", f"global_shape: '8'   {BOTH}", SHAPE_HINT),
+    ),
+    "a size that is a float": (
+        lambda: plan(MESH(), MESH(), (8.5,), FLOAT),
+        TypeError,
+        (PLACE, "the size of dim 0 is a float, not an int", f"global_shape: (8.5,)   {BOTH}", SHAPE_HINT),
+    ),
+    "a size below 0": (
+        lambda: plan(MESH(), MESH(), [8, -1], FLOAT),
+        ValueError,
+        (PLACE, "dim 1 has size -1", f"global_shape: [8, -1]   {BOTH}", "sizes from 0 up"),
+    ),
+    "a dtype by name": (
+        between(MESH(), MESH(), "bfloat16"),
+        TypeError,
+        (PLAN, "dtype is a str, not a torch.dtype", "dtype: 'bfloat16'", "torch.bfloat16"),
+    ),
+    "Python's float as dtype": (
+        between(MESH(), MESH(), float),
+        TypeError,
+        (PLAN, "dtype is a type, not a torch.dtype", "dtype: <class 'float'>", "torch.float32"),
+    ),
+    "a topology by name": (
+        lambda: plan(MESH(), MESH(), (8,), FLOAT, "h100"),
+        TypeError,
+        (PLAN, "topology is a str, not a Topology", "topology: 'h100'", "topology('h100')"),
+    ),
+    "a topology that is a number": (
+        lambda: plan(MESH(), MESH(), (8,), FLOAT, 8.0),
+        TypeError,
+        (PLAN, "topology is a float, not a Topology", "topology: 8.0", 'topology("h100")'),
+    ),
+    "a limit that is a float": (
+        lambda: plan(MESH(), MESH(), (8,), FLOAT, max_extra_bytes=1.5),
+        TypeError,
+        (PLAN, "max_extra_bytes is a float, not an int", "max_extra_bytes: 1.5", "max_extra_bytes=2**28"),
+    ),
+    "a limit below 0": (
+        lambda: plan(MESH(), MESH(), (8,), FLOAT, max_extra_bytes=-1),
+        ValueError,
+        (PLAN, "max_extra_bytes is negative", "max_extra_bytes: -1", "max_extra_bytes=2**28, or None"),
+    ),
+    "two kinds pending at the source": (
+        between(TWO_KINDS, MESH()),
+        ValueError,
+        (
+            PLAN,
+            f"src has {MIXED}",
+            f"from: {pends('()', 'sum over dp, max over tp')}   to: () {ON}   global_shape: (8,)",
+            SUMS,
+        ),
+    ),
+    "two kinds pending at the destination": (
+        between(MESH(), TWO_KINDS, verb=lower_bound),
+        ValueError,
+        (
+            BOUND,
+            f"dst has {MIXED}",
+            f"from: () {ON}   to: {pends('()', 'sum over dp, max over tp')}   global_shape: (8,)",
+            SUMS,
+        ),
+    ),
+    "an average of bools": (
+        between(MESH(partial={"dp": "avg"}), MESH(), torch.bool),
+        TypeError,
+        (
+            PLAN,
+            "avg is pending over 'dp', and there is no average of torch.bool",
+            f"from: {pends('()', 'avg over dp')}   to: () {ON}   global_shape: (8,)",
+            DTYPE_HINT,
+        ),
+    ),
+    "the largest of complex numbers": (
+        between(MESH(), MESH(partial={"dp": "max"}), torch.complex64),
+        TypeError,
+        (
+            PLAN,
+            "max is pending over 'dp', and torch.distributed has no max of torch.complex64",
+            f"from: () {ON}   to: {pends('()', 'max over dp')}   global_shape: (8,)",
+            DTYPE_HINT,
+        ),
+    ),
+    "a sum of floats of one byte": (
+        between(MESH("dp", partial={"tp": "sum"}), MESH("dp"), torch.float8_e4m3fn, lower_bound),
+        TypeError,
+        (
+            BOUND,
+            "sum is pending over 'tp', and torch does not compute with torch.float8_e4m3fn",
+            f"from: {pends('(dp)', 'sum over tp')}   to: (dp) {ON}   global_shape: (8,)",
+            DTYPE_HINT,
+        ),
+    ),
+    "a sum of ints that torch does not add": (
+        between(MESH(partial={"tp": "sum"}), MESH("tp"), torch.uint16),
+        TypeError,
+        (
+            PLAN,
+            "sum is pending over 'tp', and torch does not compute with torch.uint16",
+            f"from: {pends('()', 'sum over tp')}   to: (tp) {ON}   global_shape: (8,)",
+            DTYPE_HINT,
+        ),
+    ),
+    "a bound from a str": (
+        between("dp", MESH(), verb=lower_bound),
+        TypeError,
+        (BOUND, "src is a str, not a Layout", "src: 'dp'", LAYOUT_HINT),
+    ),
+    "a bound of sizes below 0": (
+        lambda: lower_bound(MESH(), MESH(), (-1,), FLOAT),
+        ValueError,
+        (PLACE, "dim 0 has size -1", f"global_shape: (-1,)   {BOTH}", "sizes from 0 up"),
+    ),
+    "a bound for a dtype by name": (
+        between(MESH(), MESH(), "floot32", lower_bound),
+        TypeError,
+        (BOUND, "dtype is a str, not a torch.dtype", "dtype: 'floot32'", "torch.float32"),
+    ),
+    "a topology misspelt": (
+        lambda: topology("h10"),
+        ValueError,
+        ("cannot find a topology called 'h10'", "there is none of that name", KNOWN, "'h100'"),
+    ),
+    "a topology unheard of": (
+        lambda: topology(None),
+        ValueError,
+        ("cannot find a topology called None", "there is none of that name", KNOWN, f"one of {NAMES}"),
+    ),
+    "nodes of a topology without": (
+        lambda: topology("laptop", 4),
+        ValueError,
+        ("cannot set the ranks per node", "'laptop' has one node only", "ranks_per_node: 4", "topology('laptop')"),
+    ),
+    "no ranks on a node": (
+        lambda: topology("h100", 0),
+        ValueError,
+        (
+            "cannot describe the topology 'h100'",
+            "a node has at least 1 rank",
+            "ranks_per_node: 0",
+            "ranks_per_node=8",
+        ),
+    ),
+    "half a rank on a node": (
+        lambda: Topology("mine", LINK, LINK, 0.5),
+        TypeError,
+        (MINE, "ranks_per_node is a float, not an int", "ranks_per_node: 0.5", "ranks_per_node=8"),
+    ),
+    "a link that is a bandwidth": (
+        lambda: Topology("mine", 25e9),
+        TypeError,
+        (MINE, "intra is a float, not a Link", "intra: 25000000000.0", LINK_HINT),
+    ),
+    "a link between nodes that is a name": (
+        lambda: Topology("mine", LINK, "roce", 8),
+        TypeError,
+        (MINE, "inter is a str, not a Link", "inter: 'roce'", LINK_HINT),
+    ),
+    "links between nodes without nodes": (
+        lambda: Topology("mine", LINK, LINK),
+        ValueError,
+        (
+            MINE,
+            f"{TOGETHER} go together",
+            f"inter: {LINK!r}   ranks_per_node: None",
+            f"inter={LINK_HINT}, ranks_per_node=8",
+        ),
+    ),
+    "nodes without links between them": (
+        lambda: Topology("mine", LINK, ranks_per_node=8),
+        ValueError,
+        (
+            MINE,
+            f"{TOGETHER} go together",
+            "inter: None   ranks_per_node: 8",
+            f"inter={LINK_HINT}, ranks_per_node=8",
+        ),
+    ),
+    "memory that stands still": (
+        lambda: Topology("mine", LINK, memory_bandwidth=0),
+        ValueError,
+        (MINE, "memory_bandwidth is not a number above 0", "memory_bandwidth: 0", "memory_bandwidth=2e12"),
+    ),
+    "memory by name": (
+        lambda: Topology("mine", LINK, memory_bandwidth="hbm3"),
+        ValueError,
+        (MINE, "memory_bandwidth is not a number above 0", "memory_bandwidth: 'hbm3'", "memory_bandwidth=2e12"),
+    ),
+    "rails by number": (
+        lambda: Topology("mine", LINK, multi_rail=8),
+        TypeError,
+        (MINE, "multi_rail is a int, not a bool", "multi_rail: 8", "True or False"),
+    ),
+    "a latency below 0": (
+        lambda: Link(-1e-6, 0.0, 1e9),
+        ValueError,
+        ("cannot describe a link", FINITE, "Link(latency=-1e-06, per_rank=0.0, bandwidth=1000000000.0)", LINK_HINT),
+    ),
+    "a latency without end": (
+        lambda: Link(0.0, math.inf, 1e9),
+        ValueError,
+        ("cannot describe a link", FINITE, "Link(latency=0.0, per_rank=inf, bandwidth=1000000000.0)", LINK_HINT),
+    ),
+    "no bandwidth": (
+        lambda: Link(0.0, 0.0, 0.0),
+        ValueError,
+        ("cannot describe a link", FINITE, "Link(latency=0.0, per_rank=0.0, bandwidth=0.0)", LINK_HINT),
+    ),
+    "a latency that is a str": (
+        lambda: Link("1us", 0.0, 1e9),
+        TypeError,
+        ("cannot describe a link", "latency is a str, not a number", "latency: '1us'", LINK_HINT),
+    ),
+    "a bandwidth that is no number": (
+        lambda: Link(0.0, 0.0, math.nan),
+        TypeError,
+        ("cannot describe a link", "bandwidth is a float, not a number", "bandwidth: nan", LINK_HINT),
+    ),
+    "to execute what is no plan": (
+        lambda: execute("dp", torch.ones(4)),
+        TypeError,
+        ("cannot execute a plan", "plan is a str, not a Plan", "plan: 'dp'", "plan(src, dst, global_shape, dtype)"),
+    ),
+    "to execute without ranks": (
+        lambda: execute(plan(MESH("dp"), MESH(), (8,), FLOAT), torch.ones(4)),
+        ValueError,
+        (
+            "cannot execute a plan",
+            "torch.distributed is not initialized",
+            f"from: (dp) {ON}   to: (-) {ON}",
+            "torchrun, or sim.run(function, world_size=8)",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_explained(mistake):
+    do, kind, (asked, blame, seen, hint) = MISTAKES[mistake]
+    with pytest.raises(kind) as caught:
+        do()
+    assert type(caught.value) is kind
+    assert str(caught.value) == f"{asked}: {blame}\n  {seen}\n  try: {hint}"
+
+
+# What a rank may do wrong when a plan is carried out, of 8 elements from halves to the whole on ranks 0 and 1 of three.
+ON_RANKS = {
+    "no tensor": (
+        lambda: [1.0] * 4,
+        TypeError,
+        "cannot redistribute rank 0's part: local is a list, not a tensor\n"
+        "  global_shape: (8,)   layout: (dp) on dp=2\n"
+        "  try: the rank's part of the source",
+    ),
+    "nothing on a rank of the source": (
+        lambda: None,
+        TypeError,
+        "cannot redistribute rank 0's part: local is a NoneType, not a tensor\n"
+        "  global_shape: (8,)   layout: (dp) on dp=2\n"
+        "  try: the rank's part of the source",
+    ),
+    "another dtype": (
+        lambda: torch.ones(4, dtype=torch.float64),
+        TypeError,
+        "cannot redistribute rank 0's part: local has dtype torch.float64, and the plan is for torch.float32\n"
+        "  global_shape: (8,)   layout: (dp) on dp=2\n"
+        "  try: plan(..., dtype=torch.float64)",
+    ),
+    "another shape": (
+        lambda: torch.ones(8),
+        ValueError,
+        "cannot redistribute rank 0's part: local has shape (8,), and the layout gives this rank (4,)\n"
+        "  global_shape: (8,)   layout: (dp) on dp=2\n"
+        "  try: the global shape and the layout that the tensor really has",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ON_RANKS)
+def test_a_part_that_does_not_fit_is_refused_before_anything_is_sent(mistake):
+    make, kind, text = ON_RANKS[mistake]
+    pair = Layout((2,), ("dp",))
+
+    def on_rank():
+        with pytest.raises(kind) as caught:
+            execute(plan(pair("dp"), pair(), (8,), FLOAT), make())
+        return str(caught.value)
+
+    with sim.world(2) as world:
+        assert world.run(on_rank) == [text, text.replace("rank 0's", "rank 1's")]
+        assert not [event for rank in range(2) for event in world.trace.of_rank(rank)]
+
+
+def test_a_rank_on_neither_mesh():
+    pair = Layout((2,), ("dp",))
+
+    def on_rank():
+        steps = plan(pair("dp"), pair(), (8,), FLOAT)
+        if dist.get_rank() < 2:
+            return execute(steps, torch.ones(4)).tolist()
+        with pytest.raises(ValueError) as caught:
+            execute(steps, None)
+        return str(caught.value)
+
+    *others, said = sim.run(on_rank, world_size=3)
+    assert others == [[1.0] * 8] * 2
+    assert said == (
+        "cannot redistribute on rank 2: "
+        "the rank is neither on the mesh that the tensor is on nor on the one it goes to\n"
+        "  from: (dp) on dp=2   to: (-) on dp=2\n"
+        "  try: call it on ranks 0, 1 only"
+    )
+
+
+# -- the limit of memory ---------------------------------------------------------------------------------------------
+
+TURNS = {
+    "from dim to dim": (MESH("tp", "None"), MESH("None", "tp"), (8, 8), 3, 48),
+    "uneven": (MESH(("tp", "dp"), "None"), MESH("None", "dp"), (7, 5), 8, 52),
+    "to another mesh": (MESH("dp", "tp"), Layout((3,), ("x",))("None", "x"), (6, 8), 0, 24),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_the_least_limit_is_named_and_works(turn):
+    src, dst, shape, limit, least = TURNS[turn]
+    with pytest.raises(ValueError) as caught:
+        plan(src, dst, shape, FLOAT, max_extra_bytes=limit)
+    assert str(caught.value) == (
+        f"cannot redistribute within max_extra_bytes={limit}: even in the smallest pieces, every plan takes more\n"
+        f"  from: {src}   to: {dst}   global_shape: {shape}\n"
+        f"  try: max_extra_bytes={least}"
+    )
+    named = int(re.search(r"max_extra_bytes=(\d+)$", str(caught.value))[1])
+    assert plan(src, dst, shape, FLOAT, max_extra_bytes=named).peak_extra_bytes <= named
+    with pytest.raises(ValueError, match=f"try: max_extra_bytes={named}$"):
+        plan(src, dst, shape, FLOAT, max_extra_bytes=named - 1)
+
+
+def test_what_torch_does_not_reduce_moves_all_the_same():
+    kept = plan(MESH("dp", partial={"tp": "max"}), MESH(None, "dp", partial={"tp": "max"}), (4, 4), torch.complex64)
+    assert [step.kind for step in kept.steps] == ["all_to_all"]
+    alone = Layout((1, 2), ("dp", "tp"))
+    assert plan(alone(partial={"dp": "avg"}), alone(), (4,), torch.bool).steps == ()
+    assert plan(MESH("dp"), MESH(), (4,), torch.float8_e4m3fn).num_collectives == 1
