@@ -1,4 +1,4 @@
-"""``python -m benchmarks [engine] [redistribute] [--write]``: measure, print the tables, and put them into the docs."""
+"""``python -m benchmarks [part ...] [--write]``: measure, print the tables, and put them into the docs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import engine, redistribute
+from benchmarks import engine, links, redistribute, simulator
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-PARTS = ("engine", "redistribute")
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
         parser.error(f"no part is called {unknown[0]!r}; there are: {', '.join(PARTS)}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for part in options.parts or PARTS:
-        for marker, text in (_engine() if part == "engine" else _redistribute()).items():
+        for marker, text in PARTS[part]().items():
             print(f"\n{text}", flush=True)
             if options.write:
                 _write(marker, text)
@@ -54,6 +53,17 @@ def _redistribute() -> dict[str, str]:
         "redistribute time": f"{_conditions()}.\n\n{wall}",
         "redistribute planning": f"{_conditions()}; the best of several calls, CPU time.\n\n{planning}",
     }
+
+
+def _simulator() -> dict[str, str]:
+    return {"simulator": f"{_conditions()} unless a row says otherwise, fp32, fused AdamW.\n\n{simulator.tables()}"}
+
+
+def _links() -> dict[str, str]:
+    return {"links": f"{_conditions()}.\n\n{links.table()}"}
+
+
+PARTS = {"engine": _engine, "redistribute": _redistribute, "simulator": _simulator, "links": _links}
 
 
 def _write(marker: str, text: str) -> None:
