@@ -9,12 +9,28 @@
 [6.0, 6.0, 6.0, 6.0]
 """
 
+from typing import Any
+
+from sim import faults
 from sim.clock import advance
 from sim.determinism import check_determinism
-from sim.errors import CollectiveMismatch, Deadlock, InFlightBufferRace, NonDeterminism, RankFailed, SimError
+from sim.errors import (
+    CollectiveMismatch,
+    Deadlock,
+    InFlightBufferRace,
+    NonDeterminism,
+    RankFailed,
+    RankLost,
+    ReplicaMismatch,
+    SimError,
+)
+from sim.fault_plan import at_time
 from sim.oracle import gather_full, scatter_full
 from sim.pytest_plugin import RankTest, ranks
+from sim.replicas import check_replicas
+from sim.swarm import SwarmFailed, swarm
 from sim.trace import Event, Row, Span, Trace
+from sim.triggers import region
 from sim.world import World, current_rank, run, world
 
 __all__ = [
@@ -31,6 +47,12 @@ __all__ = [
     "scatter_full",
     "gather_full",
     "check_determinism",
+    "check_replicas",
+    # What goes wrong around them
+    "faults",
+    "region",
+    "at_time",
+    "swarm",
     # What they communicated
     "Trace",
     "Event",
@@ -39,8 +61,19 @@ __all__ = [
     # What can go wrong
     "SimError",
     "RankFailed",
+    "RankLost",
+    "SwarmFailed",
     "CollectiveMismatch",
     "Deadlock",
     "InFlightBufferRace",
     "NonDeterminism",
+    "ReplicaMismatch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "strategies":  # needs hypothesis, so it is imported when it is used
+        from importlib import import_module
+
+        return import_module("sim.strategies")
+    raise AttributeError(f"module 'sim' has no attribute {name!r}")

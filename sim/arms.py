@@ -39,7 +39,8 @@ def run_arm(
     seed = request.config.getoption("--sim-seed")
     body: Callable[..., Any] = test.body  # type: ignore[attr-defined]
     if arm == "sim":
-        with world(world_size, seed=seed) as simulated:
+        races, replicas = test.checks  # type: ignore[attr-defined]
+        with world(world_size, seed=seed, check_races=races, check_replicas=replicas) as simulated:
             simulated.replay = f"pytest '{request.node.nodeid}' --sim-seed={seed}"
             skips = simulated.run(_on_simulated_rank, (body, world_size, seed, fixtures))
         if all(reason is not None for reason in skips):

@@ -121,6 +121,8 @@ def advance(seconds: float) -> None:
             "  try: call sim.advance inside of the function that sim.run runs"
         )
     context.check_caller()
+    if context.faults is not None:
+        took = context.faults.stretch(context, took, "advance")
     context.world.scheduler.clocks[context.rank] += took
 
 
@@ -141,6 +143,8 @@ def sleep(seconds: float) -> None:
         return
     took = check_seconds(float(seconds), "the time that a rank sleeps")
     context.check_caller()
+    if context.faults is not None:
+        took = context.faults.stretch(context, took, "sleep")
     context.world.scheduler.sleep(took)
 
 

@@ -7,14 +7,18 @@ handed out. Large tensors are worked off in pieces that stay in the processor's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from sim.errors import ranks_phrase
+
 __all__ = ["Call", "Contract", "Problem", "execute", "reduce_op_name"]
 
+_MANY = 32  # ranks from which on n * n copies of small parts cost more than anything else
 _PIECE = 32 * 1024  # elements worked on at a time, 128 KiB of fp32: a fraction of a core's L2 cache
 
 
@@ -73,8 +77,10 @@ def reduce_op_name(op: Any) -> tuple[str, Any]:
     >>> reduce_op_name(dist.ReduceOp.SUM)
     ('SUM', None)
     """
+    if op == dist.ReduceOp.SUM:  # by far the most frequent
+        return "SUM", None
     kind = getattr(op, "op", op)
-    name = _OP_NAMES.get(int(kind), str(kind))
+    name = _OP_NAMES.get(int(kind)) or str(kind)
     if name == "PREMUL_SUM":
         return name, op.__getstate__()[1]
     return name, None
@@ -82,6 +88,9 @@ def reduce_op_name(op: Any) -> tuple[str, Any]:
 
 def execute(calls: list[Call]) -> Problem | None:
     """Carry out one collective for all ranks; returns what does not fit together, or None."""
+    for call in calls:
+        if _has_no_data(call):
+            return _on_meta(calls)
     problem = _same_memory(calls)
     if problem is None:
         with torch.inference_mode():
@@ -89,11 +98,38 @@ def execute(calls: list[Call]) -> Problem | None:
     return problem
 
 
+def _has_no_data(call: Call) -> bool:
+    outputs, inputs = call.outputs, call.inputs
+    return bool((outputs and outputs[0].is_meta) or (inputs and inputs[0].is_meta))
+
+
+def _on_meta(calls: list[Call]) -> Problem | None:
+    """Nothing moves between tensors without data; what has to fit together has to do so all the same."""
+    lack = [member for member, call in enumerate(calls) if _has_no_data(call)]
+    have = [member for member in range(len(calls)) if member not in lack]
+    if have:
+        return Problem(
+            f"device (meta on {_members(lack)}, {_device_of(calls[have[0]])} on {_members(have)})",
+            "let all ranks have tensors on meta, or all of them tensors with data",
+        )
+    if calls[0].contract.op == "all_to_all":
+        return _all_to_all(calls)
+    return None
+
+
+def _members(members: list[int]) -> str:
+    return ranks_phrase(members).replace("rank", "member", 1) + " of the group"
+
+
+def _device_of(call: Call) -> str:
+    return str((*call.outputs, *call.inputs)[0].device)
+
+
 def _same_memory(calls: list[Call]) -> Problem | None:
     """Ranks have memory of their own; here they share a process, so a tensor can get to several of them."""
     seen: dict[int, int] = {}
     for member, call in enumerate(calls):
-        if call.outputs and type(call.outputs[0]) in _PLAIN:
+        if call.outputs and type(call.outputs[0]) in _PLAIN and call.outputs[0].layout is torch.strided:
             address = call.outputs[0].data_ptr()  # 0 for empty and for meta tensors
             if address and seen.setdefault(address, member) != member:
                 return Problem(
@@ -144,7 +180,9 @@ def _all_reduce(calls: list[Call]) -> None:
     op, factors = calls[0].contract.reduce_op, [call.factor for call in calls]
     for tensors in zip(*(call.outputs for call in calls), strict=True):
         whole = [t.data for t in tensors]
-        if all(t.is_contiguous() for t in whole) and whole[0].numel() > _PIECE:
+        if whole[0].is_sparse:
+            _sum_sparse(tensors)
+        elif whole[0].numel() > _PIECE and all(t.is_contiguous() for t in whole):
             flat = [t.view(-1) for t in whole]
             for pieces in zip(*(t.split(_PIECE) for t in flat), strict=True):
                 _accumulate(pieces[0], pieces, op, factors)
@@ -154,6 +192,15 @@ def _all_reduce(calls: list[Call]) -> None:
             _accumulate(whole[0], whole, op, factors)
             for other in whole[1:]:
                 other.copy_(whole[0])
+
+
+def _sum_sparse(tensors: Sequence[torch.Tensor]) -> None:
+    total = tensors[0].coalesce()
+    for other in tensors[1:]:
+        total = total + other
+    total = total.coalesce()
+    for out in tensors:  # itself: what is behind its .data has entries of its own
+        out.copy_(total)
 
 
 def _reduce(calls: list[Call]) -> None:
@@ -168,6 +215,9 @@ def _reduce(calls: list[Call]) -> None:
 def _reduce_scatter(calls: list[Call]) -> None:
     """Each rank's inputs are one tensor per receiving rank, or one tensor that is cut evenly."""
     op, factors = calls[0].contract.reduce_op, [call.factor for call in calls]
+    if _has_small_parts(calls):
+        _reduce_and_cut(calls, op, factors)
+        return
     cut = [_cut(call.inputs, len(calls)) for call in calls]
     for member, call in enumerate(calls):
         out = call.outputs[0].data
@@ -182,6 +232,28 @@ def _reduce_scatter(calls: list[Call]) -> None:
                 _accumulate(pieces[0], pieces[1:], op, factors)
         else:
             _accumulate(out, [p.reshape(out.shape) for p in parts], op, factors)
+
+
+def _has_small_parts(calls: list[Call]) -> bool:
+    """Whether n * n views, one for each part of each input, would cost more than what they hold."""
+    return (
+        all(
+            len(call.inputs) == 1 and call.inputs[0].is_contiguous() and 0 < call.outputs[0].numel() < _PIECE
+            for call in calls
+        )
+        and len(calls) > 1
+    )
+
+
+def _reduce_and_cut(calls: list[Call], op: str, factors: Sequence[Any]) -> None:
+    """Reduce the inputs as a whole, in the same order, and then hand out the parts."""
+    inputs = [call.inputs[0].data.view(-1) for call in calls]
+    whole = torch.empty_like(inputs[0])
+    for pieces in zip(whole.split(_PIECE), *(t.split(_PIECE) for t in inputs), strict=True):
+        _accumulate(pieces[0], pieces[1:], op, factors)
+    for call, part in zip(calls, whole.chunk(len(calls)), strict=True):
+        out = call.outputs[0].data
+        out.copy_(part.view(out.shape))
 
 
 # -- movement --------------------------------------------------------------------------------------------------
@@ -230,22 +302,58 @@ def _scatter(calls: list[Call]) -> None:
 def _all_to_all(calls: list[Call]) -> Problem | None:
     """Inputs and outputs are one tensor per rank, or one tensor that ``splits`` cuts by rows."""
     size = len(calls)
+    if size > _MANY and _can_move_rows(calls):
+        return _move_rows(calls)
     sent = [_cut(call.inputs, size, None if call.splits is None else call.splits[0]) for call in calls]
     received = [_cut(call.outputs, size, None if call.splits is None else call.splits[1]) for call in calls]
     for source in range(size):
         for target in range(size):
             give, take = sent[source][target], received[target][source]
             if give.numel() != take.numel():
-                return Problem(
-                    f"member {source} of the group sends {give.numel()} elements to member {target}, "
-                    f"which expects {take.numel()} from it",
-                    "let the output split of each rank be what the others' input splits send to it",
-                )
+                return _unequal(source, target, give.numel(), take.numel())
     for target in range(size):
         for source in range(size):
             give, take = sent[source][target], received[target][source]
             if take.numel():
                 take.copy_(give.reshape(take.shape))
+    return None
+
+
+def _unequal(source: int, target: int, sent: int, expected: int) -> Problem:
+    return Problem(
+        f"member {source} of the group sends {sent} elements to member {target}, which expects {expected} from it",
+        "let the output split of each rank be what the others' input splits send to it",
+    )
+
+
+def _can_move_rows(calls: list[Call]) -> bool:
+    """Whether all tensors are cut into rows of one kind, which torch can pick out."""
+    first = calls[0].inputs[0]
+    return "float8" not in str(first.dtype) and all(
+        call.splits is not None
+        and call.inputs[0].shape[1:] == call.outputs[0].shape[1:] == first.shape[1:]
+        and not call.inputs[0].is_meta
+        for call in calls
+    )
+
+
+def _move_rows(calls: list[Call]) -> Problem | None:
+    """Among many ranks: one index over the rows of all inputs, instead of n * n copies."""
+    splits = [call.splits for call in calls if call.splits is not None]
+    sent = torch.tensor([list(rows) for rows, _ in splits])  # source, target
+    expected = torch.tensor([list(rows) for _, rows in splits]).t()
+    unequal = (sent != expected).nonzero()
+    if len(unequal):
+        source, target = unequal[0].tolist()
+        width = math.prod(calls[0].inputs[0].shape[1:])
+        return _unequal(source, target, int(sent[source, target]) * width, int(expected[source, target]) * width)
+    starts = (sent.flatten().cumsum(0) - sent.flatten()).view_as(sent)  # of each part, in the inputs one after another
+    taken = sent.t().flatten()  # in the order of the outputs
+    shift = starts.t().flatten() - (taken.cumsum(0) - taken)
+    index = torch.arange(int(taken.sum())) + torch.repeat_interleave(shift, taken)
+    moved = torch.cat([call.inputs[0].data for call in calls]).index_select(0, index)
+    for call, rows in zip(calls, moved.split([sum(rows) for _, rows in splits]), strict=True):
+        call.outputs[0].data.copy_(rows)
     return None
 
 

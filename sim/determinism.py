@@ -124,7 +124,8 @@ def _digest(tensors: Sequence[torch.Tensor]) -> str:
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         for tensor in tensors:
             if not tensor.is_meta and tensor.numel():
-                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+                data = dense.contiguous().reshape(-1).view(torch.uint8)
                 found.update(data.numpy().tobytes())
     return found.hexdigest() if tensors else ""
 

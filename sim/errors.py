@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 __all__ = [
     "CollectiveMismatch",
@@ -11,7 +14,9 @@ __all__ = [
     "InFlightBufferRace",
     "NonDeterminism",
     "RankFailed",
+    "RankLost",
     "RankStopped",
+    "ReplicaMismatch",
     "SimError",
     "rank_failed",
 ]
@@ -37,6 +42,10 @@ class NonDeterminism(SimError):
     """Two runs from one seed did not do the same, or runs from different seeds gave different results."""
 
 
+class ReplicaMismatch(SimError):
+    """Copies that a layout says are equal differ, or a part of a sum was used as if it were the sum."""
+
+
 class RankFailed(SimError):
     """The function of one rank raised; the other ranks were stopped.
 
@@ -51,6 +60,23 @@ class RankFailed(SimError):
     rank: int = -1
 
 
+class RankLost(SimError, dist.DistBackendError):
+    """An operation cannot complete: a rank that takes part has died or hangs, or a message was lost.
+
+    What a real job sees as a failed or timed-out operation, and so it is also a ``torch.distributed.DistBackendError``.
+    It comes from faults only (``sim.faults``); a rank may catch it and go on with the others.
+
+    Attributes:
+        ranks: The ranks that are dead or frozen by now, as ``sim.current_rank()`` counts them.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class RankStopped(BaseException):
     """Unwinds a rank because the world is ending; never seen outside of the world.
 
@@ -58,14 +84,14 @@ class RankStopped(BaseException):
     """
 
 
-def rank_failed(rank: int, error: BaseException, replay: str) -> RankFailed:
+def rank_failed(rank: int, error: BaseException, replay: str, hint: str = "") -> RankFailed:
     """Build the :class:`RankFailed` for ``error`` on ``rank``, as a subclass of the error's own class too.
 
     >>> failure = rank_failed(3, ValueError("bad"), "sim.run(f, world_size=4, seed=0)")
     >>> isinstance(failure, ValueError), failure.rank
     (True, 3)
     """
-    message = f"rank {rank} {_what(error)}\n  replay: {replay}"
+    message = f"rank {rank} {_what(error)}\n{hint}  replay: {replay}"
     failure = _as_its_own_class(error, message) if isinstance(error, Exception) else None
     if failure is None:
         failure = RankFailed(message)
@@ -90,9 +116,8 @@ def _as_its_own_class(error: Exception, message: str) -> RankFailed | None:
     """
     original = type(error)
     builtin = next(base for base in original.__mro__ if base.__module__ == "builtins")
-    shown = {"__module__": __name__, "__str__": _message_of, "__repr__": _repr_of, "__reduce__": _reduce}
     try:
-        kind = type(f"RankFailed[{original.__name__}]", (RankFailed, original), shown)
+        kind: Any = _combined(original)  # type: ignore[arg-type]  # classes are hashable
         failure: Any = builtin.__new__(kind, message)
         failure.__dict__.update(getattr(error, "__dict__", {}))
         BaseException.__init__(failure, message)
@@ -102,6 +127,13 @@ def _as_its_own_class(error: Exception, message: str) -> RankFailed | None:
         return None
     result: RankFailed = failure
     return result
+
+
+@functools.lru_cache(maxsize=256)
+def _combined(original: type[Exception]) -> type:
+    """One class for each: hypothesis, for one, takes failures of different classes for different failures."""
+    shown = {"__module__": __name__, "__str__": _message_of, "__repr__": _repr_of, "__reduce__": _reduce}
+    return type(f"RankFailed[{original.__name__}]", (RankFailed, original), shown)
 
 
 def _message_of(failure: RankFailed) -> str:

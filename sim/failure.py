@@ -9,7 +9,7 @@ import traceback
 
 from sim.errors import RankFailed, SimError
 
-__all__ = ["report_failure", "traceback_of"]
+__all__ = ["device_hint", "report_failure", "traceback_of"]
 
 FAILURE, INTERRUPTED = 1, 130
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -67,9 +67,32 @@ def _leave_out_our_lines(part: traceback.TracebackException | None) -> None:
 
 
 def _device_hint(text: str, map_device: str | None) -> str:
+    return device_hint(text, map_device, "--map-device {}", "a script")
+
+
+def device_hint(error: object, map_device: str | None, option: str, who: str) -> str:
+    """What to say when ``error`` (or its text) is torch's way to say that there is no such device; else nothing.
+
+    >>> print(device_hint("Torch not compiled with CUDA enabled", None, "map_device='{}'", "a rank"), end="")
+      seen: a device of type cuda was asked for, and simulated ranks have none of their own
+      try: map_device='cuda', which puts on the CPU what a rank puts on cuda
+
+    Args:
+        error: It, or its text.
+        map_device: What is mapped already.
+        option: How to ask for that, with a place for the kind of device.
+        who: Puts things on devices.
+    """
+    try:
+        text = str(error)
+    except Exception:  # a class of the user's
+        return ""
     for kind, pattern in (("cuda", _ASKED_FOR_CUDA), ("npu", _ASKED_FOR_NPU)):
         if pattern.search(text):
             if map_device == kind:
-                return f"  --map-device {kind}: this is not among what it maps; docs/sim.md has the list\n"
-            return f"  try: --map-device {kind}, which puts on the CPU what a script puts on {kind}\n"
+                return f"  {option.format(kind)}: this is not among what it maps; docs/sim.md has the list\n"
+            return (
+                f"  seen: a device of type {kind} was asked for, and simulated ranks have none of their own\n"
+                f"  try: {option.format(kind)}, which puts on the CPU what {who} puts on {kind}\n"
+            )
     return ""

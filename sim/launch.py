@@ -138,24 +138,12 @@ def _rank_main(code: CodeType) -> None:
     context = current_context()
     assert context is not None
     assert context.view is not None
-    with _mapped_device(context.world.map_device):
-        try:
-            exec(code, sys.modules["__main__"].__dict__)
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-        context.view.run_exit_calls()
-
-
-@contextmanager
-def _mapped_device(kind: str | None) -> Iterator[None]:
-    if kind is None:
-        yield
-        return
-    from sim.devices import MapDevice
-
-    with MapDevice(kind):
-        yield
+    try:
+        exec(code, sys.modules["__main__"].__dict__)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    context.view.run_exit_calls()
 
 
 def _finish(views: Sequence[ProcessView]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.cpu import CpuPlatform
 
@@ -12,6 +14,13 @@ class SimPlatform(CpuPlatform):
     """What ``hyper_parallel.get_platform()`` answers on a simulated rank."""
 
     backend = "sim"
+
+    def __init__(self, where: str | None = None) -> None:
+        self._where = where
+
+    def device(self, index: int | None = None) -> torch.device:
+        """The host; in meta mode, where there is no data, the device meta."""
+        return super().device(index) if self._where is None else torch.device(self._where)
 
     def name(self) -> str:
         """Return "simulated rank"."""
@@ -25,4 +34,4 @@ def provide(device_type: str | None) -> Platform | None:
     context = current_context()
     if context is None or device_type not in (None, "cpu", context.world.map_device):
         return None
-    return SimPlatform()
+    return SimPlatform(context.world.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from sim.collectives import Call, Contract, execute, reduce_op_name
 from sim.errors import SimError
-from sim.scheduler import Waitable
+from sim.scheduler import Lost, Waitable
 from sim.trace import Span, user_line
 
 if TYPE_CHECKING:
@@ -64,9 +64,22 @@ class Message(Waitable):
         number: Counts the messages of a group, so that the oldest one that fits is taken.
         issued: The virtual clock of the rank at the call.
         span: When the transfer runs; one for both sides once they have met.
+        dropped: A fault loses it, or what it should have received.
     """
 
-    __slots__ = ("group", "issued", "line", "number", "receiver", "sender", "span", "tag", "tensor", "who_waits")
+    __slots__ = (
+        "dropped",
+        "group",
+        "issued",
+        "line",
+        "number",
+        "receiver",
+        "sender",
+        "span",
+        "tag",
+        "tensor",
+        "who_waits",
+    )
 
     def __init__(
         self, group: Group, sender: int | None, receiver: int, tag: int, tensor: torch.Tensor, sending: bool
@@ -79,6 +92,7 @@ class Message(Waitable):
         self.tensor = tensor
         self.who_waits = "send" if sending else "recv"
         self.line = ""
+        self.dropped = False
         self.issued = group.world.scheduler.now
         self.span = Span()
         self.number = group.next_message = group.next_message + 1
@@ -119,6 +133,8 @@ class Group:
         self.next_seq = [0] * len(ranks)
         self.next_message = 0
         self.busy_until = 0.0  # in virtual time: the collectives of a group run one after the other
+        self.timeout = 1800.0  # in virtual seconds; matters only where a fault holds somebody up
+        self.lost: Lost | None = None  # a member has died: what becomes of all further operations
         # Keyed by sender (None: anybody), receiver and tag; a key is there only while a message waits under it.
         self.sends: dict[tuple[int | None, int, int], deque[Message]] = {}
         self.recvs: dict[tuple[int | None, int, int], deque[Message]] = {}
@@ -136,7 +152,7 @@ class Group:
         slot = self.slots.get(seq)
         if slot is None:
             slot = self.slots[seq] = Slot(self, seq)
-            slot.first = call
+            slot.first, slot.lost = call, self.lost
         elif slot.first is not None and call.contract != slot.first.contract:
             slot.mismatch = True
         slot.calls[member] = call
@@ -168,6 +184,15 @@ class Group:
         message.sender = other.sender = source.sender
         return other
 
+    def withdraw(self, message: Message) -> None:
+        """Take a message back that waits, if it does: it will not be met any more."""
+        waiting = self.sends if message.who_waits == "send" else self.recvs
+        key = (message.sender, message.receiver, message.tag)
+        if message in waiting.get(key, ()):
+            waiting[key].remove(message)
+            if not waiting[key]:
+                del waiting[key]
+
     def unmatched(self) -> list[Message]:
         """The messages whose other side has not come."""
         return [m for waiting in (self.sends, self.recvs) for queue in waiting.values() for m in queue]
@@ -183,8 +208,9 @@ class Group:
         """Do what all members have called."""
         world = self.world
         calls = [call for call in slot.calls if call is not None]
+        carry = world.faults.execute if world.faults.flips else execute
         try:
-            problem = None if slot.mismatch else _without_modes(partial(execute, calls))
+            problem = None if slot.mismatch else without_modes(partial(carry, calls))
         except Exception as cause:
             failure = world.execution_error(slot, cause)
             world.scheduler.fail(failure)
@@ -200,7 +226,7 @@ class Group:
         world.scheduler.complete(slot, self.busy_until)
 
 
-def _without_modes(run: Callable[[], Done]) -> Done:
+def without_modes(run: Callable[[], Done]) -> Done:
     """Keep the dispatch modes of the rank that happens to arrive last away from all ranks' data."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         from torch.utils._python_dispatch import _disable_current_modes
@@ -216,6 +242,7 @@ class SimWork(dist.Work):
     def __init__(self, context: RankContext, waitables: Sequence[Waitable], outputs: Tensors) -> None:
         super().__init__()
         self._world = context.world
+        self._rank = context.rank
         self._flights = context.flights
         self._waitables = waitables
         self._outputs = outputs
@@ -224,9 +251,11 @@ class SimWork(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         del timeout  # time is virtual: a wait that cannot end is a Deadlock at once
         block = self._world.scheduler.block
-        for waitable in self._waitables:
-            block(waitable)
-        self._land()
+        try:
+            for waitable in self._waitables:
+                block(waitable)
+        finally:
+            self._land()
         return True
 
     def _land(self) -> None:
@@ -235,6 +264,8 @@ class SimWork(dist.Work):
                 self._flights.land(waitable)
 
     def is_completed(self) -> bool:
+        if self._is_lost():
+            return True  # as a real one is that has failed; ``wait`` raises
         if not self._is_ready():
             self._world.scheduler.poll()  # a loop that asks until it is done lets the others do their part
         if not (self._is_ready() and self._is_over()):
@@ -255,17 +286,22 @@ class SimWork(dist.Work):
     def is_success(self) -> bool:
         return self._is_ready()
 
+    def _is_lost(self) -> bool:
+        return any(waitable.lost is not None and not waitable.ready for waitable in self._waitables)
+
     def _is_ready(self) -> bool:
         return all(waitable.ready for waitable in self._waitables)
 
     def _source_rank(self) -> int:
-        message = self._waitables[0]
-        assert isinstance(message, Message)
+        message = self._waitables[0] if self._waitables else None
+        if not isinstance(message, Message) or message.who_waits == "send":
+            raise SimError("only a receive has a source rank\n  try: it on what dist.irecv returned")
         assert message.sender is not None
         return message.sender
 
-    def exception(self) -> None:
-        return None
+    def exception(self) -> BaseException | None:
+        lost = [waitable for waitable in self._waitables if waitable.lost is not None and not waitable.ready]
+        return lost[0].lost(lost[0], self._rank) if lost and lost[0].lost is not None else None
 
     def synchronize(self) -> None:
         self.wait()
@@ -296,19 +332,38 @@ def _memory(call: Call, member: int) -> tuple[Tensors, Tensors]:
 
 
 def _nbytes(tensors: Tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum([t.numel() * t.element_size() for t in tensors])
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in whatever order."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != reach:
+            return False
+        reach *= size
+    return True
 
 
 def _shape(tensor: torch.Tensor) -> str:
     return str(list(tensor.shape))
 
 
+def _shapes(tensors: Tensors) -> str:
+    return _shape(tensors[0]) if len(tensors) == 1 else " ".join(map(_shape, tensors))
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
 
 
 def _dtypes(tensors: Tensors) -> str:
-    return " ".join(dict.fromkeys(map(_dtype, tensors)))
+    return _dtype(tensors[0]) if len(tensors) == 1 else " ".join(dict.fromkeys(map(_dtype, tensors)))
 
 
 def _unsupported(name: str) -> Callable[..., Any]:
@@ -362,9 +417,16 @@ class SimProcessGroup(dist.ProcessGroup):
     reconfigure = _unsupported("reconfigure")
     use_pg_for_symm_mem_rendezvous = _unsupported("symmetric memory")
     _register_on_completion_hook = _unsupported("completion hooks")
+    _wait_for_pending_works = _unsupported("completion hooks to wait for")
     register_abort_hook = _unsupported("abort hooks")
     register_pre_hook = _unsupported("hooks before an operation")
     register_post_hook = _unsupported("hooks after an operation")
+    get_reconfigure_handle = _unsupported("reconfigure")
+    unregister_abort_hook = _unsupported("abort hooks")
+    unregister_pre_hook = _unsupported("hooks before an operation")
+    unregister_post_hook = _unsupported("hooks after an operation")
+    supports_abort_hooks = supports_completion_hooks = False
+    supports_reconfigure = supports_window = False
 
     def __repr__(self) -> str:
         return f"SimProcessGroup({self._group.label!r}, rank {self._member} of {self._size})"
@@ -410,6 +472,15 @@ class SimProcessGroup(dist.ProcessGroup):
                 f"group: {self._axis()}; try: one dtype for both"
             )
 
+    def _check_no_gaps(self, op: str, tensors: Tensors) -> None:
+        """Refuse what nccl refuses, and where gloo writes into the elements between: it moves plain memory."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided and not tensor.is_contiguous() and not _fills_its_memory(tensor):
+                raise ValueError(
+                    f"{op}: a tensor of shape {list(tensor.shape)} does not fill its memory without gaps or overlaps "
+                    f"(strides {list(tensor.stride())}); group: {self._axis()}; try: a .contiguous() copy of it"
+                )
+
     def _check_dense(self, op: str, which: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
             raise ValueError(
@@ -425,12 +496,16 @@ class SimProcessGroup(dist.ProcessGroup):
             raise world.scheduler.end_of_rank()
         call.line = user_line()
         axis = self._axis()
+        if context.faults is not None:
+            context.faults.on_collective(context, self._group, call)
         slot = self._group.enter(self._member, call)
         context.record(call, axis, slot)
         if context.flights is not None:
             reads, writes = _memory(call, self._member)
             context.flights.take_off(slot, slot.describe(), call.line, reads, writes)
-        if slot.arrived == self._size:
+        if context.partials is not None:
+            context.partials.forget(call.outputs)
+        if slot.arrived == self._size and slot.lost is None:
             self._group.carry_out(slot)
         if self._coalescing is not None:
             self._coalescing.append(slot)
@@ -460,16 +535,29 @@ class SimProcessGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Operations are numbered from the start."""
 
+    def _enable_collectives_timing(self) -> None:
+        """Accepted and without effect: the trace has the times of all operations."""
+
+    def get_group_store(self) -> dist.Store:
+        context = self._context
+        return context.c10d.pg_map[self][1] if self in context.c10d.pg_map else context.store
+
     # -- reductions --------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimWork:
+        self._check_no_gaps("all_reduce", tensors)
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        if name != "SUM" and any(tensor.is_sparse for tensor in tensors):
+            raise ValueError(
+                f"all_reduce: sparse tensors can be added up only, but the reduce op is {name}; "
+                f"group: {self._axis()}; try: ReduceOp.SUM, or .to_dense()"
+            )
         # A reduce_scatter into parts as equal as can be, and an all_gather of them: 2 (n - 1) times the data in all.
         size, total = self._size, _nbytes(tensors)
         own = total * (self._member + 1) // size - total * self._member // size
         moved = total + (size - 2) * own
         call = Call(
-            Contract("all_reduce", name, None, _dtypes(tensors), " ".join(map(_shape, tensors))),
+            Contract("all_reduce", name, None, _dtypes(tensors), _shapes(tensors)),
             tensors,
             tensors,
             factor=factor,
@@ -481,6 +569,7 @@ class SimProcessGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> SimWork:
+        self._check_no_gaps("reduce", tensors)
         name, factor = reduce_op_name(opts.reduceOp)
         at_root = self._root("reduce", opts.rootRank) == self._member
         total = _nbytes(tensors)
@@ -542,9 +631,10 @@ class SimProcessGroup(dist.ProcessGroup):
     # -- movement ----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> SimWork:
+        self._check_no_gaps("broadcast", tensors)
         total, at_root = _nbytes(tensors), self._root("broadcast", opts.rootRank) == self._member
         call = Call(
-            Contract("broadcast", "-", opts.rootRank, _dtypes(tensors), " ".join(map(_shape, tensors))),
+            Contract("broadcast", "-", opts.rootRank, _dtypes(tensors), _shapes(tensors)),
             (),
             tensors,
             send_bytes=(self._size - 1) * total if at_root else 0,
@@ -602,7 +692,14 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> SimWork:
         del opts
-        works = [self._all_gather(outputs, i, single=False) for outputs, i in zip(output_lists, inputs, strict=True)]
+        if len(output_lists) != self._size or any(len(outputs) != len(inputs) for outputs in output_lists):
+            raise ValueError(
+                f"all_gather_coalesced: the output lists have {[len(outputs) for outputs in output_lists]} tensors, "
+                f"expected {len(inputs)}, one for each input, from each of {self._size} ranks; group: {self._axis()}; "
+                f"try: {self._size} lists of {len(inputs)} tensors"
+            )
+        by_input = zip(*output_lists, strict=True)
+        works = [self._all_gather(outputs, i, single=False) for outputs, i in zip(by_input, inputs, strict=True)]
         return self._together(works, [t for outputs in output_lists for t in outputs])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> SimWork:
@@ -693,7 +790,12 @@ class SimProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _split_of(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
-        rows = tensor.shape[0] if tensor.dim() else 0
+        if not tensor.dim():
+            raise ValueError(
+                f"all_to_all_single: the {which} has no dim 0 to split over {self._size} ranks: it is a scalar; "
+                f"group: {self._axis()}; try: a tensor with one row or more for each rank"
+            )
+        rows = tensor.shape[0]
         if splits is None or not len(splits):
             if rows % self._size:
                 raise ValueError(
@@ -719,12 +821,15 @@ class SimProcessGroup(dist.ProcessGroup):
     # -- point to point ----------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> SimWork:
+        self._check_no_gaps("send", tensors)
         return self._meet(tensors[0], self._member, self._root("send", dst), tag, sending=True)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> SimWork:
+        self._check_no_gaps("recv", tensors)
         return self._meet(tensors[0], self._root("recv", src), self._member, tag, sending=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SimWork:
+        self._check_no_gaps("recv", tensors)
         return self._meet(tensors[0], None, self._member, tag, sending=False)
 
     def _meet(self, tensor: torch.Tensor, sender: int | None, receiver: int, tag: int, *, sending: bool) -> SimWork:
@@ -737,6 +842,8 @@ class SimProcessGroup(dist.ProcessGroup):
         message = Message(group, sender, receiver, tag, tensor, sending)
         message.line = user_line()
         axis = self._axis()
+        if context.faults is not None:
+            context.faults.on_message(context, message)
         other = group.meet(message)
         if other is not None:
             message.span = other.span
@@ -744,9 +851,13 @@ class SimProcessGroup(dist.ProcessGroup):
         if context.flights is not None:
             reads, writes = ((tensor,), ()) if sending else ((), (tensor,))
             context.flights.take_off(message, message.describe(), message.line, reads, writes)
-        if other is not None:
+        if context.partials is not None and not sending:
+            context.partials.forget([tensor])
+        if context.faults is not None and context.faults.keep_apart(message, other):
+            pass
+        elif other is not None:
             source, target = (message, other) if sending else (other, message)
-            ends = _without_modes(partial(_deliver, context.world, source, target))
+            ends = without_modes(partial(_deliver, context.world, source, target))
             scheduler.complete(other, ends)
             scheduler.complete(message, ends)
         if self._coalescing is not None:
@@ -757,7 +868,7 @@ class SimProcessGroup(dist.ProcessGroup):
 def _deliver(world: World, source: Message, target: Message) -> float:
     """Move the data; returns the virtual time at which that is over."""
     give, take = source.tensor, target.tensor
-    if give.dtype != take.dtype or give.numel() != take.numel():
+    if give.dtype != take.dtype or give.numel() != take.numel() or give.is_meta != take.is_meta:
         error = world.message_error(source, target)
         world.scheduler.fail(error)
         raise error

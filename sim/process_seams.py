@@ -10,6 +10,7 @@ import _posixsubprocess
 import atexit
 import functools
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -165,6 +166,39 @@ def _spawn(world: World) -> Undo:
     )
 
 
+def _start_method(world: World) -> Undo:
+    """``set_start_method`` may be called by every rank: each would call it once in a process of its own."""
+    default: Any = multiprocessing.get_context.__self__  # type: ignore[attr-defined]
+    original, before = multiprocessing.set_start_method, default._actual_context
+
+    def set_start_method(method: Any, force: bool = False) -> None:
+        context = _context()
+        if context is None or context.view is not None or default._actual_context is None:
+            original(method, force)
+        elif method != default.get_start_method():
+            raise RuntimeError(
+                f"rank {context.rank} cannot set the start method {method!r}: another rank has set "
+                f"{default.get_start_method()!r}\n"
+                "  seen: ranks share the process\n  try: the same method on all ranks, or a context of its own: "
+                f"multiprocessing.get_context({method!r})"
+            )
+
+    if world.contexts[0].view is None:
+        default._actual_context = None  # as in a new process
+    set_back = _replace(
+        [
+            (multiprocessing, "set_start_method", set_start_method),
+            (torch.multiprocessing, "set_start_method", set_start_method),
+        ]
+    )
+
+    def undo() -> None:
+        set_back()
+        default._actual_context = before
+
+    return undo
+
+
 def _child_environment(world: World) -> Undo:
     """A process that a rank starts inherits the rank's environment, as the rank's ``os.environ`` has it."""
     original: Callable[..., int] = _posixsubprocess.fork_exec
@@ -269,6 +303,7 @@ PROCESS_SEAMS: tuple[Callable[[World], Undo], ...] = (
     _numpy_random,
     _process_exit,
     _spawn,
+    _start_method,
     _child_environment,
     _process_view,
     _imports,

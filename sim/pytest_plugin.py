@@ -51,7 +51,9 @@ class RankTest:
         return self.device.type
 
 
-def ranks(world_size: int, *, arms: tuple[str, ...] = ARMS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def ranks(
+    world_size: int, *, arms: tuple[str, ...] = ARMS, check_races: bool = False, check_replicas: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated body ``fn(ctx, ...)`` on ``world_size`` ranks, once per arm.
 
     ::
@@ -68,6 +70,8 @@ def ranks(world_size: int, *, arms: tuple[str, ...] = ARMS) -> Callable[[Callabl
     Args:
         world_size: Number of ranks, at least 1.
         arms: Which arms to make, of ``sim``, ``gloo``, ``gpu``, ``npu``.
+        check_races: As in :func:`sim.world`; on the ``sim`` arm only.
+        check_replicas: As in :func:`sim.world`; on the ``sim`` arm only.
 
     Raises:
         ValueError: A world size below 1 or an unknown arm.
@@ -101,6 +105,7 @@ def ranks(world_size: int, *, arms: tuple[str, ...] = ARMS) -> Callable[[Callabl
         test.__doc__ = body.__doc__
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
+        test.checks = check_races, check_replicas  # type: ignore[attr-defined]
         test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
         keyword = inspect.Parameter.KEYWORD_ONLY
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -198,8 +198,11 @@ class _Looks(TorchFunctionMode):
 
 
 @contextmanager
-def watching(flights: Flights | None) -> Iterator[None]:
-    """Watch the operations of the calling thread, if there is something to watch them for."""
+def watching(flights: Flights | None, *, until_the_end: bool = True) -> Iterator[None]:
+    """Watch the operations of the calling thread, if there is something to watch them for.
+
+    What is in flight then is forgotten ``until_the_end`` of a rank's function, not of a helper thread's.
+    """
     if flights is None:
         yield
         return
@@ -207,4 +210,5 @@ def watching(flights: Flights | None) -> Iterator[None]:
         with _Operations(flights), _Looks(flights):
             yield
     finally:
-        flights.clear()
+        if until_the_end:
+            flights.clear()

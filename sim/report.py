@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from sim.collectives import Call, Contract, Problem
 from sim.errors import CollectiveMismatch, Deadlock, SimError, ranks_phrase, table
+from sim.locks import where
 
 if TYPE_CHECKING:
     from sim.process_group import Message, Slot
     from sim.world import World
 
-__all__ = ["cannot_carry_out", "collective_mismatch", "deadlock", "message_mismatch", "never_completed"]
+__all__ = ["cannot_carry_out", "collective_mismatch", "deadlock", "line_of", "message_mismatch", "never_completed"]
 
 
 def collective_mismatch(world: World, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
@@ -87,6 +88,7 @@ def message_mismatch(world: World, source: Message, target: Message) -> Collecti
     ranks = source.group.ranks
     assert source.sender is not None
     sender, receiver = ranks[source.sender], ranks[target.receiver]
+    what = "device" if source.tensor.is_meta != target.tensor.is_meta else "dtype and size"
     rows = [
         (f"rank {rank}", message.who_waits, _tensor(message), message.line)
         for rank, message in sorted([(sender, source), (receiver, target)], key=lambda row: row[0])
@@ -95,32 +97,40 @@ def message_mismatch(world: World, source: Message, target: Message) -> Collecti
         f"a send from rank {sender} does not fit the recv on rank {receiver} "
         f"(group {source.group.label!r})\n"
         f"{table(rows)}\n"
-        "  try: receive into a tensor of the dtype and size that is sent\n"
+        f"  try: receive into a tensor of the {what} that is sent\n"
         f"  replay: {world.replay}"
     )
 
 
 def _tensor(message: Message) -> str:
-    return f"{str(message.tensor.dtype).removeprefix('torch.')} {list(message.tensor.shape)}"
+    device = " on meta" if message.tensor.is_meta else ""
+    return f"{str(message.tensor.dtype).removeprefix('torch.')} {list(message.tensor.shape)}{device}"
 
 
 def deadlock(world: World) -> Deadlock:
     """Describe a world in which no rank can run."""
-    rows, waits_for = [], {}
+    rows: list[tuple[str, str, str, str]] = []
+    waits_for: dict[int, list[int]] = {}
     finished = set()
-    for rank in world.scheduler.ranks:
-        name = f"rank {rank.rank}"
+    threads = world.scheduler.ranks
+    if world.scheduler.helpers:
+        threads = sorted([*threads, *world.scheduler.helpers], key=lambda thread: thread.rank)
+    for rank in threads:
+        name = f"rank {rank.rank}" + (f", thread {rank.name!r}" if rank.name else "")
         if rank.waiting is None:
             if rank.finished:
                 finished.add(rank.rank)
             rows.append((name, "has finished" if rank.finished else "asks again and again, in vain", "", ""))
             continue
         missing = rank.waiting.missing()
-        waits_for[rank.rank] = missing
+        if missing or not rank.name:  # a rank that waits for its helper thread waits for whom that waits for
+            waits_for[rank.rank] = [*waits_for.get(rank.rank, []), *missing]
         whom = f"for {ranks_phrase(missing)}" if missing else ""
-        rows.append((name, f"waits in {rank.waiting.describe()}", whom, _line_of(rank.rank, rank.waiting)))
+        line = line_of(rank.rank, rank.waiting) if rank.waiting.is_global else where(rank)[1]
+        rows.append((name, f"waits in {rank.waiting.describe()}", whom, line))
+    size = len(world.scheduler.ranks)
     return Deadlock(
-        f"no rank can run: {len(rows) - len(finished)} of {len(rows)} ranks wait, and none of them can go on\n"
+        f"no rank can run: {size - len(finished)} of {size} ranks wait, and none of them can go on\n"
         f"{table(rows)}\n"
         f"  because: {_cycle(waits_for, finished)}\n"
         "  try: let all ranks of a group call the same operations in the same order\n"
@@ -128,12 +138,16 @@ def deadlock(world: World) -> Deadlock:
     )
 
 
-def _line_of(rank: int, waiting: object) -> str:
+def line_of(rank: int, waiting: object) -> str:
+    """The user's line that ``rank`` waits in; empty where none is known."""
     from sim.process_group import Message, Slot
+    from sim.replicas import Meeting
 
     if isinstance(waiting, Slot):
         call = waiting.calls[waiting.group.ranks.index(rank)]
         return call.line if call is not None else ""
+    if isinstance(waiting, Meeting):
+        return waiting.lines.get(rank, "")
     return waiting.line if isinstance(waiting, Message) else ""
 
 

@@ -37,6 +37,7 @@ class SharedStore:
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key and let those that wait for it run on."""
+        self.world.scheduler.check_alive()
         self.data[key] = value
         waitable = self.awaited.pop(key, None)
         if waitable is not None:

@@ -1,23 +1,34 @@
-"""Hypothesis strategies for meshes, shapes and layouts; the only file of the package that needs hypothesis.
+"""Hypothesis strategies for meshes, layouts, degrees, faults ...; the only file of the package that needs hypothesis.
 
 Arguments are checked when a strategy is made, not when it first draws. Every strategy says what it shrinks towards, so
 that a failing example is the simplest one: one rank, size-1 dims, everything replicated.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from hypothesis import strategies as st
+try:
+    from hypothesis import strategies as st
+except ImportError as missing:
+    raise ImportError(
+        "sim.strategies needs hypothesis, which is not installed\n  try: pip install 'hyper_parallel[test]'"
+    ) from missing
 
 from hyper_parallel.core.dtensor.forms import REDUCTIONS
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.shards import count_parts
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.fault_plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, at_time
 
 AXIS_NAMES = ("dp", "tp", "cp", "pp", "ep", "a", "b", "c")
 """Names of drawn axes, in mesh order."""
 
 TELLING_SIZES = (1, 0, 2, 3, 5, 7, 11, 13, 4, 6, 8, 12)
 """Sizes that find mistakes: one, none, primes, which rarely divide evenly, and a few that often do."""
+
+FAULT_KINDS: tuple[type[Fault], ...] = (Kill, Freeze, Slow, SlowLink, Corrupt, Drop)
+"""What a drawn plan is made of."""
 
 T = TypeVar("T")
 
@@ -191,6 +202,142 @@ def layout_pairs(
         return LayoutPair(src, draw(layouts(mesh, shape, ordered=ordered, even=even)), shape)
 
     return _drawn(draw_pair)
+
+
+def interleavings(max_ranks: int = 8, max_turns: int = 32) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw who runs next, each time that several ranks can: what `sim.run` and `sim.world` take as `schedule`.
+
+        @given(sim.strategies.interleavings())
+        def test_any_order(schedule):
+            assert sim.run(body, world_size=4, schedule=schedule) == [6.0] * 4
+
+    Shrinks towards `()`, ranks that take turns, rank 0 first: fewer turns out of line, then ranks less far back in the
+    line. A failing example is a list of numbers that replays the failure: `sim.run(..., schedule=[0, 2, 1])`.
+
+    Args:
+        max_ranks: ranks of the world that it is for; in a larger one, the last ranks in a long line never come first.
+        max_turns: most turns that are drawn; in those that follow, the ranks take turns.
+
+    Raises:
+        TypeError: an argument that is no int.
+        ValueError: fewer than 1 rank, or a negative number of turns.
+    """
+    _check_int("max_ranks", max_ranks, 1)
+    _check_int("max_turns", max_turns, 0)
+    places = st.integers(0, max_ranks - 1)
+    few = st.lists(places, max_size=max_turns)
+    # Hypothesis draws short lists; a fault that needs a long one is found among those that fill all turns.
+    many = st.lists(places, min_size=max_turns, max_size=max_turns)
+    return (few | many).map(_without_last_zeros)
+
+
+def _without_last_zeros(places: Sequence[int]) -> tuple[int, ...]:
+    """Leave out what a schedule does by itself where it ends."""
+    kept = list(places)
+    while kept and kept[-1] == 0:
+        kept.pop()
+    return tuple(kept)
+
+
+def parallel_dims(max_ranks: int = 64, *, ranks: int | None = None) -> st.SearchStrategy[ParallelDims]:
+    """Draw the parallel degrees of a run, valid and checked, for up to `max_ranks` ranks or for exactly `ranks`.
+
+    Shrinks towards `ParallelDims()`, one rank; with `ranks`, towards all of them on `dp_shard`.
+
+    Args:
+        max_ranks: most ranks that the degrees may multiply to.
+        ranks: their exact product, in place of `max_ranks`.
+
+    Raises:
+        TypeError: an argument that is no int.
+        ValueError: fewer than 1 rank.
+    """
+    _check_int("max_ranks", max_ranks, 1)
+    if ranks is not None:
+        _check_int("ranks", ranks, 1)
+
+    # As many draws whatever comes out of them, or few large degrees would pass for simpler than many of 1.
+    places = st.integers(0, 2**16)
+
+    def draw_dims(draw: Callable[[st.SearchStrategy[Any]], Any]) -> ParallelDims:
+        def one_of(options: Sequence[Any]) -> Any:
+            return options[draw(places) % len(options)]
+
+        degrees = dict.fromkeys(("tp", "dp_replicate", "pp", "cp", "ep"), 1)
+        room = max_ranks if ranks is None else ranks
+        for axis in draw(st.permutations(tuple(degrees))):
+            fitting = [size for size in range(1, room + 1) if ranks is None or room % size == 0]
+            degrees[axis] = one_of(fitting)
+            room //= degrees[axis]
+        degrees["dp_shard"] = one_of(range(1, room + 1)) if ranks is None else room
+        etp = one_of((1, degrees["tp"]))
+        ulysses = one_of([None, *(d for d in range(1, degrees["cp"] + 1) if degrees["cp"] % d == 0)])
+        return ParallelDims(**degrees, etp=etp, ulysses_degree=ulysses, world_size=math.prod(degrees.values()))
+
+    return _drawn(draw_dims)
+
+
+def fault_plans(
+    world_size: int,
+    *,
+    max_faults: int = 3,
+    kinds: Sequence[type[Fault]] = FAULT_KINDS,
+    max_operations: int = 16,
+    regions: Sequence[str] = (),
+    survivors: int = 1,
+) -> st.SearchStrategy[list[Fault]]:
+    """Draw what goes wrong in a world: what `sim.run` and `sim.world` take as `faults`.
+
+    Shrinks towards `[]`, then towards rank 0's first operation, and the kinds in their order.
+
+    Args:
+        world_size: ranks of the world.
+        max_faults: most faults.
+        kinds: classes of `sim.faults`; those that need two ranks are left out where there is one.
+        max_operations: a fault happens before this one of a rank's operations, or never.
+        regions: names of `sim.region` in which faults may happen, too.
+        survivors: so many ranks are neither killed nor frozen.
+
+    Raises:
+        TypeError: an argument that is no int.
+        ValueError: bounds that nothing fits, or something that is no kind of fault.
+    """
+    _check_int("world_size", world_size, 1)
+    _check_int("max_faults", max_faults, 0)
+    _check_int("max_operations", max_operations, 1)
+    _check_int("survivors", survivors, 0, world_size)
+    if not kinds or not set(kinds) <= set(FAULT_KINDS):
+        known = ", ".join(f"sim.faults.{kind.__name__}" for kind in FAULT_KINDS)
+        raise ValueError(f"kinds: {list(kinds)!r} are no kinds of fault\n  known: {known}\n  try: [sim.faults.Kill]")
+    usable = [kind for kind in kinds if world_size > 1 or kind not in (SlowLink, Drop)]
+    numbers = st.integers(0, max_operations - 1)
+    when: st.SearchStrategy[Any] = numbers
+    if regions:
+        when = when | st.sampled_from(tuple(regions)) | st.tuples(st.sampled_from(tuple(regions)), numbers)
+    when = when | st.sampled_from((0.01, 0.1, 0.5)) | st.sampled_from((0.0, 0.5, 2.0)).map(at_time)
+    factors = st.sampled_from((2.0, 10.0, 0.5))
+
+    def draw_fault(draw: Callable[[st.SearchStrategy[Any]], Any], losable: Sequence[int]) -> Fault | None:
+        kind = draw(st.sampled_from(usable))
+        rank = draw(st.integers(0, world_size - 1))
+        if kind in (SlowLink, Drop):
+            other = draw(st.sampled_from([each for each in range(world_size) if each != rank]))
+            return SlowLink(rank, other, draw(factors)) if kind is SlowLink else Drop(rank, other, at=draw(when))
+        if kind is Slow:
+            return Slow(rank, draw(factors))
+        if kind is Corrupt:
+            return Corrupt(rank, bits=draw(st.sampled_from((1, 2, 9))), at=draw(when))
+        if rank not in losable:
+            return None
+        return Kill(rank, at=draw(when)) if kind is Kill else Freeze(rank, at=draw(when))
+
+    def draw_plan(draw: Callable[[st.SearchStrategy[Any]], Any]) -> list[Fault]:
+        count = draw(st.integers(0, max_faults)) if usable else 0
+        losable = draw(st.permutations(range(world_size)))[: world_size - survivors] if count else []
+        faults = [draw_fault(draw, losable) for _ in range(count)]
+        return [fault for fault in faults if fault is not None]
+
+    return _drawn(draw_plan)
 
 
 def _drawn(function: Callable[[Callable[[st.SearchStrategy[Any]], Any]], T]) -> st.SearchStrategy[T]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import c10d_logger
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from sim import devices
 from sim.clock import CLOCK_SEAMS
 from sim.errors import SimError
+from sim.helper_threads import HELPER_SEAMS
+from sim.locks import LOCK_SEAMS
+from sim.messages import MESSAGE_SEAMS
 from sim.process_seams import PROCESS_SEAMS
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SEAMS",
+    "catch_up",
     "clear_thread_caches",
     "enter_rank",
     "install",
@@ -41,6 +46,7 @@ __all__ = [
     "thread_has_caches",
     "thread_is_altered",
     "uninstall",
+    "use_op_handlers",
 ]
 
 Undo = Callable[[], None]
@@ -174,7 +180,10 @@ def _create_group(options: Any, backend_options: Any) -> dist.ProcessGroup:
     if context is None:
         raise SimError("the backend 'sim' works on simulated ranks only\n  try: sim.run(fn, world_size=8)")
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    if context.members is not None:
+        ranks = tuple([context.members[rank] for rank in ranks])
     group = context.world.process_group(context, str(options.group_id), ranks)
+    group._group.timeout = options.timeout.total_seconds()
     custom = dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(custom)
     # Some of torch's code asks a group for its backend and devices; this one has answers and moves nothing. (On
@@ -235,12 +244,27 @@ def _rendezvous(world: World) -> Undo:
             yield from original(url, rank, world_size, **options)
             return
         _check_identity(context, rank, world_size)
-        yield context.store, context.rank, context.world.world_size
+        yield context.store, *context.place
 
     c10d.rendezvous = rendezvous
 
     def undo() -> None:
         c10d.rendezvous = original
+
+    return undo
+
+
+def _error_log(world: World) -> Undo:
+    """Where an operation on a group called nccl raises, torch asks for NCCL's version; a CPU build has none."""
+    original = c10d_logger._get_msg_dict
+
+    def get_msg_dict(func_name: str, *args: Any, **options: Any) -> dict[str, Any]:
+        return original(func_name, *args, **options) if _context() is None else {"func_name": func_name}
+
+    c10d_logger._get_msg_dict = get_msg_dict
+
+    def undo() -> None:
+        c10d_logger._get_msg_dict = original
 
     return undo
 
@@ -261,11 +285,11 @@ def _check_backend(asked: str) -> None:
 
 
 def _check_identity(context: RankContext, rank: int, world_size: int) -> None:
-    size = context.world.world_size
-    if rank not in (-1, context.rank) or world_size not in (-1, size):
+    own, size = context.place
+    if rank not in (-1, own) or world_size not in (-1, size):
         raise ValueError(
             f"init_process_group was asked for rank {_or_any(rank)} of {_or_any(world_size)}, but this is rank "
-            f"{context.rank} of {size}\n"
+            f"{own} of {size}\n"
             "  try: leave out rank and world_size, or read RANK and WORLD_SIZE from the environment"
         )
 
@@ -285,21 +309,29 @@ def _init_process_group(world: World) -> Undo:
             original(*args, **options)
             return
         asked = signature.bind(*args, **options).arguments
-        if asked.get("_ranks") is None:
-            _check_identity(context, asked.get("rank", -1), asked.get("world_size", -1))
+        rank, world_size = asked.get("rank", -1), asked.get("world_size", -1)
+        anew = context.inits > 0 and not (context.joined_by_world and dist.is_initialized())
+        if context.faults is not None and anew:
+            context.faults.reform.join(context, rank, world_size)
+        elif asked.get("_ranks") is None:
+            _check_identity(context, rank, world_size)
         if context.joined_by_world and dist.is_initialized():
             context.joined_by_world = False
             if asked.get("backend") is not None:
                 _check_backend(str(asked["backend"]))
                 default = context.c10d.default_pg
                 context.c10d.pg_map[default] = (c10d.Backend(asked["backend"]), context.c10d.pg_map[default][1])
+            if asked.get("timeout") is not None:
+                context.c10d.default_pg._group.timeout = asked["timeout"].total_seconds()
             return
+        context.joined_by_world = False
         if asked.get("store") is not None:  # a store of real ranks would wait without giving up the turn
             asked["store"] = context.store
         asked.pop("device_id", None)
         hook = sys.excepthook  # torch nests a hook of its own in it at each call
         try:
             original(**asked)
+            context.inits += 1
         finally:
             sys.excepthook = hook
 
@@ -343,6 +375,36 @@ def _split_group(world: World) -> Undo:
     return _replace_function("split_group", split_group)
 
 
+def _new_group(world: World) -> Undo:
+    """A rank is told of every group of a mesh, and is in one of them per axis: of the others it only counts.
+
+    What torch would check has been checked by the first rank that has made the group.
+    """
+    original = _replaced("new_group")
+    seen: set[tuple[Any, ...]] = set()
+
+    def new_group(ranks: Any = None, *rest: Any, **options: Any) -> Any:
+        context = _context()
+        if context is None or type(ranks) is not list or rest or options.get("use_local_synchronization"):
+            return original(ranks, *rest, **options)
+        state = context.c10d
+        default = state.default_pg
+        own, size = (None, 0) if default is None else (default.rank(), default.size())
+        try:
+            key = (size, *ranks, *options.items())
+            known = key in seen
+        except TypeError:  # not hashable: torch says what is wrong with it
+            return original(ranks, **options)
+        if known and own is not None and own not in ranks:
+            state.group_count += 1
+            return dist.GroupMember.NON_GROUP_MEMBER
+        group = original(ranks, **options)
+        seen.add(key)
+        return group
+
+    return _replace_function("new_group", new_group)
+
+
 def _device_mesh(world: World) -> Undo:
     """A mesh is the rank's own (torch keeps process-wide caches by mesh); groups learn the names of their axes."""
     mesh_class = torch_device_mesh.DeviceMesh
@@ -350,8 +412,8 @@ def _device_mesh(world: World) -> Undo:
 
     def init(self: Any, device_type: str, *args: Any, **options: Any) -> None:
         context = _context()
-        if context is not None and world.map_device is not None:
-            device_type = devices.mapped(device_type, world.map_device)
+        if context is not None and context.world.map_device is not None:  # torch may keep this function, not the world
+            device_type = devices.mapped(device_type, context.world.map_device)
         original(self, device_type, *args, **options)
         if context is None:
             return
@@ -438,6 +500,76 @@ def _environment(world: World) -> Undo:
                 os.unsetenv(key)
 
     return undo
+
+
+def _dtensor_boundary(world: World) -> Undo:
+    """With ``check_replicas``, what enters and leaves DTensors is compared and followed."""
+    if not world.check_replicas:
+        return lambda: None
+    from torch.distributed.tensor import DTensor
+
+    from sim import partials, replicas
+
+    from_local, to_local = DTensor.from_local, DTensor.to_local
+    DTensor.from_local = staticmethod(replicas.check_when_made(from_local))
+    DTensor.to_local = partials.follow_when_taken(to_local)
+
+    def undo() -> None:
+        DTensor.from_local, DTensor.to_local = staticmethod(from_local), to_local
+
+    return undo
+
+
+def _loss_parallel(world: World) -> Undo:
+    """``loss_parallel`` is the calling rank's own; torch enters its operators into the one table of the process."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss
+
+    dispatcher = DTensor._op_dispatcher
+    plain = dispatcher._custom_op_handlers
+    enable, disable = loss._enable_custom_loss_ops, loss._disable_custom_loss_ops
+
+    def enable_on_rank() -> None:
+        context = _context()
+        if context is None:
+            enable()
+            return
+        context.op_handlers = {**dispatcher._custom_op_handlers, **loss.customized_loss_ops}
+        use_op_handlers(context)
+
+    def disable_on_rank() -> None:
+        context = _context()
+        if context is None:
+            disable()
+            return
+        context.op_handlers = None
+        dispatcher._custom_op_handlers = plain
+
+    world.op_handlers = plain
+    loss._enable_custom_loss_ops, loss._disable_custom_loss_ops = enable_on_rank, disable_on_rank
+
+    def undo() -> None:
+        loss._enable_custom_loss_ops, loss._disable_custom_loss_ops = enable, disable
+        dispatcher._custom_op_handlers = plain
+
+    return undo
+
+
+def use_op_handlers(context: RankContext, *, leaving: bool = False) -> None:
+    """Let DTensors be dispatched as this rank has asked for, or as the process does."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers = context.world.op_handlers if leaving else context.op_handlers
+
+
+def _optimizer_steps(world: World) -> Undo:
+    """With ``check_replicas``, every optimizer compares its parameters and gradients before a step."""
+    if not world.check_replicas:
+        return lambda: None
+    from sim import replicas
+
+    return replicas.check_at_steps()
 
 
 def _device_guard(world: World) -> Undo:
@@ -554,17 +686,25 @@ SEAMS: tuple[Callable[[World], Undo], ...] = (
     _backend,
     _group_creation,
     _rendezvous,
+    _error_log,
     _init_process_group,
     _split_group,
+    _new_group,
     _device_mesh,
     _caches,
     _environment,
+    _dtensor_boundary,
+    _loss_parallel,
+    _optimizer_steps,
     _device_guard,
     _allocator,
     _platform,
     _mapped_device,
     *PROCESS_SEAMS,
     *CLOCK_SEAMS,
+    *MESSAGE_SEAMS,
+    *LOCK_SEAMS,
+    *HELPER_SEAMS,
 )
 
 # One world at a time: the seams are changes to the process.
@@ -578,6 +718,8 @@ def is_alive(world: World) -> bool:
 
 def install(world: World) -> None:
     """Put all seams in place for ``world``."""
+    if _context() is not None:
+        raise SimError("a rank cannot start ranks of its own\n  try: call sim.run outside of a rank's function")
     if _alive:
         raise SimError(
             "a world cannot begin while another one is alive\n"
@@ -616,6 +758,16 @@ def enter_rank(context: RankContext) -> None:
     """Make the rank's groups known by name on the thread that is about to run it."""
     for pg, name in context.c10d.pg_names.items():
         torch._C._distributed_c10d._register_process_group(name, pg)
+
+
+def catch_up(context: RankContext) -> None:
+    """Make known on this thread what groups other threads of its rank have made."""
+    bindings = torch._C._distributed_c10d
+    for pg, name in context.c10d.pg_names.items():
+        try:
+            bindings._resolve_process_group(name)
+        except RuntimeError:
+            bindings._register_process_group(name, pg)
 
 
 def leave_rank(context: RankContext) -> None:

@@ -257,9 +257,9 @@ def _belongs_to_a_library(file: str) -> bool:
     return file.startswith(_STDLIB) and "site-packages" not in file
 
 
-def user_line() -> str:
-    """The innermost line of the calling stack that is neither torch's, the standard library's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
+def user_line(frame: FrameType | None = None) -> str:
+    """The innermost line of a stack (the caller's own) that is neither torch's, the standard library's nor ours."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         internal = _is_library.get(name)

@@ -1,4 +1,4 @@
-"""Names a rank that blocks where the simulator cannot see it: a lock, a socket, a process of its own.
+"""Names a rank that blocks where the simulator cannot see it: a socket, a process of its own, a lock made elsewhere.
 
 While such a rank sleeps it keeps its turn, and no other rank can run. If what it sleeps for is another rank, that is
 a deadlock for ever; if not, it is only slow. The simulator cannot tell which, so it says what it sees and goes on.
@@ -24,8 +24,11 @@ class Watchdog:
         self._computed = 0.0
         self._told = False
 
-    def look(self, rank: int, thread_id: int, turn: int) -> None:
-        """Note that ``rank`` has the turn number ``turn``; say so, once, when it neither computes nor gives it up."""
+    def look(self, rank: int, thread_id: int, turn: int, name: str = "") -> None:
+        """Note that ``rank`` (its helper thread ``name``) has the turn number ``turn``.
+
+        Say so, once, when it neither computes nor gives it up.
+        """
         if not hasattr(time, "pthread_getcpuclockid") or not thread_id:
             return
         computed = time.clock_gettime(time.pthread_getcpuclockid(thread_id))
@@ -34,7 +37,7 @@ class Watchdog:
             self._seen, self._since, self._computed, self._told = (rank, turn), now, computed, False
         elif now - self._since > LIMIT_S and not self._told:
             self._told = True
-            report(rank, now - self._since, stack_of(thread_id))
+            report(f"rank {rank}, thread {name!r}," if name else f"rank {rank}", now - self._since, stack_of(thread_id))
 
 
 def stack_of(thread_id: int) -> str:
@@ -43,13 +46,13 @@ def stack_of(thread_id: int) -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else "  (no Python frame)\n"
 
 
-def report(rank: int, seconds: float, stack: str) -> None:
+def report(who: str, seconds: float, stack: str) -> None:
     """Write to the error output, which is read before a program that hangs has ended."""
     print(
-        f"rank {rank} has slept for {seconds:.0f} s and not given up its turn, so that no other rank can run\n"
+        f"{who} has slept for {seconds:.0f} s and not given up its turn, so that no other rank can run\n"
         f"{stack}"
-        "  try: let ranks wait for each other by torch.distributed only; an object that several ranks share (a model, "
-        "a lock) blocks them for ever; Ctrl-C twice ends the program",
+        "  try: let ranks wait for each other by torch.distributed only; what several ranks share (a model, a lock), "
+        "and a lock made before the ranks began, may block them for ever; Ctrl-C twice ends the program",
         file=sys.stderr,
         flush=True,
     )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from hyper_parallel.core.redistribute.cost import Topology
-from sim import races, report, threads, torch_seams
+from sim import partials, races, replicas, report, threads, torch_seams
 from sim.clock import Cost, Pricing
 from sim.collectives import Call, Problem
-from sim.errors import SimError, rank_failed, ranks_phrase
+from sim.devices import KINDS, MapDevice
+from sim.errors import RankLost, RankStopped, SimError, rank_failed, ranks_phrase
+from sim.failure import device_hint
+from sim.faults import Fault, Faults
+from sim.messages import copy_of_filters, enter_filters, leave_filters
 from sim.process_group import Group, Message, SimProcessGroup, Slot
 from sim.process_seams import Generators
 from sim.process_view import ProcessView
@@ -42,8 +48,13 @@ class RankContext:
         rng_state: State of torch's default CPU generator while the rank does not run.
         c10d: Its ``torch.distributed`` state (the default group, all groups by name ...).
         generators: Its default generators of ``random`` and numpy.
+        filters: Its warning filters while it does not run; each run begins with the process's.
         view: Its ``__main__``, ``sys.argv`` and so on, if it runs a script.
         device_index: What it has made its current device, where devices are mapped to the CPU.
+        faults: Asked before each of its operations; None in a world without faults.
+        regions: The names of the regions (:func:`sim.region`) that it is in.
+        members: The ranks of its default group, once ranks that were left have made that anew; None: all.
+        generation: Counts those new default groups.
     """
 
     def __init__(self, world: World, rank: int, environment: dict[bytes, bytes]) -> None:
@@ -54,22 +65,38 @@ class RankContext:
         self.store = RankStore(world.store)  # kept here: torch's own references keep only its C++ half alive
         self.axis_names: dict[str, str] = {}
         self.flights = races.Flights(world, rank) if world.check_races else None
-        self.thread_id: int | None = None
+        self.partials = partials.Partials(world, rank) if world.check_replicas else None
         self.joined_by_world = False  # the world made the default group, so one init_process_group is a no-op
         self.has_joined = False  # the world has made it, whatever became of it since
         seed = ((world.seed << 20) + rank) % 2**63
         self.rng_state = torch.Generator().manual_seed(seed).get_state()
         self.generators = Generators(seed)
+        self.filters = copy_of_filters()
+        self.op_handlers: Any = None  # how DTensors are dispatched while it is inside of loss_parallel
         self.view: ProcessView | None = None
         self.device_index = 0
+        self.faults: Faults | None = None
+        self.regions: list[str] = []
+        self.members: tuple[int, ...] | None = None
+        self.generation = 0
+        self.inits = 0  # how often it has made its default group
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its rank in its default group, and how many ranks that has."""
+        if self.members is None:
+            return self.rank, self.world.world_size
+        return self.members.index(self.rank), len(self.members)
 
     def check_caller(self) -> None:
-        """Refuse a thread that is not this rank's own: it does not hold the turn."""
-        if threading.get_ident() != self.thread_id:
+        """Refuse a thread that is not one of this rank's: it does not hold the turn."""
+        running = self.world.scheduler.running
+        if running is None or running.ident != threading.get_ident() or running.context is not self:
             raise SimError(
-                f"a thread that is not rank {self.rank}'s own used one of its process groups\n"
+                f"a thread that is not one of rank {self.rank}'s used one of its process groups\n"
                 f"  seen: thread {threading.current_thread().name!r}\n"
-                "  try: communicate from the thread that runs the rank's function"
+                "  try: communicate from the thread that runs the rank's function, or from a threading.Thread that it "
+                "starts"
             )
 
     def axis_of(self, group_name: str, description: str, ranks: tuple[int, ...]) -> str:
@@ -168,6 +195,9 @@ class World:
         trace: What the ranks have communicated so far.
         pricing: What communication costs in virtual time.
         digest: Makes the fingerprint that the trace keeps of the data a rank gives; None: it keeps none.
+        check_replicas: Whether it compares copies at each optimizer step, and follows what is partial.
+        meetings: Where ranks compare their copies.
+        faults: What goes wrong in it, and when.
     """
 
     def __init__(
@@ -180,21 +210,30 @@ class World:
         pin: int | None,
         pricing: Pricing | None = None,
         check_races: bool = False,
+        check_replicas: bool = False,
+        schedule: Sequence[int] | None = None,
+        faults: Sequence[Fault] = (),
     ) -> None:
         self.number = next(_numbers)  # different for every world of the process, unlike an id
         self.world_size = world_size
         self.seed = seed
+        self._schedule = None if schedule is None else iter(tuple(schedule))
         self.trace = Trace(world_size)
         self.pricing = pricing or Pricing(None)
         self.digest: Callable[[Sequence[torch.Tensor]], str] | None = None
         self.check_races = check_races
+        self.check_replicas = check_replicas
+        self.meetings = replicas.Meetings()
         self._clocks = [0.0] * world_size
-        self.groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
         self.store = SharedStore(self)
         self.scheduler: Scheduler = self._new_scheduler()
-        self.replay = f"sim.run(..., world_size={world_size}, seed={seed})"
+        ordered = "" if schedule is None else f", schedule={list(schedule)}"
+        self.replay = f"sim.run(..., world_size={world_size}, seed={seed}{ordered})"
+        self.op_handlers: Any = None  # how DTensors are dispatched by ranks that are not inside of loss_parallel
         self.pid = os.getpid()
         self.folder = ""  # of the script that the ranks run, if they run one
+        self.device: str | None = None  # where tensors are made, if not on the CPU
         self.map_device: str | None = None  # the kind of device whose place the CPU takes
         self._init = init
         self._intraop_threads = intraop_threads
@@ -207,6 +246,8 @@ class World:
         self._life = "new"  # then "alive", "running" and "alive" in turns, "ended"
         base = {k: v for k, v in os.environb.items() if not k.startswith(b"TORCHELASTIC_")}
         self.contexts = [RankContext(self, rank, base | self._torchrun_variables(rank)) for rank in range(world_size)]
+        self.faults = Faults(self)
+        self.faults.add(*faults)
 
     def _torchrun_variables(self, rank: int) -> dict[bytes, bytes]:
         size = str(self.world_size)
@@ -264,10 +305,12 @@ class World:
         ``args`` are the same objects for every rank, as they are for threads. A world runs as many functions as
         you like, one after the other; process groups and random state go on from where the last one left them.
 
-        A rank may end with ``sys.exit()``; its result is then None. An exit with another status is a failure.
+        A rank may end with ``sys.exit()``; its result is then None, as is that of one that a fault has killed or
+        frozen. An exit with another status is a failure.
 
         Raises:
-            RankFailed: A rank raised; also an instance of the raised exception's class, which is its cause.
+            RankFailed: A rank raised; also an instance of the raised exception's class, which is its cause. A
+            :class:`~sim.RankLost` that no rank has caught is one of these, too.
             CollectiveMismatch: The ranks called different collectives.
             Deadlock: No rank could run any more, or an operation was left that not all ranks had joined.
             TypeError: ``fn`` is not callable, or ``args`` or ``kwargs`` are not what a call needs.
@@ -282,18 +325,25 @@ class World:
         self._life = "running"
         self._runs += 1
         scheduler = self.scheduler = self._new_scheduler()
-        process_rng = torch.default_generator.get_state()
+        process_rng, process_filters = torch.default_generator.get_state(), leave_filters()
+        for context in self.contexts:
+            context.filters = copy_of_filters()
         self._process_threads = torch.get_num_threads()
         try:
             scheduler.run(self._workers, list(self.contexts), lambda rank: self._rank_main(rank, fn, args, keywords))
         finally:
             self._life = "alive"
             torch.default_generator.set_state(process_rng)
+            enter_filters(process_filters)
             torch.set_num_threads(self._process_threads)  # a rank's setting is also that of threads yet to come
             slots = [slot for group in self.groups.values() for slot in group.slots.values()]
             messages = [message for group in self.groups.values() for message in group.unmatched()]
+            slots = [slot for slot in slots if not self.faults.losses.excuse(slot)]
+            messages = [message for message in messages if not self.faults.losses.excuse(message)]
+            self.faults.flips.clear()
             for group in self.groups.values():
                 group.forget_unfinished()
+            self.meetings.clear()
             results = [rank.result for rank in scheduler.ranks]
             scheduler.ranks = []  # their results and errors belong to the caller now
         self._raise_failure(scheduler)
@@ -305,15 +355,29 @@ class World:
         fatal, scheduler.fatal = scheduler.fatal, None
         if fatal is None:
             return
-        if isinstance(fatal, (SimError, KeyboardInterrupt)) or scheduler.failed_rank is None:
+        if isinstance(fatal, RankStopped):  # it ended threads that ranks had left behind
+            return
+        found = isinstance(fatal, (SimError, KeyboardInterrupt)) and not isinstance(fatal, RankLost)
+        if found or scheduler.failed_rank is None:
             raise fatal
-        raise rank_failed(scheduler.failed_rank, fatal, self.replay) from fatal
+        hint = ""
+        if self.contexts[0].view is None and isinstance(fatal, Exception):  # a script is told about its own options
+            hint = device_hint(fatal, self.map_device, "sim.run(..., map_device='{}')", "a rank")
+        raise rank_failed(scheduler.failed_rank, fatal, self.replay, hint) from fatal
 
     def _new_scheduler(self) -> Scheduler:
         runs = getattr(self, "_runs", 0)
-        return Scheduler(
-            self.seed * 1_000_003 + runs, leave=_leave, enter=_enter, stuck=self._stuck, clocks=self._clocks
+        scheduler = Scheduler(
+            self.seed * 1_000_003 + runs,
+            leave=_leave,
+            enter=_enter,
+            stuck=self._stuck,
+            clocks=self._clocks,
+            schedule=self._schedule,
         )
+        if runs and self.faults.plan:
+            scheduler.rescue = self.faults.losses.rescue
+        return scheduler
 
     def clock(self, rank: int) -> float:
         """The virtual clock of a rank, in seconds; it goes on from one run to the next."""
@@ -326,7 +390,8 @@ class World:
 
     def _rank_main(self, rank: RankThread, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         context: RankContext = rank.context
-        context.thread_id = threading.get_ident()
+        if context.rank in self.faults.losses.by_rank:
+            return None  # lost in an earlier run
         _this_thread.context = context
         processors = None
         try:
@@ -338,7 +403,7 @@ class World:
             if self._init and not context.has_joined:
                 torch_seams.join_default_group(context)
             torch.set_grad_enabled(True)
-            with races.watching(context.flights):
+            with self._modes(context):
                 return fn(*args, **kwargs)
         except SystemExit as end:
             if end.code in (None, 0):
@@ -352,16 +417,48 @@ class World:
                 self._cached.add(rank.rank)
             if processors is not None:
                 os.sched_setaffinity(0, processors)
-            context.thread_id = None
             _this_thread.context = None
+
+    @contextmanager
+    def _modes(self, context: RankContext, *, of_helper: bool = False) -> Iterator[None]:
+        """The modes of torch that every thread of a rank has to be in."""
+        with (
+            MapDevice(self.map_device) if self.map_device is not None else nullcontext(),
+            _making_on(self.device),
+            races.watching(context.flights, until_the_end=not of_helper),
+            partials.watching(context.partials, until_the_end=not of_helper),
+        ):
+            yield
+
+    @contextmanager
+    def on_helper_thread(self, helper: RankThread) -> Iterator[None]:
+        """Make the calling thread, which has just begun, one of a rank's."""
+        _this_thread.context = helper.context
+        helper.resumed = self.catch_up
+        try:
+            torch.set_num_threads(self._intraop_threads or self._process_threads)
+            torch_seams.enter_rank(helper.context)
+            with self._modes(helper.context, of_helper=True):
+                yield
+        finally:
+            torch_seams.leave_rank(helper.context)
+            _this_thread.context = None
+
+    def catch_up(self) -> None:
+        """Let the calling thread know the groups that other threads of its rank have made."""
+        if _this_thread.context is not None:
+            torch_seams.catch_up(_this_thread.context)
 
     # -- what the process groups ask -----------------------------------------------------------------------------
 
     def process_group(self, context: RankContext, name: str, ranks: tuple[int, ...]) -> SimProcessGroup:
         """The calling rank's end of the group ``name`` over ``ranks``."""
-        group = self.groups.get((name, ranks))
+        key = (name, ranks, context.generation)
+        group = self.groups.get(key)
         if group is None:
-            group = self.groups[name, ranks] = Group(self, name, ranks)
+            group = self.groups[key] = Group(self, name, ranks)
+            if context.faults is not None:
+                context.faults.losses.note_group(group)
         process_group = SimProcessGroup(context, group, ranks.index(context.rank))
         self._process_groups.append(process_group)
         return process_group
@@ -398,22 +495,93 @@ def _check_call(
             f"cannot pass {type(args).__name__} as the arguments of {name}\n  args: a tuple\n"
             f"  try: sim.run({name}, world_size={world_size}, args=(x,)), with the comma"
         )
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"cannot run {name} on ranks: a call of it runs nothing yet\n"
+            f"  fn: {'a coroutine function' if inspect.iscoroutinefunction(fn) else 'a generator function'}\n"
+            f"  try: a function that runs it, as in lambda: "
+            f"{f'asyncio.run({name}())' if inspect.iscoroutinefunction(fn) else f'list({name}())'}"
+        )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(
             f"cannot pass {type(kwargs).__name__} as the keyword arguments of {name}\n  kwargs: a dict\n"
             f"  try: sim.run({name}, world_size={world_size}, kwargs={{'x': 1}})"
         )
+    _check_arguments(fn, name, args, kwargs or {}, world_size)
     return dict(kwargs or {})
+
+
+def _check_arguments(
+    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int
+) -> None:
+    if not inspect.isroutine(fn) or hasattr(fn, "__signature__"):
+        return
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (ValueError, TypeError):  # of functions written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as mistake:
+        raise TypeError(
+            f"cannot call {name} on ranks: {mistake}\n"
+            f"  args: {len(args)}; kwargs: {', '.join(map(str, kwargs)) or 'none'}; {name} takes {signature}\n"
+            f"  try: sim.run({name}, world_size={world_size}, args=(...), kwargs={{...}})"
+        ) from None
+
+
+def _check_schedule(schedule: Sequence[int]) -> None:
+    listed = isinstance(schedule, Sequence) and not isinstance(schedule, (str, bytes))
+    odd = [c for c in schedule if isinstance(c, bool) or not isinstance(c, int) or c < 0] if listed else [schedule]
+    if odd:
+        raise ValueError(
+            f"cannot use {odd[0]!r} {'in' if listed else 'as'} the schedule of a world\n"
+            "  schedule: ints from 0 up, one each time that several ranks can run\n"
+            "  try: schedule=[0, 2, 1]"
+        )
+
+
+def _check_devices(device: str | None, map_device: str | None) -> None:
+    if device not in (None, "cpu", "meta"):
+        raise ValueError(
+            f"cannot make the tensors of ranks on {device!r}\n"
+            "  device: None (the CPU), 'cpu', or 'meta' for tensors without data\n"
+            "  try: map_device='cuda', which puts on the CPU what names that device"
+        )
+    if map_device is not None and map_device not in KINDS:
+        raise ValueError(
+            f"cannot put on the CPU what names the device {map_device!r}\n"
+            f"  map_device: one of {', '.join(KINDS)}, or None\n  try: map_device='cuda'"
+        )
+
+
+@contextmanager
+def _making_on(device: str | None) -> Iterator[None]:
+    """Let tensors be made on ``device`` on this thread, where nothing else is said."""
+    if device is None:
+        yield
+        return
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
 def _leave(context: RankContext) -> None:
     context.rng_state = torch.default_generator.get_state()
+    context.filters = leave_filters()
+    if context.op_handlers is not None:
+        torch_seams.use_op_handlers(context, leaving=True)
     if context.view is not None:
         context.view.leave()
 
 
 def _enter(context: RankContext) -> None:
     torch.default_generator.set_state(context.rng_state)
+    enter_filters(context.filters)
+    if context.op_handlers is not None:
+        torch_seams.use_op_handlers(context)
     if context.view is not None:
         context.view.enter()
 
@@ -450,6 +618,11 @@ def world(
     topology: str | Topology | None = None,
     cost: Cost | None = None,
     check_races: bool = False,
+    check_replicas: bool = False,
+    schedule: Sequence[int] | None = None,
+    faults: Sequence[Fault] = (),
+    device: str | None = None,
+    map_device: str | None = None,
 ) -> World:
     """Make a world of ``world_size`` ranks, for use in a ``with`` statement.
 
@@ -479,11 +652,23 @@ def world(
             :class:`~hyper_parallel.core.redistribute.cost.Load`, in place of the topology's own model.
         check_races: Look at every operation of every rank, and raise :class:`~sim.InFlightBufferRace` where one
             touches a buffer that an operation in flight reads or writes. Takes about twice the time.
+        check_replicas: Compare copies that layouts say are equal, at each step of an optimizer and each
+            ``DTensor.from_local``, and raise :class:`~sim.ReplicaMismatch` where they differ, or where a part of a sum
+            is used as if it were the sum. Takes two to three times the time.
+        schedule: The interleaving itself, in place of the seed's: each time that several ranks can run, which of them
+            does, counted from 0 in the order in which they became able to (and over again from 0 past the last). Where
+            it ends, ranks take turns. ``sim.strategies.interleavings()`` draws these, and shrinks them.
+        faults: What goes wrong, and when: ``sim.faults.Kill(2, at=3)``, ``Freeze``, ``Slow``, ``SlowLink``,
+            ``Corrupt``, ``Drop``.
+        device: ``"meta"``: tensors are made without data unless a device is given; operations and collectives check
+            and work out dtypes and shapes, and to read a value raises torch's error. None: the CPU, as ever.
+        map_device: ``"cuda"`` or ``"npu"``: what names this device gets the CPU, as with ``--map-device``.
 
     Raises:
-        ValueError: A world size that is not an int in range, a seed that is not an int, a number of threads below
-            1, a processor that this process may not use, or an unknown topology.
-        TypeError: A topology or a cost that is none.
+        ValueError: A world size that is not an int in range, a seed that is not an int, a schedule of anything but
+            ints from 0 up, a number of threads below 1, a processor that this process may not use, an unknown
+            topology or device.
+        TypeError: A topology, a cost or a fault that is none.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
         raise ValueError(
@@ -491,6 +676,8 @@ def world(
             f"  world_size: an int from 1 to {MAX_RANKS:,}\n"
             "  try: sim.run(fn, world_size=8)"
         )
+    if schedule is not None:
+        _check_schedule(schedule)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"cannot use {seed!r} as a seed\n  seed: an int\n  try: seed=0")
     if intraop_threads is not None and (not isinstance(intraop_threads, int) or intraop_threads < 1):
@@ -506,7 +693,8 @@ def world(
                 f"  pin: one of {', '.join(map(str, usable)) or 'none: this system cannot bind threads'}\n"
                 "  try: pin=None"
             )
-    return World(
+    _check_devices(device, map_device)
+    made = World(
         world_size,
         seed,
         init=init,
@@ -514,7 +702,12 @@ def world(
         pin=pin,
         pricing=Pricing(topology, cost),
         check_races=check_races,
+        check_replicas=check_replicas,
+        schedule=schedule,
+        faults=faults,
     )
+    made.device, made.map_device = device, map_device
+    return made
 
 
 def run(
@@ -530,6 +723,11 @@ def run(
     topology: str | Topology | None = None,
     cost: Cost | None = None,
     check_races: bool = False,
+    check_replicas: bool = False,
+    schedule: Sequence[int] | None = None,
+    faults: Sequence[Fault] = (),
+    device: str | None = None,
+    map_device: str | None = None,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on each of ``world_size`` simulated ranks; return the results in rank order.
 
@@ -548,6 +746,11 @@ def run(
         topology=topology,
         cost=cost,
         check_races=check_races,
+        check_replicas=check_replicas,
+        schedule=schedule,
+        faults=faults,
+        device=device,
+        map_device=map_device,
     )
     _check_call(fn, args, kwargs, world_size)
     with made as w:

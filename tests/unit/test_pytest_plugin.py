@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -218,3 +219,150 @@ def test_a_method():
         class TestBodies:
             @sim.ranks(2)
             def test_body(self, ctx): ...
+
+
+LONELY = """
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+
+import sim
+
+
+@sim.ranks(2, arms=("sim",))
+def test_sum(ctx):
+    x = torch.full((1,), float(ctx.rank), device=ctx.device)
+    dist.all_reduce(x)
+    assert x.item() == 1.0
+
+
+@pytest.mark.sim
+@settings(max_examples=20, deadline=None)
+@given(sim.strategies.interleavings(3), sim.strategies.shapes(1, 2))
+def test_drawn(schedule, shape):
+    def body():
+        dist.all_reduce(x := torch.ones(shape))
+        return x.flatten().tolist()
+
+    assert sim.run(body, 3, schedule=schedule)[2] == [3.0] * torch.Size(shape).numel()
+
+
+@sim.ranks(2, arms=("sim",))
+def test_the_seed_is_known(ctx):
+    assert ctx.seed == 11
+
+
+@sim.ranks(2, arms=("sim",), check_races=True)
+def test_race(ctx):
+    dist.all_reduce(x := torch.ones(2), async_op=True)
+    x.sum()
+
+
+def test_not_on_ranks():
+    with pytest.raises(AssertionError, match="wants more"):
+        subprocess.run("true")
+
+
+@sim.ranks(2, arms=("sim",), check_replicas=True)
+def test_copies(ctx):
+    sim.check_replicas(torch.tensor(float(ctx.rank)), group=dist.group.WORLD)
+"""
+
+OFFLINE = """
+import socket, subprocess, sys, threading
+import pytest
+
+def refuse(*args, **options):
+    raise AssertionError("a test on simulated ranks wants more than its process")
+
+class Watch:
+    def pytest_runtest_setup(self):
+        for owner, name in [(socket, "socket"), (socket, "create_connection"), (subprocess, "Popen")]:
+            setattr(owner, name, refuse)
+        import multiprocessing.process
+        multiprocessing.process.BaseProcess.start = refuse
+
+sys.exit(pytest.main(sys.argv[1:], plugins=[Watch()]))
+"""
+
+
+def entry_points() -> list[str]:
+    """The lines of this project's pyproject.toml that pytest finds the plugin by."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.entry-points.pytest11]\n")[2]
+    return section.partition("\n\n")[0].replace('"', "").splitlines()
+
+
+@pytest.fixture
+def other_project(tmp_path):
+    """A project that has nothing of this one but the installed packages: no conftest, no ini file, no plugin option."""
+    site, project = tmp_path / "site", tmp_path / "project"
+    installed = site / "hyper_parallel-0.dist-info"
+    installed.mkdir(parents=True)
+    for package in ("hyper_parallel", "sim"):
+        (site / package).symlink_to(ROOT / package)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hyper_parallel\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text("\n".join(["[pytest11]", *entry_points(), ""]))
+    (project / "tests").mkdir(parents=True)
+    (project / "pyproject.toml").write_text('[project]\nname = "lonely"\nversion = "0"\n')
+    (project / "tests" / "test_lonely.py").write_text(LONELY)
+    (project / "offline.py").write_text(OFFLINE)
+
+    def run(*command: str) -> subprocess.CompletedProcess:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SIM_"))}
+        environment["PYTHONPATH"] = str(site)
+        return subprocess.run(
+            [sys.executable, *command, "-p", "no:cacheprovider", "-p", "no:xdist"],
+            cwd=project,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+def test_a_project_that_only_installs_the_package_and_has_no_network_and_no_other_process(other_project):
+    result = other_project("offline.py", "-m", "sim", "--sim-seed=11", "--strict-markers", "-v")
+    out = result.stdout
+    assert "sim: seed 11" in out, out + result.stderr
+    for name in ("test_sum[sim]", "test_drawn", "test_the_seed_is_known[sim]"):
+        assert f"{name} PASSED" in out, out
+    assert "test_race[sim] FAILED" in out
+    assert "InFlightBufferRace" in out
+    assert "test_copies[sim] FAILED" in out
+    assert "ReplicaMismatch: the copies of 'argument 0' along axis 'world' differ" in out
+    assert "replay: pytest 'tests/test_lonely.py::test_copies[sim]' --sim-seed=11" in out
+    assert counts(result) == {"failed": 2, "passed": 3, "deselected": 1}
+    guarded = other_project("offline.py", "-k", "test_not_on_ranks")
+    assert counts(guarded)["passed"] == 1, "the guard would have noticed"
+
+
+def test_every_strategy_says_what_it_shrinks_towards():
+    page = (ROOT / "docs" / "testing.md").read_text()
+    public = [name for name, value in vars(sim.strategies).items() if inspect.isfunction(value) and name[0] != "_"]
+    own = [name for name in public if getattr(sim.strategies, name).__module__ == "sim.strategies"]
+    assert {"interleavings", "layouts", "meshes"} <= set(own)
+    for name in own:
+        assert "Shrinks towards" in getattr(sim.strategies, name).__doc__, name
+        assert f"| `{name}(" in page, f"docs/testing.md does not list {name}"
+
+
+def test_strategies_without_hypothesis(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "sim.strategies", raising=False)
+    monkeypatch.delattr(sim, "strategies", raising=False)
+    with pytest.raises(
+        ImportError, match=r"sim\.strategies needs hypothesis.*\n  try: pip install 'hyper_parallel\[te"
+    ):
+        sim.strategies  # noqa: B018 - looking it up imports it
+
+
+def test_what_sim_does_not_have():
+    with pytest.raises(AttributeError, match="module 'sim' has no attribute 'strategy'"):
+        sim.strategy  # noqa: B018

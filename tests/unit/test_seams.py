@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -19,10 +20,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, split_group
+from torch.distributed import c10d_logger, device_mesh, split_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 import sim
 from hyper_parallel import platform
@@ -48,6 +50,7 @@ def places() -> dict[str, object]:
         "init_process_group": c10d.init_process_group,
         "split_group": c10d.split_group,
         "rendezvous": c10d.rendezvous,
+        "error log": c10d_logger._get_msg_dict,
         "_new_process_group_helper": c10d._new_process_group_helper,
         "mesh": device_mesh.DeviceMesh.__init__,
         "environ": os.environ._data,
@@ -130,6 +133,19 @@ def test_the_others_are_taken_back_when_one_cannot(monkeypatch):
 
 
 # -- one test per seam -----------------------------------------------------------------------------------------
+
+
+def test_seam_error_log():
+    """torch looks the function up where it logs an error, and calls a group by the name that it was asked for."""
+
+    def body() -> None:
+        dist.init_process_group("nccl")
+        with pytest.raises(ValueError, match="there is no member 5"):
+            dist.broadcast(torch.ones(1), src=5)
+        assert c10d_logger._get_msg_dict("broadcast") == {"func_name": "broadcast"}
+
+    sim.run(body, 2)
+    assert c10d_logger._exception_logger(len).__globals__["_get_msg_dict"] is c10d_logger._get_msg_dict
 
 
 def test_seam_c10d_state():
@@ -239,6 +255,36 @@ def test_seam_split_group():
         assert {e.axis for e in world.trace.events if e.op == "all_reduce"} == {"half"}
 
 
+def test_seam_new_group():
+    """A rank that is in none of many groups only counts them: names, numbers and errors are torch's all the same."""
+
+    def names():
+        pairs = [[rank, (rank + 1) % 4] for rank in range(4)]
+        groups = [dist.new_group(pair, group_desc="pair") for pair in pairs]
+        found = [None if group == dist.GroupMember.NON_GROUP_MEMBER else group.group_name for group in groups]
+        totals = []
+        for group in groups:
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                total = torch.tensor([float(dist.get_rank())])
+                dist.all_reduce(total, group=group)
+                totals.append(total.item())
+        return found, dist.distributed_c10d._world.group_count, totals
+
+    made = sim.run(names, 4)
+    assert [found for found, _, _ in made] == [
+        [name if rank in (index, (index + 1) % 4) else None for index, name in enumerate("1234")] for rank in range(4)
+    ]
+    assert {count for _, count, _ in made} == {5}
+    assert [totals for *_, totals in made] == [[1.0, 3.0], [1.0, 3.0], [3.0, 5.0], [5.0, 3.0]]
+
+    def wrong(ranks):
+        for _ in range(2):  # the second time is no different
+            with pytest.raises(ValueError, match="rank"):
+                dist.new_group(ranks)
+
+    sim.run(wrong, 2, ([1, 7],))
+
+
 def test_seam_device_mesh():
     """torch caches by mesh for the process; uneven shards go wrong when ranks share what is cached."""
 
@@ -281,6 +327,97 @@ def test_seam_environment():
     with sim.world(2):
         os.environ["SIM_TEST_SEAM"] = "of the process"  # outside of the ranks, the process's own
     assert os.environ.pop("SIM_TEST_SEAM") == "of the process"
+
+
+def test_seam_dtensor_boundary():
+    """With ``check_replicas`` only, and torch still has both methods where users call them."""
+    before = DTensor.from_local, DTensor.to_local
+    with sim.world(2):
+        assert (DTensor.from_local, DTensor.to_local) == before
+    with sim.world(2, check_replicas=True) as world:
+        assert DTensor.from_local is not before[0]
+        assert DTensor.to_local is not before[1]
+
+        def body() -> list[float]:
+            mesh = init_device_mesh("cpu", (2,))
+            made = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+            return made.to_local(grad_placements=[Partial()]).tolist()
+
+        assert world.run(body) == [[1.0, 1.0]] * 2
+    assert (DTensor.from_local, DTensor.to_local) == before
+
+
+def test_seam_loss_parallel():
+    """A rank inside does not change how another one's DTensors are dispatched, nor does one that leaves first."""
+    table = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(table)
+    operator = torch.ops.aten._log_softmax.default
+
+    def body() -> list[bool]:
+        found = []
+        for _ in range(3):
+            with loss_parallel() if dist.get_rank() != 1 else contextlib.nullcontext():
+                dist.barrier()
+                found.append(operator in DTensor._op_dispatcher._custom_op_handlers)
+            found.append(operator in DTensor._op_dispatcher._custom_op_handlers)
+        return found
+
+    assert sim.run(body, 3) == [[True, False] * 3, [False] * 6, [True, False] * 3]
+    assert DTensor._op_dispatcher._custom_op_handlers is table
+    assert table == before
+    with loss_parallel():  # this thread is no rank
+        assert operator in table
+    assert table == before
+
+
+def test_seam_optimizer_steps():
+    from torch.optim import optimizer
+
+    hooks = optimizer._global_optimizer_pre_hooks
+    before = list(hooks)
+    with sim.world(2):
+        assert list(hooks) == before
+    with sim.world(2, check_replicas=True):
+        assert len(hooks) == len(before) + 1
+        weight = torch.ones(2, requires_grad=True)
+        weight.grad = torch.ones(2)
+        torch.optim.SGD([weight], lr=1.0).step()  # this thread is no rank
+        assert weight.tolist() == [0.0, 0.0]
+    assert list(hooks) == before
+
+
+def test_seam_warning_prefix(capsys):
+    before = warnings.formatwarning
+
+    def body() -> None:
+        warnings.warn(f"of {dist.get_rank()}", stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = warnings._showwarning_orig  # pytest records them
+        warnings._showwarnmsg_impl = lambda shown: sys.stderr.write(warnings._formatwarnmsg(shown))
+        sim.run(body, 2, schedule=())
+        warnings.warn("of nobody", stacklevel=1)
+    shown = capsys.readouterr().err
+    assert "test_seams.py" in shown
+    assert all(f"[rank {rank}]" in shown and f"UserWarning: of {rank}\n" in shown for rank in range(2))
+    assert all(line.startswith("[rank") for line in shown[: shown.index("of 1")].splitlines())
+    assert "[rank" not in shown[shown.index("of nobody") :]
+    with pytest.warns(UserWarning, match=r"^of \d$"):
+        sim.run(body, 2)
+    assert warnings.formatwarning is before
+
+
+def test_seam_logging_prefix(caplog):
+    before = logging.Handler.format
+    with caplog.at_level(logging.INFO):
+        sim.run(lambda: logging.getLogger("mine").info("a\nb"), 2, schedule=())
+        logging.getLogger("mine").info("of nobody")
+    lines = caplog.text.splitlines()
+    assert [line[:8] for line in lines[:4]] == ["[rank 0]", "[rank 0]", "[rank 1]", "[rank 1]"]
+    assert "[rank" not in lines[4]
+    assert caplog.messages == ["a\nb", "a\nb", "of nobody"], "the records stay as they are"
+    assert logging.Handler.format is before
 
 
 def test_seam_device_guard():
@@ -393,6 +530,19 @@ def test_seam_spawn():
     with pytest.raises(sim.SimError, match="it starts processes as ranks"):
         sim.run(lambda: mp.start_processes(dist.barrier, nprocs=2), 2)
     assert mp.start_processes is before
+
+
+def test_seam_start_method():
+    import torch.multiprocessing
+
+    default = multiprocessing.get_context.__self__
+    before = multiprocessing.set_start_method, torch.multiprocessing.set_start_method, default._actual_context
+    with sim.world(2) as world:
+        assert multiprocessing.set_start_method is not before[0]
+        world.run(lambda: multiprocessing.set_start_method("spawn", force=True))
+        assert world.run(multiprocessing.get_start_method) == ["spawn"] * 2
+    after = multiprocessing.set_start_method, torch.multiprocessing.set_start_method, default._actual_context
+    assert after == before
 
 
 def test_seam_child_environment():
@@ -529,6 +679,99 @@ def test_a_world_prints_no_warning(capfd):
         warnings.simplefilter("error")
         sim.run(lambda: (dist.init_process_group("gloo"), init_device_mesh("cpu", (2, 2)), dist.barrier()), 4)
     assert capfd.readouterr() == ("", ""), "nor does the C++ side"
+
+
+def test_seam_locks():
+    """What waits is built on locks that the waiting thread makes, and looked up by these names."""
+    import queue
+    import threading
+
+    from sim import locks
+
+    def places() -> list[object]:
+        return [vars(threading)["_allocate_lock"], threading.Lock, threading.RLock, queue.SimpleQueue]
+
+    def body() -> tuple:
+        condition, rlock = threading.Condition(threading.Lock()), threading.RLock()
+        with rlock, rlock, condition:
+            condition.wait(1.0)
+            made = type(condition._lock), type(rlock._block), type(queue.SimpleQueue())
+        return *made, type(vars(threading)["_allocate_lock"]())
+
+    before = places()
+    with sim.world(2) as world:
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+        assert world.run(body) == [(locks.Lock, locks.Lock, vars(queue)["_PySimpleQueue"], locks.Lock)] * 2
+        assert type(threading.Lock()) is type(before[1]()), "this thread is no rank"
+        assert type(queue.SimpleQueue()) is before[3]
+        assert world.now == 1.0, "the condition waited for its own lock"
+    assert places() == before
+
+
+def test_seam_timeouts():
+    import concurrent.futures
+    import queue
+    import threading
+
+    def places() -> list[object]:
+        return [vars(threading)["_time"], vars(queue)["time"], concurrent.futures._base.time]
+
+    before = places()
+    with sim.world(1) as world:
+        assert world.run(lambda: (time.sleep(5.0), *[now() for now in (*places()[:2], places()[2].monotonic)])) == [
+            (None, 5.0, 5.0, 5.0)
+        ]
+        assert places()[2].monotonic() > 0
+        assert places()[2].perf_counter is time.perf_counter
+    assert places() == before
+
+
+def test_seam_threads():
+    import threading
+
+    def places() -> list[object]:
+        thread = threading.Thread
+        return [thread.__init__, thread.start, thread.join, thread.is_alive]
+
+    def body() -> tuple:
+        ranks: list[int] = []
+        thread = threading.Thread(target=lambda: (dist.barrier(), ranks.append(dist.get_rank())))
+        thread.start()
+        thread.join()
+        return ranks, thread.is_alive(), thread.daemon, "run" in vars(thread)
+
+    before = places()
+    with sim.world(2) as world:
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+        assert world.run(body) == [([rank], False, False, False) for rank in range(2)]
+    assert places() == before
+
+
+def test_seam_futures():
+    import concurrent.futures
+
+    logger, done = concurrent.futures._base.LOGGER, concurrent.futures.Future.done
+    filters = list(logger.filters)
+
+    def places() -> list[object]:
+        future = concurrent.futures.Future
+        return [future.__init__, future.__hash__, future.done, concurrent.futures.ThreadPoolExecutor.__init__]
+
+    def body() -> list[str]:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            pool.submit(int).result()
+            return [thread.name[-2:] for thread in pool._threads]
+
+    before = places()
+    with sim.world(1) as world:
+        assert world.run(body) == [["_0"]]
+        assert concurrent.futures.Future.done is not done
+        assert not concurrent.futures.Future().done()
+        assert len(logger.filters) == len(filters) + 1
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+    assert concurrent.futures.Future.done is done
+    assert places() == before
+    assert logger.filters == filters
 
 
 def test_seam_time_sleep():

@@ -161,7 +161,8 @@ def test_messages():
 def test_parts_of_one_storage_are_told_apart():
     def body(own, other) -> None:
         whole = torch.zeros(6, 4)
-        work = dist.all_reduce(own(whole), async_op=True)
+        part = own(whole)
+        work = dist.all_gather([part, torch.zeros(part.shape)], torch.zeros(part.shape), async_op=True)
         other(whole).add_(1)
         work.wait()
 

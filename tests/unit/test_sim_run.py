@@ -190,7 +190,7 @@ def test_a_failure_in_torch_keeps_torchs_lines(run: Run) -> None:
         ("sys.exit(256)", 1, "rank 1 called sys.exit(256)\n  replay: "),
         ("os._exit(3)", 1, "called os._exit(3), which would end all 2 simulated ranks\n"),
         ("torch.multiprocessing.spawn(print)", 1, "try: under torchrun and here alike, call print(int("),
-        ("sim.run(print, 2)", 1, "a world cannot begin while another one is alive\n"),
+        ("sim.run(print, 2)", 1, "a rank cannot start ranks of its own\n"),
         ("sim.launch.main(['--nproc', '2', 'script.py']) and sys.exit(2)", 2, "this process is a rank already\n"),
         ("dist.barrier()", 1, "Deadlock: no rank can run: 1 of 2 ranks wait"),
         ("torch.zeros(1, device='cuda')", 1, "  try: --map-device cuda, which puts on the CPU"),

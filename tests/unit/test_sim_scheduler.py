@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import signal
@@ -317,8 +318,9 @@ def test_a_busy_or_altered_worker_does_not_go_back_to_the_pool():
     threads.release(again)
 
 
-def test_only_a_ranks_own_thread_communicates():
+def test_only_a_ranks_threads_communicate():
     problems: list[Exception] = []
+    done = [_thread.allocate_lock() for _ in range(2)]  # real ones, which hold the turn
 
     def body() -> None:
         group = dist.group.WORLD
@@ -330,10 +332,12 @@ def test_only_a_ranks_own_thread_communicates():
                     use()
                 except Exception as error:
                     problems.append(error)
+            finished.release()
 
-        thread = threading.Thread(target=misuse)
-        thread.start()
-        thread.join()
+        finished = done[dist.get_rank()]
+        finished.acquire()
+        _thread.start_new_thread(misuse, ())  # without threading.Thread, it is nobody's
+        finished.acquire()
         dist.barrier()
         dist.send(torch.ones(1), (dist.get_rank() + 1) % 2)
         pending.wait()
@@ -344,23 +348,24 @@ def test_only_a_ranks_own_thread_communicates():
 
 
 def test_a_rank_that_blocks_unseen_is_named(monkeypatch, capfd):
-    seen: list[tuple[int, str]] = []
-    found = threading.Event()
+    seen: list[tuple[str, str]] = []
+    found = _thread.allocate_lock()  # a real one, which holds the turn
+    found.acquire()
     report = watchdog.report
 
-    def note(rank: int, seconds: float, stack: str) -> None:
-        seen.append((rank, stack))
-        report(rank, seconds, stack)
-        found.set()
+    def note(who: str, seconds: float, stack: str) -> None:
+        seen.append((who, stack))
+        report(who, seconds, stack)
+        found.release()
 
     monkeypatch.setattr(watchdog, "LIMIT_S", 0.1)
     monkeypatch.setattr(watchdog, "report", note)
 
     def wait_for_no_rank() -> None:
-        found.wait(60)
+        found.acquire(timeout=60)
 
     sim.run(lambda: wait_for_no_rank() if dist.get_rank() == 1 else None, 3)
-    assert [rank for rank, _ in seen] == [1]
+    assert [who for who, _ in seen] == ["rank 1"]
     assert "in wait_for_no_rank" in seen[0][1]
     assert "not given up its turn, so that no other rank can run" in capfd.readouterr().err
 

@@ -90,16 +90,16 @@ class Bucket:
                 param.sharded, replaced = cast(nn.Parameter, registered), True
             local = param.local
             # An empty part tells nothing by its address, but must follow the others: all ranks decide alike.
-            moved = local.numel() > 0 and local.data_ptr() != base + start * size
+            moved = local.numel() > 0 and not local.is_meta and local.data_ptr() != base + start * size
             replaced = replaced or moved or local.dtype != dtype or local.device != device
-        if not replaced and device.type == "meta":
+        if not replaced and device.type == "meta" and self._needs_data:
             raise self._no_data_error()
         return replaced
 
     def repack(self) -> None:
         """Take over the parts that were replaced."""
         locals_ = [param.local.detach() for param in self.params]
-        if any(part.is_meta for part in locals_):
+        if self._needs_data and any(part.is_meta for part in locals_):
             raise self._no_data_error()
         if len({part.dtype for part in locals_}) > 1:
             raise RuntimeError(
@@ -113,6 +113,11 @@ class Bucket:
                 param.sharded._local_tensor = view  # type: ignore[attr-defined]
                 param.show(param.sharded)
             self._make_wholes()
+
+    @property
+    def _needs_data(self) -> bool:
+        """Whether the ranks' devices have data; on simulated ranks they may have none."""
+        return self.mesh.platform.device().type != "meta"
 
     def _no_data_error(self) -> RuntimeError:
         names = ", ".join(param.name for param in self.params if param.local.is_meta)

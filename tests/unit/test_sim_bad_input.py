@@ -1,0 +1,207 @@
+"""What a new user gets wrong: each mistake is named at once, with what to do instead."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sim
+from sim.launch import main
+
+pytestmark = pytest.mark.sim
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test has to miss")
+
+
+# -- devices -----------------------------------------------------------------------------------------------------
+
+
+@without_cuda
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: torch.ones(1).cuda(),
+        lambda: torch.ones(1, device="cuda:0"),
+        lambda: torch.nn.Linear(2, 2).to("cuda"),
+        lambda: torch.cuda.set_device(0),
+        lambda: dist.init_device_mesh("cuda", (2,)),
+    ],
+    ids=["cuda()", "device=", "module.to", "set_device", "mesh"],
+)
+def test_a_cuda_device(use):
+    with pytest.raises(sim.RankFailed) as found:
+        sim.run(use, 2)
+    assert str(found.value).splitlines()[1:] == [
+        "  seen: a device of type cuda was asked for, and simulated ranks have none of their own",
+        "  try: sim.run(..., map_device='cuda'), which puts on the CPU what a rank puts on cuda",
+        "  replay: sim.run(..., world_size=2, seed=0)",
+    ]
+    sim.run(use, 2, map_device="cuda")
+
+
+def test_what_is_not_mapped():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has what the test has to miss")
+    with pytest.raises(sim.RankFailed, match=r"map_device='cuda'\): this is not among what it maps"):
+        sim.run(lambda: torch.cuda.get_device_properties(0), 2, map_device="cuda")
+
+
+def test_a_device_that_is_mapped():
+    def body() -> tuple[str, int, bool]:
+        torch.cuda.set_device(dist.get_rank())
+        return str(torch.ones(1).cuda().device), torch.cuda.current_device(), torch.cuda.is_available()
+
+    assert sim.run(body, 2, map_device="cuda") == [("cpu", rank, True) for rank in range(2)]
+    with sim.world(2, map_device="cuda") as world:
+        assert world.run(lambda: str(torch.zeros(1, device="cuda").device)) == ["cpu"] * 2
+
+
+def test_a_device_to_map_that_nobody_knows():
+    with pytest.raises(ValueError, match="cannot put on the CPU what names the device 'gpu'") as found:
+        sim.run(dist.barrier, 2, map_device="gpu")
+    assert "map_device: one of cuda, npu, or None" in str(found.value)
+
+
+@without_cuda
+def test_a_script_that_asks_for_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\ntorch.ones(1).cuda()\n")
+    assert main(["--nproc", "2", str(script)]) == 1
+    said = capsys.readouterr().err
+    assert "seen: a device of type cuda was asked for, and simulated ranks have none of their own" in said
+    assert said.count("try: ") == 1
+    assert "try: --map-device cuda, which puts on the CPU what a script puts on cuda" in said
+    assert main(["--nproc", "2", "--map-device", "cuda", str(script)]) == 0
+
+
+# -- functions ---------------------------------------------------------------------------------------------------
+
+
+def takes_one(x: int) -> int:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "what"),
+    [
+        ((), None, "missing a required argument: 'x'"),
+        ((1, 2), None, "too many positional arguments"),
+        ((1,), {"y": 2}, "got an unexpected keyword argument 'y'"),
+    ],
+)
+def test_arguments_that_the_function_does_not_take(args, kwargs, what):
+    with pytest.raises(TypeError) as found:
+        sim.run(takes_one, 2, args, kwargs)
+    assert str(found.value).splitlines()[0] == f"cannot call takes_one on ranks: {what}"
+    assert "takes_one takes (x: 'int') -> 'int'" in str(found.value)
+    assert "try: sim.run(takes_one, world_size=2, args=(...), kwargs={...})" in str(found.value)
+
+
+def test_a_wrapped_function_takes_what_its_wrapper_takes():
+    @functools.wraps(takes_one)
+    def wrapper() -> int:
+        return takes_one(3)
+
+    assert sim.run(wrapper, 2) == [3, 3]
+    assert sim.run(functools.partial(takes_one, 4), 2) == [4, 4]
+    assert sim.run(dict, 2, kwargs={"a": 1}) == [{"a": 1}] * 2
+
+
+def test_a_function_whose_call_runs_nothing():
+    async def train() -> int:
+        return dist.get_rank()
+
+    def batches():
+        yield dist.get_rank()
+
+    with pytest.raises(TypeError, match="cannot run train on ranks: a call of it runs nothing yet") as found:
+        sim.run(train, 2)
+    assert "fn: a coroutine function" in str(found.value)
+    assert "try: a function that runs it, as in lambda: asyncio.run(train())" in str(found.value)
+    with pytest.raises(TypeError, match=r"fn: a generator function\n  try: .* lambda: list\(batches\(\)\)"):
+        sim.run(batches, 2)
+    assert sim.run(lambda: asyncio.run(train()), 2) == [0, 1]
+    assert sim.run(lambda: list(batches()), 2) == [[0], [1]]
+
+
+# -- worlds in worlds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [lambda: sim.run(dist.barrier, 2), lambda: sim.world(2).__enter__(), lambda: sim.world(2).run(dist.barrier)],
+    ids=["run", "world", "world.run"],
+)
+def test_a_rank_that_starts_ranks(begin):
+    with pytest.raises(sim.SimError, match=r"a rank cannot start ranks of its own\n  try: call sim\.run outside"):
+        sim.run(begin, 2)
+    assert sim.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_run_inside_of_a_world():
+    with sim.world(2), pytest.raises(sim.SimError, match="a world cannot begin while another one is alive") as found:
+        sim.run(dist.barrier, 3)
+    assert "try: leave its 'with' block first" in str(found.value)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_exits():
+    with pytest.raises(sim.RankFailed, match=r"rank \d called sys\.exit\(3\)"):
+        sim.run(lambda: sys.exit(3), 2)
+    with pytest.raises(sim.RankFailed, match=r"rank \d called sys\.exit\('no data'\)"):
+        sim.run(lambda: sys.exit("no data"), 2)
+    assert sim.run(sys.exit, 2) == [None, None]
+    with pytest.raises(sim.SimError, match=r"try: sys\.exit\(status\), which ends the calling rank alone"):
+        sim.run(lambda: os._exit(0), 2)
+
+
+def test_the_start_method_of_processes():
+    default = multiprocessing.get_start_method()
+
+    def body() -> str:
+        multiprocessing.set_start_method("spawn")
+        return multiprocessing.get_start_method()
+
+    assert sim.run(body, 3) == ["spawn"] * 3
+    assert multiprocessing.get_start_method() == default
+
+    def different() -> None:
+        multiprocessing.set_start_method("spawn" if dist.get_rank() else "forkserver", force=True)
+
+    with pytest.raises(RuntimeError, match=r"cannot set the start method '\w+': another rank has set '\w+'") as found:
+        sim.run(different, 2)
+    assert "multiprocessing.get_context('" in str(found.value)
+    assert multiprocessing.get_start_method() == default
+
+
+def communicate_in_child(results) -> None:
+    try:
+        dist.barrier()
+    except sim.SimError as error:
+        results.put(str(error))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_that_communicates():
+    def body() -> str:
+        context = multiprocessing.get_context("fork")
+        results = context.Queue()
+        process = context.Process(target=communicate_in_child, args=(results,))
+        process.start()
+        said = results.get(timeout=60)
+        process.join()
+        return said
+
+    for rank, said in enumerate(sim.run(body, 2)):
+        assert said.startswith(f"a process that rank {rank} started used one of the rank's process groups\n")
+        assert "try: communicate from the rank itself" in said

@@ -1,0 +1,654 @@
+"""Threads that ranks start: they are the rank's, take turns, and are gone when the world is."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import sim
+from sim import locks, threads
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert threads.busy_threads() == 0
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        if thread.name == "QueueFeederThread":  # multiprocessing's own, which nobody joins
+            thread.join(10)
+    assert [thread.name for thread in left if thread.is_alive() and not thread.name.startswith("sim-worker")] == []
+
+
+# -- a helper is its rank's --------------------------------------------------------------------------------------
+
+
+def test_a_helper_communicates_as_its_rank():
+    def body() -> tuple[float, int, str]:
+        seen: list[tuple[float, int, str]] = []
+
+        def work() -> None:
+            dist.all_reduce(x := torch.tensor([float(dist.get_rank())]))
+            seen.append((x.item(), dist.get_rank(), os.environ["RANK"]))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return seen[0]
+
+    with sim.world(3) as world:
+        assert world.run(body) == [(3.0, rank, str(rank)) for rank in range(3)]
+        assert sorted(event.rank for event in world.trace.events) == [0, 1, 2]
+
+
+def test_a_helper_draws_from_its_ranks_generators():
+    def drawn(helped: bool) -> list[float]:
+        torch.manual_seed(dist.get_rank())
+        numbers = [torch.rand(1).item()]
+        if helped:
+            thread = threading.Thread(target=lambda: numbers.append(torch.rand(1).item()))
+            thread.start()
+            dist.barrier()
+            thread.join()
+        else:
+            numbers.append(torch.rand(1).item())
+        return [*numbers, torch.rand(1).item()]
+
+    assert sim.run(drawn, 3, args=(True,)) == sim.run(drawn, 3, args=(False,))
+
+
+def test_grad_mode_and_intraop_threads_of_a_helper():
+    def body() -> tuple[bool, int]:
+        with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+            grad = pool.submit(torch.is_grad_enabled).result()
+            return grad, pool.submit(torch.get_num_threads).result()
+
+    assert sim.run(body, 2, intraop_threads=3) == [(True, 3)] * 2
+
+
+def test_groups_that_another_thread_of_the_rank_made():
+    def body() -> list[float]:
+        go = threading.Event()
+        meshes = []
+
+        def work() -> float:
+            go.wait()
+            x = distribute_tensor(torch.ones(4), meshes[0], [Shard(0)])
+            meshes.append(init_device_mesh("cpu", (2,), mesh_dim_names=("of_the_helper",)))
+            return x.redistribute(meshes[0], [Replicate()]).to_local().sum().item()
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(work)
+            meshes.append(init_device_mesh("cpu", (2,), mesh_dim_names=("of_the_rank",)))
+            go.set()
+            total = done.result()
+        y = distribute_tensor(torch.ones(6), meshes[1], [Shard(0)])
+        return [total, y.redistribute(meshes[1], [Replicate()]).to_local().sum().item()]
+
+    assert sim.run(body, 2) == [[4.0, 6.0]] * 2
+
+
+def test_backward_on_a_helper():
+    def body() -> float:
+        weight = torch.ones(1, requires_grad=True)
+
+        def step() -> None:
+            (weight * dist.get_rank()).backward()
+            dist.all_reduce(weight.grad)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(step).result()
+        return weight.grad.item()
+
+    assert sim.run(body, 3) == [3.0] * 3
+
+
+# -- where it gives its turn up ----------------------------------------------------------------------------------
+
+
+def prefetched(start) -> list[int]:
+    """What a loader hands to its rank, which communicates between two pieces."""
+    pieces: queue.Queue = queue.Queue(maxsize=2)
+
+    def load() -> None:
+        for piece in range(5):
+            pieces.put(piece)
+        pieces.put(None)
+
+    start(load)
+    seen = []
+    while (piece := pieces.get()) is not None:
+        seen.append(piece)
+        dist.barrier()
+    return seen
+
+
+def test_a_bounded_queue():
+    def with_thread(load) -> None:
+        threading.Thread(target=load, daemon=True).start()
+
+    assert sim.run(prefetched, 3, args=(with_thread,)) == [list(range(5))] * 3
+
+
+def test_an_executor_that_nobody_shuts_down():
+    def body() -> list[int]:
+        return prefetched(ThreadPoolExecutor(2).submit)
+
+    assert sim.run(body, 3) == [list(range(5))] * 3
+
+
+def test_every_way_to_wait():
+    def body() -> list[object]:
+        seen: list[object] = []
+        with ThreadPoolExecutor(3) as pool:
+            futures = [pool.submit(lambda i=i: (dist.barrier(), i)[1]) for i in range(1)]
+            seen.append([each.result() for each in concurrent.futures.as_completed(futures)])
+            seen.append(len(concurrent.futures.wait([pool.submit(time.sleep, 1) for _ in range(2)]).done))
+            seen.append(list(pool.map(abs, [-1, 2])))
+            asked = pool.submit(dist.barrier)
+            while not asked.done():
+                pass
+            event, condition, semaphore = threading.Event(), threading.Condition(), threading.Semaphore(0)
+            barrier, tasks, simple = threading.Barrier(2), queue.Queue(), queue.SimpleQueue()
+
+            def other() -> None:
+                dist.barrier()
+                event.set()
+                with condition:
+                    condition.notify()
+                semaphore.release()
+                barrier.wait()
+                tasks.get()
+                dist.barrier()
+                tasks.task_done()
+                simple.put("simple")
+
+            with condition:
+                pool.submit(other)
+                condition.wait()
+            seen += [event.wait(), semaphore.acquire(), barrier.wait() in (0, 1)]
+            tasks.put(1)
+            tasks.join()
+            seen.append(simple.get())
+        return seen
+
+    for seed in range(3):
+        assert sim.run(body, 2, seed=seed) == [[[0], 2, [1, 2], True, True, True, "simple"]] * 2
+
+
+@pytest.mark.parametrize("name", ["Lock", "RLock"])
+def test_a_lock_that_is_held_while_others_run(name):
+    """Looked up on the rank, since only what a rank makes is seen."""
+
+    def body() -> list[str]:
+        lock, order = getattr(threading, name)(), []
+
+        def work() -> None:
+            with lock:
+                order.append("helper")
+
+        with lock:
+            thread = threading.Thread(target=work)
+            thread.start()
+            dist.barrier()
+            assert not thread.join(timeout=1.0), "it waits for the lock"
+            assert thread.is_alive()
+            order.append("rank")
+        thread.join()
+        assert not thread.is_alive()
+        return order
+
+    assert sim.run(body, 2) == [["rank", "helper"]] * 2
+
+
+def test_a_lock_works_without_ranks_too():
+    lock = sim.run(lambda: threading.Lock(), 1)[0]  # noqa: PLW0108 - looked up on the rank
+    assert isinstance(lock, locks.Lock)
+    with lock:
+        assert lock.locked()
+        assert not lock.acquire(False)
+        assert not lock.acquire(timeout=0.001)
+        thread = threading.Thread(target=lock.acquire)
+        thread.start()
+    thread.join()
+    assert repr(lock).startswith("<locked sim.locks.Lock")
+    with pytest.raises(ValueError, match="timeout"):
+        lock.acquire(False, 1.0)
+
+
+def test_a_loop_that_asks_whether_a_thread_is_alive():
+    def body() -> bool:
+        thread = threading.Thread(target=dist.barrier)
+        thread.start()
+        while thread.is_alive():
+            pass
+        return thread.is_alive()
+
+    assert sim.run(body, 2) == [False] * 2
+
+
+def test_timeouts_are_in_virtual_time():
+    def body() -> list[object]:
+        seen: list[object] = []
+        thread = threading.Thread(target=time.sleep, args=(100.0,))
+        thread.start()
+        thread.join(30.0)
+        seen.append(thread.is_alive())
+        for wait in (
+            lambda: queue.Queue().get(timeout=5.0),
+            lambda: queue.SimpleQueue().get(timeout=5.0),
+            lambda: concurrent.futures.Future().result(timeout=5.0),
+            lambda: next(concurrent.futures.as_completed([concurrent.futures.Future()], timeout=5.0)),
+        ):
+            with pytest.raises((queue.Empty, TimeoutError, concurrent.futures.TimeoutError)):
+                wait()
+        seen.append(threading.Event().wait(5.0))
+        seen.append(threading.Semaphore(0).acquire(timeout=5.0))
+        condition = threading.Condition()
+        with condition:
+            seen.append(condition.wait_for(lambda: False, timeout=5.0))
+        thread.join()
+        return seen
+
+    with sim.world(2) as world:
+        assert world.run(body) == [[True, False, False, False]] * 2
+        assert [world.clock(rank) for rank in range(2)] == [100.0, 100.0]
+
+
+def test_a_timer():
+    def body() -> list[str]:
+        order: list[str] = []
+        timer = threading.Timer(2.0, order.append, args=("later",))
+        timer.start()
+        time.sleep(1.0)
+        order.append("sooner")
+        timer.join()
+        return order
+
+    assert sim.run(body, 2) == [["sooner", "later"]] * 2
+
+
+# -- determinism -------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_fixes_the_interleaving_of_helpers():
+    def interleaving(seed: int) -> list[tuple[int, str]]:
+        order: list[tuple[int, str]] = []
+
+        def body() -> None:
+            rank = dist.get_rank()
+
+            def work(name: str) -> None:
+                for _ in range(3):
+                    order.append((rank, name))
+                    time.sleep(0)
+
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(work, "ab"))
+            order.append((rank, "rank"))
+
+        sim.run(body, 3, seed=seed)
+        return order
+
+    for seed in range(3):
+        assert interleaving(seed) == interleaving(seed)
+    assert len({tuple(interleaving(seed)) for seed in range(5)}) > 1
+
+
+def test_what_goes_through_a_set_of_futures_does_so_in_one_order():
+    def order(pad: int) -> list[list[int]]:
+        keep: list[object] = []
+
+        def body() -> list[int]:
+            with ThreadPoolExecutor(2) as pool:
+                futures = []
+                for number in range(30):
+                    keep.append(bytearray(pad * number))  # they lie elsewhere in memory
+                    futures.append(pool.submit(int, number))
+                concurrent.futures.wait(futures)
+                return [future.result() for future in concurrent.futures.as_completed(futures)]
+
+        return sim.run(body, 2)
+
+    assert order(1) == order(777)
+
+
+def test_an_idle_executor_says_nothing_when_the_world_ends(capfd):
+    def body() -> None:
+        pool = ThreadPoolExecutor(1)
+        pool.submit(int).result()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    with pytest.raises(sim.Deadlock):
+        sim.run(body, 2)
+    assert "Exception in worker" not in "".join(capfd.readouterr())
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_is_not_joined_is_waited_for():
+    done: list[int] = []
+
+    def body() -> None:
+        def late() -> None:
+            time.sleep(1.0)
+            dist.barrier()
+            done.append(dist.get_rank())
+
+        threading.Thread(target=late).start()
+
+    sim.run(body, 3)
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_a_daemon_is_ended():
+    ended: list[int] = []
+
+    def body() -> None:
+        begun = threading.Event()
+
+        def beat() -> None:
+            begun.set()
+            try:
+                while True:
+                    time.sleep(1.0)
+            finally:
+                ended.append(dist.get_rank())
+
+        threading.Thread(target=beat, daemon=True).start()
+        begun.wait()
+        dist.barrier()
+
+    sim.run(body, 3)
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_a_rank_that_raises_ends_the_helpers(capfd):
+    def body() -> None:
+        pool = ThreadPoolExecutor(2)
+        pool.submit(dist.barrier)
+        threading.Thread(target=queue.Queue().get).start()
+        if dist.get_rank() == 1:
+            raise ValueError("bad")
+        dist.barrier()
+
+    with pytest.raises(ValueError, match="rank 1 raised ValueError: bad"):
+        sim.run(body, 3)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_a_thread_raises_is_reported_and_the_rank_goes_on(capfd):
+    def body() -> int:
+        thread = threading.Thread(target=lambda: int("bad"), name="of the rank")
+        thread.start()
+        thread.join()
+        return dist.get_rank()
+
+    hook, seen = threading.excepthook, []
+    threading.excepthook = lambda told: seen.append((told.exc_type, told.thread.name))
+    try:
+        assert sim.run(body, 2) == [0, 1]
+    finally:
+        threading.excepthook = hook
+    assert seen == [(ValueError, "of the rank")] * 2
+
+
+def test_what_a_future_raises_reaches_the_rank():
+    def body() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int, "bad").result()
+
+    with pytest.raises(ValueError, match=r"rank \d raised ValueError: invalid literal"):
+        sim.run(body, 2)
+
+
+def test_a_mismatch_that_a_helper_finds():
+    def body() -> None:
+        def work() -> None:
+            dist.all_reduce(torch.ones(2 + dist.get_rank()))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    with pytest.raises(sim.CollectiveMismatch, match="do not agree on its operation #0"):
+        sim.run(body, 2)
+
+
+def test_a_thread_that_is_started_twice_and_one_that_joins_itself():
+    def body() -> list[str]:
+        said: list[str] = []
+
+        def work() -> None:
+            with pytest.raises(RuntimeError) as found:
+                threading.current_thread().join()
+            said.append(str(found.value))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        with pytest.raises(RuntimeError) as found:
+            thread.start()
+        said.append(str(found.value))
+        thread.join()
+        return said
+
+    assert sim.run(body, 2) == [["threads can only be started once", "cannot join current thread"]] * 2
+
+
+# -- what is said ------------------------------------------------------------------------------------------------
+
+
+def one_helper_skips() -> None:
+    pieces: queue.Queue = queue.Queue()
+
+    def load() -> None:
+        if dist.get_rank() == 0:
+            dist.barrier()
+        pieces.put(1)
+
+    threading.Thread(target=load, name="loader").start()
+    pieces.get()
+    if dist.get_rank() == 1:
+        pieces.get()
+
+
+def test_a_deadlock_names_the_thread():
+    with pytest.raises(sim.Deadlock) as found:
+        sim.run(one_helper_skips, 2)
+    lines = [line.rpartition("  ")[0].rstrip() for line in str(found.value).splitlines()[1:4]]
+    assert lines == [
+        "  rank 0                   waits in Queue.get",
+        "  rank 0, thread 'loader'  waits in barrier #0 of group 'world'  for rank 1",
+        "  rank 1                   waits in Queue.get",
+    ]
+    assert "test_sim_helper_threads.py" in str(found.value).splitlines()[1]
+    assert "because: rank 1 waits for something that no rank is about to do" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("wait", "named"),
+    [
+        (lambda: threading.Event().wait(), "Event.wait"),
+        (lambda: concurrent.futures.Future().result(), "Future.result"),
+        (lambda: queue.SimpleQueue().get(), "SimpleQueue.get"),
+        (lambda: threading.Semaphore(0).acquire(), "Semaphore.acquire"),
+        (lambda: [lock := threading.Lock(), lock.acquire(), lock.acquire()], "Lock.acquire"),
+    ],
+)
+def test_what_a_rank_waits_in(wait, named):
+    with pytest.raises(sim.Deadlock, match=f"rank 0 +waits in {named} +test_sim_helper_threads.py"):
+        sim.run(wait, 1)
+
+
+def test_a_rank_that_joins_a_thread_which_waits():
+    def body() -> None:
+        thread = threading.Thread(target=threading.Event().wait, name="idle", daemon=True)
+        thread.start()
+        thread.join()
+
+    with pytest.raises(sim.Deadlock, match=r"rank 0, thread 'idle' +waits in Event.wait") as found:
+        sim.run(body, 1)
+    assert "waits in Thread.join" in str(found.value)
+
+
+def test_a_helper_that_waits_for_other_ranks_at_the_end_is_a_deadlock():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            threading.Thread(target=dist.barrier, name="late").start()
+
+    with pytest.raises(sim.Deadlock, match=r"rank 0, thread 'late' +waits in barrier #0"):
+        sim.run(body, 2)
+
+
+# -- modes of a rank ---------------------------------------------------------------------------------------------
+
+
+def test_a_helper_that_touches_a_buffer_in_flight():
+    def body() -> None:
+        work = dist.all_reduce(x := torch.ones(2), async_op=True)
+        thread = threading.Thread(target=x.sum)
+        thread.start()
+        thread.join()
+        work.wait()
+
+    with pytest.raises(sim.InFlightBufferRace, match="reads a buffer that all_reduce #0 of group 'world' writes"):
+        sim.run(body, 2, check_races=True)
+
+
+def test_devices_are_mapped_on_a_helper():
+    def body() -> str:
+        with ThreadPoolExecutor(1) as pool:
+            return str(pool.submit(lambda: torch.ones(1, device="cuda").device).result())
+
+    assert sim.run(body, 2, map_device="cuda") == ["cpu"] * 2
+
+
+# -- other processes ---------------------------------------------------------------------------------------------
+
+
+def test_a_pool_of_processes_next_to_a_helper():
+    """What other processes answer comes from threads that take no turns."""
+
+    def body() -> list[object]:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+            alone = processes.submit(abs, -dist.get_rank()).result()
+            with ThreadPoolExecutor(1) as pool:
+                dist.barrier()
+                both = pool.submit(lambda: processes.submit(abs, -3).result()).result()
+            return [alone, both]
+
+    assert sim.run(body, 2) == [[0, 3], [1, 3]]
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def test_workers_that_load_next_to_a_helper():
+    def body() -> list[int]:
+        batches: queue.Queue = queue.Queue(2)
+
+        def load() -> None:
+            for batch in DataLoader(Squares(), batch_size=2, num_workers=1):
+                batches.put(batch.tolist())
+            batches.put([])
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(load)
+            seen: list[int] = []
+            while batch := batches.get():
+                seen += batch
+                dist.barrier()
+            return seen
+
+    assert sim.run(body, 2) == [[0, 1, 4, 9, 16, 25]] * 2
+
+
+def test_an_event_that_a_thread_from_outside_sets():
+    """Nobody else can run, and what comes from outside has come."""
+
+    def body() -> bool:
+        event = threading.Event()
+        outside.append(event)
+        set_it.release()
+        is_set.acquire()
+        return event.wait()
+
+    outside: list[threading.Event] = []
+    set_it, is_set = threading.Lock(), threading.Lock()
+    set_it.acquire()
+    is_set.acquire()
+
+    def set_one() -> None:
+        set_it.acquire()
+        outside[0].set()
+        is_set.release()
+
+    thread = threading.Thread(target=set_one)
+    thread.start()
+    assert sim.run(body, 1) == [True]
+    thread.join()
+
+
+# -- what people run into ----------------------------------------------------------------------------------------
+
+
+def test_async_save(tmp_path: Path):
+    def body(folder: Path) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        group = dist.new_group(backend="gloo")
+        state = {"x": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]), "step": 3}
+        saving = dcp.async_save(
+            state,
+            checkpoint_id=folder,
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+        )
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))  # training goes on
+        saving.result()
+        loaded = {"x": distribute_tensor(torch.zeros(8), mesh, [Shard(0)]), "step": 0}
+        dcp.load(loaded, checkpoint_id=folder, process_group=group)
+        assert loaded["step"] == 3
+        return loaded["x"].full_tensor().tolist()
+
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        assert sim.run(body, 2, args=(folder,), seed=seed) == [list(range(8))] * 2
+
+
+def test_a_data_loader_in_the_rank():
+    def body() -> float:
+        data = TensorDataset(torch.arange(8.0))
+        total = torch.zeros(1)
+        for (batch,) in DataLoader(data, batch_size=2, num_workers=0, shuffle=True):
+            dist.all_reduce(batch)
+            total += batch.sum()
+        return total.item()
+
+    assert sim.run(body, 2) == [56.0] * 2

@@ -1,0 +1,170 @@
+"""Swarms: many seeds, each with ranks, faults and an interleaving of its own; and the strategies that draw the same."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import find
+
+import sim
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.faults import Corrupt, Drop, Freeze, Kill, Slow, SlowLink
+from sim.strategies import fault_plans, parallel_dims
+from sim.swarm import draw_faults
+
+pytestmark = pytest.mark.sim
+
+ALL = (Kill, Freeze, Slow, SlowLink, Corrupt, Drop)
+
+
+def total() -> float:
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    dist.barrier()
+    return x.item()
+
+
+def test_a_program_that_loses_ranks_as_it_may_passes():
+    assert sim.swarm(total, (1, 2, 3), seeds=range(30), kinds=ALL, check=lambda world, results: None) == 30
+
+
+def forgets_the_others() -> None:
+    """Goes wrong when a rank dies before the second operation, and only then."""
+    dist.barrier()
+    try:
+        dist.barrier()
+    except sim.RankLost:
+        raise ValueError("what now?") from None
+
+
+def test_the_first_failure_names_what_replays_it():
+    with pytest.raises(sim.SwarmFailed) as caught:
+        sim.swarm(forgets_the_others, 3, seeds=range(100), kinds=(Kill, Slow), max_faults=4)
+    failure = caught.value
+    (fault,) = failure.faults  # the others did not matter
+    assert fault == Kill(fault.rank, at=1)
+    text = str(failure).splitlines()
+    assert text[0] == f"forgets_the_others fails on 3 ranks from seed {failure.seed} with 1 fault"
+    assert text[1].startswith("  seen: RankFailed[ValueError]: rank ")
+    assert text[1].endswith(" raised ValueError: what now?")
+    assert text[2:] == [
+        "  try: fix that first, then the same swarm again",
+        f"  replay: sim.run(..., world_size=3, seed={failure.seed}, faults=[{fault!r}])",
+    ]
+    assert isinstance(failure.__cause__, ValueError)
+    with pytest.raises(ValueError, match=r"what now\?"):
+        sim.run(forgets_the_others, failure.world_size, seed=failure.seed, faults=failure.faults)
+
+
+def test_a_check_that_fails():
+    def nobody_may_be_lost(world: sim.World, results: list) -> None:
+        assert None not in results, "somebody is missing"
+
+    def survives() -> int:
+        with suppress(sim.RankLost):
+            dist.barrier()
+        return 1
+
+    with pytest.raises(sim.SwarmFailed, match="AssertionError: somebody is missing") as caught:
+        sim.swarm(survives, 4, kinds=(Freeze,), check=nobody_may_be_lost)
+    assert [type(each) for each in caught.value.faults] == [Freeze]
+
+
+def test_what_fails_without_faults_is_found_first():
+    with pytest.raises(sim.SwarmFailed, match=r"^<lambda> fails on 2 ranks from seed 5 without any fault\n") as caught:
+        sim.swarm(lambda: int("x"), 2, seeds=[5])
+    assert caught.value.faults == ()
+
+
+def test_losses_that_must_not_end_a_run():
+    with pytest.raises(sim.SwarmFailed, match="RankLost"):
+        sim.swarm(total, 3, kinds=(Kill,), allow=())
+
+
+def test_arguments_are_drawn_too():
+    seen = set()
+
+    def body(shape: tuple[int, int], scale: float = 1.0) -> None:
+        assert shape[0] * shape[1] == dist.get_world_size()
+        assert scale == 2.0
+        seen.add(shape)
+
+    def mesh(random: Random, world_size: int) -> tuple:
+        rows = random.choice([size for size in range(1, world_size + 1) if world_size % size == 0])
+        return ((rows, world_size // rows),)
+
+    sim.swarm(body, (4, 6), mesh, {"scale": 2.0}, seeds=range(40), max_faults=0, topology="laptop")
+    assert seen == {(1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (6, 1)}
+
+
+def test_faults_drawn_for_a_swarm():
+    drawn = [draw_faults(Random(seed), 3, 5, ALL, 3) for seed in range(300)]
+    assert {type(fault) for plan in drawn for fault in plan} == set(ALL)
+    assert () in drawn
+    assert max(map(len, drawn)) == 3
+    for plan in drawn:
+        assert len({fault.rank for fault in plan if isinstance(fault, (Kill, Freeze))}) < 3
+        assert all(0 <= fault.at <= 5 for fault in plan if hasattr(fault, "at"))
+    assert all(not draw_faults(Random(seed), 1, 5, (Drop, SlowLink, Kill), 3) for seed in range(50))
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ({"seeds": []}, "0 seeds on [2] ranks with up to 2 faults of 3 kinds"),
+        ({"world_size": ()}, "100 seeds on [] ranks with up to 2 faults of 3 kinds"),
+        ({"kinds": ()}, "100 seeds on [2] ranks with up to 2 faults of 0 kinds"),
+        ({"kinds": (int,)}, "100 seeds on [2] ranks with up to 2 faults of 1 kinds"),
+        ({"max_faults": -1}, "100 seeds on [2] ranks with up to -1 faults of 3 kinds"),
+    ],
+)
+def test_swarms_that_cannot_be(options, numbers):
+    with pytest.raises(ValueError) as caught:
+        sim.swarm(total, **{"world_size": 2, **options})
+    assert str(caught.value) == (
+        f"cannot run a swarm of {numbers}\n"
+        "  kinds: of sim.faults.Kill, sim.faults.Freeze, sim.faults.Slow, sim.faults.SlowLink, sim.faults.Corrupt, "
+        "sim.faults.Drop\n"
+        "  try: seeds=range(100), world_size=(2, 4), kinds=[sim.faults.Kill]"
+    )
+
+
+# -- strategies ------------------------------------------------------------------------------------------------
+
+
+def test_what_drawn_values_shrink_towards():
+    assert find(fault_plans(3), lambda plan: True) == []
+    assert find(fault_plans(3), bool) == [Kill(0, at=0)]
+    assert find(fault_plans(3), lambda plan: any(isinstance(each, Drop) for each in plan)) == [Drop(0, 1, at=0)]
+    assert find(parallel_dims(), lambda dims: True) == ParallelDims()
+    assert find(parallel_dims(ranks=12), lambda dims: True) == ParallelDims(dp_shard=12, world_size=12)
+    assert find(parallel_dims(ranks=12), lambda dims: dims.tp > 2).tp == 3
+
+
+def test_every_kind_of_fault_and_moment_is_drawn():
+    plans = fault_plans(3, regions=("backward",))
+    for kind in ALL:
+        assert find(plans, lambda plan, kind=kind: any(type(each) is kind for each in plan))
+    for of in (int, str, tuple, float, type(sim.at_time(0))):
+        assert find(plans, lambda plan, of=of: any(type(getattr(each, "at", None)) is of for each in plan))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fault_plans(0), "world_size=0 is out of range"),
+        (lambda: fault_plans(2, max_faults=-1), "max_faults=-1 is out of range"),
+        (lambda: fault_plans(2, max_operations=0), "max_operations=0 is out of range"),
+        (lambda: fault_plans(2, survivors=3), "survivors=3 is out of range\n  try: survivors from 0 to 2"),
+        (lambda: fault_plans(2, kinds=[]), r"kinds: \[\] are no kinds of fault\n  known: sim.faults.Kill, "),
+        (lambda: parallel_dims(0), "max_ranks=0 is out of range"),
+        (lambda: parallel_dims(ranks=0), "ranks=0 is out of range"),
+    ],
+)
+def test_bounds_that_nothing_fits(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
