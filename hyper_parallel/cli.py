@@ -184,7 +184,7 @@ def simulate(context: typer.Context) -> None:
 
     hyper-parallel simulate --nproc 8 train.py --steps 10
     """
-    from sim.launch import main as run_script
+    from sim.script.launch import main as run_script
 
     raise typer.Exit(run_script(context.args, command="hyper-parallel simulate"))
 

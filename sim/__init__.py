@@ -12,8 +12,10 @@
 from typing import Any
 
 from sim import faults
+from sim.checks.determinism import check_determinism
+from sim.checks.replicas import check_replicas
 from sim.clock import advance
-from sim.determinism import check_determinism
+from sim.current import current_rank
 from sim.errors import (
     CollectiveMismatch,
     Deadlock,
@@ -24,14 +26,13 @@ from sim.errors import (
     ReplicaMismatch,
     SimError,
 )
-from sim.fault_plan import at_time
+from sim.faults.plan import at_time
+from sim.faults.swarm import SwarmFailed, swarm
+from sim.faults.triggers import region
 from sim.oracle import gather_full, scatter_full
 from sim.pytest_plugin import RankTest, ranks
-from sim.replicas import check_replicas
-from sim.swarm import SwarmFailed, swarm
 from sim.trace import Event, Row, Span, Trace
-from sim.triggers import region
-from sim.world import World, current_rank, run, world
+from sim.world import World, run, world
 
 __all__ = [
     # Run ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sim.launch import main
+from sim.script.launch import main
 
 USAGE = """usage: python -m sim run --nproc N [options] script.py [arguments]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hyper_parallel.core.redistribute.cost import Load, Topology, seconds, topology
 from sim.collectives import Call
+from sim.current import current_context
 
 if TYPE_CHECKING:
     from sim.world import World
@@ -111,7 +112,6 @@ def advance(seconds: float) -> None:
         SimError: The caller is no simulated rank.
     """
     from sim.errors import SimError
-    from sim.world import current_context
 
     took = check_seconds(seconds, "the time that a rank computes")
     context = current_context()
@@ -135,8 +135,6 @@ def sleep(seconds: float) -> None:
     Args:
         seconds: Virtual seconds, 0 or more.
     """
-    from sim.world import current_context
-
     context = current_context()
     if context is None:
         _sleep_for_real(seconds)

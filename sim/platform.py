@@ -6,6 +6,7 @@ import torch
 
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.cpu import CpuPlatform
+from sim.current import current_context
 
 __all__ = ["SimPlatform", "provide"]
 
@@ -29,8 +30,6 @@ class SimPlatform(CpuPlatform):
 
 def provide(device_type: str | None) -> Platform | None:
     """The simulated device for a rank that asks for the default, ``cpu``, or what is mapped to it; else None."""
-    from sim.world import current_context
-
     context = current_context()
     if context is None or device_type not in (None, "cpu", context.world.map_device):
         return None

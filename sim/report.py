@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from sim.collectives import Call, Contract, Problem
 from sim.errors import CollectiveMismatch, Deadlock, SimError, ranks_phrase, table
-from sim.locks import where
+from sim.seams.locks import where
 
 if TYPE_CHECKING:
-    from sim.process_group import Message, Slot
+    from sim.group import Message, Slot
     from sim.world import World
 
 __all__ = ["cannot_carry_out", "collective_mismatch", "deadlock", "line_of", "message_mismatch", "never_completed"]
@@ -140,8 +140,8 @@ def deadlock(world: World) -> Deadlock:
 
 def line_of(rank: int, waiting: object) -> str:
     """The user's line that ``rank`` waits in; empty where none is known."""
-    from sim.process_group import Message, Slot
-    from sim.replicas import Meeting
+    from sim.checks.replicas import Meeting
+    from sim.group import Message, Slot
 
     if isinstance(waiting, Slot):
         call = waiting.calls[waiting.group.ranks.index(rank)]

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from sim.errors import RankLost, RankStopped, SimError
-from sim.outsiders import Outsiders
+from sim.seams.outsiders import Outsiders
 from sim.threads import Worker
 from sim.watchdog import Watchdog
 

@@ -1,4 +1,4 @@
-"""What the simulator changes in torch and ``os.environ`` while a world is alive; the rest: ``sim/process_seams.py``.
+"""What the simulator changes in torch and ``os.environ`` while a world is alive; the rest: ``sim/seams/process.py``.
 
 Each seam is a small function that makes one change and returns how to undo it. All were tried on torch 2.11,
 2.13 and 2.15; ``tests/unit/test_seams.py`` has a test per seam that fails when torch moves it. Outside of a
@@ -22,13 +22,14 @@ from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from sim import devices
 from sim.clock import CLOCK_SEAMS
+from sim.current import current_context
 from sim.errors import SimError
-from sim.helper_threads import HELPER_SEAMS
-from sim.locks import LOCK_SEAMS
-from sim.messages import MESSAGE_SEAMS
-from sim.process_seams import PROCESS_SEAMS
+from sim.seams import devices
+from sim.seams.helper_threads import HELPER_SEAMS
+from sim.seams.locks import LOCK_SEAMS
+from sim.seams.messages import MESSAGE_SEAMS
+from sim.seams.process import PROCESS_SEAMS
 
 if TYPE_CHECKING:
     from sim.world import RankContext, World
@@ -84,12 +85,6 @@ def new_c10d_state() -> Any:
     return _RankC10dState()
 
 
-def _context() -> RankContext | None:
-    from sim.world import current_context
-
-    return current_context()
-
-
 def _replace_function(name: str, replacement: Callable[..., Any]) -> Undo:
     """Let ``torch.distributed``'s function ``name`` be ``replacement``, also for those who imported it before.
 
@@ -129,11 +124,11 @@ def _c10d_state(world: World) -> Undo:
 
     class PerRank:
         def __getattr__(self, name: str) -> Any:
-            context = _context()
+            context = current_context()
             return getattr(real if context is None else context.c10d, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            context = _context()
+            context = current_context()
             setattr(real if context is None else context.c10d, name, value)
 
     c10d._world = PerRank()  # type: ignore[assignment]
@@ -156,7 +151,7 @@ def _global_rank(world: World) -> Undo:
     original = bindings._set_global_rank
 
     def set_global_rank(rank: int) -> None:
-        if _context() is None:
+        if current_context() is None:
             original(rank)
 
     bindings._set_global_rank = set_global_rank
@@ -176,7 +171,7 @@ def _backend(world: World) -> Undo:
 
 def _create_group(options: Any, backend_options: Any) -> dist.ProcessGroup:
     del backend_options
-    context = _context()
+    context = current_context()
     if context is None:
         raise SimError("the backend 'sim' works on simulated ranks only\n  try: sim.run(fn, world_size=8)")
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -207,7 +202,7 @@ def _group_creation(world: World) -> Undo:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        context = _context()
+        context = current_context()
         if context is None:
             return original(group_size, group_rank, ranks, backend, store, group_name, *rest, **options)
         _check_backend(str(backend))
@@ -222,7 +217,9 @@ def _group_creation(world: World) -> Undo:
     default_timeout = c10d._get_default_timeout
 
     def get_default_timeout(backend: Any) -> Any:
-        return default_timeout(backend) if _context() is None else c10d.default_pg_timeout  # or it warns of no NCCL
+        if current_context() is None:
+            return default_timeout(backend)
+        return c10d.default_pg_timeout  # without a warning that there is no NCCL
 
     c10d._new_process_group_helper = new_process_group
     c10d._get_default_timeout = get_default_timeout
@@ -239,7 +236,7 @@ def _rendezvous(world: World) -> Undo:
     original = c10d.rendezvous
 
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
-        context = _context()
+        context = current_context()
         if context is None:
             yield from original(url, rank, world_size, **options)
             return
@@ -259,7 +256,7 @@ def _error_log(world: World) -> Undo:
     original = c10d_logger._get_msg_dict
 
     def get_msg_dict(func_name: str, *args: Any, **options: Any) -> dict[str, Any]:
-        return original(func_name, *args, **options) if _context() is None else {"func_name": func_name}
+        return original(func_name, *args, **options) if current_context() is None else {"func_name": func_name}
 
     c10d_logger._get_msg_dict = get_msg_dict
 
@@ -304,7 +301,7 @@ def _init_process_group(world: World) -> Undo:
     signature = inspect.signature(original)
 
     def init_process_group(*args: Any, **options: Any) -> None:
-        context = _context()
+        context = current_context()
         if context is None:
             original(*args, **options)
             return
@@ -351,7 +348,7 @@ def _split_group(world: World) -> Undo:
         *rest: Any,
         **more: Any,
     ) -> Any:
-        if _context() is None:
+        if current_context() is None:
             return original(parent_pg, split_ranks, timeout, pg_options, *rest, **more)
         parent = parent_pg or dist.group.WORLD
         if not split_ranks or any(len(part) == 0 or len(part) != len(set(part)) for part in split_ranks):
@@ -384,7 +381,7 @@ def _new_group(world: World) -> Undo:
     seen: set[tuple[Any, ...]] = set()
 
     def new_group(ranks: Any = None, *rest: Any, **options: Any) -> Any:
-        context = _context()
+        context = current_context()
         if context is None or type(ranks) is not list or rest or options.get("use_local_synchronization"):
             return original(ranks, *rest, **options)
         state = context.c10d
@@ -411,7 +408,7 @@ def _device_mesh(world: World) -> Undo:
     original = mesh_class.__init__
 
     def init(self: Any, device_type: str, *args: Any, **options: Any) -> None:
-        context = _context()
+        context = current_context()
         if context is not None and context.world.map_device is not None:  # torch may keep this function, not the world
             device_type = devices.mapped(device_type, context.world.map_device)
         original(self, device_type, *args, **options)
@@ -462,7 +459,7 @@ class _PerRankEnvironment(MutableMapping[bytes, bytes]):
         self.touched: set[bytes] = set()
 
     def _data(self) -> Any:
-        context = _context()
+        context = current_context()
         return self.real if context is None else context.environment
 
     def __getitem__(self, key: bytes) -> bytes:
@@ -508,7 +505,7 @@ def _dtensor_boundary(world: World) -> Undo:
         return lambda: None
     from torch.distributed.tensor import DTensor
 
-    from sim import partials, replicas
+    from sim.checks import partials, replicas
 
     from_local, to_local = DTensor.from_local, DTensor.to_local
     DTensor.from_local = staticmethod(replicas.check_when_made(from_local))
@@ -530,7 +527,7 @@ def _loss_parallel(world: World) -> Undo:
     enable, disable = loss._enable_custom_loss_ops, loss._disable_custom_loss_ops
 
     def enable_on_rank() -> None:
-        context = _context()
+        context = current_context()
         if context is None:
             enable()
             return
@@ -538,7 +535,7 @@ def _loss_parallel(world: World) -> Undo:
         use_op_handlers(context)
 
     def disable_on_rank() -> None:
-        context = _context()
+        context = current_context()
         if context is None:
             disable()
             return
@@ -567,7 +564,7 @@ def _optimizer_steps(world: World) -> Undo:
     """With ``check_replicas``, every optimizer compares its parameters and gradients before a step."""
     if not world.check_replicas:
         return lambda: None
-    from sim import replicas
+    from sim.checks import replicas
 
     return replicas.check_at_steps()
 
@@ -623,7 +620,7 @@ def _mapped_device(world: World) -> Undo:
     for name, standing_in in devices.CLASSES.items():
         replace(module, name, standing_in)
     for name in devices.ANSWERS:
-        replace(module, name, devices.answer(name, getattr(module, name, None), _context))
+        replace(module, name, devices.answer(name, getattr(module, name, None), current_context))
     replace(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
     replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, kind, "device_type"))
     replace(torch.amp.GradScaler, "__init__", _on_cpu(torch.amp.GradScaler.__init__, kind, "device", default="cpu"))
@@ -645,7 +642,7 @@ def _without_device_ids(original: Callable[..., None]) -> Callable[..., None]:
     def init(
         self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *rest: Any, **more: Any
     ) -> None:
-        if _context() is not None:
+        if current_context() is not None:
             device_ids = output_device = None
         original(self, module, device_ids, output_device, *rest, **more)
 
@@ -657,7 +654,7 @@ def _on_cpu(original: Callable[..., Any], kind: str, name: str, default: str | N
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        if _context() is not None:
+        if current_context() is not None:
             if args:
                 args = (devices.mapped(args[0], kind), *args[1:])
             elif name in options or default is not None:
@@ -670,9 +667,9 @@ def _on_cpu(original: Callable[..., Any], kind: str, name: str, default: str | N
 def _loads_on_cpu(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *rest: Any, **more: Any) -> Any:
-        if _context() is not None and isinstance(map_location, dict):
+        if current_context() is not None and isinstance(map_location, dict):
             map_location = {devices.mapped(k, kind): devices.mapped(v, kind) for k, v in map_location.items()}
-        elif _context() is not None:
+        elif current_context() is not None:
             map_location = devices.mapped(map_location, kind)
         return original(f, map_location, *rest, **more)
 
@@ -718,7 +715,7 @@ def is_alive(world: World) -> bool:
 
 def install(world: World) -> None:
     """Put all seams in place for ``world``."""
-    if _context() is not None:
+    if current_context() is not None:
         raise SimError("a rank cannot start ranks of its own\n  try: call sim.run outside of a rank's function")
     if _alive:
         raise SimError(

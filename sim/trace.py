@@ -206,7 +206,7 @@ class Trace:
         One process per rank, one row per axis and group, an arrow through the members of each operation. Time is
         virtual; where none has passed, an operation comes one step after what its ranks did before it.
         """
-        from sim.export import write_chrome
+        from sim.views.export import write_chrome
 
         write_chrome(self, path)
 
@@ -221,7 +221,7 @@ class Trace:
             SimError: matplotlib is not installed.
             ValueError: Another ``color``.
         """
-        from sim.plot import draw
+        from sim.views.plot import draw
 
         draw(self, path, color)
 
@@ -231,7 +231,7 @@ class Trace:
         ``python -m torch.distributed.flight_recorder.fr_trace FOLDER`` (torch 2.12 and later) reads them. A world that
         failed can be dumped, too: what not all ranks have joined counts as scheduled.
         """
-        from sim.export import write_flight_recorder
+        from sim.views.export import write_flight_recorder
 
         write_flight_recorder(self, folder)
 

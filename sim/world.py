@@ -14,22 +14,26 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.redistribute.cost import Topology
-from sim import partials, races, replicas, report, threads, torch_seams
+from sim import report, threads, torch_seams
+from sim.checks import partials, races, replicas
 from sim.clock import Cost, Pricing
 from sim.collectives import Call, Problem
-from sim.devices import KINDS, MapDevice
+from sim.current import current_rank, this_thread
 from sim.errors import RankLost, RankStopped, SimError, rank_failed, ranks_phrase
-from sim.failure import device_hint
-from sim.faults import Fault, Faults
-from sim.messages import copy_of_filters, enter_filters, leave_filters
-from sim.process_group import Group, Message, SimProcessGroup, Slot
-from sim.process_seams import Generators
-from sim.process_view import ProcessView
+from sim.faults import Fault
+from sim.faults.hooks import Faults
+from sim.group import Group, Message, Slot
+from sim.process_group import SimProcessGroup
 from sim.scheduler import RankThread, Scheduler
+from sim.script.failure import device_hint
+from sim.script.process_view import ProcessView
+from sim.seams.devices import KINDS, MapDevice
+from sim.seams.messages import copy_of_filters, enter_filters, leave_filters
+from sim.seams.process import Generators
 from sim.store import RankStore, SharedStore
 from sim.trace import Event, Trace
 
-__all__ = ["RankContext", "World", "current_rank", "run", "world"]
+__all__ = ["RankContext", "World", "run", "world"]
 
 MAX_RANKS = 65_536
 _numbers = itertools.count()
@@ -392,7 +396,7 @@ class World:
         context: RankContext = rank.context
         if context.rank in self.faults.losses.by_rank:
             return None  # lost in an earlier run
-        _this_thread.context = context
+        this_thread.context = context
         processors = None
         try:
             if self._pin is not None:
@@ -417,7 +421,7 @@ class World:
                 self._cached.add(rank.rank)
             if processors is not None:
                 os.sched_setaffinity(0, processors)
-            _this_thread.context = None
+            this_thread.context = None
 
     @contextmanager
     def _modes(self, context: RankContext, *, of_helper: bool = False) -> Iterator[None]:
@@ -433,7 +437,7 @@ class World:
     @contextmanager
     def on_helper_thread(self, helper: RankThread) -> Iterator[None]:
         """Make the calling thread, which has just begun, one of a rank's."""
-        _this_thread.context = helper.context
+        this_thread.context = helper.context
         helper.resumed = self.catch_up
         try:
             torch.set_num_threads(self._intraop_threads or self._process_threads)
@@ -442,12 +446,12 @@ class World:
                 yield
         finally:
             torch_seams.leave_rank(helper.context)
-            _this_thread.context = None
+            this_thread.context = None
 
     def catch_up(self) -> None:
         """Let the calling thread know the groups that other threads of its rank have made."""
-        if _this_thread.context is not None:
-            torch_seams.catch_up(_this_thread.context)
+        if this_thread.context is not None:
+            torch_seams.catch_up(this_thread.context)
 
     # -- what the process groups ask -----------------------------------------------------------------------------
 
@@ -584,28 +588,6 @@ def _enter(context: RankContext) -> None:
         torch_seams.use_op_handlers(context)
     if context.view is not None:
         context.view.enter()
-
-
-class _ThisThread(threading.local):
-    context: RankContext | None = None
-
-
-_this_thread = _ThisThread()
-
-
-def current_context() -> RankContext | None:
-    """The rank that the calling thread runs, or None outside of any world."""
-    return _this_thread.context
-
-
-def current_rank() -> int | None:
-    """The simulated rank of the calling thread, or None outside of any world.
-
-    >>> current_rank() is None
-    True
-    """
-    context = _this_thread.context
-    return None if context is None else context.rank
 
 
 def world(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.launch import main
+from sim.script.launch import main
 
 FOLDER = Path(__file__).parents[2] / "examples" / "torch_scripts"
 SCRIPTS = ("checkpoint", "ddp", "fsdp2", "moe", "pipeline", "tensor_parallel")

@@ -28,10 +28,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import sim
 from hyper_parallel import platform
-from sim import devices, torch_seams
-from sim.output import RankStream
+from sim import torch_seams
 from sim.process_group import SimProcessGroup
-from sim.process_view import SLOTS, ProcessView
+from sim.script.output import RankStream
+from sim.script.process_view import SLOTS, ProcessView
+from sim.seams import devices
 
 pytestmark = pytest.mark.sim
 
@@ -686,7 +687,7 @@ def test_seam_locks():
     import queue
     import threading
 
-    from sim import locks
+    from sim.seams import locks
 
     def places() -> list[object]:
         return [vars(threading)["_allocate_lock"], threading.Lock, threading.RLock, queue.SimpleQueue]

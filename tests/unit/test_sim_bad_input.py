@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import sim
-from sim.launch import main
+from sim.script.launch import main
 
 pytestmark = pytest.mark.sim
 

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sim
 from hyper_parallel import fully_shard
-from sim import losses, scheduler, threads
-from sim.faults import Corrupt, Drop, Freeze, Kill, Slow, SlowLink
-from sim.world import current_context
+from sim import scheduler, threads
+from sim.current import current_context
+from sim.faults import Corrupt, Drop, Freeze, Kill, Slow, SlowLink, losses
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import sim
-from sim import locks, threads
+from sim import threads
+from sim.seams import locks
 
 pytestmark = pytest.mark.sim
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import sim
-from sim.determinism import first_difference
+from sim.checks.determinism import first_difference
 
 pytestmark = pytest.mark.sim
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sim
-from sim import linear, partials, threads
+from sim import threads
+from sim.checks import linear, partials
 
 pytestmark = pytest.mark.sim
 

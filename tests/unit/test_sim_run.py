@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sim
-from sim.launch import main
+from sim.script.launch import main
 
 pytestmark = pytest.mark.sim
 
@@ -191,7 +191,11 @@ def test_a_failure_in_torch_keeps_torchs_lines(run: Run) -> None:
         ("os._exit(3)", 1, "called os._exit(3), which would end all 2 simulated ranks\n"),
         ("torch.multiprocessing.spawn(print)", 1, "try: under torchrun and here alike, call print(int("),
         ("sim.run(print, 2)", 1, "a rank cannot start ranks of its own\n"),
-        ("sim.launch.main(['--nproc', '2', 'script.py']) and sys.exit(2)", 2, "this process is a rank already\n"),
+        (
+            "sim.script.launch.main(['--nproc', '2', 'script.py']) and sys.exit(2)",
+            2,
+            "this process is a rank already\n",
+        ),
         ("dist.barrier()", 1, "Deadlock: no rank can run: 1 of 2 ranks wait"),
         ("torch.zeros(1, device='cuda')", 1, "  try: --map-device cuda, which puts on the CPU"),
         ("import torch_npu", 1, "  try: --map-device npu, which puts on the CPU"),
@@ -201,7 +205,9 @@ def test_a_failure_in_torch_keeps_torchs_lines(run: Run) -> None:
 def test_what_is_said(run: Run, call: str, code: int, said: str) -> None:
     if "cuda" in call and torch.cuda.is_available():
         pytest.skip("this machine has the device")
-    got, _, err = run(f"import sim.launch\ndist.init_process_group()\nif rank == 1:\n    {call}\n", "--seed", "1")
+    got, _, err = run(
+        f"import sim.script.launch\ndist.init_process_group()\nif rank == 1:\n    {call}\n", "--seed", "1"
+    )
     assert got == code
     assert said in err
     assert "--nproc 2 --seed 1 script.py\n" in err

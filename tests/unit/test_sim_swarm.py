@@ -13,8 +13,8 @@ from hypothesis import find
 import sim
 from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.faults import Corrupt, Drop, Freeze, Kill, Slow, SlowLink
+from sim.faults.swarm import draw_faults
 from sim.strategies import fault_plans, parallel_dims
-from sim.swarm import draw_faults
 
 pytestmark = pytest.mark.sim
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
-from sim.export import flight_recorder
-from sim.timeline import lay_out
 from sim.trace import Event, Trace
+from sim.views.export import flight_recorder
+from sim.views.timeline import lay_out
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 

@@ -14,10 +14,10 @@ import torch
 
 from sim.clock import Pricing
 from sim.collectives import Call, Problem
-from sim.corruption import draw_flips, execute_flipped, flipped, given_by
-from sim.fault_plan import (
+from sim.faults.corruption import draw_flips, execute_flipped, flipped, given_by
+from sim.faults.losses import Losses
+from sim.faults.plan import (
     At,
-    AtTime,
     Corrupt,
     Drop,
     Fault,
@@ -25,34 +25,17 @@ from sim.fault_plan import (
     Kill,
     Slow,
     SlowLink,
-    at_time,
     check_ranks,
 )
-from sim.losses import Losses
-from sim.reform import Reform
+from sim.faults.reform import Reform
+from sim.faults.triggers import Flip, Happening, Trigger
 from sim.trace import user_line
-from sim.triggers import Flip, Happening, Trigger, region
 
 if TYPE_CHECKING:
-    from sim.process_group import Group, Message
+    from sim.group import Group, Message
     from sim.world import RankContext, World
 
-__all__ = [
-    "At",
-    "AtTime",
-    "Corrupt",
-    "Drop",
-    "Fault",
-    "Faults",
-    "Flip",
-    "Freeze",
-    "Happening",
-    "Kill",
-    "Slow",
-    "SlowLink",
-    "at_time",
-    "region",
-]
+__all__ = ["Faults", "Operation"]
 
 
 class Operation(NamedTuple):

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.multiprocessing
 
+from sim.current import current_context
 from sim.errors import SimError
-from sim.modules import RankFinder, RankLocks
-from sim.process_view import SLOTS, ForwardToRank
+from sim.script.modules import RankFinder, RankLocks
+from sim.script.process_view import SLOTS, ForwardToRank
 
 if TYPE_CHECKING:
-    from sim.process_view import ProcessView
+    from sim.script.process_view import ProcessView
     from sim.world import RankContext, World
 
 __all__ = ["PROCESS_SEAMS", "Generators"]
@@ -61,8 +62,6 @@ class Generators:
 
 
 def _context() -> RankContext | None:
-    from sim.world import current_context
-
     return current_context()
 
 

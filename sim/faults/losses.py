@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from sim.errors import RankLost, RankStopped, ranks_phrase
+from sim.faults.triggers import Happening
 from sim.scheduler import RankThread, Waitable
-from sim.triggers import Happening
 
 if TYPE_CHECKING:
-    from sim.process_group import Group, Message, Slot
+    from sim.group import Group, Message, Slot
     from sim.world import World
 
 __all__ = ["DETECTION_S", "TIMEOUT_S", "Losses"]
@@ -146,7 +146,7 @@ class Losses:
         return getattr(what, "dropped", False) or any(rank in self.by_rank for rank in what.missing())
 
     def _time_out(self, what: Waitable, at: float) -> None:
-        from sim.process_group import Message
+        from sim.group import Message
 
         if isinstance(what, Message):
             what.group.withdraw(what)

@@ -8,7 +8,7 @@ from random import Random
 import torch
 
 from sim.collectives import Call, Problem, execute
-from sim.triggers import Flip
+from sim.faults.triggers import Flip
 
 __all__ = ["draw_flips", "execute_flipped", "flipped", "given_by"]
 

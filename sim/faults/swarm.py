@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from sim.errors import RankLost, SimError
-from sim.fault_plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink
+from sim.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink
 from sim.world import World, world
 
 __all__ = ["SwarmFailed", "swarm"]

@@ -12,7 +12,7 @@ from sim.errors import RankFailed, SimError
 __all__ = ["device_hint", "report_failure", "traceback_of"]
 
 FAILURE, INTERRUPTED = 1, 130
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ASKED_FOR_CUDA = re.compile(
     r"not compiled with CUDA|Cannot access accelerator device|"
     r"Found no NVIDIA driver|No CUDA GPUs|CUDA device but torch.cuda.is_available|"

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from sim.current import current_context
 from sim.scheduler import Waitable
 
 if TYPE_CHECKING:
@@ -31,13 +32,11 @@ __all__ = ["LOCK_SEAMS", "Local", "Lock", "exchange", "my_scheduler", "where"]
 _real_lock = _thread.allocate_lock
 _real_monotonic = time.monotonic
 _WAIT_IN = (threading.__file__, queue.__file__, concurrent.futures._base.__file__)
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def my_scheduler() -> Scheduler | None:
     """The scheduler, if the calling thread is the one that it lets run; None where waiting is Python's own affair."""
-    from sim.world import current_context
-
     context = current_context()
     if context is None or context.world.pid != os.getpid():  # or a process that a rank has forked off
         return None

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sim.current import current_context
+
 if TYPE_CHECKING:
     from sim.world import World
 
@@ -42,8 +44,6 @@ def _prefixed(text: str) -> str:
 
     The output streams of a script's ranks do that.
     """
-    from sim.world import current_context
-
     context = current_context()
     if context is None or context.view is not None:
         return text

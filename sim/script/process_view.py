@@ -13,8 +13,8 @@ from multiprocessing import context as multiprocessing_context
 from types import ModuleType
 from typing import Any
 
-from sim.modules import OwnModules
-from sim.output import RankStream
+from sim.script.modules import OwnModules
+from sim.script.output import RankStream
 
 __all__ = ["SLOTS", "ForwardToRank", "ProcessView"]
 

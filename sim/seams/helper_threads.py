@@ -17,8 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sim.errors import RankStopped, SimError
-from sim.locks import Local, exchange, my_scheduler
 from sim.scheduler import RankThread
+from sim.seams.locks import Local, exchange, my_scheduler
 
 if TYPE_CHECKING:
     from sim.scheduler import Scheduler

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 if TYPE_CHECKING:
-    from sim.partials import Mark
+    from sim.checks.partials import Mark
 
 __all__ = ["Misuse", "follow"]
 

@@ -20,11 +20,12 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from sim.devices import KINDS
-from sim.failure import report_failure
-from sim.output import RankStream
-from sim.process_view import ProcessView
-from sim.world import MAX_RANKS, World, current_context, world
+from sim.current import current_context
+from sim.script.failure import report_failure
+from sim.script.output import RankStream
+from sim.script.process_view import ProcessView
+from sim.seams.devices import KINDS
+from sim.world import MAX_RANKS, World, world
 
 __all__ = ["Launch", "main", "run_script"]
 

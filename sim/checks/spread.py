@@ -43,7 +43,7 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    from sim.process_group import without_modes
+    from sim.group import without_modes
 
     return tuple(without_modes(lambda: mesh.mesh.flatten().tolist()))
 

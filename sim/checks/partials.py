@@ -20,9 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from sim.checks.linear import Misuse, follow
+from sim.checks.spread import axis_names
+from sim.current import current_context
 from sim.errors import ReplicaMismatch
-from sim.linear import Misuse, follow
-from sim.spread import axis_names
 from sim.trace import user_line
 
 if TYPE_CHECKING:
@@ -231,8 +232,6 @@ def follow_when_taken(original: Callable[..., torch.Tensor]) -> Callable[..., to
     """``DTensor.to_local`` that marks parts of reductions."""
 
     def to_local(self: DTensor, *args: Any, **options: Any) -> torch.Tensor:
-        from sim.world import current_context
-
         local = original(self, *args, **options)
         context = current_context()
         if context is not None and context.partials is not None:

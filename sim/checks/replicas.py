@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sim.copies import GRADIENT, Copy, disagreement, first_failure
+from sim.checks.copies import GRADIENT, Copy, disagreement, first_failure
+from sim.checks.spread import Spread, leaves, named, of_optimizer, spread_of, spread_of_group
+from sim.current import current_context
 from sim.errors import ReplicaMismatch
 from sim.scheduler import Waitable
-from sim.spread import Spread, leaves, named, of_optimizer, spread_of, spread_of_group
 from sim.trace import user_line
 
 if TYPE_CHECKING:
@@ -125,8 +126,6 @@ def check_replicas(
         TypeError: A thing that is none of these, or a plain tensor without a group.
         ValueError: A negative tolerance.
     """
-    from sim.world import current_context
-
     context = current_context()
     if context is None:
         return
@@ -179,7 +178,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _hold(world: World, meeting: Meeting) -> None:
     """Compare what all ranks have brought, on the thread of the one that came last."""
-    from sim.process_group import without_modes
+    from sim.group import without_modes
 
     found = disagreement(meeting.brought) or without_modes(lambda: first_failure(meeting.brought))
     if found is not None:
@@ -195,8 +194,6 @@ def _hold(world: World, meeting: Meeting) -> None:
 
 def _watched_context() -> RankContext | None:
     """The calling rank, if its world compares replicas by itself and the caller is the rank's own thread."""
-    from sim.world import current_context
-
     context = current_context()
     if context is None or not context.world.check_replicas:
         return None

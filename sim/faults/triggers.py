@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from random import Random
 from typing import NamedTuple
 
+from sim.current import current_context
 from sim.errors import ranks_phrase
-from sim.fault_plan import At, AtTime, Corrupt, Drop, Fault, Kill, Slow, SlowLink
+from sim.faults.plan import At, AtTime, Corrupt, Drop, Fault, Kill, Slow, SlowLink
 
 __all__ = ["Flip", "Happening", "Trigger", "region"]
 
@@ -120,8 +121,6 @@ def region(name: str) -> Iterator[None]:
     Args:
         name: For the ``at`` of a fault.
     """
-    from sim.world import current_context
-
     context = current_context()
     if context is None:
         yield

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sim.current import current_context
+
 __all__ = ["OwnModules", "RankFinder", "RankLocks", "belongs_to_the_user"]
 
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -46,8 +48,6 @@ class OwnModules:
 
 
 def _of_this_rank() -> OwnModules | None:
-    from sim.world import current_context
-
     context = current_context()
     return None if context is None or context.view is None else context.view.modules
 
@@ -129,5 +129,5 @@ def _is_users_file(file: str, folder: str) -> bool:
 def _library_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).resolve().parent)]
+    folders += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).resolve().parent.parent)]
     return tuple(os.path.abspath(folder) + os.sep for folder in folders)

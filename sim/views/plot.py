@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sim.errors import SimError
-from sim.timeline import Bar, Timeline, lay_out, stack
 from sim.trace import Trace
+from sim.views.timeline import Bar, Timeline, lay_out, stack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sim.timeline import Bar, lay_out, row_names, row_of, stack
 from sim.trace import Event, Shape, Trace
+from sim.views.timeline import Bar, lay_out, row_names, row_of, stack
 
 __all__ = ["flight_recorder", "write_chrome", "write_flight_recorder"]
 

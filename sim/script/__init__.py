@@ -1,0 +1,1 @@
+"""Unmodified scripts for torchrun on simulated ranks: ``python -m sim run``."""
