@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from sim.clock import CLOCK_SEAMS
-from sim.current import current_context
+from sim.current import current_context, this_thread
 from sim.errors import SimError
 from sim.seams import devices
 from sim.seams.helper_threads import HELPER_SEAMS
@@ -123,6 +123,11 @@ def _c10d_state(world: World) -> Undo:
     real = c10d._world
 
     class PerRank:
+        @property
+        def default_pg(self) -> Any:  # asked at every operation, hence not left to __getattr__
+            context = this_thread.context
+            return (real if context is None else context.c10d).default_pg
+
         def __getattr__(self, name: str) -> Any:
             context = current_context()
             return getattr(real if context is None else context.c10d, name)
@@ -378,28 +383,40 @@ def _new_group(world: World) -> Undo:
     What torch would check has been checked by the first rank that has made the group.
     """
     original = _replaced("new_group")
-    seen: set[tuple[Any, ...]] = set()
+    made: dict[int, tuple[int, list[int], dict[str, Any]]] = {}  # by its number: of how many ranks, which, and how
 
     def new_group(ranks: Any = None, *rest: Any, **options: Any) -> Any:
-        context = current_context()
+        context = this_thread.context
         if context is None or type(ranks) is not list or rest or options.get("use_local_synchronization"):
             return original(ranks, *rest, **options)
         state = context.c10d
-        default = state.default_pg
-        own, size = (None, 0) if default is None else (default.rank(), default.size())
-        try:
-            key = (size, *ranks, *options.items())
-            known = key in seen
-        except TypeError:  # not hashable: torch says what is wrong with it
-            return original(ranks, **options)
-        if known and own is not None and own not in ranks:
-            state.group_count += 1
+        default, number = state.default_pg, state.group_count
+        before = made.get(number)
+        is_known = before is not None and default is not None and before == (default.size(), ranks, options)
+        if is_known and default.rank() not in ranks:
+            state.group_count = number + 1
             return dist.GroupMember.NON_GROUP_MEMBER
         group = original(ranks, **options)
-        seen.add(key)
+        if before is None and default is not None:
+            made[number] = (default.size(), ranks.copy(), options)
         return group
 
-    return _replace_function("new_group", new_group)
+    get_rank = torch_device_mesh.get_rank
+
+    def own_rank(group: Any = None) -> int:
+        context = this_thread.context
+        default = None if context is None or group is not None else context.c10d.default_pg
+        return get_rank(group) if default is None else default.rank()
+
+    put_back = _replace_function("new_group", new_group)
+    meshs_own = torch_device_mesh.new_group, get_rank
+    torch_device_mesh.new_group, torch_device_mesh.get_rank = new_group, own_rank  # without a logger around each call
+
+    def undo() -> None:
+        torch_device_mesh.new_group, torch_device_mesh.get_rank = meshs_own
+        put_back()
+
+    return undo
 
 
 def _device_mesh(world: World) -> Undo:
