@@ -252,11 +252,9 @@ def planning_table() -> str:
             known = _per_call(lambda src=src, dst=dst, on=on: plan(src, dst, (8192, 8192), torch.float32, on))
             priced = "bytes" if on is None else on.name
             lines.append(f"| {name}, {priced} | {new * 1e3:.1f} | {known * 1e6:.1f} |")
-    ours, theirs = sim.run(_no_op, 8)[0]
-    lines += [
-        "",
-        f"A redistribution to the layout that a DTensor has: {ours * 1e6:.1f} us, torch's {theirs * 1e6:.1f} us.",
-    ]
+    lines += ["", "| nothing to do, us | ours | torch |", "|---|--:|--:|"]
+    for what, ours, theirs in sim.run(_no_op, 8)[0]:
+        lines.append(f"| {what} | {ours * 1e6:.1f} | {theirs * 1e6:.1f} |")
     return "\n".join(lines)
 
 
@@ -276,10 +274,22 @@ def _per_call(call: Callable[[], Any], calls: int = 2000) -> float:
     return best
 
 
-def _no_op() -> tuple[float, float]:
+def _no_op() -> list[tuple[str, float, float]]:
     mesh = hp.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     layout = hp.Layout.from_device_mesh(mesh)("dp", "tp")
-    x = hp.from_local(torch.ones(layout.local_shape((64, 64))), layout, shape=(64, 64))
     if dist.get_rank():
-        return 0.0, 0.0
-    return _per_call(lambda: hp.redistribute(x, layout)), _per_call(lambda: x.redistribute(mesh, x.placements))
+        return []
+    found = []
+    for wants in (False, True):
+        part = torch.ones(layout.local_shape((64, 64)), requires_grad=wants)
+        x = hp.from_local(part, layout, shape=(64, 64))
+        placements = x.placements
+        theirs = _per_call(functools.partial(x.redistribute, mesh, placements))
+        for how, arguments in (
+            ("a layout", (layout,)),
+            ("entries", (("dp", "tp"),)),
+            ("placements", (mesh, placements)),
+        ):
+            ours = _per_call(functools.partial(hp.redistribute, x, *arguments))
+            found.append((f"given {how}{', with a gradient to come' if wants else ''}", ours, theirs))
+    return found

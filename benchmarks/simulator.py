@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,7 @@ def all_reduce_row(ranks: int, elements: int, threads: int) -> Seconds:
         {
             "ours": lambda: on_ours(ranks, lambda: _all_reduce(elements, calls)),
             "threaded": lambda: on_threaded(ranks, lambda: _all_reduce(elements, calls)),
-            "local tensor": lambda: local_tensor_all_reduce(ranks, elements, calls),
+            "local tensor": lambda: local_tensor_all_reduce(ranks, elements, calls if ranks <= 8 else 1),
             "turns": lambda: turns_all_reduce(ranks, elements, calls),
         },
         BLOCKS if elements == 1 else 5,
@@ -180,39 +181,38 @@ def start_row(ranks: int, mesh: tuple[int, ...] | None, reduce: bool) -> Seconds
         on(ranks, work)
         return time.perf_counter() - start
 
-    return _in_turns({"ours": lambda: timed(on_ours), "threaded": lambda: timed(on_threaded)}, 3 if ranks > 64 else 9)
+    return _in_turns({"ours": lambda: timed(on_ours), "threaded": lambda: timed(on_threaded)}, 2 if ranks > 64 else 9)
 
 
-def _steps(engine: str, sequences: int, length: int, steps: int) -> list[float]:
-    """Seconds of each block of steps of one engine; the slowest rank's."""
+def _steps(engine: str, sequences: int, length: int, blocks: int, steps: int) -> list[float]:
+    """Seconds of a step of one engine, of each block of steps after the first; the slowest rank's."""
     ranks = dist.get_world_size()
     model, optimizer = build(engine, init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",)))
     tokens = batch(dist.get_rank(), sequences, length)
-    found = []
-    for _ in range(3):
-        found.append(_slowest(lambda: step(model, optimizer, tokens), steps))
-    return found[1:]
+    return [_slowest(lambda: step(model, optimizer, tokens), steps) for _ in range(1 + blocks)][1:]
 
 
 def step_row(ranks: int, sequences: int, length: int) -> Seconds:
     """Seconds of a training step: each engine on simulated ranks, FSDP2 on the threaded group, one rank on no group."""
     _bind(1)
+    blocks, steps = (2, 2) if ranks <= 8 else (1, 1)
     seconds: Seconds = {}
     for _ in range(5 if ranks <= 8 else 3):
-        for name, found in (
-            ("ours", on_ours(ranks, lambda: _steps("ours", sequences, length, 2))),
-            ("plain", on_ours(ranks, lambda: _steps("plain", sequences, length, 2))),
-            ("FSDP2 on sim", on_ours(ranks, lambda: _steps("fsdp2", sequences, length, 2))),
-            ("FSDP2 threaded", on_threaded(ranks, lambda: _steps("fsdp2", sequences, length, 2))),
-            ("one rank", _one_rank(ranks, sequences, length)),
+        for name, on, engine in (
+            ("ours", on_ours, "ours"),
+            ("plain", on_ours, "plain"),
+            ("FSDP2 on sim", on_ours, "fsdp2"),
+            ("FSDP2 threaded", on_threaded, "fsdp2"),
+            ("one rank", _on_one, "ours"),
         ):
+            found = on(ranks, partial(_steps, engine, sequences, length, blocks, steps))
             seconds.setdefault(name, []).extend(found)
     return seconds
 
 
-def _one_rank(ranks: int, sequences: int, length: int) -> list[float]:
+def _on_one(ranks: int, fn: Callable[[], Any]) -> Any:
     with _fake_group(ranks):
-        return _steps("ours", sequences, length, max(2, 16 // 2))
+        return fn()
 
 
 def memory_row(ranks: int) -> float:

@@ -229,7 +229,9 @@ def _before_ranks_start() -> Iterator[None]:
     """Turn a mistake in what was asked into one message and exit code 2."""
     try:
         yield
-    except (ValueError, PlatformUnavailableError) as error:
+    except (ValueError, TypeError, PlatformUnavailableError) as error:
+        if isinstance(error, TypeError) and "\n  try: " not in str(error):
+            raise  # a mistake of ours, and not in what was asked
         if _is_first_rank():  # every rank finds the same mistake
             Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(USER_ERROR) from None

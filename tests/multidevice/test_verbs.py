@@ -7,14 +7,14 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 import sim
 from hyper_parallel import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import PendingRedistribute
+from hyper_parallel.core.redistribute import PendingRedistribute, plan
 
 KINDS = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin, "prod": torch.prod}
 
@@ -273,7 +273,26 @@ def test_parts_without_a_shape(ctx):
     )
     with pytest.raises(ValueError, match=r"rank 2: \(2, 3\)\n  rank 3: \(2, 3, 1\)\n  try"):
         from_local(numbers(ctx, *((2, 3) if ctx.rank < 3 else (2, 3, 1))), mesh, (("dp", "tp"), "None"))
+    for placements in ([Replicate()] * 2, [Partial(), Replicate()]):  # copies of one tensor have its shape
+        with pytest.raises(ValueError, match=r"different shapes.*\n.*\n  rank 0: \(2, 3\)\n  rank 1: \(3, 3\)"):
+            from_local(numbers(ctx, 2 + ctx.rank % 2, 3), mesh, placements)
+    with pytest.raises(ValueError, match=r"different dtypes.*\n.*\n  rank 0: float32\n  rank 1: bfloat16"):
+        from_local(numbers(ctx, 2, 3).to(torch.bfloat16 if ctx.rank == 1 else torch.float32), mesh, ("dp",))
     dist.barrier()
+
+
+@sim.ranks(4)
+def test_views_that_merge_split_dims(ctx):
+    """torch's view leaves strided parts, which no layout says; what is made of them is right all the same."""
+    mesh, whole = mesh_of(ctx), numbers(ctx, 8, 8)
+    x = distribute_tensor(whole, mesh, ("dp", "tp")).requires_grad_()
+    flat = x.reshape(64)
+    own = Layout.from_device_mesh(mesh)
+    assert torch.equal(full_tensor(flat.detach()), whole.reshape(64))
+    there = redistribute(flat, own(("tp", "dp")))
+    check(there.detach(), own(("tp", "dp")), whole.reshape(64))
+    there.sum().redistribute(mesh, [Replicate()] * 2).backward()
+    assert torch.equal(full_tensor(x.grad), torch.ones_like(whole))
 
 
 # -- agreement with torch ----------------------------------------------------------------------------------------------
@@ -409,7 +428,7 @@ def test_a_slice_of_what_is_there_is_not_communicated():
     assert events_of(body) == [[]] * 4
 
 
-def test_parts_are_compared_only_where_no_shape_is_given_and_a_dim_is_split():
+def test_parts_are_compared_only_where_no_shape_is_given():
     def quiet():
         mesh = cpu_mesh()
         yield
@@ -417,15 +436,17 @@ def test_parts_are_compared_only_where_no_shape_is_given_and_a_dim_is_split():
             layout = Layout.from_device_mesh(mesh)(*entries)
             from_local(torch.ones(layout.local_shape((7, 5))), layout, shape=(7, 5))
         for placements in ([Replicate()] * 2, [Partial()] * 2, [Partial("max"), Replicate()]):
-            from_local(torch.ones(3, 2), mesh, placements)
+            from_local(torch.ones(3, 2), mesh, placements, shape=(3, 2))
 
     def heard():
         mesh = cpu_mesh()
         yield
         from_local(torch.ones(3, 2), mesh, ("dp",))
+        from_local(torch.ones(3, 2), mesh, ())
+        from_local(torch.ones(3, 2), mesh, [Partial(), Replicate()])
 
     assert events_of(quiet) == [[]] * 4
-    assert events_of(heard) == [["all_gather"]] * 4
+    assert events_of(heard) == [["all_gather"] * 3] * 4
 
 
 def test_a_whole_tensor_stays_as_it_is():
@@ -436,3 +457,82 @@ def test_a_whole_tensor_stays_as_it_is():
         return mine.unique().tolist()
 
     assert sim.run(on_rank, world_size=4) == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_memory_is_bounded_on_the_way_back_too():
+    shape, splits = (64, 64), ((("dp", "tp"), "None"), ("None", ("dp", "tp")))
+    src, dst = (Layout((2, 2), ("dp", "tp"))(*entries) for entries in splits)
+    limit = plan(src, dst, shape, torch.float32).peak_extra_bytes // 4
+    rounds = [
+        plan(*pair, shape, torch.float32, max_extra_bytes=limit).num_collectives for pair in ((src, dst), (dst, src))
+    ]
+    assert min(rounds) > 1
+
+    def body():
+        mesh = cpu_mesh()
+        x = from_local(torch.ones(16, 64), mesh, splits[0], shape=shape).requires_grad_()
+        grad = from_local(torch.ones(64, 16), mesh, splits[1], shape=shape)
+        yield
+        redistribute(x, splits[1], max_extra_bytes=limit).backward(grad)
+
+    assert [len(events) for events in events_of(body)] == [sum(rounds)] * 4
+
+
+def test_a_limit_that_the_way_back_cannot_meet():
+    """A slice needs no memory, and the gather of its gradient does: as little as there is."""
+
+    def body():
+        mesh = cpu_mesh()
+        x = from_local(torch.ones(8, 8), mesh, (), shape=(8, 8)).requires_grad_()
+        yield
+        part = redistribute(x, ("dp", "tp"), max_extra_bytes=0)
+        part.backward(from_local(torch.ones(4, 4), mesh, ("dp", "tp"), shape=(8, 8)))
+        assert torch.equal(x.grad.to_local(), torch.ones(8, 8))
+
+    assert all(events_of(body))
+
+
+def test_a_rank_off_the_mesh_is_told_so_alike():
+    """Whether or not there is something to move."""
+
+    def body():
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+        yield
+        for entries in (("dp",), ()):
+            x = from_local(
+                torch.ones(2 if entries and dist.get_rank() < 2 else 4 * (not entries), 2), mesh, entries, shape=(4, 2)
+            )
+            for verb in (
+                full_tensor,
+                lambda x: redistribute(x, Layout.of(x)),
+                lambda x: redistribute(x, mesh, x.placements),
+            ):
+                if dist.get_rank() < 2:
+                    verb(x)
+                else:
+                    with pytest.raises(ValueError, match="neither on the mesh"):
+                        verb(x)
+
+    events_of(body)
+
+
+def test_verbs_between_compiled_graphs(tmp_path):
+    """torch.compile runs them as they are."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        own = Layout.from_device_mesh(mesh)
+        x = from_local(torch.arange(16.0).reshape(4, 4), own("dp", "tp"), shape=(4, 4)).requires_grad_()
+        for function in (
+            lambda x: to_local(redistribute(x * 2, (None, "tp")), grad_layout=own("None", "tp")) * 3,
+            lambda x: full_tensor(x * 2, grad_layout=own()) + 1,
+            lambda x: to_local(redistribute(x + 1, own(), async_op=True).wait(), grad_layout=own()) * 2,
+        ):
+            torch._dynamo.reset()
+            found, expected = torch.compile(function, backend="eager")(x), function(x)
+            assert torch.equal(found, expected)
+            grads = [torch.autograd.grad(result.sum(), x)[0].to_local() for result in (found, expected)]
+            assert torch.equal(*grads)
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()

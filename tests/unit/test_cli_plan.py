@@ -173,6 +173,8 @@ def test_nothing_received_by_us_is_no_ratio():
         ({"hardware": "a100", "ranks_per_node": "0"}, ["a node has at least 1 rank", "try: ranks_per_node=8"]),
         ({"hardware": "laptop", "ranks_per_node": "2"}, ["'laptop' has one node only", "try: "]),
         ({"max_extra_bytes": "0", "target": "-,tp"}, ["max_extra_bytes", "try: "]),
+        ({"source": "-,-; tp=sum", "target": "dp,tp", "dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "try: "]),
+        ({"shape": "99999999999999999999,4"}, ["more than 8 ranks' bytes can be counted for", "try: "]),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(changes, messages):

@@ -138,7 +138,7 @@ def test_layout_errors(text, marks, blame, hint):
         ("dp:2", "^^^^", "'dp:2' has no '='", "dp=2"),
         ("=2", "^^", "'=2' has no name before '='", "dp=2"),
         ("dp=2=3", "^^^^^^", "'dp=2=3' has more than one '='", "dp=2"),
-        ("dp=2, dp=3", "      ^^", "axis name 'dp' is given twice", "another name, such as 'dp'"),
+        ("dp=2, dp=3", "      ^^", "axis name 'dp' is given twice", "another name, such as 'tp'"),
         ("None=2", "^^^^", "'None' cannot be an axis name", "another name, such as 'dp'"),
         ("-=2", "^", "'-' cannot be an axis name", "another name, such as 'dp'"),
         ("d p=2", "^^^", "'d p' cannot be an axis name", "another name, such as 'dp'"),

@@ -422,3 +422,19 @@ def test_what_torch_does_not_reduce_moves_all_the_same():
     alone = Layout((1, 2), ("dp", "tp"))
     assert plan(alone(partial={"dp": "avg"}), alone(), (4,), torch.bool).steps == ()
     assert plan(MESH("dp"), MESH(), (4,), torch.float8_e4m3fn).num_collectives == 1
+
+
+def test_a_tensor_too_large_to_count():
+    """Bytes are 64-bit integers: more of them than that would be counted as none."""
+    mesh = Layout((4,), ("dp",))
+    for verb in (plan, lower_bound):
+        with pytest.raises(ValueError, match=r"elements are more than 4 ranks' bytes can be counted for\n.*\n  try: "):
+            verb(mesh("dp", "None"), mesh("None", "dp"), (2**33, 2**33), torch.float32)
+
+
+def test_a_plan_that_is_known_cannot_be_changed():
+    mesh = Layout((4,), ("dp",))
+    found = plan(mesh("dp"), mesh(), (8,), torch.float32)
+    for counts in (found.recv_bytes, found.send_bytes, found.steps[0].recv_bytes, found.steps[0].send_bytes):
+        with pytest.raises(ValueError, match="read-only"):
+            counts[0] = 99

@@ -428,10 +428,10 @@ def test_a_tensor_that_was_computed_is_not_made_a_leaf_of():
     said, events = texts_of(lambda g: distribute_tensor(2 * WHOLE.clone().requires_grad_(), g.own("dp")))
     for kind, text in said:
         assert kind is ValueError
-        assert re.sub(" at 0x[0-9a-f]+", "", text) == (
+        assert text == (
             f"{DISTRIBUTE}: tensor was computed from one that wants a gradient, and the result, a leaf, would not pass "
             "one on\n"
-            "  tensor: <class 'torch.Tensor'>   grad_fn: <MulBackward0 object>\n"
+            "  tensor: <class 'torch.Tensor'>   grad_fn: MulBackward0\n"
             "  try: tensor.detach(), or from_local(tensor, layout()) and redistribute, which pass gradients on"
         )
     assert events == []

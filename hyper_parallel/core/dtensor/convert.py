@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import axes_of, reorder_axes
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.torch_form import STRIDED
+from hyper_parallel.core.dtensor.torch_form import is_strided
 
 
 def to_placements(layout: Layout, global_shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -136,7 +136,7 @@ def _read(
 ) -> Layout:
     """Return the layout that some placements mean, without a mesh."""
     layout = Layout._make(axes)(*placements).placement_to_tensor_map(len(shape))
-    if order and not any(STRIDED is not None and isinstance(placement, STRIDED) for placement in placements):
+    if order and not any(map(is_strided, placements)):
         layout = _in_shard_order(layout, order)
     for dim, chain in _uneven(layout, shape):
         raise _uneven_error(layout, shape, dim, chain, "cannot read the layout of a DTensor")

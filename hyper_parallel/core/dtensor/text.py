@@ -42,7 +42,8 @@ def parse_mesh(text: str) -> Layout:
         name = source.at(name_at)
         if name in NOT_SPLIT or name in sizes or _RESERVED.search(name):
             blame = f"axis name {name!r} is given twice" if name in sizes else f"{name!r} cannot be an axis name"
-            raise source.mistake(name_at, blame, "another name, such as 'dp'")
+            free = next(other for other in ("dp", "tp", "cp", "pp") if other not in sizes)
+            raise source.mistake(name_at, blame, f"another name, such as {free!r}")
         sizes[name] = source.number(size_at, least=1, hint=f"{name}=2")
     return Layout(tuple(sizes.values()), tuple(sizes))
 

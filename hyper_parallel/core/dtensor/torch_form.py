@@ -16,6 +16,11 @@ from hyper_parallel.core.dtensor.strided import Spec, Specs, to_splits
 STRIDED: Any = getattr(torch_types, "_StridedShard", None) or getattr(torch_types, "StridedShard", None)
 
 
+def is_strided(placement: object) -> bool:
+    """Return whether a placement is torch's shard of parts that do not lie side by side."""
+    return STRIDED is not None and isinstance(placement, STRIDED)
+
+
 def is_placement(entry: object) -> bool:
     """Return whether an entry is one of torch's placements, or such a class that was never called."""
     return isinstance(entry, Placement) or (isinstance(entry, type) and issubclass(entry, Placement))

@@ -22,11 +22,17 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import axes_of, reorder_axes
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.dtensor.torch_form import is_strided
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
 from hyper_parallel.core.redistribute.cost import Topology, default_topology
+from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.core.redistribute.execute import Working, drive, start
-from hyper_parallel.core.redistribute.plan import Plan, plan
+from hyper_parallel.core.redistribute.plan import plan
+from hyper_parallel.core.redistribute.rounds import TooTight
 from hyper_parallel.core.redistribute.transition import LINEAR
+
+Terms = tuple[Topology | None, int | None]
+"""The topology and the limit of memory that a redistribution was asked for with."""
 
 
 @overload
@@ -53,6 +59,7 @@ def redistribute(
 ) -> PendingRedistribute: ...
 
 
+@runs_eagerly
 def redistribute(
     x: torch.Tensor,
     layout: LayoutLike | None = None,
@@ -68,16 +75,18 @@ def redistribute(
         y = redistribute(x, ("None", "tp"))  # on the mesh of x
         y = redistribute(x, mesh, [Shard(0), Replicate()])
 
-    Forward: the cheapest plan on the topology, see `plan`. Backward: likewise, from the gradient's layout to that of x;
-    where x has copies to reduce, every rank along them gets the whole gradient, unless it arrives as copies itself.
+    Forward: the cheapest plan on the topology, see `plan`. Backward: likewise, on the same terms, from the gradient's
+    layout to that of x; where x has copies to reduce, every rank along them gets the whole gradient, unless it arrives
+    as copies itself. What torch's views have left split in strided parts, torch gathers first.
 
     Args:
         x: a DTensor, of any shape.
         layout: where it should be; its mesh may be another one.
         placements: beside a mesh, torch's placements or alias entries.
         async_op: return at once, with the first collective under way; `wait()` on what is returned gives the DTensor.
+            Until then x is being read and must not be changed.
         topology: what the plan is priced on. Default: by the type of device.
-        max_extra_bytes: see `plan`.
+        max_extra_bytes: see `plan`. Where no plan for the gradient meets it, the one that needs the least memory does.
 
     Returns:
         A DTensor; x itself if it is in that layout already and no gradient is recorded. With `async_op`, a
@@ -91,24 +100,57 @@ def redistribute(
     asked = "cannot redistribute"
     x = check_dtensor(asked, x)
     mesh = x.device_mesh
+    if layout is mesh and _is_where_it_should_be(x, placements, async_op, topology, max_extra_bytes):
+        return x
     target = read_layout(asked, layout, placements, mesh)
     if target.mesh is not mesh:
         _check_slices(asked, mesh, target)
     shape = x.shape
     names, wanted = torch_form(target, shape)
-    if names is None and target.mesh is mesh and x.placements == wanted and max_extra_bytes is None:
+    is_there = names is None and target.mesh is mesh and x.placements == wanted and mesh.get_coordinate() is not None
+    if is_there and max_extra_bytes is None and topology is None:
         # With a gradient to come, where that goes is still to be seen to.
-        result = (
-            _link(x, _local(cast("DTensor", x.detach())), target) if torch.is_grad_enabled() and x.requires_grad else x
-        )
-        return PendingRedistribute(x, None, None, target, result) if async_op else result
+        result = _Unmoved.apply(x, target) if torch.is_grad_enabled() and x.requires_grad else x
+        return PendingRedistribute(x, None, target, result) if async_op else result
+    x = _readable(x)
     src = Layout.of(x)
     on = topology if topology is not None else default_topology(mesh.device_type)
     steps = plan(src, target, shape, x.dtype, on, max_extra_bytes=max_extra_bytes)
     with torch.no_grad():
         working = start(steps, _local(x), _mesh_for_groups(src, target))
-    pending = PendingRedistribute(x, steps, working, target)
+    pending = PendingRedistribute(x, working, target, terms=(topology, max_extra_bytes))
     return pending if async_op else pending.wait()
+
+
+def _is_where_it_should_be(x: DTensor, placements: Sequence[Any] | None, *options: Any) -> bool:
+    """Return whether there is nothing to do but to hand x back, seen from its placements alone."""
+    return (
+        isinstance(placements, (tuple, list))
+        and x.placements == tuple(placements)
+        and not any(option is not None and option is not False for option in options)
+        and not (torch.is_grad_enabled() and x.requires_grad)
+        and x.device_mesh.get_coordinate() is not None
+    )
+
+
+def _readable(x: DTensor) -> DTensor:
+    """Return x, gathered by torch along the dims of which no layout says how they are split.
+
+    That is what torch's views leave behind that merge two split dims into one: its parts are strided.
+    """
+    if not any(is_strided(placement) for placement in x.placements):
+        return x
+    try:
+        Layout.of(x)
+    except ValueError:
+        split = [getattr(placement, "dim", None) for placement in x.placements]
+        dims = {dim for dim, placement in zip(split, x.placements, strict=True) if is_strided(placement)}
+        if any(x.size(dim) % x.device_mesh.size() for dim in dims if dim is not None):
+            raise  # of uneven parts torch loses rows
+        whole = torch_tensor.Replicate()
+        gathered = [whole if dim in dims else placement for dim, placement in zip(split, x.placements, strict=True)]
+        return x.redistribute(x.device_mesh, gathered)
+    return x
 
 
 def _check_slices(asked: str, mesh: DeviceMesh, target: Layout) -> None:
@@ -134,10 +176,15 @@ class PendingRedistribute:
     """
 
     def __init__(
-        self, x: DTensor, steps: Plan | None, working: Working | None, target: Layout, result: DTensor | None = None
+        self,
+        x: DTensor,
+        working: Working | None,
+        target: Layout,
+        result: DTensor | None = None,
+        terms: Terms = (None, None),
     ) -> None:
         self._x = x
-        self._steps = steps
+        self._terms = terms
         self._target = target
         self._result = result
         self._working = working
@@ -150,6 +197,7 @@ class PendingRedistribute:
                 except StopIteration as end:
                     self._local = end.value
 
+    @runs_eagerly
     def wait(self) -> DTensor:
         """Return the DTensor, once all that is left to do is done."""
         if self._result is None:
@@ -158,11 +206,12 @@ class PendingRedistribute:
                 with torch.no_grad():
                     self._first.wait()
                     self._local = drive(self._working)
-            self._result = _link(self._x, self._local, self._target)
+            self._result = _link(self._x, self._local, self._target, self._terms)
             self._working = self._first = self._local = None
         return self._result
 
 
+@runs_eagerly
 def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
     """Return the whole tensor on every rank of its mesh, all pending reductions taken.
 
@@ -188,6 +237,7 @@ def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> to
     return take_part(redistribute(x, whole), wanted, "full_tensor")
 
 
+@runs_eagerly
 def distribute_tensor(
     tensor: torch.Tensor,
     layout: LayoutLike,
@@ -247,7 +297,7 @@ def _check_whole(asked: str, tensor: object) -> None:
     if not tensor.is_leaf:
         blame = "tensor was computed from one that wants a gradient, and the result, a leaf, would not pass one on"
         hint = "tensor.detach(), or from_local(tensor, layout()) and redistribute, which pass gradients on"
-        raise ValueError(explain(asked, blame, f"{seen}   grad_fn: {tensor.grad_fn}", hint))
+        raise ValueError(explain(asked, blame, f"{seen}   grad_fn: {type(tensor.grad_fn).__name__}", hint))
 
 
 def _check_source(asked: str, src_data_rank: int | None, target: Layout) -> None:
@@ -334,9 +384,9 @@ def _mesh_for_groups(src: Layout, target: Layout) -> DeviceMesh | None:
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-def _link(x: DTensor, local: torch.Tensor, target: Layout) -> DTensor:
+def _link(x: DTensor, local: torch.Tensor, target: Layout, terms: Terms) -> DTensor:
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Redistributed.apply(x, local, target)
+        return _Redistributed.apply(x, local, target, terms)
     return build(local, target, x.shape)
 
 
@@ -351,10 +401,14 @@ def gradient_layout(src: Layout, grad: Layout) -> Layout:
     return Layout._make(src._axes, mesh=src.mesh)(*entries, partial=kept)
 
 
-def back_to(grad: DTensor, layout: Layout) -> DTensor:
+def back_to(grad: DTensor, layout: Layout, terms: Terms = (None, None)) -> DTensor:
     """Redistribute a gradient. It does not come back in the same memory as another tensor: two gradients that share
     memory would both be scaled when one is."""
-    result = redistribute(grad, layout)
+    topology, limit = terms
+    try:
+        result = redistribute(grad, layout, topology=topology, max_extra_bytes=limit)
+    except TooTight as error:  # the way there fits, but not the way back: with the least that does
+        result = redistribute(grad, layout, topology=topology, max_extra_bytes=error.least)
     with torch.no_grad():
         shared = result is not grad and _local(result).is_set_to(_local(grad))
     return cast(DTensor, result.clone()) if shared else result
@@ -364,10 +418,23 @@ class _Redistributed(torch.autograd.Function):
     """Ties a redistributed part to the DTensor it came from."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, local: torch.Tensor, target: Layout) -> DTensor:
-        ctx.src = Layout.of(x)
+    def forward(ctx: Any, x: DTensor, local: torch.Tensor, target: Layout, terms: Terms) -> DTensor:
+        ctx.src, ctx.terms = Layout.of(x), terms
         return build(local, target, x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        return back_to(grad, gradient_layout(ctx.src, Layout.of(grad))), None, None
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
+        return back_to(grad, gradient_layout(ctx.src, Layout.of(grad)), ctx.terms), None, None, None
+
+
+class _Unmoved(torch.autograd.Function):
+    """Ties a DTensor to itself, so that its gradient comes back in its layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, layout: Layout) -> DTensor:
+        ctx.layout = layout
+        return DTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)  # as torch's own redistribute does
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+        return back_to(grad, gradient_layout(ctx.layout, Layout.of(grad))), None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.dtensor.axes import MeshAxes
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import axes_of
@@ -50,7 +52,17 @@ def read_layout(
     if mesh is None:
         blame = "entries do not say which mesh they are for"
         raise ValueError(explain(asked, blame, seen, f"a mesh before them, or {_EXAMPLE}"))
-    return Layout.from_device_mesh(mesh)(*entries)
+    try:
+        assigned = _assigned(axes_of(mesh), tuple(entries))
+    except TypeError:  # a list among them, or a mistake, which is then named
+        return Layout.from_device_mesh(mesh)(*entries)
+    return Layout._make(assigned._axes, assigned._splits, assigned._specs, assigned._partial, mesh)
+
+
+@lru_cache(maxsize=4096)
+def _assigned(axes: MeshAxes, entries: tuple[Any, ...]) -> Layout:
+    """Return the layout of some entries, without a mesh."""
+    return Layout._make(axes)(*entries)
 
 
 def _read_assigned(asked: str, given: Layout, placements: Sequence[Any] | None, known: DeviceMesh | None) -> Layout:
@@ -76,6 +88,8 @@ def _check_entries(asked: str, name: str, entries: object, seen: str) -> None:
         blame = "no layout was given"
     elif isinstance(entries, str):
         hint = f"({entries!r},), one entry per dim"
+    elif isinstance(entries, Layout):
+        blame, hint = "a layout was given beside a mesh", "the layout alone, which is for a mesh of its own"
     elif isinstance(entries, Placement):
         hint = f"[{entries!r}, ...], one placement per axis"
     raise TypeError(explain(asked, blame, seen, hint))

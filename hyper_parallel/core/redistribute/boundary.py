@@ -23,11 +23,14 @@ from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.shards import count_parts
 from hyper_parallel.core.redistribute.api import _local, back_to, build, gradient_layout, redistribute, torch_form
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
+from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.core.redistribute.groups import group_of
 
 _MOST_DIMS = 32
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
+@runs_eagerly
 def from_local(
     local: torch.Tensor,
     layout: LayoutLike,
@@ -41,9 +44,9 @@ def from_local(
         x = from_local(part, layout, shape=(7, 4))
         x = from_local(part, mesh, [Shard(0), Replicate()], shape=(7, 4))
 
-    Forward: no communication with `shape`. Without it, nothing where no dim is split; else the ranks of the mesh tell
-    each other the shapes of their parts, and parts of different shapes are refused on all of them: what they belong to
-    is not guessed. Backward: the gradient is redistributed to `grad_layout`, and each rank takes its part.
+    Forward: no communication with `shape`. Without it, the ranks of the mesh tell each other the shapes and dtypes of
+    their parts, and parts that differ are refused on all of them: what they belong to is not guessed. Backward: the
+    gradient is redistributed to `grad_layout`, and each rank takes its part.
 
     Args:
         local: this rank's part, which is not copied.
@@ -75,6 +78,7 @@ def from_local(
     return _FromLocal.apply(local, target, whole, read_grad_layout(asked, wanted, target, whole))
 
 
+@runs_eagerly
 def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
     """Return this rank's part of a DTensor, as a plain tensor that shares its memory.
 
@@ -238,31 +242,35 @@ def _check_part(asked: str, local: torch.Tensor, layout: Layout, shape: tuple[in
 
 
 def _agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """Return the global shape, which all parts must be of one shape for; one that no dim is split of is the part's."""
+    """Return the global shape, which all parts must be of one shape for."""
     splits = layout.splits(local.dim())
     parts = [count_parts(layout.mesh_shape, chain) for chain in splits]
-    if all(count == 1 for count in parts):
-        return tuple(local.shape)
     ranks = tuple(sorted(layout.rank_list))
     if dist.get_rank() not in ranks:
         blame, seen = "this rank is not on the mesh, so its part says nothing", f"layout: {layout}"
         raise ValueError(explain(asked, blame, seen, "shape=(...)"))
-    shapes = _all_shapes(local, ranks, layout)
-    if len(set(shapes)) > 1:
-        lines = "\n  ".join(f"rank {rank}: {shape}" for rank, shape in zip(ranks, shapes, strict=True))
-        blame = "the parts have different shapes, and which whole they are parts of is not guessed"
-        raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", "shape=(...), the whole tensor's"))
+    if len(ranks) > 1:
+        _check_alike(asked, layout, ranks, _all_parts(local, ranks, layout))
     return tuple(size * count for size, count in zip(local.shape, parts, strict=True))
 
 
-def _all_shapes(local: torch.Tensor, ranks: tuple[int, ...], layout: Layout) -> list[tuple[int, ...]]:
-    """Return the shape of every rank's part, exchanged over the mesh."""
-    mine = torch.zeros(_MOST_DIMS + 1, dtype=torch.int64)
-    mine[0] = local.dim()
+def _check_alike(asked: str, layout: Layout, ranks: tuple[int, ...], parts: list[tuple[tuple[int, ...], str]]) -> None:
+    hints = {"shapes": "shape=(...), the whole tensor's", "dtypes": "parts of one dtype"}
+    for (which, hint), found in zip(hints.items(), zip(*parts, strict=True), strict=True):
+        if len(set(found)) > 1:
+            lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, found, strict=True))
+            blame = f"the parts have different {which}, and which whole they are parts of is not guessed"
+            raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", hint))
+
+
+def _all_parts(local: torch.Tensor, ranks: tuple[int, ...], layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of every rank's part, exchanged over the mesh."""
+    mine = torch.zeros(_MOST_DIMS + 2, dtype=torch.int64)
+    mine[0], mine[-1] = local.dim(), _DTYPES.index(local.dtype)
     mine[1 : 1 + local.dim()] = torch.tensor(local.shape, dtype=torch.int64)
     group = group_of(ranks, layout.alias_name, layout.mesh)
     gathered = torch.empty(len(ranks) * len(mine), dtype=torch.int64, device=local.device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, mine.to(local.device), group=group)
     rows = gathered.view(len(ranks), -1).tolist()
-    return [tuple(row[1 : 1 + row[0]]) for row in rows]
+    return [(tuple(row[1 : 1 + row[0]]), str(_DTYPES[row[-1]]).removeprefix("torch.")) for row in rows]

@@ -13,7 +13,13 @@ from hyper_parallel.core.dtensor.checks import check_shape
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.counting import Counts
 from hyper_parallel.core.redistribute.holdings import Holding
-from hyper_parallel.core.redistribute.read import check_dtype, check_layout, check_reductions, transition_of
+from hyper_parallel.core.redistribute.read import (
+    check_countable,
+    check_dtype,
+    check_layout,
+    check_reductions,
+    transition_of,
+)
 from hyper_parallel.core.redistribute.transition import Transition
 
 
@@ -47,6 +53,7 @@ def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: to
     seen = f"from: {src}   to: {dst}   global_shape: {shape}"
     check_layout(asked, "src", src, shape, seen)
     check_layout(asked, "dst", dst, shape, seen)
+    check_countable(asked, src, dst, shape, seen)
     check_reductions(asked, src, dst, check_dtype(asked, dtype), seen)
     task = transition_of(src, dst, shape, dtype.itemsize)
     if task is None:

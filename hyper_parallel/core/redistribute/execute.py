@@ -62,8 +62,8 @@ def drive(working: Working) -> torch.Tensor:
 
 def start(plan: Plan, local: torch.Tensor | None, mesh: DeviceMesh | None = None) -> Working:
     """Check the arguments, and return what `drive` runs; see `execute`."""
-    if not plan.steps and local is not None and local.dtype == plan.dtype:
-        rank = dist.get_rank() if dist.is_initialized() else plan.ranks[0]
+    if not plan.steps and not dist.is_initialized():  # nothing to communicate
+        rank = plan.ranks[0]
     else:
         rank = _check_rank(plan)
     local = _check_local(plan, local, rank)

@@ -21,7 +21,7 @@ from hyper_parallel.core.redistribute.builders import Builder
 from hyper_parallel.core.redistribute.candidates import candidates
 from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
 from hyper_parallel.core.redistribute.counting import Counts
-from hyper_parallel.core.redistribute.read import check_dtype, check_layout, check_reductions, task_of
+from hyper_parallel.core.redistribute.read import check_countable, check_dtype, check_layout, check_reductions, task_of
 from hyper_parallel.core.redistribute.rounds import cheapest_within
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 
@@ -176,7 +176,11 @@ def _cached(
         best = min(ways, key=lambda steps: price(steps, on))
     else:
         best = cheapest_within(max_extra_bytes, ways, on, f"from: {src}   to: {dst}   global_shape: {shape}")
-    return Plan(src, dst, shape, dtype, on, ranks, tuple(with_kept(best)))
+    steps = tuple(with_kept(best))
+    for step in steps:  # whoever asks again gets the same plan
+        step.recv_bytes.setflags(write=False)
+        step.send_bytes.setflags(write=False)
+    return Plan(src, dst, shape, dtype, on, ranks, steps)
 
 
 def _check(
@@ -187,6 +191,7 @@ def _check(
     seen = f"from: {src}   to: {dst}   global_shape: {shape}"
     pair = check_layout(asked, "src", src, shape, seen), check_layout(asked, "dst", dst, shape, seen)
     check_reductions(asked, *pair, check_dtype(asked, dtype), seen)
+    check_countable(asked, *pair, shape, seen)
     if topology is not None and not isinstance(topology, Topology):
         blame = f"topology is a {type(topology).__name__}, not a Topology"
         hint = f"topology({topology!r})" if isinstance(topology, str) else 'topology("h100")'
@@ -202,7 +207,11 @@ def _check(
 
 
 def _total(counts: Sequence[Counts], ranks: int) -> Counts:
-    return np.sum(counts, axis=0, dtype=np.int64) if counts else np.zeros(ranks, dtype=np.int64)
+    total = np.zeros(ranks, dtype=np.int64)
+    for count in counts:
+        total += count
+    total.setflags(write=False)
+    return total
 
 
 def _size(count: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -45,6 +47,20 @@ def check_dtype(asked: str, dtype: object) -> torch.dtype:
     hint = str(named) if isinstance(named, torch.dtype) else "torch.float32"
     raise TypeError(explain(asked, blame, f"dtype: {dtype!r}", hint))
 
+
+def check_countable(asked: str, src: Layout, dst: Layout, shape: Sequence[int], seen: str) -> None:
+    """Refuse a tensor so large that the bytes of all ranks together are no 64-bit integer.
+
+    Raises:
+        ValueError: with four parts.
+    """
+    ranks = len(src.rank_list) + len(dst.rank_list)
+    if math.prod(shape) * _MOST_BYTES * ranks >= 2**63:
+        blame = f"{math.prod(shape):,} elements are more than {len(src.rank_list)} ranks' bytes can be counted for"
+        raise ValueError(explain(asked, blame, seen, "a tensor of fewer elements"))
+
+
+_MOST_BYTES = 16  # of an element: complex128
 
 # Integers that torch stores and does not add; likewise floats of one byte.
 _NO_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})

@@ -12,6 +12,18 @@ from hyper_parallel.core.redistribute.counting import extent
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
 
 
+class TooTight(ValueError):
+    """A limit of memory that no plan meets.
+
+    Attributes:
+        least: the smallest one that some plan meets, in bytes.
+    """
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Topology, seen: str) -> list[Step]:
     """Return the cheapest way that stays within a limit, its exchanges cut into as many rounds as that takes.
 
@@ -37,7 +49,7 @@ def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Topology, se
     if best is None:
         asked = f"cannot redistribute within max_extra_bytes={limit}"
         blame = "even in the smallest pieces, every plan takes more"
-        raise ValueError(explain(asked, blame, seen, f"max_extra_bytes={min(least)}"))
+        raise TooTight(explain(asked, blame, seen, f"max_extra_bytes={min(least)}"), min(least))
     return best
 
 
