@@ -125,9 +125,13 @@ def layout_of(x: object) -> Layout:
     if not isinstance(x, DTensor):
         blame = f"x is a {type(x).__name__}, not a DTensor"
         raise TypeError(explain("cannot read a layout", blame, f"x: {type(x)!r}", "distribute_tensor(x, layout) first"))
-    order = getattr(x._spec, "shard_order", None)
-    layout = _read(axes_of(x.device_mesh), x.placements, order, x.shape)
-    return Layout._make(layout._axes, layout._splits, layout._specs, layout._partial, x.device_mesh)
+    return layout_of_spec(x._spec)
+
+
+def layout_of_spec(spec: Any) -> Layout:
+    """Return the layout of the DTensors that have a spec of torch's."""
+    layout = _read(axes_of(spec.mesh), spec.placements, getattr(spec, "shard_order", None), spec.shape)
+    return Layout._make(layout._axes, layout._splits, layout._specs, layout._partial, spec.mesh)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.dtensor.checks import check_int
-from hyper_parallel.core.dtensor.convert import in_split_order, to_placements, to_torch
+from hyper_parallel.core.dtensor.convert import in_split_order, layout_of_spec, to_placements, to_torch
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import axes_of, reorder_axes
@@ -101,7 +101,7 @@ def redistribute(
     x = check_dtensor(asked, x)
     mesh = x.device_mesh
     if layout is mesh and _is_where_it_should_be(x, placements, async_op, topology, max_extra_bytes):
-        return x
+        return _Unmoved.apply(x) if torch.is_grad_enabled() and x.requires_grad else x
     target = read_layout(asked, layout, placements, mesh)
     if target.mesh is not mesh:
         _check_slices(asked, mesh, target)
@@ -110,7 +110,7 @@ def redistribute(
     is_there = names is None and target.mesh is mesh and x.placements == wanted and mesh.get_coordinate() is not None
     if is_there and max_extra_bytes is None and topology is None:
         # With a gradient to come, where that goes is still to be seen to.
-        result = _Unmoved.apply(x, target) if torch.is_grad_enabled() and x.requires_grad else x
+        result = _Unmoved.apply(x) if torch.is_grad_enabled() and x.requires_grad else x
         return PendingRedistribute(x, None, target, result) if async_op else result
     x = _readable(x)
     src = Layout.of(x)
@@ -128,7 +128,6 @@ def _is_where_it_should_be(x: DTensor, placements: Sequence[Any] | None, *option
         isinstance(placements, (tuple, list))
         and x.placements == tuple(placements)
         and not any(option is not None and option is not False for option in options)
-        and not (torch.is_grad_enabled() and x.requires_grad)
         and x.device_mesh.get_coordinate() is not None
     )
 
@@ -431,10 +430,10 @@ class _Unmoved(torch.autograd.Function):
     """Ties a DTensor to itself, so that its gradient comes back in its layout."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, layout: Layout) -> DTensor:
-        ctx.layout = layout
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        ctx.spec = x._spec
         return DTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)  # as torch's own redistribute does
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return back_to(grad, gradient_layout(ctx.layout, Layout.of(grad))), None
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return back_to(grad, gradient_layout(layout_of_spec(ctx.spec), Layout.of(grad)))
