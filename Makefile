@@ -27,7 +27,7 @@ lint: venv ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: venv ## side by side with torch's FSDP2; the table for docs/benchmarks.md
+bench: venv ## side by side with torch: engine, redistribution, simulator; the tables for docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 compat: ## the sim suite on the oldest and the newest torch that pyproject allows

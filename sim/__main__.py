@@ -7,6 +7,7 @@ import sys
 from sim.script.launch import main
 
 USAGE = """usage: python -m sim run --nproc N [options] script.py [arguments]
+       python -m sim run --nproc N [options] -m package.module [arguments]
 
 Runs an unmodified torchrun script on N simulated ranks. python -m sim run --help lists the options.
 """

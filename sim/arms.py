@@ -14,13 +14,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sim.errors import ranks_phrase
+from sim.callables import check_result
+from sim.errors import CollectiveMismatch, Deadlock, ranks_phrase
 from sim.pytest_plugin import RankTest
 from sim.world import world
 
@@ -32,22 +34,31 @@ _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "hype
 
 
 def run_arm(
-    arm: str, test: Callable[..., None], world_size: int, fixtures: dict[str, Any], request: pytest.FixtureRequest
+    arm: str,
+    test: Callable[..., None],
+    world_size: int,
+    fixtures: dict[str, Any],
+    request: pytest.FixtureRequest,
+    owner: object = None,
 ) -> None:
-    """Run the body of ``test`` on ``world_size`` ranks of ``arm``."""
+    """Run the body of ``test`` on ``world_size`` ranks of ``arm``; as a method of ``owner``, if there is one."""
     __tracebackhide__ = True
     seed = request.config.getoption("--sim-seed")
     body: Callable[..., Any] = test.body  # type: ignore[attr-defined]
+    if owner is not None:
+        body = MethodType(body, owner)
     if arm == "sim":
         races, replicas = test.checks  # type: ignore[attr-defined]
         with world(world_size, seed=seed, check_races=races, check_replicas=replicas) as simulated:
             simulated.replay = f"pytest '{request.node.nodeid}' --sim-seed={seed}"
-            skips = simulated.run(_on_simulated_rank, (body, world_size, seed, fixtures))
-        if all(reason is not None for reason in skips):
-            pytest.skip(skips[0])
-        if any(reason is not None for reason in skips):
-            who = ranks_phrase(rank for rank, reason in enumerate(skips) if reason is not None)
-            pytest.fail(f"only {who} of {world_size} skipped: {next(filter(None, skips))}", pytrace=False)
+            left: dict[int, str] = {}
+            try:
+                simulated.run(_on_simulated_rank, (body, world_size, seed, fixtures, left))
+            except (CollectiveMismatch, Deadlock) as missed:
+                if left:  # it is them that the others have missed
+                    pytest.fail(f"{_who_left(left, world_size)}\n{missed}", pytrace=False)
+                raise
+        _end_as_all_have(left, world_size)
         return
     device_type = _DEVICE_TYPES[arm]
     if arm in ("gpu", "npu"):
@@ -58,13 +69,40 @@ def run_arm(
     run_processes(arm, test.__module__, test.__qualname__, world_size, seed, fixtures)
 
 
-def _on_simulated_rank(body: Callable[..., Any], world_size: int, seed: int, fixtures: dict[str, Any]) -> str | None:
-    """Run the body; returns why it skipped, or None."""
+def _on_simulated_rank(
+    body: Callable[..., Any], world_size: int, seed: int, fixtures: dict[str, Any], left: dict[int, str]
+) -> None:
+    """Run the body; note in ``left`` that it skipped or failed as expected, and why."""
+    rank = dist.get_rank()
     try:
-        body(RankTest(dist.get_rank(), world_size, "sim", torch.device("cpu"), seed), **fixtures)
-    except pytest.skip.Exception as skipped:
-        return str(skipped) or "skipped"
-    return None
+        check_result(body(RankTest(rank, world_size, "sim", torch.device("cpu"), seed), **fixtures), body)
+    except (pytest.skip.Exception, pytest.xfail.Exception) as end:
+        left[rank] = _outcome_of(end)
+
+
+_SKIPPED = "skipped: "
+_XFAILED = "xfailed: "
+
+
+def _outcome_of(end: BaseException) -> str:
+    return f"{_XFAILED if isinstance(end, pytest.xfail.Exception) else _SKIPPED}{end}"
+
+
+def _who_left(left: dict[int, str], world_size: int) -> str:
+    return f"only {ranks_phrase(left)} of {world_size} {left[min(left)]}"
+
+
+def _end_as_all_have(left: dict[int, str], world_size: int) -> None:
+    """Skip a test, or let it fail as expected, if all of its ranks have; ``left`` has the outcome of those that did."""
+    __tracebackhide__ = True
+    if not left:
+        return
+    if len(left) < world_size:
+        pytest.fail(_who_left(left, world_size), pytrace=False)
+    failed = [outcome for _, outcome in sorted(left.items()) if outcome.startswith(_XFAILED)]
+    if failed:
+        pytest.xfail(failed[0].removeprefix(_XFAILED))
+    pytest.skip(left[0].removeprefix(_SKIPPED))
 
 
 def _need_devices(device_type: str, wanted: int, *, required: bool) -> None:
@@ -157,9 +195,9 @@ def _collect(pipes: list[Connection]) -> list[str | None]:
 
 def _raise_outcomes(outcomes: list[str | None], world_size: int) -> None:
     __tracebackhide__ = True
-    skips = [o for o in outcomes if o is not None and o.startswith(_SKIPPED)]
-    if len(skips) == world_size:
-        pytest.skip(skips[0].removeprefix(_SKIPPED))
+    left = {r: o for r, o in enumerate(outcomes) if o is not None and o.startswith((_SKIPPED, _XFAILED))}
+    if len(left) == world_size:
+        _end_as_all_have(left, world_size)
     failed = [(rank, text) for rank, text in enumerate(outcomes) if text]
     # A rank that passed and then missed another one has nothing to say if that one says why it failed.
     failed = [(r, text) for r, text in failed if not text.startswith(_MISSED)] or failed
@@ -172,7 +210,6 @@ def _raise_outcomes(outcomes: list[str | None], world_size: int) -> None:
     pytest.fail("\n".join(parts), pytrace=False)
 
 
-_SKIPPED = "skipped: "
 _MISSED = "passed, but could not leave together with the others:\n"
 
 
@@ -190,12 +227,13 @@ def _process_main(job: _Job, answer: Connection) -> None:
         # A rank that skips at once must not be gone while another one still connects to it.
         store.set(f"connected/{job.rank}", "yes")
         store.wait([f"connected/{rank}" for rank in range(job.world_size)], timeout)
-        test.body(RankTest(job.rank, job.world_size, job.arm, device, job.seed), **job.fixtures)
+        context = RankTest(job.rank, job.world_size, job.arm, device, job.seed)
+        check_result(test.body(context, **job.fixtures), test.body)
         missed = _MISSED
         dist.barrier()
         dist.destroy_process_group()
-    except pytest.skip.Exception as skipped:
-        outcome = f"{_SKIPPED}{skipped}"
+    except (pytest.skip.Exception, pytest.xfail.Exception) as end:
+        outcome = _outcome_of(end)
     except BaseException:
         outcome = missed + traceback.format_exc()
     try:
@@ -231,7 +269,7 @@ def _run_under_torchrun(
     if rank < world_size:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         try:
-            body(RankTest(rank, world_size, arm, device, seed), **fixtures)
+            check_result(body(RankTest(rank, world_size, arm, device, seed), **fixtures), body)
         except BaseException:
             store.add("done", 1)  # the others do not wait for this rank
             raise

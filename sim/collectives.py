@@ -8,7 +8,9 @@ handed out. Large tensors are worked off in pieces that stay in the processor's 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +18,10 @@ import torch.distributed as dist
 
 from sim.errors import ranks_phrase
 
-__all__ = ["Call", "Contract", "Problem", "execute", "reduce_op_name"]
+__all__ = ["Call", "Contract", "Problem", "execute", "reduce_op_name", "sizes_of"]
 
 _MANY = 32  # ranks from which on n * n copies of small parts cost more than anything else
+_TOLD = 4  # pairs of ranks that an error names
 _PIECE = 32 * 1024  # elements worked on at a time, 128 KiB of fp32: a fraction of a core's L2 cache
 
 
@@ -33,10 +36,17 @@ class Contract(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What does not fit together although the contracts agree, and what to try."""
+    """What does not fit together although the contracts agree, and what to try.
 
-    what: str
+    Attributes:
+        what: Says it, given the global ranks of the group's members.
+        hint: What to try.
+        blamed: The members that are to blame; empty where that is not clear.
+    """
+
+    what: Callable[[Sequence[int]], str]
     hint: str
+    blamed: tuple[int, ...] = ()
 
 
 class Call:
@@ -98,6 +108,10 @@ def execute(calls: list[Call]) -> Problem | None:
     return problem
 
 
+def _of_two(first: int, second: int, ranks: Sequence[int]) -> str:
+    return f"ranks {ranks[first]} and {ranks[second]} write into the same tensor"
+
+
 def _has_no_data(call: Call) -> bool:
     outputs, inputs = call.outputs, call.inputs
     return bool((outputs and outputs[0].is_meta) or (inputs and inputs[0].is_meta))
@@ -108,17 +122,19 @@ def _on_meta(calls: list[Call]) -> Problem | None:
     lack = [member for member, call in enumerate(calls) if _has_no_data(call)]
     have = [member for member in range(len(calls)) if member not in lack]
     if have:
+        data = _device_of(calls[have[0]])
+        fewer = () if len(lack) == len(have) else tuple(lack if len(lack) < len(have) else have)
         return Problem(
-            f"device (meta on {_members(lack)}, {_device_of(calls[have[0]])} on {_members(have)})",
+            lambda ranks: (
+                f"device (meta on {ranks_phrase(ranks[m] for m in lack)}, {data} on "
+                f"{ranks_phrase(ranks[m] for m in have)})"
+            ),
             "let all ranks have tensors on meta, or all of them tensors with data",
+            fewer,
         )
     if calls[0].contract.op == "all_to_all":
         return _all_to_all(calls)
     return None
-
-
-def _members(members: list[int]) -> str:
-    return ranks_phrase(members).replace("rank", "member", 1) + " of the group"
 
 
 def _device_of(call: Call) -> str:
@@ -133,7 +149,7 @@ def _same_memory(calls: list[Call]) -> Problem | None:
             address = call.outputs[0].data_ptr()  # 0 for empty and for meta tensors
             if address and seen.setdefault(address, member) != member:
                 return Problem(
-                    f"members {seen[address]} and {member} of the group write into the same tensor",
+                    partial(_of_two, seen[address], member),
                     "make the tensor on each rank, inside of the function: args and globals are shared by all ranks",
                 )
     return None
@@ -306,11 +322,14 @@ def _all_to_all(calls: list[Call]) -> Problem | None:
         return _move_rows(calls)
     sent = [_cut(call.inputs, size, None if call.splits is None else call.splits[0]) for call in calls]
     received = [_cut(call.outputs, size, None if call.splits is None else call.splits[1]) for call in calls]
-    for source in range(size):
-        for target in range(size):
-            give, take = sent[source][target], received[target][source]
-            if give.numel() != take.numel():
-                return _unequal(source, target, give.numel(), take.numel())
+    unequal = [
+        _Pair(source, target, sent[source][target].numel(), received[target][source].numel())
+        for source in range(size)
+        for target in range(size)
+        if sent[source][target].numel() != received[target][source].numel()
+    ]
+    if unequal:
+        return _unequal(unequal, calls)
     for target in range(size):
         for source in range(size):
             give, take = sent[source][target], received[target][source]
@@ -319,11 +338,51 @@ def _all_to_all(calls: list[Call]) -> Problem | None:
     return None
 
 
-def _unequal(source: int, target: int, sent: int, expected: int) -> Problem:
-    return Problem(
-        f"member {source} of the group sends {sent} elements to member {target}, which expects {expected} from it",
-        "let the output split of each rank be what the others' input splits send to it",
-    )
+class _Pair(NamedTuple):
+    """Two members that do not agree on how many elements go from one to the other."""
+
+    source: int
+    target: int
+    sent: int
+    expected: int
+
+
+def _unequal(pairs: list[_Pair], calls: list[Call]) -> Problem:
+    def what(ranks: Sequence[int]) -> str:
+        told = [
+            f"rank {ranks[pair.source]} sends {pair.sent} elements to rank {ranks[pair.target]}, which expects "
+            f"{pair.expected} from it"
+            for pair in pairs[:_TOLD]
+        ]
+        more = [f"and {len(pairs) - _TOLD} more such pairs"] if len(pairs) > _TOLD else []
+        return "; ".join([*told, *more])
+
+    if all(call.splits is not None for call in calls):
+        hint = "let the output split of each rank be what the others' input splits send to it"
+    else:
+        hint = "let the outputs of each rank be of the sizes that the others' inputs for it have"
+    return Problem(what, hint, _who_is_to_blame(pairs, calls))
+
+
+def _who_is_to_blame(pairs: list[_Pair], calls: list[Call]) -> tuple[int, ...]:
+    """The member that takes part in the most of the disagreements, if there is one such."""
+    count = Counter(member for pair in pairs for member in {pair.source, pair.target})
+    most = max(count.values())
+    likely = sorted(member for member, times in count.items() if times == most)
+    sizes = [sizes_of(call) for call in calls]
+    usual, times = Counter(sizes).most_common(1)[0]
+    if times == len(calls):  # all have made one mistake
+        return ()
+    if len(likely) > 1:  # of those, the one whose sizes are not what the others' are
+        likely = [member for member in likely if times > 1 and sizes[member] != usual]
+    return tuple(likely) if len(likely) == 1 and 2 * most >= len(pairs) else ()
+
+
+def sizes_of(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How much an all_to_all sends to and receives from each rank: rows of one tensor, or elements of each."""
+    if call.splits is not None:
+        return tuple(call.splits[0]), tuple(call.splits[1])
+    return tuple(tensor.numel() for tensor in call.inputs), tuple(tensor.numel() for tensor in call.outputs)
 
 
 def _can_move_rows(calls: list[Call]) -> bool:
@@ -344,9 +403,9 @@ def _move_rows(calls: list[Call]) -> Problem | None:
     expected = torch.tensor([list(rows) for _, rows in splits]).t()
     unequal = (sent != expected).nonzero()
     if len(unequal):
-        source, target = unequal[0].tolist()
         width = math.prod(calls[0].inputs[0].shape[1:])
-        return _unequal(source, target, int(sent[source, target]) * width, int(expected[source, target]) * width)
+        pairs = [_Pair(s, t, int(sent[s, t]) * width, int(expected[s, t]) * width) for s, t in unequal.tolist()]
+        return _unequal(pairs, calls)
     starts = (sent.flatten().cumsum(0) - sent.flatten()).view_as(sent)  # of each part, in the inputs one after another
     taken = sent.t().flatten()  # in the order of the outputs
     shift = starts.t().flatten() - (taken.cumsum(0) - taken)

@@ -19,6 +19,8 @@ __all__ = [
     "ReplicaMismatch",
     "SimError",
     "rank_failed",
+    "said",
+    "what_happened",
 ]
 
 
@@ -91,7 +93,7 @@ def rank_failed(rank: int, error: BaseException, replay: str, hint: str = "") ->
     >>> isinstance(failure, ValueError), failure.rank
     (True, 3)
     """
-    message = f"rank {rank} {_what(error)}\n{hint}  replay: {replay}"
+    message = f"rank {rank} {what_happened(error)}\n{hint}  replay: {replay}"
     failure = _as_its_own_class(error, message) if isinstance(error, Exception) else None
     if failure is None:
         failure = RankFailed(message)
@@ -99,14 +101,35 @@ def rank_failed(rank: int, error: BaseException, replay: str, hint: str = "") ->
     return failure
 
 
-def _what(error: BaseException) -> str:
+def what_happened(error: BaseException) -> str:
+    """What the rank has done from whose function ``error`` came.
+
+    >>> what_happened(ValueError("bad")), what_happened(SystemExit(3))
+    ('raised ValueError: bad', 'called sys.exit(3)')
+    """
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r})"
-    try:
-        text = str(error)
-    except Exception as broken:
-        text = f"(its text cannot be shown: {type(broken).__name__} in __str__)"
+    text = _text_of(error)
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
+
+
+def said(error: BaseException) -> str:
+    """The class of ``error`` and the first line of its text.
+
+    >>> said(ValueError("bad\\nand worse")), said(KeyError())
+    ('ValueError: bad', 'KeyError')
+    """
+    lines = _text_of(error).splitlines()
+    first = lines[0] if lines else ""
+    first = first if len(first) <= 200 else f"{first[:197]}..."
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its text cannot be shown: {type(broken).__name__} in __str__)"
 
 
 def _as_its_own_class(error: Exception, message: str) -> RankFailed | None:
@@ -170,6 +193,16 @@ def ranks_phrase(ranks: Iterable[int]) -> str:
         if rank is not None:
             start = previous = rank
     return "ranks " + ", ".join(parts)
+
+
+def short_ranks_phrase(ranks: Sequence[int]) -> str:
+    """As :func:`ranks_phrase`, with the middle left out where that gets long.
+
+    >>> short_ranks_phrase(range(0, 256, 8))
+    'ranks 0, 8, ..., 248'
+    """
+    phrase = ranks_phrase(ranks)
+    return phrase if len(phrase) <= 40 else f"ranks {ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
 
 
 def table(rows: Sequence[Sequence[str]], *, marked: Iterable[int] = ()) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from sim.collectives import Call, execute
+from sim.errors import ranks_phrase, short_ranks_phrase
 from sim.scheduler import Lost, Waitable
 from sim.trace import Span
 
@@ -44,7 +45,7 @@ class Slot(Waitable):
     def describe(self) -> str:
         """Name the operation and its group."""
         op = self.first.contract.op if self.first else "collective"
-        return f"{op} #{self.seq} of group {self.group.label!r}"
+        return f"{op} #{self.seq} of group {self.group.title!r}"
 
     def missing(self) -> list[int]:
         """Name the ranks that have not come."""
@@ -58,6 +59,7 @@ class Message(Waitable):
         sender: Member of the group; None while a receive from anybody has not met its send.
         receiver: Member of the group.
         number: Counts the messages of a group, so that the oldest one that fits is taken.
+        seq: Number of the send or receive among those of its rank in the group.
         issued: The virtual clock of the rank at the call.
         span: When the transfer runs; one for both sides once they have met.
         dropped: A fault loses it, or what it should have received.
@@ -71,6 +73,7 @@ class Message(Waitable):
         "number",
         "receiver",
         "sender",
+        "seq",
         "span",
         "tag",
         "tensor",
@@ -92,16 +95,26 @@ class Message(Waitable):
         self.issued = group.world.scheduler.now
         self.span = Span()
         self.number = group.next_message = group.next_message + 1
+        own = self.member
+        self.seq = group.messages[own]
+        group.messages[own] = self.seq + 1
+
+    @property
+    def member(self) -> int:
+        """Whose side of the transfer this is."""
+        own = self.sender if self.who_waits == "send" else self.receiver
+        assert own is not None, "only a receive may not know its sender"
+        return own
 
     def describe(self) -> str:
         """Name the operation and its group."""
         ranks = self.group.ranks
         if self.who_waits == "send":
-            what = f"send to rank {ranks[self.receiver]}"
+            what = f"send #{self.seq} to rank {ranks[self.receiver]}"
         else:
-            what = f"recv from {'any rank' if self.sender is None else f'rank {ranks[self.sender]}'}"
+            what = f"recv #{self.seq} from {'any rank' if self.sender is None else f'rank {ranks[self.sender]}'}"
         tag = f" with tag {self.tag}" if self.tag else ""
-        return f"{what}{tag} in group {self.group.label!r}"
+        return f"{what}{tag} in group {self.group.title!r}"
 
     def missing(self) -> list[int]:
         """Name the ranks that have not come."""
@@ -130,6 +143,7 @@ class Group:
         self.slots: dict[int, Slot] = {}
         self.next_seq = [0] * len(ranks)
         self.next_message = 0
+        self.messages = [0] * len(ranks)  # by member: how many sends and receives it has begun
         self.busy_until = 0.0  # in virtual time: the collectives of a group run one after the other
         self.timeout = 1800.0  # in virtual seconds; matters only where a fault holds somebody up
         self.lost: Lost | None = None  # a member has died: what becomes of all further operations
@@ -142,6 +156,18 @@ class Group:
         """The world the group lives in."""
         assert self._world is not None, "only the group of an ended world has none"
         return self._world
+
+    @property
+    def title(self) -> str:
+        """What messages call it: by its ranks, too, where other groups may go by its name.
+
+        That is so for an axis of a mesh, which has one group for each place along the other axes.
+        """
+        world, ranks = self._world, self.ranks
+        label = self.label
+        if world is None or len(ranks) == world.world_size or label == "world" or f": {ranks_phrase(ranks)}" in label:
+            return label
+        return f"{label}: {short_ranks_phrase(ranks)}"
 
     def enter(self, member: int, call: Call) -> Slot:
         """Enter ``member``'s next call."""

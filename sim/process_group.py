@@ -57,6 +57,10 @@ class SimWork(dist.Work):
             for waitable in self._waitables:
                 self._flights.land(waitable)
 
+    def describe(self) -> str:
+        """Name the operations whose end it tells."""
+        return ", ".join(waitable.describe() for waitable in self._waitables) or "no operation"
+
     def is_completed(self) -> bool:
         if self._is_lost():
             return True  # as a real one is that has failed; ``wait`` raises
@@ -163,7 +167,7 @@ def _dtypes(tensors: Tensors) -> str:
 def _unsupported(name: str) -> Callable[..., Any]:
     def method(self: SimProcessGroup, *args: Any, **options: Any) -> Any:
         raise SimError(
-            f"simulated groups have no {name}\n  group: {self._axis()!r}\n"
+            f"simulated groups have no {name}\n  group: {self._title()!r}\n"
             "  try: the collectives of torch.distributed; dist.split_group and dist.new_group make groups"
         )
 
@@ -181,6 +185,7 @@ class SimProcessGroup(dist.ProcessGroup):
         self._size = len(group.ranks)
         self._coalescing: list[Waitable] | None = None
         self._label: str | None = None
+        self.line = ""  # the user's line that has made it
 
     # -- plumbing ----------------------------------------------------------------------------------------------
 
@@ -232,6 +237,16 @@ class SimProcessGroup(dist.ProcessGroup):
             self._group.label = self._label
         return self._label
 
+    def _title(self) -> str:
+        """What messages call this group."""
+        self._axis()
+        return self._group.title
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The global ranks, in group order."""
+        return self._group.ranks
+
     def rename(self) -> None:
         """Ask again under which name the group is reported."""
         self._label = None
@@ -239,7 +254,7 @@ class SimProcessGroup(dist.ProcessGroup):
     def _root(self, op: str, root: int) -> int:
         if not 0 <= root < self._size:
             raise ValueError(
-                f"{op}: there is no member {root} in the group, which has {self._size}; group: {self._axis()}; "
+                f"{op}: there is no member {root} in the group, which has {self._size}; group: {self._title()}; "
                 "try: the rank of a member"
             )
         return root
@@ -249,21 +264,21 @@ class SimProcessGroup(dist.ProcessGroup):
         if len(tensors) != self._size:
             raise ValueError(
                 f"{op}: the {which} list has {len(tensors)} tensors, expected one for each of {self._size} ranks; "
-                f"group: {self._axis()}; try: a list of {self._size} tensors"
+                f"group: {self._title()}; try: a list of {self._size} tensors"
             )
         for place, tensor in enumerate(tensors):
             self._check_dtype(op, f"{which} {place}", tensor, like)
             if not uneven and tensor.numel() != like.numel():
                 raise ValueError(
                     f"{op}: {which} {place} has {tensor.numel()} elements, expected {like.numel()}; "
-                    f"group: {self._axis()}; try: tensors of one size"
+                    f"group: {self._title()}; try: tensors of one size"
                 )
 
     def _check_dtype(self, op: str, which: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
         if tensor.dtype != like.dtype:
             raise TypeError(
                 f"{op}: the {which} is {_dtype(tensor)}, but the other side of the transfer is {_dtype(like)}; "
-                f"group: {self._axis()}; try: one dtype for both"
+                f"group: {self._title()}; try: one dtype for both"
             )
 
     def _check_no_gaps(self, op: str, tensors: Tensors) -> None:
@@ -272,14 +287,14 @@ class SimProcessGroup(dist.ProcessGroup):
             if tensor.layout is torch.strided and not tensor.is_contiguous() and not _fills_its_memory(tensor):
                 raise ValueError(
                     f"{op}: a tensor of shape {list(tensor.shape)} does not fill its memory without gaps or overlaps "
-                    f"(strides {list(tensor.stride())}); group: {self._axis()}; try: a .contiguous() copy of it"
+                    f"(strides {list(tensor.stride())}); group: {self._title()}; try: a .contiguous() copy of it"
                 )
 
     def _check_dense(self, op: str, which: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{op}: the {which} of shape {list(tensor.shape)} is not contiguous (strides "
-                f"{list(tensor.stride())}); group: {self._axis()}; try: .contiguous()"
+                f"{list(tensor.stride())}); group: {self._title()}; try: .contiguous()"
             )
 
     def _issue(self, call: Call, outputs: Tensors = ()) -> SimWork:
@@ -344,7 +359,7 @@ class SimProcessGroup(dist.ProcessGroup):
         if name != "SUM" and any(tensor.is_sparse for tensor in tensors):
             raise ValueError(
                 f"all_reduce: sparse tensors can be added up only, but the reduce op is {name}; "
-                f"group: {self._axis()}; try: ReduceOp.SUM, or .to_dense()"
+                f"group: {self._title()}; try: ReduceOp.SUM, or .to_dense()"
             )
         # A reduce_scatter into parts as equal as can be, and an all_gather of them: 2 (n - 1) times the data in all.
         size, total = self._size, _nbytes(tensors)
@@ -385,15 +400,15 @@ class SimProcessGroup(dist.ProcessGroup):
             if inputs[0].numel() != output.numel() * self._size:
                 raise ValueError(
                     f"reduce_scatter: the input has {inputs[0].numel()} elements, expected {output.numel()} * "
-                    f"{self._size} ranks; group: {self._axis()}; try: an input of that size"
+                    f"{self._size} ranks; group: {self._title()}; try: an input of that size"
                 )
             sizes = str(inputs[0].numel())
         else:
             self._check_list("reduce_scatter", "input", inputs, output)
             if inputs[self._member].numel() != output.numel():
                 raise ValueError(
-                    f"reduce_scatter: rank {self._member} of the group receives {output.numel()} elements, but its "
-                    f"input list has {inputs[self._member].numel()} at that place; group: {self._axis()}; "
+                    f"reduce_scatter: rank {self._group.ranks[self._member]} receives {output.numel()} elements, but "
+                    f"its input list has {inputs[self._member].numel()} at that place; group: {self._title()}; "
                     "try: one input per rank, of the size of that rank's output"
                 )
             sizes = str([t.numel() for t in inputs])
@@ -446,15 +461,15 @@ class SimProcessGroup(dist.ProcessGroup):
             if outputs[0].numel() != expected:
                 raise ValueError(
                     f"all_gather: the output has {outputs[0].numel()} elements, expected {input.numel()} * {size} "
-                    f"ranks = {expected}; group: {self._axis()}; try: an output of that size"
+                    f"ranks = {expected}; group: {self._title()}; try: an output of that size"
                 )
         else:
             self._check_list("all_gather", "output", outputs, input)
             sizes = str([t.numel() for t in outputs])
             if outputs[self._member].numel() != input.numel():
                 raise ValueError(
-                    f"all_gather: rank {self._member} of the group gives {input.numel()} elements, but its output "
-                    f"list has {outputs[self._member].numel()} at that place; group: {self._axis()}; "
+                    f"all_gather: rank {self._group.ranks[self._member]} gives {input.numel()} elements, but its "
+                    f"output list has {outputs[self._member].numel()} at that place; group: {self._title()}; "
                     "try: one output per rank, of that rank's size"
                 )
         own = _nbytes([input])
@@ -489,7 +504,7 @@ class SimProcessGroup(dist.ProcessGroup):
         if len(output_lists) != self._size or any(len(outputs) != len(inputs) for outputs in output_lists):
             raise ValueError(
                 f"all_gather_coalesced: the output lists have {[len(outputs) for outputs in output_lists]} tensors, "
-                f"expected {len(inputs)}, one for each input, from each of {self._size} ranks; group: {self._axis()}; "
+                f"expected {len(inputs)}, one for each input, from each of {self._size} ranks; group: {self._title()}; "
                 f"try: {self._size} lists of {len(inputs)} tensors"
             )
         by_input = zip(*output_lists, strict=True)
@@ -517,7 +532,7 @@ class SimProcessGroup(dist.ProcessGroup):
             if output.numel() != input.numel() * self._size:
                 raise ValueError(
                     f"gather: the output has {output.numel()} elements, expected {input.numel()} * {self._size} "
-                    f"ranks; group: {self._axis()}; try: an output of that size"
+                    f"ranks; group: {self._title()}; try: an output of that size"
                 )
             pieces = output.view(self._size, *input.shape).unbind(0)
         return self.gather([pieces], [input], opts)
@@ -587,20 +602,20 @@ class SimProcessGroup(dist.ProcessGroup):
         if not tensor.dim():
             raise ValueError(
                 f"all_to_all_single: the {which} has no dim 0 to split over {self._size} ranks: it is a scalar; "
-                f"group: {self._axis()}; try: a tensor with one row or more for each rank"
+                f"group: {self._title()}; try: a tensor with one row or more for each rank"
             )
         rows = tensor.shape[0]
         if splits is None or not len(splits):
             if rows % self._size:
                 raise ValueError(
                     f"all_to_all_single: dim 0 of the {which} has {rows} rows, not divisible by {self._size} ranks; "
-                    f"group: {self._axis()}; try: pass {which}_split_sizes"
+                    f"group: {self._title()}; try: pass {which}_split_sizes"
                 )
             return [rows // self._size] * self._size
         if len(splits) != self._size or sum(splits) != rows:
             raise ValueError(
                 f"all_to_all_single: {which}_split_sizes {list(splits)} must be {self._size} numbers that add up to "
-                f"the {rows} rows of the {which}; group: {self._axis()}; try: one size per rank"
+                f"the {rows} rows of the {which}; group: {self._title()}; try: one size per rank"
             )
         return list(splits)
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from sim.callables import check_body
+
 __all__ = ["ARMS", "RankTest", "ranks"]
 
 ARMS = ("sim", "gloo", "gpu", "npu")
@@ -65,7 +67,7 @@ def ranks(
             assert x.item() == ctx.world_size
 
     Further parameters are fixtures or ``parametrize`` arguments, as usual; each rank gets them (on the arms with
-    processes, a pickled copy).
+    processes, a pickled copy). With ``arms=("sim",)``, a method can be a body; its ranks share the instance.
 
     Args:
         world_size: Number of ranks, at least 1.
@@ -75,6 +77,8 @@ def ranks(
 
     Raises:
         ValueError: A world size below 1 or an unknown arm.
+        TypeError: A body that takes no argument, is a method on an arm with processes, or of which a call runs nothing:
+            a coroutine function or a generator function.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"cannot run a test on {world_size!r} ranks\n  world_size: an int >= 1\n  try: @sim.ranks(4)")
@@ -86,20 +90,32 @@ def ranks(
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         own = list(inspect.signature(body).parameters.values())
-        if not own:
-            raise TypeError(f"{body.__name__} takes no argument\n  try: def {body.__name__}(ctx): ...")
-        if own[0].name == "self":
+        owner = own[:1] if own and own[0].name == "self" else []
+        if len(own) == len(owner):
+            start = "self, " if owner else ""
+            raise TypeError(f"{body.__name__} takes no argument\n  try: def {body.__name__}({start}ctx): ...")
+        elsewhere = [arm for arm in arms if arm != "sim"]
+        if owner and elsewhere:
             raise TypeError(
                 f"{body.__qualname__} is a method; the processes of an arm could not find it\n"
-                f"  try: a function of the module: def {body.__name__}(ctx): ..."
+                f"  arms: {', '.join(elsewhere)} start processes\n"
+                f"  try: arms=('sim',), or a function of the module: def {body.__name__}(ctx): ..."
             )
+        check_body(body)
 
-        def test(request: pytest.FixtureRequest, rank_arm: str, **fixtures: Any) -> None:
+        def function(request: pytest.FixtureRequest, rank_arm: str, **fixtures: Any) -> None:
             from sim import arms as runners
 
             __tracebackhide__ = True
             runners.run_arm(rank_arm, test, world_size, fixtures, request)
 
+        def method(self: Any, request: pytest.FixtureRequest, rank_arm: str, **fixtures: Any) -> None:
+            from sim import arms as runners
+
+            __tracebackhide__ = True
+            runners.run_arm(rank_arm, test, world_size, fixtures, request, owner=self)
+
+        test: Callable[..., None] = method if owner else function
         test.__name__ = body.__name__
         test.__qualname__ = body.__qualname__
         test.__doc__ = body.__doc__
@@ -109,8 +125,9 @@ def ranks(
         test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
         keyword = inspect.Parameter.KEYWORD_ONLY
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, keyword) for name in ("request", "rank_arm")]
-            + [parameter.replace(kind=keyword) for parameter in own[1:]]
+            owner
+            + [inspect.Parameter(name, keyword) for name in ("request", "rank_arm")]
+            + [parameter.replace(kind=keyword) for parameter in own[len(owner) + 1 :]]
         )
         cases = [pytest.param(arm, marks=getattr(pytest.mark, arm), id=arm) for arm in arms]
         return pytest.mark.parametrize("rank_arm", cases)(test)

@@ -13,14 +13,16 @@ import heapq
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
-from sim.errors import RankLost, RankStopped, SimError
+from sim import watchdog
+from sim.errors import RankLost, RankStopped, SimError, ranks_phrase, said
 from sim.seams.outsiders import Outsiders
 from sim.threads import Worker
-from sim.watchdog import Watchdog
+from sim.trace import raised_at
 
 __all__ = ["Lost", "RankThread", "Scheduler", "Waitable"]
 
@@ -83,6 +85,7 @@ class RankThread:
         "name",
         "polls",
         "rank",
+        "refusals",
         "result",
         "resumed",
         "since",
@@ -100,6 +103,7 @@ class RankThread:
         self.finished = False
         self.polls = False  # it gave up its turn without waiting for anything
         self.told = False  # it has got the error that ended the world
+        self.refusals = 0  # how often it has got what ends it, and gone on
         self.waiting: Waitable | None = None
         self.since = 0  # the number of the turn in which it began to wait
         self.alarm: tuple[float, int, RankThread] | None = None  # when it stops waiting
@@ -175,16 +179,27 @@ class Scheduler:
                 self._start()
                 # A second Ctrl-C ends this wait: a rank that computes for ever is left behind.
                 if self._unfinished or self.helpers:
-                    self._wait_for_all()
+                    self._wait_for_all(interrupted=True)
             raise
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self, *, interrupted: bool = False) -> None:
         # With a timeout, because a signal that comes just before the thread falls asleep does not wake it.
-        watchdog = Watchdog()
+        dog, since = watchdog.Watchdog(), time.monotonic()
         while not self._all_done.acquire(timeout=0.2):
             running = self.running
             if running is not None:
-                watchdog.look(running.rank, running.ident, self._turns, running.name)
+                dog.look(running, self._turns, self._failure(), alone=len(self.ranks) == 1 and not self.helpers)
+            if interrupted and time.monotonic() - since > watchdog.INTERRUPT_S:
+                interrupted = False
+                watchdog.report_interrupt(ranks_phrase(rank.rank for rank in self.ranks if not rank.finished))
+
+    def _failure(self) -> str:
+        """What has ended the world, in a line; empty while nothing has."""
+        fatal, rank = self.fatal, self.failed_rank
+        if fatal is None:
+            return ""
+        line = raised_at(fatal)
+        return f"{'' if rank is None else f'rank {rank} raised '}{said(fatal)}{line and f'  {line}'}"
 
     def _start(self) -> None:
         """Let the first rank run, once."""
@@ -393,6 +408,7 @@ class Scheduler:
     def check_alive(self) -> None:
         """Stop the running rank if it is dead and only unwinds: nobody must hear of it."""
         if self.running is not None and self.running.rank in self.gone:
+            self.running.refusals += 1
             raise RankStopped("the rank is dead")
 
     def _why_not(self, waitable: Waitable, me: RankThread) -> BaseException:
@@ -416,6 +432,8 @@ class Scheduler:
         when another rank has raised, gets what ``except Exception`` does not catch.
         """
         fatal, me = self.fatal, self.running
+        if me is not None:
+            me.refusals += 1
         of_the_world = not isinstance(fatal, RankLost)  # which is a rank's own affair
         if isinstance(fatal, SimError) and of_the_world and me is not None and not me.told:
             me.told = True

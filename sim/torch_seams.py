@@ -26,10 +26,12 @@ from sim.clock import CLOCK_SEAMS
 from sim.current import current_context, this_thread
 from sim.errors import SimError
 from sim.seams import devices
+from sim.seams.event_loops import EVENT_LOOP_SEAMS
 from sim.seams.helper_threads import HELPER_SEAMS
 from sim.seams.locks import LOCK_SEAMS
 from sim.seams.messages import MESSAGE_SEAMS
 from sim.seams.process import PROCESS_SEAMS
+from sim.seams.torch_imports import IMPORT_SEAMS
 
 if TYPE_CHECKING:
     from sim.world import RankContext, World
@@ -276,14 +278,20 @@ _ELSEWHERE = ("hccl", "xccl", "mccl", "cncl", "sccl")  # backends that come with
 
 def _check_backend(asked: str) -> None:
     """Refuse a name that no real launch would accept either."""
-    known = [*c10d.Backend.backend_list, *_ELSEWHERE]
+    known = [name for name in dict.fromkeys((*c10d.Backend.backend_list, *_ELSEWHERE)) if name != "mpi"]
     for part in asked.lower().split(","):
         if part.rpartition(":")[2] not in known:
             raise ValueError(
-                f"init_process_group was asked for the backend {asked!r}, which nobody provides\n"
+                f"init_process_group was asked for the backend {asked!r}, which {_why_not(asked)}\n"
                 f"  known: {', '.join(name for name in known if name != 'undefined')}\n"
                 "  try: backend='nccl', 'hccl' or 'gloo', or none: the simulator stands in for each"
             )
+
+
+def _why_not(asked: str) -> str:
+    if "mpi" in asked.lower():
+        return "takes its ranks from mpirun, and not from torchrun or sim"
+    return "nobody provides"
 
 
 def _check_identity(context: RankContext, rank: int, world_size: int) -> None:
@@ -433,6 +441,8 @@ def _device_mesh(world: World) -> Undo:
             return
         self._thread_id = (context.world.number, context.rank)
         names = self.mesh_dim_names
+        if names:
+            context.world.trace.know(names)
         default = context.c10d.default_pg
         groups = getattr(self, "_dim_group_names", None)  # a slice of a mesh has none of its own yet
         if names and groups and default is not None:
@@ -715,10 +725,12 @@ SEAMS: tuple[Callable[[World], Undo], ...] = (
     _platform,
     _mapped_device,
     *PROCESS_SEAMS,
+    *IMPORT_SEAMS,
     *CLOCK_SEAMS,
     *MESSAGE_SEAMS,
     *LOCK_SEAMS,
     *HELPER_SEAMS,
+    *EVENT_LOOP_SEAMS,
 )
 
 # One world at a time: the seams are changes to the process.

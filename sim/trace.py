@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -13,9 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Event", "Row", "Span", "Trace", "user_line"]
+__all__ = ["Event", "Row", "Span", "Trace", "raised_at", "user_line"]
 
 Shape = tuple[int, ...]
+_OPS = (
+    *("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "reduce_scatter"),
+    *("scatter", "send"),
+)
 
 
 @dataclass(slots=True)
@@ -95,6 +100,11 @@ class Event(NamedTuple):
         return None if self.span is None else self.span.end
 
     @property
+    def completed(self) -> bool:
+        """Whether all who take part have come, and the data has moved; only then do its bytes count."""
+        return self.span is None or self.span.end is not None
+
+    @property
     def name(self) -> str:
         """What it is called in messages.
 
@@ -139,11 +149,16 @@ class Trace:
     def __init__(self, world_size: int) -> None:
         self._by_rank: list[list[Event]] = [[] for _ in range(world_size)]
         self._issued = 0
+        self._axes: dict[str, None] = {"world": None}  # besides those of events
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self._by_rank)
+
+    def know(self, axes: Iterable[str]) -> None:
+        """Note axes of a mesh: nothing may ever be communicated on some of them."""
+        self._axes.update(dict.fromkeys(axes))
 
     def add(self, event: Event) -> None:
         """Append an event of ``event.rank``."""
@@ -164,20 +179,48 @@ class Trace:
         return [event for events in self._by_rank for event in events]
 
     def of_rank(self, rank: int) -> list[Event]:
-        """The events of one rank, in the order in which it issued them."""
-        return list(self._by_rank[rank])
+        """The events of one rank, in the order in which it issued them.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        return list(self._by_rank[self._checked_rank(rank)])
 
     def bytes(self, axis: str | None = None, op: str | None = None, rank: int | None = None) -> int:
-        """Bytes received, of one axis, operation or rank, or of all."""
-        events: Iterable[Event] = self.events if rank is None else self._by_rank[rank]
-        return sum(e.recv_bytes for e in events if axis in (None, e.axis) and op in (None, e.op))
+        """Bytes received by completed operations, of one axis, operation or rank, or of all.
+
+        Args:
+            axis: A mesh axis, ``world``, or what else an event has as its axis; 0 if nothing was communicated on it.
+            op: ``all_reduce``, ``send``, ...; 0 if there was none.
+            rank: Global rank.
+
+        Raises:
+            ValueError: No group of the world has that name, there is no such operation, or no such rank.
+        """
+        if axis is not None:
+            known = dict.fromkeys(event.axis for event in self.events) | self._axes
+            _check_name("axis", axis, list(known), "no group of this world is called that")
+        if op is not None:
+            _check_name("op", op, _OPS, "there is no such operation")
+        events: Iterable[Event] = self.events if rank is None else self._by_rank[self._checked_rank(rank)]
+        return sum(e.recv_bytes for e in events if e.completed and axis in (None, e.axis) and op in (None, e.op))
+
+    def _checked_rank(self, rank: int) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"the trace has no events of rank {rank!r}: it is of a world of {self.world_size} ranks\n"
+                f"  rank: an int from 0 to {self.world_size - 1}\n  try: rank=0"
+            )
+        return rank
 
     def by_axis(self) -> list[Row]:
-        """One row per axis and operation, axes in the order of first use by the lowest rank."""
+        """One row per axis and operation that has been completed, axes in the order of first use by the lowest rank."""
         counted: dict[tuple[str, str], set[tuple[tuple[int, ...], int, int]]] = {}
         moved: dict[tuple[str, str], dict[int, int]] = {}
         for rank, events in enumerate(self._by_rank):
             for number, event in enumerate(events):
+                if not event.completed:
+                    continue
                 key = (event.axis, event.op)
                 once = (event.group, event.seq, 0) if event.seq >= 0 else (event.group, rank, number)
                 counted.setdefault(key, set()).add(once)
@@ -219,7 +262,7 @@ class Trace:
 
         Raises:
             SimError: matplotlib is not installed.
-            ValueError: Another ``color``.
+            ValueError: Another ``color``, or an ending that is no format.
         """
         from sim.views.plot import draw
 
@@ -237,8 +280,19 @@ class Trace:
 
     def clear(self) -> None:
         """Forget all events, for example after a warm-up."""
+        self.know(event.axis for event in self.events)
         for events in self._by_rank:
             events.clear()
+
+
+def _check_name(argument: str, asked: str, known: Sequence[str], what: str) -> None:
+    if asked not in known:
+        nearest = difflib.get_close_matches(str(asked), known, n=1, cutoff=0.5) or known[:1]
+        raise ValueError(
+            f"cannot count the bytes of {argument}={asked!r}: {what}\n"
+            f"  {argument}: one of {', '.join(map(repr, known))}\n"
+            f"  try: {argument}={nearest[0]!r}"
+        )
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -269,3 +323,14 @@ def user_line(frame: FrameType | None = None) -> str:
             return f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "(no line of user code)"
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of user code that an exception has come through; empty where it has come through none."""
+    line, part = "", error.__traceback__
+    while part is not None:
+        code = part.tb_frame.f_code
+        if not _belongs_to_a_library(code.co_filename):
+            line = f"{os.path.basename(code.co_filename)}:{part.tb_lineno} in {code.co_name}"
+        part = part.tb_next
+    return line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import threading
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.redistribute.cost import Topology
-from sim import report, threads, torch_seams
+from sim import membership, report, stuck, threads, torch_seams
+from sim.callables import check_call, check_result
 from sim.checks import partials, races, replicas
 from sim.clock import Cost, Pricing
 from sim.collectives import Call, Problem
@@ -25,13 +25,13 @@ from sim.faults.hooks import Faults
 from sim.group import Group, Message, Slot
 from sim.process_group import SimProcessGroup
 from sim.scheduler import RankThread, Scheduler
-from sim.script.failure import device_hint
+from sim.script.failure import device_hint, exit_hint
 from sim.script.process_view import ProcessView
 from sim.seams.devices import KINDS, MapDevice
 from sim.seams.messages import copy_of_filters, enter_filters, leave_filters
 from sim.seams.process import Generators
 from sim.store import RankStore, SharedStore
-from sim.trace import Event, Trace
+from sim.trace import Event, Trace, user_line
 
 __all__ = ["RankContext", "World", "run", "world"]
 
@@ -321,7 +321,7 @@ class World:
             SimError: The world does not run now: called from a rank, or outside of the ``with`` block.
             KeyboardInterrupt: Ctrl-C. Every rank ends at its next operation; a second Ctrl-C does not wait for that.
         """
-        keywords = _check_call(fn, args, kwargs, self.world_size)
+        keywords = check_call(fn, args, kwargs, self.world_size)
         if current_rank() is not None:
             raise SimError("a rank cannot start ranks of its own\n  try: call sim.run outside of a rank's function")
         if self._life != "alive":
@@ -352,7 +352,7 @@ class World:
             scheduler.ranks = []  # their results and errors belong to the caller now
         self._raise_failure(scheduler)
         if slots or messages:
-            raise report.never_completed(self, slots, messages)
+            raise membership.group_mismatch(self) or stuck.never_completed(self, slots, messages)
         return results
 
     def _raise_failure(self, scheduler: Scheduler) -> None:
@@ -367,6 +367,8 @@ class World:
         hint = ""
         if self.contexts[0].view is None and isinstance(fatal, Exception):  # a script is told about its own options
             hint = device_hint(fatal, self.map_device, "sim.run(..., map_device='{}')", "a rank")
+        elif isinstance(fatal, SystemExit):
+            hint = exit_hint(fatal)
         raise rank_failed(scheduler.failed_rank, fatal, self.replay, hint) from fatal
 
     def _new_scheduler(self) -> Scheduler:
@@ -408,7 +410,7 @@ class World:
                 torch_seams.join_default_group(context)
             torch.set_grad_enabled(True)
             with self._modes(context):
-                return fn(*args, **kwargs)
+                return check_result(fn(*args, **kwargs), fn)
         except SystemExit as end:
             if end.code in (None, 0):
                 return None
@@ -464,12 +466,13 @@ class World:
             if context.faults is not None:
                 context.faults.losses.note_group(group)
         process_group = SimProcessGroup(context, group, ranks.index(context.rank))
+        process_group.line = user_line()
         self._process_groups.append(process_group)
         return process_group
 
     def mismatch_error(self, slot: Slot, problem: Problem | None) -> SimError:
         """The error for a collective on which the ranks do not agree."""
-        return report.collective_mismatch(self, slot, problem)
+        return membership.group_mismatch(self) or report.collective_mismatch(self, slot, problem)
 
     def execution_error(self, slot: Slot, cause: Exception) -> SimError:
         """The error for a collective that the ranks agree on and that torch cannot compute."""
@@ -483,55 +486,8 @@ class World:
         for group in self.groups.values():
             for slot in group.slots.values():
                 if slot.mismatch:
-                    return report.collective_mismatch(self, slot, None)
-        return report.deadlock(self)
-
-
-def _check_call(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, world_size: int
-) -> dict[str, Any]:
-    """Refuse what ``fn(*args, **kwargs)`` would only refuse on the ranks; returns the keyword arguments."""
-    if not callable(fn):
-        raise TypeError(f"cannot run {fn!r} on ranks\n  fn: a callable\n  try: sim.run(train, world_size={world_size})")
-    name = getattr(fn, "__name__", "train")
-    if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):
-        raise TypeError(
-            f"cannot pass {type(args).__name__} as the arguments of {name}\n  args: a tuple\n"
-            f"  try: sim.run({name}, world_size={world_size}, args=(x,)), with the comma"
-        )
-    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(
-            f"cannot run {name} on ranks: a call of it runs nothing yet\n"
-            f"  fn: {'a coroutine function' if inspect.iscoroutinefunction(fn) else 'a generator function'}\n"
-            f"  try: a function that runs it, as in lambda: "
-            f"{f'asyncio.run({name}())' if inspect.iscoroutinefunction(fn) else f'list({name}())'}"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(
-            f"cannot pass {type(kwargs).__name__} as the keyword arguments of {name}\n  kwargs: a dict\n"
-            f"  try: sim.run({name}, world_size={world_size}, kwargs={{'x': 1}})"
-        )
-    _check_arguments(fn, name, args, kwargs or {}, world_size)
-    return dict(kwargs or {})
-
-
-def _check_arguments(
-    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int
-) -> None:
-    if not inspect.isroutine(fn) or hasattr(fn, "__signature__"):
-        return
-    try:
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (ValueError, TypeError):  # of functions written in C
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as mistake:
-        raise TypeError(
-            f"cannot call {name} on ranks: {mistake}\n"
-            f"  args: {len(args)}; kwargs: {', '.join(map(str, kwargs)) or 'none'}; {name} takes {signature}\n"
-            f"  try: sim.run({name}, world_size={world_size}, args=(...), kwargs={{...}})"
-        ) from None
+                    return self.mismatch_error(slot, None)
+        return membership.group_mismatch(self) or stuck.deadlock(self)
 
 
 def _check_schedule(schedule: Sequence[int]) -> None:
@@ -734,6 +690,6 @@ def run(
         device=device,
         map_device=map_device,
     )
-    _check_call(fn, args, kwargs, world_size)
+    check_call(fn, args, kwargs, world_size)
     with made as w:
         return w.run(fn, args, kwargs)

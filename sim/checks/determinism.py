@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
-from sim.errors import NonDeterminism, SimError, table
+from sim.errors import NonDeterminism, RankFailed, SimError, said, table
 from sim.trace import Event
 from sim.world import world
 
@@ -90,9 +91,12 @@ def check_determinism(
     for seed in chosen:
         once = _run(fn, world_size, args, kwargs, seed, init)
         for number in range(1, runs):
-            _compare(once, _run(fn, world_size, args, kwargs, seed, init), number + 1)
+            again = _run(fn, world_size, args, kwargs, seed, init)
+            replay = f"sim.check_determinism(..., world_size={world_size}, seeds={[seed]}, runs={runs})"
+            _compare(once, again, number + 1, replay)
         if first is not None:
-            _compare_outcomes(first, once, f"seed {first.seed}", f"seed {seed}")
+            replay = f"sim.check_determinism(..., world_size={world_size}, seeds={[first.seed, seed]}, runs=1)"
+            _compare_outcomes(first, once, f"seed {first.seed}", f"seed {seed}", replay)
         first = first or once
     assert first is not None
     if first.failure is not None:
@@ -133,7 +137,7 @@ def _digest(tensors: Sequence[torch.Tensor]) -> str:
 # -- events ----------------------------------------------------------------------------------------------------
 
 
-def _compare(one: _Run, other: _Run, number: int) -> None:
+def _compare(one: _Run, other: _Run, number: int, replay: str) -> None:
     """Two runs from one seed: what they did, one event after the other, then what came out."""
     names = ("run 1", f"run {number}")
     for place in range(max(len(one.events), len(other.events))):
@@ -143,11 +147,13 @@ def _compare(one: _Run, other: _Run, number: int) -> None:
             rows = [(name, *_describe(event)) for name, event in zip(names, pair, strict=True)]
             raise NonDeterminism(
                 f"two runs from seed {one.seed} differ in event {place} ({differs})\n{table(rows)}\n"
+                f"{_failures(one, other, names)}"
                 f"  {_whose(pair)}\n"
                 "  try: look above that line for an order of a set, a hash, the time, os.urandom, or a generator "
-                "without a seed"
-            )
-    _compare_outcomes(one, other, *names)
+                "without a seed\n"
+                f"  replay: {replay}"
+            ) from (other.failure or one.failure)
+    _compare_outcomes(one, other, *names, replay)
 
 
 def _difference(one: Event | None, other: Event | None) -> str | None:
@@ -181,13 +187,31 @@ def _whose(pair: Sequence[Event | None]) -> str:
 # -- results ---------------------------------------------------------------------------------------------------
 
 
-def _compare_outcomes(one: _Run, other: _Run, name: str, other_name: str) -> None:
+def _failures(one: _Run, other: _Run, names: Sequence[str]) -> str:
+    """One line for each run that has failed."""
+    runs = zip(names, (one, other), strict=True)
+    return "".join(f"  {name} failed: {_brief(run.failure)}\n" for name, run in runs if run.failure is not None)
+
+
+def _brief(failure: Exception) -> str:
+    """A failure in a line; that of a rank says itself what class it has."""
+    text = said(failure)
+    return text.removeprefix(f"{type(failure).__name__}: ") if isinstance(failure, RankFailed) else text
+
+
+def _compare_outcomes(one: _Run, other: _Run, name: str, other_name: str, replay: str) -> None:
     if (one.failure is None) != (other.failure is None) or _text(one.failure) != _text(other.failure):
         failures = [(one, name), (other, other_name)]
-        rows = [(who, _text(run.failure).splitlines()[0] if run.failure else "returned") for run, who in failures]
+        lines = [_brief(run.failure) if run.failure else "returned" for run, _ in failures]
+        if lines[0] == lines[1]:  # it is further down that they differ
+            texts = (_text(run.failure).splitlines() for run, _ in failures)
+            lines = list(next(pair for pair in zip_longest(*texts, fillvalue="") if pair[0] != pair[1]))
+        rows = [(who, line.strip()) for (_, who), line in zip(failures, lines, strict=True)]
         raise NonDeterminism(
-            f"{name} and {other_name} end differently\n{table(rows)}\n  try: look at the failure first"
-        )
+            f"{name} and {other_name} end differently\n{table(rows)}\n"
+            "  try: look at the failure first\n"
+            f"  replay: {replay}"
+        ) from (other.failure or one.failure)
     for rank, (mine, theirs) in enumerate(zip(one.results, other.results, strict=True)):
         place = first_difference(mine, theirs)
         if place is not None:
@@ -201,6 +225,7 @@ def _compare_outcomes(one: _Run, other: _Run, name: str, other_name: str) -> Non
                     if same_seed
                     else "  try: seed the random numbers, and look for what depends on which rank comes first"
                 )
+                + f"\n  replay: {replay}"
             )
 
 

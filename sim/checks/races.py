@@ -147,7 +147,9 @@ _HARMLESS = frozenset(
     }
 )
 # These read memory behind the dispatcher's back.
-_LOOK = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"})
+_LOOK = frozenset(
+    {"tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__"}
+)
 
 
 class _Operations(TorchDispatchMode):

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sim.checks.copies import GRADIENT, Copy, disagreement, first_failure
-from sim.checks.spread import Spread, leaves, named, of_optimizer, spread_of, spread_of_group
+from sim.checks.spread import Leaf, leaves, named, of_optimizer, spread_of, spread_of_group
 from sim.current import current_context
 from sim.errors import ReplicaMismatch
 from sim.scheduler import Waitable
@@ -110,9 +110,11 @@ def check_replicas(
 
     Args:
         things: DTensors; modules (parameters, buffers and gradients) and optimizers (parameters and gradients); and
-            lists, tuples and mappings of these.
+            lists, tuples and mappings of these. What a ``DistributedDataParallel`` reduces is compared over its own
+            process group; its buffers, which only its next forward pass makes equal, are not.
         group: Process group or mesh all of whose ranks hold equal copies of each plain tensor. None: plain tensors
-            of modules and optimizers are passed over, others refused.
+            are refused, and so are modules and optimizers with nothing but plain tensors; next to DTensors, or next
+            to a ``DistributedDataParallel``, those of a module or an optimizer are passed over.
         rtol: Largest difference allowed, relative to the most frequent copy's value.
         atol: Largest difference allowed, absolute.
 
@@ -123,7 +125,7 @@ def check_replicas(
     Raises:
         ReplicaMismatch: Copies differ, or the ranks do not agree on what they hold; the same on all ranks.
         Deadlock: A rank of the mesh does not come.
-        TypeError: A thing that is none of these, or a plain tensor without a group.
+        TypeError: A thing that is none of these, or a plain tensor, module or optimizer without a group.
         ValueError: A negative tolerance.
     """
     context = current_context()
@@ -135,7 +137,7 @@ def check_replicas(
             "  try: rtol=0, atol=0, which compares the bits"
         )
     spread = None if group is None else spread_of_group(context, group)
-    compare(context, named(list(leaves(things, spread))), spread, (rtol, atol))
+    compare(context, named(list(leaves(context, things, spread))), (rtol, atol))
 
 
 # -- the meeting ---------------------------------------------------------------------------------------------------
@@ -143,17 +145,16 @@ def check_replicas(
 
 def compare(
     context: RankContext,
-    tensors: Mapping[str, torch.Tensor],
-    spread: Spread | None = None,
+    tensors: Mapping[str, Leaf],
     tolerance: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Meet the ranks of every mesh that these tensors are on; ``spread`` is that of plain tensors, if any count."""
+    """Meet the ranks of every mesh that these tensors are on; plain ones count whose spread is known."""
     context.check_caller()
     scheduler, world = context.world.scheduler, context.world
     if scheduler.fatal is not None:
         raise scheduler.end_of_rank()
     together: dict[tuple[int, ...], dict[str, Copy]] = {}
-    for name, tensor in tensors.items():
+    for name, (_, tensor, spread) in tensors.items():
         how = spread_of(tensor) if isinstance(tensor, DTensor) else spread
         if how is None or not any(how.replicated):
             continue
@@ -222,7 +223,8 @@ def check_when_made(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
         context = _watched_context()
         if context is not None:
             in_backward = torch._C._current_graph_task_id() != -1
-            compare(context, {GRADIENT if in_backward else "the tensor given to from_local": made})
+            name = GRADIENT if in_backward else "the tensor given to from_local"
+            compare(context, {name: Leaf(name, made)})
         return made
 
     return from_local

@@ -211,7 +211,7 @@ class Losses:
         )
 
     def _line(self, what: Waitable, rank: int) -> str:
-        from sim.report import line_of
+        from sim.stuck import line_of
 
         line = line_of(rank, what)
         return f" ({line})" if line else ""

@@ -92,7 +92,7 @@ class Kill(_OfOneRank):
         at: When: before the rank's n-th operation (an int, from 0, since the fault was added; collectives, sends and
             receives count), before the first operation inside of ``sim.region(name)`` (a str) or the n-th one there
             (``(name, n)``), before the first one at a virtual time (:func:`sim.at_time`), or before each one with a
-            probability (a float).
+            probability (a float). Default 0: before its first operation.
     """
 
     at: At = 0
@@ -104,7 +104,7 @@ class Kill(_OfOneRank):
 
 @dataclass(frozen=True, repr=False)
 class Freeze(_OfOneRank):
-    """The rank stays alive and never goes on. ``at`` is that of :class:`Kill`."""
+    """The rank stays alive and never goes on. ``at`` is that of :class:`Kill`; default 0, its first operation."""
 
     at: At = 0
 
@@ -243,5 +243,5 @@ def check_ranks(fault: object, world_size: int) -> None:
     if unknown:
         raise ValueError(
             f"{fault!r} cannot happen: there is no {ranks_phrase(unknown)}\n"
-            f"  world: ranks 0 to {world_size - 1}\n  try: one of these"
+            f"  world: ranks 0 to {world_size - 1}\n  try: one of the world's ranks, or a larger world_size"
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
+from sim.callables import check_call
 from sim.errors import RankLost, SimError
 from sim.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink
 from sim.world import World, world
@@ -23,11 +24,13 @@ class SwarmFailed(SimError):
         seed: Of the run.
         world_size: Its number of ranks.
         faults: Those without which it does not fail.
+        mesh: The sizes of its mesh, if one was drawn.
     """
 
     seed: int = -1
     world_size: int = 0
     faults: tuple[Fault, ...] = ()
+    mesh: tuple[int, ...] = ()
 
 
 def swarm(
@@ -39,11 +42,12 @@ def swarm(
     seeds: Iterable[int] = range(100),
     kinds: Sequence[type[Fault]] = (Kill, Freeze, Slow),
     max_faults: int = 2,
+    mesh_axes: int = 0,
     check: Callable[[World, list[Any]], None] | None = None,
     allow: tuple[type[Exception], ...] = (RankLost,),
     **options: Any,
 ) -> int:
-    """Run ``fn`` once for each seed, which draws how many ranks there are, their interleaving and the faults.
+    """Run ``fn`` once for each seed, which draws the number of ranks, their mesh, the interleaving and the faults.
 
     A run fails when it raises anything but ``allow``, or when ``check(world, results)`` raises. Faults that the failure
     does not need are then left out, one after the other.
@@ -60,12 +64,15 @@ def swarm(
 
     Args:
         fn: What each rank runs.
-        world_size: Number of ranks, or several to draw from.
-        args: Of ``fn``; or a function of a ``random.Random`` and the number of ranks that draws them (a mesh, sizes).
+        world_size: Number of ranks, or the numbers to choose from: ``(2, 4)`` is 2 or 4 and never 3, and
+            ``range(2, 5)`` is 2, 3 or 4.
+        args: Of ``fn``; or a function of a ``random.Random`` and the number of ranks that draws them (sizes, layouts).
         kwargs: Of ``fn``.
         seeds: One run each; a failure names the one that replays it.
-        kinds: Classes of ``sim.faults`` to draw from.
+        kinds: Classes of ``sim.faults`` to draw from; Kill, Freeze and Slow unless others are named.
         max_faults: Most faults in a run; one in three runs or more has none.
+        mesh_axes: If not 0, the sizes of a mesh of all ranks with so many axes are drawn, and are ``fn``'s first
+            argument: ``(1, 8)``, ``(4, 2)`` ... on 8 ranks.
         check: Called after each run that has not raised, with the world and the results.
         allow: What a run may raise.
         **options: Of :func:`sim.world`, such as ``topology``.
@@ -75,10 +82,13 @@ def swarm(
 
     Raises:
         SwarmFailed: The first run that failed.
-        ValueError: No seed, no number of ranks, no kind of fault, or fewer than 0 faults.
+        ValueError: No seed, no number of ranks, no kind of fault, or fewer than 0 faults or axes.
+        TypeError: ``fn`` cannot be called with what it would get, or a call would run nothing.
     """
     sizes = (world_size,) if isinstance(world_size, int) else tuple(world_size)
     chosen = list(seeds)
+    if mesh_axes < 0:
+        raise ValueError(f"cannot draw a mesh of {mesh_axes} axes\n  mesh_axes: an int from 0 up\n  try: mesh_axes=2")
     if not chosen or not sizes or max_faults < 0 or not set(kinds) <= set(KINDS) or (max_faults and not kinds):
         raise ValueError(
             f"cannot run a swarm of {len(chosen)} seeds on {list(sizes)} ranks with up to {max_faults} faults of "
@@ -99,17 +109,22 @@ def swarm(
                 return w, error
         return w, None
 
-    lengths: dict[int, int] = {}
+    lengths: dict[tuple[int, ...], int] = {}
     for seed in chosen:
         random = Random(f"swarm {seed}")
         size = random.choice(sizes)
+        mesh = draw_mesh(random, size, mesh_axes) if mesh_axes else ()
         given = args(random, size) if callable(args) else args
-        if size not in lengths:  # how long the program is: the first run on so many ranks goes without faults
+        if mesh_axes:
+            given = (mesh, *given)
+        check_call(fn, given, kwargs, size)
+        place = (size, *mesh)
+        if place not in lengths:  # how long the program is: the first run on such ranks goes without faults
             w, error = run(seed, size, given, ())
             if error is not None:
-                raise _failed(fn, w, seed, (), error) from error
-            lengths[size] = max(len(w.trace.of_rank(rank)) for rank in range(size))
-        faults = draw_faults(random, size, lengths[size], kinds, max_faults)
+                raise _failed(fn, w, seed, (), mesh, error) from error
+            lengths[place] = max(len(w.trace.of_rank(rank)) for rank in range(size))
+        faults = draw_faults(random, size, lengths[place], kinds, max_faults)
         w, error = run(seed, size, given, faults)
         if error is None:
             continue
@@ -118,8 +133,24 @@ def swarm(
             other, same = run(seed, size, given, fewer)
             if same is not None:
                 faults, w, error = fewer, other, same
-        raise _failed(fn, w, seed, faults, error) from error
+        raise _failed(fn, w, seed, faults, mesh, error) from error
     return len(chosen)
+
+
+def draw_mesh(random: Random, world_size: int, axes: int) -> tuple[int, ...]:
+    """Draw the sizes of a mesh of all ranks: each prime factor of their number goes to some axis.
+
+    >>> draw_mesh(Random(1), 6, 2), draw_mesh(Random(4), 6, 2)
+    ((6, 1), (2, 3))
+    """
+    sizes, left, factor = [1] * axes, world_size, 2
+    while left > 1:
+        if left % factor:
+            factor += 1
+            continue
+        sizes[random.randrange(axes)] *= factor
+        left //= factor
+    return tuple(sizes)
 
 
 def draw_faults(
@@ -152,15 +183,18 @@ def draw_faults(
     return tuple(faults)
 
 
-def _failed(fn: Callable[..., Any], w: World, seed: int, faults: tuple[Fault, ...], error: Exception) -> SwarmFailed:
+def _failed(
+    fn: Callable[..., Any], w: World, seed: int, faults: tuple[Fault, ...], mesh: tuple[int, ...], error: Exception
+) -> SwarmFailed:
     text = "\n".join(line for line in str(error).splitlines() if not line.startswith("  replay: "))
     plural = "" if len(faults) == 1 else "s"
     failure = SwarmFailed(
         f"{getattr(fn, '__name__', 'the function')} fails on {w.world_size} ranks from seed {seed} "
         f"{f'with {len(faults)} fault{plural}' if faults else 'without any fault'}\n"
         f"  seen: {type(error).__name__}: {text}\n"
+        f"{f'  mesh: {mesh}, the first argument' + chr(10) if mesh else ''}"
         f"  try: fix that first, then the same swarm again\n"
         f"  replay: {w.replay}"
     )
-    failure.seed, failure.world_size, failure.faults = seed, w.world_size, faults
+    failure.seed, failure.world_size, failure.faults, failure.mesh = seed, w.world_size, faults, mesh
     return failure

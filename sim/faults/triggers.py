@@ -120,7 +120,15 @@ def region(name: str) -> Iterator[None]:
 
     Args:
         name: For the ``at`` of a fault.
+
+    Raises:
+        TypeError: A name that is no string.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"cannot name a region {name!r}\n  name: a str, not {type(name).__name__}\n"
+            "  try: with sim.region('backward')"
+        )
     context = current_context()
     if context is None:
         yield

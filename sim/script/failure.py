@@ -8,8 +8,9 @@ import sys
 import traceback
 
 from sim.errors import RankFailed, SimError
+from sim.trace import raised_at
 
-__all__ = ["device_hint", "report_failure", "traceback_of"]
+__all__ = ["device_hint", "exit_hint", "report_failure", "traceback_of"]
 
 FAILURE, INTERRUPTED = 1, 130
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -68,6 +69,15 @@ def _leave_out_our_lines(part: traceback.TracebackException | None) -> None:
 
 def _device_hint(text: str, map_device: str | None) -> str:
     return device_hint(text, map_device, "--map-device {}", "a script")
+
+
+def exit_hint(end: SystemExit) -> str:
+    """What to say of a rank that has called ``sys.exit`` with a status, or a text."""
+    line = raised_at(end)
+    return (
+        f"  seen: a status other than 0{f', at {line}' if line else ''}; a rank that exits with one has failed\n"
+        "  try: sys.exit() where the rank is done, and to raise an error where it is not\n"
+    )
 
 
 def device_hint(error: object, map_device: str | None, option: str, who: str) -> str:

@@ -12,14 +12,14 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from sim.current import current_context
 
-__all__ = ["OwnModules", "RankFinder", "RankLocks", "belongs_to_the_user"]
+__all__ = ["OwnModules", "RankFinder", "RankLocks", "belongs_to_the_user", "find_module"]
 
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -102,6 +102,24 @@ class RankLocks(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         """The lock of ``name``, for the calling rank."""
         return self._of(name).get(name, default)
+
+
+def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
+    """The spec of what ``python -m name`` runs, found without importing anything; None if there is no such source.
+
+    >>> find_module("json.tool", sys.path).name, find_module("json", sys.path)  # json has no __main__
+    ('json.tool', None)
+    """
+    spec, within, known = None, list(path), ""
+    for part in name.split("."):
+        known = f"{known}.{part}" if known else part
+        spec = PathFinder.find_spec(known, within)
+        if spec is None:
+            return None
+        within = list(spec.submodule_search_locations or ())
+    if within:
+        spec = PathFinder.find_spec(f"{name}.__main__", within)
+    return spec if spec is not None and isinstance(spec.loader, SourceFileLoader) else None
 
 
 def belongs_to_the_user(spec: ModuleSpec, folder: str) -> bool:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from sim.scheduler import RankThread, Scheduler
     from sim.world import World
 
-__all__ = ["LOCK_SEAMS", "Local", "Lock", "exchange", "my_scheduler", "where"]
+__all__ = ["LOCK_SEAMS", "OURS", "Local", "Lock", "exchange", "my_scheduler", "where"]
 
 _real_lock = _thread.allocate_lock
 _real_monotonic = time.monotonic
 _WAIT_IN = (threading.__file__, queue.__file__, concurrent.futures._base.__file__)
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def my_scheduler() -> Scheduler | None:
@@ -61,7 +61,7 @@ def where(thread: RankThread) -> tuple[str, str]:
 
     frame = sys._current_frames().get(thread.ident)
     call = "a lock"
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
         call = _name_of(frame, call)
         frame = frame.f_back
     while frame is not None and frame.f_code.co_filename in _WAIT_IN and frame.f_code.co_name != "run":
@@ -78,7 +78,7 @@ def _name_of(frame: FrameType, otherwise: str) -> str:
     if owner is None:
         return name if frame.f_code.co_filename in _WAIT_IN else otherwise
     kind = type(owner).__name__
-    if not isinstance(owner, (Lock, threading.Thread)) and frame.f_code.co_filename.startswith(_OURS):
+    if not isinstance(owner, (Lock, threading.Thread)) and frame.f_code.co_filename.startswith(OURS):
         return otherwise
     return f"{'Thread' if isinstance(owner, threading.Thread) else kind.removeprefix('_Py').lstrip('_')}.{name}"
 

@@ -1,4 +1,8 @@
-"""What ranks log and warn of: each has its own warning filters, and what is shown says whose it is."""
+"""What ranks log and warn of: each has its own warning filters, and what is shown says whose it is.
+
+What has been shown at a line already is not each rank's own: Python notes that in the module's ``__warningregistry__``,
+a plain dict that is read before any filter.
+"""
 
 from __future__ import annotations
 

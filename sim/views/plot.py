@@ -54,6 +54,7 @@ def draw(trace: Trace, path: str | os.PathLike[str], color: str = "op") -> None:
             "cannot draw the trace: matplotlib is not installed\n  missing: the extra 'plot' of hyper_parallel\n"
             "  try: pip install matplotlib, or trace.to_chrome('trace.json') for https://ui.perfetto.dev"
         ) from missing
+    _check_ending(os.fspath(path), list(FigureCanvasAgg.get_supported_filetypes()))
     timeline = lay_out(trace)
     width, height = _size(timeline, trace.world_size)
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -68,6 +69,16 @@ def draw(trace: Trace, path: str | os.PathLike[str], color: str = "op") -> None:
     _finish(axes, trace.world_size, unit, boxes)
     _draw_legend(figure, colors, timeline, color)
     figure.savefig(os.fspath(path), dpi=130)
+
+
+def _check_ending(path: str, formats: list[str]) -> None:
+    ending = os.path.splitext(path)[1].removeprefix(".")
+    if ending and ending.lower() not in formats:
+        raise ValueError(
+            f"cannot write the plot {path!r}: {ending!r} is no format of a picture\n"
+            f"  path: ends in one of {', '.join('.' + name for name in formats)}\n"
+            f"  try: {os.path.splitext(path)[0] + '.png'!r}"
+        )
 
 
 def _size(timeline: Timeline, ranks: int) -> tuple[float, float]:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import sim
 
@@ -77,6 +79,34 @@ def test_skipped(ctx):
 def test_skipped_by_one(ctx):
     if ctx.rank == 1:
         pytest.skip("not for this rank")
+
+
+@sim.ranks(2, arms=("sim",))
+def test_left_by_one(ctx):
+    if ctx.rank == 1:
+        pytest.skip("not for this rank either")
+    dist.barrier()
+
+
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_expected(ctx):
+    dist.barrier()
+    pytest.xfail("later")
+
+
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_expected_of_one(ctx):
+    if ctx.rank == 0:
+        pytest.xfail("later, on this rank")
+
+
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_lazy(ctx):
+    return wait_for(ctx)
+
+
+async def wait_for(ctx):
+    assert False
 
 
 @pytest.fixture
@@ -154,6 +184,7 @@ def test_markers_choose_arms_and_devices_can_be_required(tmp_path):
 def test_failures_are_shown(tmp_path):
     result = run_pytest(tmp_path, FAILING, "--sim-seed=5", "-v")
     out = result.stdout
+    plain = re.sub(r"^E   ", "", out, flags=re.MULTILINE)
     assert result.returncode == 1, out
     assert "test_wrong_on_one[gloo] FAILED" in out
     gloo = out[out.index("test_wrong_on_one[gloo] _") :]
@@ -168,6 +199,14 @@ def test_failures_are_shown(tmp_path):
     assert "test_skipped[sim] SKIPPED" in out
     assert "test_skipped[gloo] SKIPPED" in out
     assert "only rank 1 of 2 skipped: not for this rank" in out
+    assert "only rank 1 of 2 skipped: not for this rank either\nno rank can run: 1 of 2 ranks wait" in plain
+    for arm in ("sim", "gloo"):
+        assert f"test_expected[{arm}] XFAIL (later)" in out
+        assert f"test_expected_of_one[{arm}] FAILED" in out
+        assert f"test_lazy[{arm}] FAILED" in out
+    assert "only rank 0 of 2 xfailed: later, on this rank" in out
+    assert "--- rank 0 ---\nxfailed: later, on this rank" in plain
+    assert out.count("TypeError: test_lazy returned a coroutine, and nothing of it has run") >= 2
     assert "test_unpicklable[sim] PASSED" in out
     assert "the arguments of test_unpicklable cannot be sent to other processes" in out
     assert "fixtures: unpicklable" in out
@@ -213,12 +252,66 @@ def test_a_body_without_the_context():
         def test_body(): ...
 
 
+def test_a_body_of_which_a_call_runs_nothing():
+    with pytest.raises(TypeError) as found:
+
+        @sim.ranks(2, arms=("sim", "gloo"))
+        async def test_body(ctx):
+            raise AssertionError
+
+    assert str(found.value) == (
+        "cannot run test_body on ranks: a call of it runs nothing yet, so that it would always pass\n"
+        "  body: a coroutine function\n"
+        "  try: def test_body(ctx): asyncio.run(work(ctx)), with all that is to run in an async def work(ctx)"
+    )
+    with pytest.raises(TypeError) as found:
+
+        @sim.ranks(2)
+        def test_generator(ctx):
+            yield
+            raise AssertionError
+
+    assert str(found.value) == (
+        "cannot run test_generator on ranks: a call of it runs nothing yet, so that it would always pass\n"
+        "  body: a generator function\n"
+        "  try: def test_generator(ctx): ..., without a yield; what has to be set up and torn down belongs in a fixture"
+    )
+    with pytest.raises(TypeError, match="body: an asynchronous generator function"):
+
+        @sim.ranks(2)
+        async def test_both(ctx):
+            yield
+
+
 def test_a_method():
-    with pytest.raises(TypeError, match="is a method"):
+    with pytest.raises(TypeError) as found:
 
         class TestBodies:
-            @sim.ranks(2)
+            @sim.ranks(2, arms=("sim", "gloo"))
             def test_body(self, ctx): ...
+
+    assert str(found.value) == (
+        "test_a_method.<locals>.TestBodies.test_body is a method; the processes of an arm could not find it\n"
+        "  arms: gloo start processes\n"
+        "  try: arms=('sim',), or a function of the module: def test_body(ctx): ..."
+    )
+    with pytest.raises(TypeError, match=r"try: def test_body\(self, ctx\)"):
+
+        class TestNothing:
+            @sim.ranks(2, arms=("sim",))
+            def test_body(self): ...
+
+
+class TestMethods:
+    number = 7
+
+    @sim.ranks(2, arms=("sim",))
+    @pytest.mark.parametrize("factor", [1, 2])
+    def test_a_method_on_simulated_ranks(self, ctx, factor, tmp_path):
+        assert tmp_path.is_dir()
+        x = torch.tensor([float(self.number * factor)])
+        dist.all_reduce(x)
+        assert x.item() == 7.0 * factor * ctx.world_size
 
 
 LONELY = """

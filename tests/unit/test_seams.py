@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import importlib
+import inspect
 import logging
 import multiprocessing
 import os
@@ -617,6 +619,60 @@ def test_seam_imports(tmp_path, monkeypatch):
     assert (list(sys.meta_path), sys.modules["importlib._bootstrap"]._module_locks) == before
 
 
+WITH_DEFAULT_GROUPS = {
+    "torch.distributed.nn.functional": "all_reduce",
+    "torch.distributed.optim.zero_redundancy_optimizer": "_broadcast_object",
+    "torch.distributed.fsdp.sharded_grad_scaler": "ShardedGradScaler",
+}
+
+
+@pytest.mark.parametrize("name", WITH_DEFAULT_GROUPS)
+def test_seam_torch_imports(name, monkeypatch):
+    """On a rank's first import torch works out its default groups, which must not be that rank's."""
+    forget(name, monkeypatch)
+    before = list(sys.meta_path)
+
+    def body() -> str:
+        found = importlib.import_module(name)
+        defaults = inspect.signature(getattr(found, WITH_DEFAULT_GROUPS[name])).parameters
+        assert dist.get_rank() == sim.current_rank(), "only while the module is executed the thread is no rank's"
+        return str([p.default for p in defaults.values() if p.name in ("group", "process_group")])
+
+    for size in (2, 3):
+        assert sim.run(body, size) == ["[None]"] * size
+    assert list(sys.meta_path) == before
+
+
+def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a module of torch count as not imported yet, until the test ends."""
+    module = importlib.import_module(name)
+    parent, _, leaf = name.rpartition(".")
+    monkeypatch.setattr(sys.modules[parent], leaf, module)
+    monkeypatch.delitem(sys.modules, name)
+
+
+def test_torch_still_works_out_defaults_at_the_import():
+    """Where this fails, torch has moved what the seam is for."""
+    source = inspect.getsource(importlib.import_module("torch.distributed.nn.functional"))
+    assert "group=group.WORLD" in source
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_a_function_of_torchs_that_a_rank_imports_first(monkeypatch):
+    for name in ("torch.distributed.nn.functional", "torch.distributed.nn"):
+        forget(name, monkeypatch)
+
+    def body() -> list[float]:
+        from torch.distributed.nn.functional import all_reduce
+
+        x = torch.ones(2, requires_grad=True)
+        all_reduce(x * 1).sum().backward()
+        return x.grad.tolist()
+
+    assert sim.run(body, 2) == [[2.0, 2.0]] * 2
+    assert sim.run(body, 3) == [[3.0, 3.0]] * 3, "also in the next world"
+
+
 def test_seam_exit_calls():
     called: list[int] = []
 
@@ -773,6 +829,34 @@ def test_seam_futures():
     assert concurrent.futures.Future.done is done
     assert places() == before
     assert logger.filters == filters
+
+
+def test_seam_event_loops():
+    import asyncio
+    from asyncio.selector_events import BaseSelectorEventLoop
+
+    from sim.seams.event_loops import RankSelector
+
+    def places() -> list[object]:
+        loop = BaseSelectorEventLoop
+        return [loop.__init__, vars(loop)["_write_to_self"], asyncio.BaseEventLoop.time]
+
+    async def body() -> tuple:
+        loop = asyncio.get_running_loop()
+        others = len(loop._selector.get_map()) - 1  # beside the end of the pipe that wakes the loop
+        await asyncio.to_thread(dist.barrier)
+        await asyncio.sleep(2.5)
+        return type(loop._selector), others, loop.time()
+
+    before = places()
+    with sim.world(2) as world:
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+        assert world.run(lambda: asyncio.run(body())) == [(RankSelector, 0, 2.5)] * 2
+        elsewhere = asyncio.new_event_loop()
+        assert not isinstance(elsewhere._selector, RankSelector), "this thread is no rank"
+        assert elsewhere.time() > 0
+        elsewhere.close()
+    assert places() == before
 
 
 def test_seam_time_sleep():

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import multiprocessing
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -132,6 +133,69 @@ def test_a_function_whose_call_runs_nothing():
     assert sim.run(lambda: list(batches()), 2) == [[0], [1]]
 
 
+class Lazy:
+    async def __call__(self) -> int:
+        return dist.get_rank()
+
+
+async def lazy(x: int = 0) -> int:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (Lazy(), "Lazy(...)"),
+        (functools.partial(Lazy()), "functools.partial(Lazy(...))"),
+        (functools.partial(lazy), "functools.partial(lazy)"),
+        (functools.partial(lazy, 1), "functools.partial(lazy, ...)"),
+    ],
+)
+def test_what_was_given_is_named(fn, name):
+    with pytest.raises(TypeError) as found:
+        sim.run(fn, 2)
+    assert str(found.value) == (
+        f"cannot run {name} on ranks: a call of it runs nothing yet\n"
+        "  fn: a coroutine function\n"
+        f"  try: a function that runs it, as in lambda: asyncio.run({name}())"
+    )
+    with pytest.raises(TypeError, match=re.escape(f"cannot pass int as the arguments of {name}\n")):
+        sim.run(fn, 2, 5)
+
+
+def calls(fn):
+    def call() -> object:
+        return fn()
+
+    return call
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_result_that_has_yet_to_be_run():
+    def batches():
+        yield dist.get_rank()
+
+    async def stream():
+        yield dist.get_rank()
+
+    with pytest.raises(TypeError) as found:
+        sim.run(calls(lazy), 2)
+    assert isinstance(found.value, sim.RankFailed)
+    assert str(found.value) == (
+        f"rank {found.value.rank} raised TypeError: call returned a coroutine, and nothing of it has run\n"
+        "  result: lazy(), which nobody has begun to run\n"
+        "  try: to run it on the rank, as in asyncio.run(lazy())\n"
+        "  replay: sim.run(..., world_size=2, seed=0)"
+    )
+    with pytest.raises(TypeError, match=r"returned a generator, .*\n.*\n  try: .* list\(batches\(\)\)"):
+        sim.run(calls(batches), 2)
+    with pytest.raises(TypeError, match=r"returned an asynchronous generator, .*\n.*\n  try: .*collect\(stream"):
+        sim.run(calls(stream), 2)
+    with pytest.raises(TypeError, match="fn: an asynchronous generator function"):
+        sim.run(stream, 2)
+    assert [list(result) for result in sim.run(lambda: (x for x in [1]), 2)] == [[1], [1]]
+
+
 # -- worlds in worlds --------------------------------------------------------------------------------------------
 
 
@@ -155,11 +219,24 @@ def test_a_run_inside_of_a_world():
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
+def exits() -> None:
+    sys.exit(3)
+
+
 def test_a_rank_that_exits():
     with pytest.raises(sim.RankFailed, match=r"rank \d called sys\.exit\(3\)"):
         sim.run(lambda: sys.exit(3), 2)
     with pytest.raises(sim.RankFailed, match=r"rank \d called sys\.exit\('no data'\)"):
         sim.run(lambda: sys.exit("no data"), 2)
+    with pytest.raises(sim.RankFailed) as found:
+        sim.run(exits, 1)
+    assert str(found.value) == (
+        "rank 0 called sys.exit(3)\n"
+        f"  seen: a status other than 0, at test_sim_bad_input.py:{exits.__code__.co_firstlineno + 1} in exits; "
+        "a rank that exits with one has failed\n"
+        "  try: sys.exit() where the rank is done, and to raise an error where it is not\n"
+        "  replay: sim.run(..., world_size=1, seed=0)"
+    )
     assert sim.run(sys.exit, 2) == [None, None]
     with pytest.raises(sim.SimError, match=r"try: sys\.exit\(status\), which ends the calling rank alone"):
         sim.run(lambda: os._exit(0), 2)

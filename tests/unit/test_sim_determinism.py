@@ -20,7 +20,8 @@ pytestmark = pytest.mark.sim
 def differs(body, world_size=2, **options) -> str:
     with pytest.raises(sim.NonDeterminism) as caught:
         sim.check_determinism(body, world_size, **options)
-    assert "try:" in str(caught.value)
+    assert "  try:" in str(caught.value)
+    assert f"\n  replay: sim.check_determinism(..., world_size={world_size}, seeds=[" in str(caught.value)
     return str(caught.value)
 
 
@@ -124,7 +125,8 @@ def test_results_that_differ():
         "run 1 and run 2 give different results on rank 0, at result['loss'][1]\n"
         "  run 1  0.0\n"
         "  run 2  1.0\n"
-        "  try: look for a hash, the time, os.urandom, or a generator without a seed"
+        "  try: look for a hash, the time, os.urandom, or a generator without a seed\n"
+        "  replay: sim.check_determinism(..., world_size=1, seeds=[0], runs=2)"
     )
 
 
@@ -151,8 +153,55 @@ def test_a_failure_of_each_run_is_raised_and_one_of_some_runs_is_a_difference():
         sim.check_determinism(lambda: 1 // dist.get_rank(), 2, seeds=(0, 1))
     numbers = itertools.count()
     text = differs(lambda: 1 // next(numbers), 1)
-    assert text.startswith("run 1 and run 2 end differently\n  run 1  SimError")
-    assert "run 2  returned" in text
+    assert text == (
+        "run 1 and run 2 end differently\n"
+        "  run 1  rank 0 raised ZeroDivisionError: integer division or modulo by zero\n"
+        "  run 2  returned\n"
+        "  try: look at the failure first\n"
+        "  replay: sim.check_determinism(..., world_size=1, seeds=[0], runs=2)"
+    )
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+def test_the_failure_of_one_run_is_shown_and_chained(communicates):
+    numbers = itertools.count()
+
+    def body() -> None:
+        if next(numbers) == 1:
+            raise ValueError("oops")
+        if communicates:
+            dist.barrier()
+
+    with pytest.raises(sim.NonDeterminism) as caught:
+        sim.check_determinism(body, 1)
+    assert "rank 0 raised ValueError: oops\n" in str(caught.value)
+    assert ("(one run is over)" in str(caught.value)) is communicates
+    failure = caught.value.__cause__
+    assert isinstance(failure, sim.RankFailed)
+    assert isinstance(failure.__cause__, ValueError)
+
+
+def test_failures_that_differ_further_down():
+    numbers = itertools.count()
+
+    def body() -> None:
+        raise ValueError(f"oops\n  after {next(numbers)} steps")
+
+    text = differs(body, 1)
+    assert text.startswith("run 1 and run 2 end differently\n  run 1  after 0 steps\n  run 2  after 1 steps\n")
+
+
+def test_a_deadlock_in_one_run_is_named():
+    numbers = itertools.count()
+
+    def body() -> None:
+        if dist.get_rank() == 0 and next(numbers) == 1:
+            return
+        dist.barrier()
+
+    with pytest.raises(sim.NonDeterminism, match=r"run 2 failed: Deadlock: no rank can run") as caught:
+        sim.check_determinism(body, 2)
+    assert isinstance(caught.value.__cause__, sim.Deadlock)
 
 
 @pytest.mark.parametrize(("seeds", "runs"), [((), 2), ((0,), 1), ((0, 1), 0)])

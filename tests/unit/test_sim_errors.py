@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import queue
 import re
+import signal
+import threading
 import traceback
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import sim
+from sim import watchdog
+from sim.scheduler import RankThread
 
 pytestmark = pytest.mark.sim
 
@@ -103,10 +110,128 @@ def test_different_split_sizes():
         "the ranks of group 'world' do not agree on its operation #0\n"
         "  rank 0  all_to_all      float32 send=[1, 2] recv=[1, 1]  test_sim_errors.py:* in body\n"
         "  rank 1  all_to_all      float32 send=[1, 2] recv=[1, 1]  test_sim_errors.py:* in body\n"
-        "  differs: member 0 of the group sends 2 elements to member 1, which expects 1 from it\n"
+        "  differs: rank 0 sends 2 elements to rank 1, which expects 1 from it; "
+        "rank 1 sends 2 elements to rank 1, which expects 1 from it\n"
         "  try: let the output split of each rank be what the others' input splits send to it\n"
         "  replay: sim.run(..., world_size=2, seed=0)"
     )
+
+
+def test_the_rank_whose_splits_differ_is_marked():
+    def body() -> None:
+        splits = [1, 2, 0] if dist.get_rank() == 1 else [1, 1, 1]
+        dist.all_to_all_single(torch.empty(3, 2), torch.ones(3, 2), [1, 1, 1], splits)
+
+    assert text_of(body, 3, sim.CollectiveMismatch) == (
+        "the ranks of group 'world' do not agree on its operation #0\n"
+        "  rank 0  all_to_all      float32 send=[1, 1, 1] recv=[1, 1, 1]  test_sim_errors.py:* in body\n"
+        "* rank 1  all_to_all      float32 send=[1, 2, 0] recv=[1, 1, 1]  test_sim_errors.py:* in body\n"
+        "  rank 2  all_to_all      float32 send=[1, 1, 1] recv=[1, 1, 1]  test_sim_errors.py:* in body\n"
+        "  differs: rank 1 sends 4 elements to rank 1, which expects 2 from it; "
+        "rank 1 sends 0 elements to rank 2, which expects 2 from it\n"
+        "  try: let the output split of each rank be what the others' input splits send to it\n"
+        "  replay: sim.run(..., world_size=3, seed=0)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected", "marked"),
+    [
+        ([[1, 1, 1], [1, 1, 1], [1, 1, 1]], [[1, 1, 1], [2, 1, 1], [1, 1, 1]], [1]),  # one pair: whose sizes are odd
+        ([[1, 2, 3], [3, 1, 2], [2, 3, 1]], [[1, 3, 2], [2, 1, 4], [3, 2, 1]], []),  # one pair, and all sizes differ
+        ([[1, 1], [2, 1]], [[1, 1], [1, 1]], []),
+        ([[1, 2, 1]] * 3, [[1, 1, 1]] * 3, []),  # all have made one mistake
+        ([[9, 9, 9], [1, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 1], [1, 1, 1]], [0]),
+    ],
+)
+def test_who_is_to_blame_for_splits(sent, expected, marked):
+    def body() -> None:
+        send, recv = sent[dist.get_rank()], expected[dist.get_rank()]
+        dist.all_to_all_single(torch.empty(sum(recv)), torch.ones(sum(send)), recv, send)
+
+    lines = text_of(body, len(sent), sim.CollectiveMismatch).splitlines()
+    assert [rank for rank in range(len(sent)) if lines[1 + rank].startswith("*")] == marked
+
+
+def test_many_pairs_of_splits_are_counted():
+    def body() -> None:
+        dist.all_to_all_single(torch.empty(8), torch.ones(16 if dist.get_rank() == 3 else 8))
+
+    text = text_of(body, 8, sim.CollectiveMismatch)
+    assert "rank 3 sends 2 elements to rank 3, which expects 1 from it; and 4 more such pairs\n" in text
+    assert [line[:8] for line in text.splitlines() if line.startswith("*")] == ["* rank 3"]
+
+
+def test_different_sizes_of_lists():
+    def body() -> None:
+        size = 3 if dist.get_rank() == 2 else 2
+        dist.all_to_all([torch.empty(2) for _ in range(3)], [torch.ones(size) for _ in range(3)])
+
+    text = text_of(body, 3, sim.CollectiveMismatch)
+    assert "  rank 0  all_to_all      float32 send=[2, 2, 2] recv=[2, 2, 2]  test_sim_errors.py:* in body\n" in text
+    assert "* rank 2  all_to_all      float32 send=[3, 3, 3] recv=[2, 2, 2]  test_sim_errors.py:* in body\n" in text
+    assert "  try: let the outputs of each rank be of the sizes that the others' inputs for it have\n" in text
+
+
+def test_different_devices():
+    def body() -> None:
+        dist.all_reduce(torch.ones(2, device="meta" if dist.get_rank() == 1 else "cpu"))
+
+    assert text_of(body, 3, sim.CollectiveMismatch) == (
+        "the ranks of group 'world' do not agree on its operation #0\n"
+        "  rank 0  all_reduce  SUM    float32 [2] on cpu   test_sim_errors.py:* in body\n"
+        "* rank 1  all_reduce  SUM    float32 [2] on meta  test_sim_errors.py:* in body\n"
+        "  rank 2  all_reduce  SUM    float32 [2] on cpu   test_sim_errors.py:* in body\n"
+        "  differs: device (meta on rank 1, cpu on ranks 0, 2)\n"
+        "  try: let all ranks have tensors on meta, or all of them tensors with data\n"
+        "  replay: sim.run(..., world_size=3, seed=0)"
+    )
+
+
+def test_groups_of_different_ranks():
+    def body() -> None:
+        group = dist.new_group([0, 1] if dist.get_rank() == 0 else [0, 1, 2])
+        dist.all_reduce(torch.ones(1), group=group)
+
+    assert text_of(body, 3, sim.CollectiveMismatch) == (
+        "the ranks do not agree on the members of the group that they made as number 1\n"
+        "* rank 0  of ranks 0-1    test_sim_errors.py:* in body\n"
+        "  rank 1  of ranks 0-2    test_sim_errors.py:* in body\n"
+        "  rank 2  of ranks 0-2    test_sim_errors.py:* in body\n"
+        "  differs: group (ranks 0-1 on rank 0, ranks 0-2 on ranks 1-2)\n"
+        "  try: let every rank make the same groups and meshes, of the same ranks, in the same order\n"
+        "  replay: sim.run(..., world_size=3, seed=0)"
+    )
+
+
+def test_meshes_of_different_shapes():
+    def body(async_op: bool) -> None:
+        shape = (4, 1) if dist.get_rank() == 3 else (2, 2)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"), async_op=async_op)
+
+    expected = (
+        "the ranks do not agree on the members of the group that they made as number 4\n"
+        "  rank 2  of ranks 2-3  axis 'tp'  test_sim_errors.py:* in body\n"
+        "  rank 3  of rank 3     axis 'tp'  test_sim_errors.py:* in body\n"
+        "  differs: group (ranks 2-3 on rank 2, rank 3 on rank 3)\n"
+    )
+    assert text_of(lambda: body(False), 4, sim.CollectiveMismatch).startswith(expected)
+    assert text_of(lambda: body(True), 4, sim.CollectiveMismatch).startswith(expected), "also when nobody waits"
+
+
+def test_groups_that_are_made_differently_and_may_be():
+    """Each rank makes the groups that it is in, alone; then a deadlock is just that."""
+
+    def body() -> None:
+        first = dist.get_rank() // 2 * 2
+        group = dist.new_group([first, first + 1], use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        if dist.get_rank() != 1:
+            dist.barrier(group=group)
+
+    text = text_of(body, 4, sim.Deadlock)
+    assert "  because: rank 0 -> rank 1, which has finished\n" in text
 
 
 def test_a_send_that_does_not_fit():
@@ -118,8 +243,8 @@ def test_a_send_that_does_not_fit():
 
     assert text_of(body, 2, sim.CollectiveMismatch) == (
         "a send from rank 1 does not fit the recv on rank 0 (group 'world')\n"
-        "  rank 0  recv  int64 [3]    test_sim_errors.py:* in body\n"
-        "  rank 1  send  float32 [3]  test_sim_errors.py:* in body\n"
+        "  rank 0  recv #0  int64 [3]    test_sim_errors.py:* in body\n"
+        "  rank 1  send #0  float32 [3]  test_sim_errors.py:* in body\n"
         "  try: receive into a tensor of the dtype and size that is sent\n"
         "  replay: sim.run(..., world_size=2, seed=0)"
     )
@@ -135,7 +260,7 @@ def test_one_tensor_on_several_ranks():
         "the ranks of group 'world' do not agree on its operation #0\n"
         "  rank 0  all_reduce  SUM    float32 [2]  test_sim_errors.py:* in body\n"
         "  rank 1  all_reduce  SUM    float32 [2]  test_sim_errors.py:* in body\n"
-        "  differs: members 0 and 1 of the group write into the same tensor\n"
+        "  differs: ranks 0 and 1 write into the same tensor\n"
         "  try: make the tensor on each rank, inside of the function: args and globals are shared by all ranks\n"
         "  replay: sim.run(..., world_size=2, seed=0)"
     )
@@ -163,7 +288,7 @@ def test_a_sum_that_torch_cannot_compute():
         ),
         (
             lambda: dist.all_gather([torch.ones(n) for n in (2, 2, 2, 3)], torch.ones(2)),
-            "all_gather: rank 3 of the group gives 2 elements, but its output list has 3 at that place",
+            "all_gather: rank 3 gives 2 elements, but its output list has 3 at that place",
         ),
         (lambda: dist.all_to_all([torch.ones(2)], [torch.ones(2)]), "the output list has 1 tensors"),
         (
@@ -230,8 +355,6 @@ def test_dtypes_of_one_call():
 
 # -- deadlocks -------------------------------------------------------------------------------------------------
 
-SAME_ORDER = "  try: let all ranks of a group call the same operations in the same order\n"
-
 
 def test_a_skipped_collective():
     def body() -> None:
@@ -245,7 +368,7 @@ def test_a_skipped_collective():
         "  rank 1  has finished\n"
         "  rank 2  waits in barrier #1 of group 'world'  for rank 1  test_sim_errors.py:* in body\n"
         "  because: rank 0 -> rank 1, which has finished\n"
-        f"{SAME_ORDER}"
+        "  try: let rank 1 call barrier #1 of group 'world', too, or let no rank of the group call it\n"
         "  replay: sim.run(..., world_size=3, seed=0)"
     )
 
@@ -263,7 +386,7 @@ def test_two_groups_in_opposite_order():
         "  rank 0  waits in barrier #0 of group '1: ranks 0-1'  for rank 1  test_sim_errors.py:* in body\n"
         "  rank 1  waits in barrier #0 of group '2: ranks 0-1'  for rank 0  test_sim_errors.py:* in body\n"
         "  because: rank 0 -> rank 1 -> rank 0 (each waits for the next)\n"
-        f"{SAME_ORDER}"
+        "  try: let all ranks use the groups '1: ranks 0-1' and '2: ranks 0-1' in the same order\n"
         "  replay: sim.run(..., world_size=2, seed=0)"
     )
 
@@ -276,10 +399,10 @@ def test_both_receive_first():
 
     assert text_of(body, 2, sim.Deadlock) == (
         "no rank can run: 2 of 2 ranks wait, and none of them can go on\n"
-        "  rank 0  waits in recv from rank 1 with tag 5 in group 'world'  for rank 1  test_sim_errors.py:* in body\n"
-        "  rank 1  waits in recv from rank 0 with tag 5 in group 'world'  for rank 0  test_sim_errors.py:* in body\n"
+        "  rank 0  waits in recv #0 from rank 1 with tag 5 in group 'world'  for rank 1  test_sim_errors.py:* in body\n"
+        "  rank 1  waits in recv #0 from rank 0 with tag 5 in group 'world'  for rank 0  test_sim_errors.py:* in body\n"
         "  because: rank 0 -> rank 1 -> rank 0 (each waits for the next)\n"
-        f"{SAME_ORDER}"
+        "  try: let one of them send before it receives, or use dist.isend or dist.batch_isend_irecv\n"
         "  replay: sim.run(..., world_size=2, seed=0)"
     )
 
@@ -305,7 +428,7 @@ def test_a_send_that_nobody_receives():
 
     assert text_of(body, 2, sim.Deadlock) == (
         "all ranks have finished, but not every send has met its recv\n"
-        "  rank 0  send to rank 1 with tag 3 in group 'world'  float32 [2]  test_sim_errors.py:* in body\n"
+        "  rank 0  send #0 to rank 1 with tag 3 in group 'world'  float32 [2]  test_sim_errors.py:* in body\n"
         "  try: pair each send with a recv of the same group and tag, and wait for the work isend and irecv return\n"
         "  replay: sim.run(..., world_size=2, seed=0)"
     )
@@ -320,6 +443,185 @@ def test_a_key_that_nobody_sets():
     assert "  rank 0  waits in key" in text
     assert "weights' of the store" in text
     assert "  because: rank 0 waits for something that no rank is about to do\n" in text
+
+
+def test_an_axis_of_a_mesh_is_named_with_its_ranks():
+    def body() -> None:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        if dist.get_rank() != 3:
+            dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
+
+    text = text_of(body, 4, sim.Deadlock)
+    assert "  rank 2  waits in all_reduce #0 of group 'tp: ranks 2-3'  for rank 3  test_sim_errors" in text
+    assert (
+        "  try: let rank 3 call all_reduce #0 of group 'tp: ranks 2-3', too, or let no rank of the group call it"
+        in text
+    )
+
+    def sizes() -> None:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        dist.all_reduce(torch.ones(dist.get_rank() + 1), group=mesh.get_group("dp"))
+
+    text = text_of(sizes, 4, sim.CollectiveMismatch)
+    assert re.match(r"the ranks of group 'dp: ranks (0, 2|1, 3)' do not agree on its operation #0\n", text)
+
+
+def test_messages_are_numbered():
+    def body() -> None:
+        other = 1 - dist.get_rank()
+        for step in range(3):
+            for op in (dist.send, dist.recv) if dist.get_rank() == 0 else (dist.recv, dist.send):
+                op(torch.ones(1 if step < 2 or dist.get_rank() == 0 else 2), other)
+
+    text = text_of(body, 2, sim.CollectiveMismatch)
+    assert "  rank 0  send #4  float32 [1]  test_sim_errors.py:* in body\n" in text
+    assert "  rank 1  recv #4  float32 [2]  test_sim_errors.py:* in body\n" in text
+
+
+def by_rank(*calls) -> Any:
+    """A body in which each rank makes its own call."""
+
+    def body() -> None:
+        calls[dist.get_rank()]()
+
+    return body
+
+
+def store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def opposite_groups() -> None:
+    group = dist.new_group([0, 1])
+    (dist.send if dist.get_rank() == 0 else dist.recv)(
+        torch.ones(1), 1 - dist.get_rank(), group=(None, group)[dist.get_rank()]
+    )
+
+
+def own_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def joins_a_thread() -> None:
+    thread = threading.Thread(target=lambda: queue.Queue().get(), daemon=True)
+    thread.start()
+    thread.join()
+
+
+def asks(question) -> None:
+    while not question():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("body", "because", "hint"),
+    [
+        (
+            lambda: dist.send(torch.ones(1), 1 - dist.get_rank()),
+            "rank 0 -> rank 1 -> rank 0 (each waits for the next)",
+            "let one of them receive before it sends, or use dist.isend or dist.batch_isend_irecv",
+        ),
+        (
+            by_rank(lambda: dist.send(torch.ones(1), 1, tag=3), lambda: dist.recv(torch.ones(1), 0, tag=4)),
+            "rank 0 -> rank 1 -> rank 0 (each waits for the next)",
+            "give both sides one tag: rank 0 sends with tag 3, rank 1 receives with tag 4",
+        ),
+        (
+            by_rank(lambda: dist.isend(torch.ones(1), 1, tag=3), lambda: dist.recv(torch.ones(1), tag=4)),
+            "rank 1 -> rank 0, which has finished",
+            "give both sides one tag: rank 0 sends with tag 3, rank 1 receives with tag 4",
+        ),
+        (
+            opposite_groups,
+            "rank 0 -> rank 1 -> rank 0 (each waits for the next)",
+            "use one group on both sides: rank 0 sends in 'world', rank 1 receives in '1: ranks 0-1'",
+        ),
+        (
+            by_rank(lambda: dist.recv(torch.ones(1), 0), lambda: None),
+            "rank 0 waits for itself",
+            "let rank 0 recv to or from another rank: what it has itself needs no message",
+        ),
+        (
+            by_rank(lambda: dist.recv(torch.ones(1), 1), lambda: None),
+            "rank 0 -> rank 1, which has finished",
+            "let rank 1 send what rank 0 waits for before it ends",
+        ),
+        (
+            by_rank(lambda: None, lambda: dist.send(torch.ones(1), 0)),
+            "rank 1 -> rank 0, which has finished",
+            "let rank 0 receive what rank 1 waits for before it ends",
+        ),
+        (
+            by_rank(dist.barrier, lambda: dist.send(torch.ones(1), 0)),
+            "rank 0 -> rank 1 -> rank 0 (each waits for the next)",
+            "let all ranks of a group call the same operations in the same order",
+        ),
+        (
+            by_rank(lambda: store().set("weight", "1"), lambda: store().get("weights")),
+            "rank 1 waits for something that no rank is about to do",
+            "let a rank set 'default_pg/0//weights' in the store; the store has 'default_pg/0//weight'",
+        ),
+        (
+            lambda: store().wait(["a"]),
+            "ranks 0-1 wait for something that no rank is about to do",
+            "let a rank set 'default_pg/0//a' in the store",
+        ),
+        (
+            own_lock,
+            "ranks 0-1 wait for something that no rank is about to do",
+            "release the lock that Lock.acquire waits for, on another thread of the same rank, or give it a timeout",
+        ),
+        (
+            by_rank(lambda: queue.Queue().get(), dist.barrier),
+            "rank 0 waits for something that no rank is about to do",
+            "put something into the queue that Queue.get waits for, on another thread of the same rank, "
+            "or give it a timeout",
+        ),
+        (
+            joins_a_thread,
+            "ranks 0-1 wait for something that no rank is about to do",
+            "let the thread end that Thread.join waits for, on another thread of the same rank, or give it a timeout",
+        ),
+        (
+            by_rank(lambda: asks(lambda: store().check(["k"])), dist.barrier),
+            "rank 1 -> rank 0, which asks again and again for what never comes",
+            "let another rank do what the loop asks for, or end the loop",
+        ),
+        (
+            lambda: asks(dist.irecv(torch.ones(1), 1 - dist.get_rank()).is_completed),
+            "what a rank asks for in a loop never comes",
+            "let another rank do what the loop asks for, or end the loop",
+        ),
+    ],
+)
+def test_why_and_what_to_try(body, because, hint):
+    text = text_of(body, 2, sim.Deadlock)
+    assert f"\n  because: {because}\n  try: {hint}\n" in text
+
+
+def test_what_a_loop_asks_for():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            asks(dist.irecv(torch.ones(1), 1).is_completed)
+        elif dist.get_rank() == 1:
+            while not store().check(["a", "b"]):
+                pass
+        elif dist.get_rank() == 2:
+            store().get("c")
+        else:
+            dist.barrier()
+
+    lines = text_of(body, 4, sim.Deadlock).splitlines()
+    here = "test_sim_errors.py:* in"
+    assert [re.sub("  +", "  ", line) for line in lines[1:5]] == [
+        "  rank 0  asks again and again, in vain: Work.is_completed of recv #0 from rank 1 in group 'world'"
+        f"  {here} asks",
+        f"  rank 1  asks again and again, in vain: Store.check of 'default_pg/0//a', 'default_pg/0//b'  {here} body",
+        f"  rank 2  waits in key 'default_pg/0//c' of the store  {here} body",
+        f"  rank 3  waits in barrier #0 of group 'world'  for ranks 0-2  {here} body",
+    ]
 
 
 def test_different_operations_of_which_one_never_comes():
@@ -350,6 +652,202 @@ def test_every_rank_sees_the_error_once_and_may_not_go_on():
     with pytest.raises(sim.Deadlock):
         sim.run(body, 4)
     assert seen == ["Deadlock"] * 3
+
+
+# -- an exception that a rank handles while it communicates ----------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_bug_before_a_collective_in_finally(seed):
+    def body() -> None:
+        group = dist.new_group([0, 1])
+        try:
+            if dist.get_rank() == 1:
+                raise ValueError("the real bug")
+            dist.all_reduce(torch.ones(1), group=group)
+        finally:
+            dist.barrier()
+
+    with pytest.raises(sim.Deadlock) as caught:
+        sim.run(body, 2, seed=seed)
+    line = body.__code__.co_firstlineno
+    assert str(caught.value) == (
+        "no rank can run: 2 of 2 ranks wait, and none of them can go on\n"
+        f"  rank 0  waits in all_reduce #0 of group '1: ranks 0-1'  for rank 1  test_sim_errors.py:{line + 5} in body\n"
+        f"  rank 1  waits in barrier #0 of group 'world'            for rank 0  test_sim_errors.py:{line + 7} in body\n"
+        f"  rank 1 is handling ValueError: the real bug  test_sim_errors.py:{line + 4} in body\n"
+        "  because: rank 0 -> rank 1 -> rank 0 (each waits for the next)\n"
+        "  try: look at the ValueError of rank 1 first; what is called in 'finally' or 'except' has to be called by "
+        "all ranks\n"
+        f"  replay: sim.run(..., world_size=2, seed={seed})"
+    )
+    assert repr(caught.value.__cause__) == "ValueError('the real bug')"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_bug_before_another_collective_of_the_same_group(seed):
+    def body() -> None:
+        try:
+            if dist.get_rank() == 1:
+                raise ValueError("the real bug")
+            dist.all_reduce(torch.ones(1))
+        finally:
+            dist.barrier()
+
+    with pytest.raises(sim.CollectiveMismatch) as caught:
+        sim.run(body, 3, seed=seed)
+    assert "\n  rank 1 is handling ValueError: the real bug  test_sim_errors.py:" in str(caught.value)
+    assert repr(caught.value.__cause__) == "ValueError('the real bug')"
+
+
+def test_a_bug_before_a_send():
+    def body() -> None:
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(3), 0)
+        try:
+            raise KeyError("the real bug")
+        except KeyError:
+            dist.send(torch.ones(2), 1)
+
+    with pytest.raises(sim.CollectiveMismatch, match="rank 0 is handling KeyError: 'the real bug'") as caught:
+        sim.run(body, 2)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_what_few_ranks_handle_is_the_cause():
+    def body() -> None:
+        try:
+            raise ValueError("the real bug") if dist.get_rank() == 2 else ImportError("not on this machine")
+        except (ValueError, ImportError) as error:
+            if isinstance(error, ImportError):
+                dist.barrier()
+
+    def finished() -> None:
+        try:
+            raise ValueError("over")
+        except ValueError:
+            if dist.get_rank() == 2:
+                return
+        dist.barrier()
+
+    with pytest.raises(sim.Deadlock, match="ranks 0-1, 3 are handling ImportError: not on this") as caught:
+        sim.run(body, 4)
+    assert isinstance(caught.value.__cause__, ImportError)
+    assert "the real bug" not in str(caught.value), "that rank was done with it"
+    with pytest.raises(sim.Deadlock) as caught:
+        sim.run(finished, 4)
+    assert "handling" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+    def uneven() -> None:
+        try:
+            raise ValueError("the real bug") if dist.get_rank() == 2 else ImportError("not on this machine")
+        except (ValueError, ImportError):
+            dist.all_reduce(torch.ones(dist.get_rank()))
+
+    with pytest.raises(sim.CollectiveMismatch) as caught:
+        sim.run(uneven, 4)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+# -- ranks that do not end -------------------------------------------------------------------------------------
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple]:
+    """What ``sim.watchdog`` says by its function ``name``, which says it all the same."""
+    said: list[tuple] = []
+    original = getattr(watchdog, name)
+
+    def note(*parts) -> None:
+        original(*parts)
+        said.append(parts)
+
+    monkeypatch.setattr(watchdog, name, note)
+    return said
+
+
+def test_a_rank_that_catches_its_end_is_named_with_what_ended_it(monkeypatch, capfd):
+    said = spy(monkeypatch, "report_refusal")
+
+    def body() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("the real bug")
+        while not said:
+            with contextlib.suppress(BaseException):
+                dist.barrier()
+
+    with pytest.raises(ValueError, match="rank 1 raised ValueError: the real bug"):
+        sim.run(body, 2)
+    assert len(said) == 1
+    err = capfd.readouterr().err
+    line = f"test_sim_errors.py:{body.__code__.co_firstlineno + 2} in body"
+    assert err.startswith(
+        f"rank 0 goes on in a world that has ended: rank 1 raised ValueError: the real bug  {line}\n"
+        "  seen: it has caught the exception that ends it "
+    )
+    assert "in body" in said[0][3]
+
+
+def test_a_dead_rank_that_catches_its_end_is_named(monkeypatch, capfd):
+    said = spy(monkeypatch, "report_refusal")
+
+    def body() -> int:
+        while dist.get_rank() == 1 and not said:
+            with contextlib.suppress(BaseException):
+                dist.barrier()
+        return dist.get_rank()
+
+    assert sim.run(body, 2, faults=[sim.faults.Kill(1)]) == [0, None]
+    assert len(said) == 1
+    assert capfd.readouterr().err.startswith("rank 1 goes on after a fault has killed it\n")
+
+
+def test_a_rank_that_computes_for_ever_is_named_and_not_accused(monkeypatch, capfd):
+    monkeypatch.setattr(watchdog, "COMPUTES_S", 0.0)
+    said = spy(monkeypatch, "report_long_turn")
+
+    def spin() -> None:
+        while dist.get_rank() == 1 and not said:
+            pass
+
+    sim.run(spin, 2)
+    assert [parts[0] for parts in said] == ["rank 1"]
+    assert "in spin" in said[0][3]
+    err = capfd.readouterr().err
+    assert re.match(r"rank 1 has computed for \d+ s and not given up its turn; other ranks run when it", err)
+    assert "try: nothing, if it computes what it should" in err
+
+
+def test_who_is_named_is_named_once(monkeypatch):
+    monkeypatch.setattr(watchdog, "COMPUTES_S", -1.0)
+    said = spy(monkeypatch, "report_long_turn")
+    dog, thread = watchdog.Watchdog(), RankThread(3, None)
+    dog.look(thread, 1, "", alone=True)
+    assert not said, "nobody else wants the turn"
+    for turn in (1, 1, 2):
+        dog.look(thread, turn, "rank 1 raised ValueError: bad")
+    assert len(said) == 1
+    assert said[0][2] == "rank 1 raised ValueError: bad"
+
+
+def test_after_an_interrupt_the_second_one_is_explained(monkeypatch, capfd):
+    monkeypatch.setattr(watchdog, "INTERRUPT_S", 0.0)
+    said = spy(monkeypatch, "report_interrupt")
+
+    def body() -> None:
+        if dist.get_rank() == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            while not said:
+                pass
+        dist.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        sim.run(body, 2)
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"interrupted: ranks? .* will end at the next operation; Ctrl-C once more ends the program without waiting\n",
+        capfd.readouterr().err,
+    )
 
 
 # -- an exception on a rank ------------------------------------------------------------------------------------

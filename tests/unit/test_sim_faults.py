@@ -118,12 +118,13 @@ AT = (
         ),
         (
             lambda: sim.world(2, faults=[Kill(2)]),
-            "sim.faults.Kill(2, at=0) cannot happen: there is no rank 2\n  world: ranks 0 to 1\n  try: one of these",
+            "sim.faults.Kill(2, at=0) cannot happen: there is no rank 2\n"
+            "  world: ranks 0 to 1\n  try: one of the world's ranks, or a larger world_size",
         ),
         (
             lambda: sim.run(dist.barrier, 2, faults=[SlowLink(0, 5, 2.0)]),
             "sim.faults.SlowLink(0, 5, 2.0) cannot happen: there is no rank 5\n"
-            "  world: ranks 0 to 1\n  try: one of these",
+            "  world: ranks 0 to 1\n  try: one of the world's ranks, or a larger world_size",
         ),
     ],
 )
@@ -321,8 +322,8 @@ def test_messages_to_and_from_a_dead_rank():
         return found
 
     told = [
-        "rank 0 cannot complete send to rank 1 in group 'world' (test_sim_faults.py:* in <lambda>): rank 1 is dead",
-        "rank 0 cannot complete recv from rank 1 in group 'world' (test_sim_faults.py:* in <lambda>): rank 1 is dead",
+        "rank 0 cannot complete send #0 to rank 1 in group 'world' (test_sim_faults.py:* in <lambda>): rank 1 is dead",
+        "rank 0 cannot complete recv #1 from rank 1 in group 'world' (test_sim_faults.py:* in <lambda>): rank 1 is dead",
     ]
     assert ran(body, world_size=2, faults=[Kill(1)])[1] == [told, None]
 
@@ -1056,7 +1057,7 @@ def test_a_lost_message_is_never_received_and_the_next_ones_are():
                 0,
                 (
                     (),
-                    "rank 1 has waited 1800 virtual seconds for rank 0 at recv from rank 0 in group 'world' "
+                    "rank 1 has waited 1800 virtual seconds for rank 0 at recv #1 from rank 0 in group 'world' "
                     "(test_sim_faults.py:* in body)\n"
                     "  the message of rank 0 to rank 1 was lost at its operation 1, send of group 'world', "
                     "test_sim_faults.py:* in body\n"

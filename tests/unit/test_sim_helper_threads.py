@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import multiprocessing
 import os
 import queue
+import socket
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -614,6 +616,117 @@ def test_an_event_that_a_thread_from_outside_sets():
     thread.start()
     assert sim.run(body, 1) == [True]
     thread.join()
+
+
+# -- event loops -------------------------------------------------------------------------------------------------
+
+
+def run_async(main, world_size: int = 2, **options) -> tuple[list[object], float]:
+    """What each rank's coroutine returned, and the virtual time when all had."""
+    with sim.world(world_size, **options) as world:
+        return world.run(lambda: asyncio.run(main())), world.now
+
+
+def test_an_event_loop_waits_for_what_a_thread_does():
+    async def main() -> int:
+        return await asyncio.to_thread(lambda: 5)
+
+    assert run_async(main) == ([5, 5], 0.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_of_an_event_loop_communicate(seed):
+    async def main() -> list[object]:
+        def work() -> float:
+            time.sleep(2.0)
+            dist.all_reduce(x := torch.ones(1))
+            return x.item()
+
+        return await asyncio.gather(asyncio.to_thread(work), asyncio.sleep(1.0, "slept"))
+
+    assert run_async(main, 3, seed=seed) == ([[3.0, "slept"]] * 3, 2.0)
+
+
+def test_event_loops_are_in_virtual_time():
+    async def main() -> list[float]:
+        loop, ends = asyncio.get_running_loop(), []
+        await asyncio.gather(asyncio.sleep(3600), asyncio.sleep(10))
+        ends.append(loop.time())
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 5)
+        ends.append(loop.time())
+        time.sleep(1.0)
+        return [*ends, loop.time()]
+
+    assert run_async(main) == ([[3600.0, 3605.0, 3606.0]] * 2, 3606.0)
+
+
+def test_an_event_loop_on_a_helper():
+    def body() -> int:
+        async def work() -> int:
+            await asyncio.sleep(4.0)
+            return dist.get_rank()
+
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        found = asyncio.run_coroutine_threadsafe(work(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        return found
+
+    with sim.world(2) as world:
+        assert world.run(body) == [0, 1]
+        assert world.now == 4.0
+
+
+def test_sockets_and_processes_of_an_event_loop():
+    async def main() -> list[object]:
+        one, other = [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
+        one[1].write(b"hello")
+        seen = [await other[0].read(5), await asyncio.to_thread(lambda: 7), await asyncio.sleep(3.0)]
+        one[1].close()
+        other[1].close()
+        echo = await asyncio.create_subprocess_exec("echo", "hi", stdout=asyncio.subprocess.PIPE)
+        return [*seen, (await echo.communicate())[0]]
+
+    assert run_async(main) == ([[b"hello", 7, None, b"hi\n"]] * 2, 3.0)
+
+
+def test_a_pool_of_processes_of_an_event_loop():
+    async def main() -> object:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+            return await asyncio.get_running_loop().run_in_executor(processes, abs, -3)
+
+    assert run_async(main) == ([3, 3], 0.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_event_loops_of_ranks_that_are_stopped_or_lost(seed):
+    async def main() -> str:
+        if dist.get_rank() == 1 and fails:
+            raise ValueError("no good")
+        try:
+            await asyncio.gather(asyncio.to_thread(lambda: [dist.barrier(), dist.barrier()]), asyncio.sleep(1.0))
+        except sim.RankLost:
+            return "others are lost"
+        return "all is well"
+
+    fails = False
+    faults = [sim.faults.Kill(1, at=1)]
+    assert run_async(main, 3, seed=seed, faults=faults)[0] == ["others are lost", None, "others are lost"]
+    fails = True
+    with pytest.raises(ValueError, match="rank 1 raised ValueError: no good"):
+        run_async(main, 3, seed=seed)
+
+
+def test_an_event_loop_that_waits_in_vain():
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(sim.Deadlock, match=r"rank 1 +waits in an asyncio event loop +test_sim_helper_threads.py"):
+        run_async(main)
 
 
 # -- what people run into ----------------------------------------------------------------------------------------

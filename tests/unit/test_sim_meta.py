@@ -121,7 +121,7 @@ def test_uneven_splits_that_do_not_fit():
     def body() -> None:
         dist.all_to_all_single(torch.empty(2), torch.ones(3), [1, 1], [1, 2])
 
-    with pytest.raises(sim.CollectiveMismatch, match="sends 2 elements to member 1, which expects 1 from it"):
+    with pytest.raises(sim.CollectiveMismatch, match="sends 2 elements to rank 1, which expects 1 from it"):
         sim.run(body, 2, device="meta")
 
 
@@ -131,7 +131,7 @@ def test_tensors_with_data_and_without():
 
     with pytest.raises(sim.CollectiveMismatch) as found:
         sim.run(body, 3)
-    assert "differs: device (meta on member 1 of the group, cpu on members 0, 2 of the group)" in str(found.value)
+    assert "differs: device (meta on rank 1, cpu on ranks 0, 2)" in str(found.value)
     assert "try: let all ranks have tensors on meta, or all of them tensors with data" in str(found.value)
 
 
@@ -144,7 +144,7 @@ def test_a_message_with_data_and_without():
 
     with pytest.raises(sim.CollectiveMismatch) as found:
         sim.run(body, 2, device="meta")
-    assert "rank 0  send  float32 [2] on meta" in str(found.value)
+    assert "rank 0  send #0  float32 [2] on meta" in str(found.value)
     assert "try: receive into a tensor of the device that is sent" in str(found.value)
 
 

@@ -48,11 +48,15 @@ BAD = {
     "write the output": lambda given, out: out.zero_(),
     "read the output as a list": lambda given, out: out.tolist(),
     "read the output as an array": lambda given, out: out.numpy(),
+    "print the output": lambda given, out: repr(out),
+    "format the output": lambda given, out: f"{out} {out[0]:.2f}",
+    "print a view of the output": lambda given, out: str(out[2:].detach()),
     "give the output to another operation": lambda given, out: dist.all_reduce(out),
     "receive into the input": lambda given, out: dist.broadcast(given, src=0, async_op=dist.get_rank() == 9),
 }
 FINE = {
     "read the input": lambda given, out: given.sum().item() + (given * 2)[0],
+    "print the input": lambda given, out: f"{given} {given.tolist()}",
     "views of the output": lambda given, out: (out.view(2, 4), out[3:], out.t(), out.detach(), out.split(2)),
     "the output's shape": lambda given, out: (out.shape, out.numel(), torch.empty_like(out), out.new_zeros(3)),
     "other tensors": lambda given, out: torch.ones(8).add_(1).sum().item(),
@@ -87,7 +91,7 @@ def test_the_message():
         sim.run(body, 4, check_races=True)
     line = body.__code__.co_firstlineno
     assert str(caught.value) == (
-        "rank 3 writes a buffer that all_reduce #1 of group 'tp' writes and that it has not waited for\n"
+        "rank 3 writes a buffer that all_reduce #1 of group 'tp: ranks 2-3' writes and that it has not waited for\n"
         f"  issued:  test_sim_races.py:{line + 4} in body\n"
         f"  touched: test_sim_races.py:{line + 6} in body, by aten.mul_ on float32 [3]\n"
         "  try: wait for the work that the operation returned first\n"
@@ -151,10 +155,10 @@ def test_messages():
         x.zero_()
 
     with pytest.raises(
-        sim.InFlightBufferRace, match=r"rank 0 writes a buffer that send to rank 1 in group 'world' reads"
+        sim.InFlightBufferRace, match=r"rank 0 writes a buffer that send #0 to rank 1 in group 'world' reads"
     ):
         sim.run(body, 2, (True,), check_races=True)
-    with pytest.raises(sim.InFlightBufferRace, match=r"rank 1 reads a buffer that recv from rank 0 .* writes"):
+    with pytest.raises(sim.InFlightBufferRace, match=r"rank 1 reads a buffer that recv #0 from rank 0 .* writes"):
         sim.run(body, 2, (False,), check_races=True)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import sim
 from sim import threads
@@ -120,7 +121,6 @@ def test_nothing_is_compared_along_other_axes():
         mesh, x = mesh_of(), torch.full((2,), float(dist.get_rank()))
         for placements in ([Shard(0), Partial()], [Partial(), Shard(0)], [Shard(0), Shard(0)]):
             sim.check_replicas({"x": DTensor.from_local(x, mesh, placements), "nothing": None})
-        sim.check_replicas(torch.nn.Linear(2, 2))  # plain parameters, and no group: nobody says that they are equal
         sim.check_replicas(DTensor.from_local(torch.empty(2, device="meta"), mesh, [Replicate()] * 2))
         with FakeTensorMode():
             fake = torch.ones(2) * dist.get_rank()
@@ -129,6 +129,66 @@ def test_nothing_is_compared_along_other_axes():
     with sim.world(4) as world:
         world.run(body)
         assert world.trace.events == [], "it leaves no trace"
+
+
+@pytest.mark.parametrize(
+    ("made", "seen"),
+    [
+        (lambda layer: layer, "Linear with 2 plain tensors, 'head.weight' first"),
+        (lambda layer: torch.optim.SGD(layer.parameters()), "SGD with 2 plain tensors, 'param_groups[0][0]' first"),
+    ],
+    ids=["module", "optimizer"],
+)
+def test_what_says_nothing_of_its_copies_is_refused(made, seen):
+    def body() -> None:
+        sim.check_replicas({"head": made(torch.nn.Linear(2, 2))})
+
+    with pytest.raises(TypeError) as caught:
+        sim.run(body, 2)
+    assert str(caught.value.__cause__).splitlines() == [
+        "cannot compare the copies of 'head': nothing in it says who holds copies",
+        f"  seen: {seen}",
+        "  group: None, and only DTensors and DistributedDataParallel know theirs",
+        "  try: check_replicas(x, group=dist.group.WORLD), or group=mesh['dp']",
+    ]
+
+
+def test_plain_tensors_next_to_dtensors_are_passed_over():
+    def body(spoil: str) -> None:
+        layer = torch.nn.Linear(2, 2)  # of its own random values on each rank
+        local = torch.ones(2) * (1 + (spoil == "bias") * dist.get_rank())
+        layer.bias = torch.nn.Parameter(DTensor.from_local(local, mesh_of(TP), [Replicate()]))
+        sim.check_replicas(layer, torch.nn.ReLU(), torch.optim.SGD(layer.parameters()))
+
+    sim.run(body, 2, ("nothing",))
+    assert text_of(lambda: body("bias"), 2).startswith("the copies of 'bias' along axis 'tp' differ")
+
+
+def test_a_data_parallel_module_is_compared_over_its_own_group():
+    class Model(torch.nn.Module):
+        def __init__(self, spoil: str) -> None:
+            super().__init__()
+            group = mesh_of().get_group("dp")
+            inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["2.bias"])
+            self.body = DistributedDataParallel(inner, process_group=group)
+            odd = float(dist.get_rank() == 3)
+            with torch.no_grad():
+                inner[0].weight[0, 1] += odd * (spoil == "weight")
+                inner[1].running_mean += odd  # made equal at the next forward pass
+                inner[2].bias += odd
+            for parameter in inner.parameters():
+                parameter.grad = torch.ones_like(parameter) * (1 + odd * (spoil == "gradient"))
+
+    def body(spoil: str) -> None:
+        torch.manual_seed(dist.get_rank())
+        model = Model(spoil)
+        sim.check_replicas(model)
+        sim.check_replicas(model.body)
+
+    sim.run(body, 4, ("nothing",))
+    assert text_of(lambda: body("weight")).startswith("the copies of 'body.module.0.weight' along axis 'dp' differ")
+    assert text_of(lambda: body("gradient")).startswith("the copies of 'body.module.0.weight.grad' along axis 'dp'")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])

@@ -185,9 +185,9 @@ def test_a_failure_in_torch_keeps_torchs_lines(run: Run) -> None:
 @pytest.mark.parametrize(
     ("call", "code", "said"),
     [
-        ("sys.exit(3)", 3, "rank 1 called sys.exit(3)\n  replay: "),
-        ("sys.exit('no data')", 1, "no data\nrank 1 called sys.exit('no data')\n  replay: "),
-        ("sys.exit(256)", 1, "rank 1 called sys.exit(256)\n  replay: "),
+        ("sys.exit(3)", 3, "rank 1 called sys.exit(3)\n  seen: a status other than 0, at script.py:"),
+        ("sys.exit('no data')", 1, "no data\nrank 1 called sys.exit('no data')\n  seen: "),
+        ("sys.exit(256)", 1, "rank 1 called sys.exit(256)\n  seen: "),
         ("os._exit(3)", 1, "called os._exit(3), which would end all 2 simulated ranks\n"),
         ("torch.multiprocessing.spawn(print)", 1, "try: under torchrun and here alike, call print(int("),
         ("sim.run(print, 2)", 1, "a rank cannot start ranks of its own\n"),
@@ -350,6 +350,9 @@ def test_the_commands(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["simulate", "--nproc", "0", "x.py"])
     assert result.exit_code == 2
     assert "try: hyper-parallel simulate --nproc 8 x.py" in result.output
+    result = CliRunner().invoke(app, ["simulate", "--standalone", "--nproc-per-node=2", "-m", "no_such.module"])
+    assert result.exit_code == 2
+    assert "cannot run the module no_such.module on 2 ranks" in result.output
     source = "import os, sys, warnings\nprint(sys.path[0] == os.path.dirname(__file__), sys.argv[1:])\n"
     (tmp_path / "x.py").write_text(source + "warnings.warn('careful')\n")
     command = [sys.executable, "-m", "sim", "run", "--nproc", "2", str(tmp_path / "x.py"), "--help"]
@@ -368,3 +371,106 @@ def test_without_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("usage: python -m sim run --nproc N")
     assert _main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: ")
+
+
+# -- torchrun's command line -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a package of the user's, from which commands are started."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "trainers"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("import os\nowner = os.environ['RANK']\n")
+    (folder / "settings.py").write_text("steps = 3\n")
+    source = "import sys\nfrom . import owner\nfrom .settings import steps\n"
+    names = "__name__, __package__, __spec__.name, owner, steps, sys.argv[1:], sys.argv[0] == __file__"
+    (folder / "small.py").write_text(f"{source}print({names})\n")
+    (folder / "__main__.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no good')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("option", ["-m", "--module"])
+def test_a_module_as_torchrun_takes_it(package: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    before = dict(sys.modules)
+    assert main(["--nproc", "2", "--show", "all", option, "trainers.small", "-m", "--lr", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    line = "[rank {0}] __main__ trainers trainers.small {0} 3 ['-m', '--lr', '1'] True"
+    assert sorted(out.splitlines()) == [line.format(rank) for rank in range(2)]
+    assert {name for name in sys.modules if name.startswith("trainers")} == set()
+    assert sys.modules["__main__"] is before["__main__"]
+
+
+def test_a_package_is_run_by_its_main_and_replayed_as_a_module(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--nproc", "2", "-m", "trainers", "--x"]) == 1
+    err = capsys.readouterr().err
+    assert f'File "{package / "trainers" / "__main__.py"}", line 3' in err
+    assert "  replay: python -m sim run --nproc 2 --seed 0 -m trainers --x\n" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("trainers.large", "it in the folder that the module is in"),
+        ("nothing.at.all", "it in the folder that the module is in"),
+        ("trainers/small.py", "python -m sim run --nproc 2 trainers/small.py"),
+    ],
+)
+def test_a_module_that_is_not_there(package: Path, capsys: pytest.CaptureFixture[str], name: str, hint: str) -> None:
+    assert main(["--nproc", "2", "-m", name]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot run the module {name} on 2 ranks: there is none in Python source\n"
+        f"  -m: {name}, expected a module, or a package with a __main__.py, as for python -m\n"
+        f"  try: {hint}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--standalone", "--nnodes=1", "--nproc-per-node=2"],
+        ["--nnodes", "1:1", "--nproc_per_node", "2", "--node_rank=0", "--max-restarts=3"],
+        ["--nproc", "2", "--master-addr", "host", "--master_port=1234", "--rdzv-backend=c10d", "--rdzv_id", "7"],
+        ["--nproc", "2", "--rdzv-endpoint=host:1", "--rdzv-conf", "timeout=9", "--monitor-interval", "1"],
+    ],
+)
+def test_options_of_torchrun_that_mean_nothing_here(package: Path, capsys: pytest.CaptureFixture[str], options) -> None:
+    Path("script.py").write_text(START + "print(os.environ['WORLD_SIZE'], sys.argv)\n")
+    assert main([*options, "script.py", "--standalone"]) == 0
+    assert capsys.readouterr() == ("2 ['script.py', '--standalone']\n", "")
+
+
+def test_more_machines_than_one_are_refused(run: Run) -> None:
+    assert run("", "--nnodes", "2") == (
+        2,
+        "",
+        "error: cannot run script.py on more machines than one: all simulated ranks are in this process\n"
+        "  --nnodes: 2, expected 1\n"
+        "  try: python -m sim run --nproc 16 script.py, with as many ranks as all machines have together\n",
+    )
+
+
+def test_checks_of_a_script(run: Run) -> None:
+    races = """
+        dist.init_process_group()
+        work = dist.all_reduce(x := torch.ones(2), async_op=True)
+        x.tolist()
+        work.wait()
+    """
+    assert run(races)[0] == 0
+    code, _, err = run(races, "--check-races")
+    assert code == 1
+    assert "InFlightBufferRace: rank" in err
+    assert "replay: python -m sim run --nproc 2 --seed 0 --check-races script.py" in err
+    copies = """
+        from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+        DTensor.from_local(torch.ones(2) * rank, init_device_mesh("cpu", (2,)), [Replicate()])
+    """
+    assert run(copies)[0] == 0
+    code, _, err = run(copies, "--check-replicas")
+    assert code == 1
+    assert "ReplicaMismatch: the copies of 'the tensor given to from_local'" in err

@@ -236,7 +236,7 @@ def test_an_error_in_the_diagnosis_does_not_hang(monkeypatch):
     def broken(world):
         raise RuntimeError("the report is broken")
 
-    monkeypatch.setattr("sim.report.deadlock", broken)
+    monkeypatch.setattr("sim.stuck.deadlock", broken)
     with pytest.raises(RuntimeError, match="the report is broken"):
         sim.run(skip_on_one, 3)
 

@@ -101,6 +101,41 @@ def test_arguments_are_drawn_too():
     assert seen == {(1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (6, 1)}
 
 
+def test_meshes_are_drawn_too():
+    seen = set()
+
+    def body(sizes: tuple[int, ...], scale: float) -> None:
+        assert dist.get_world_size() == sizes[0] * sizes[1]
+        assert scale == 2.0
+        seen.add(sizes)
+
+    sim.swarm(body, (1, 4, 6), (2.0,), seeds=range(60), max_faults=0, mesh_axes=2)
+    assert seen == {(1, 1), (1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (6, 1)}
+
+
+def test_a_failure_names_its_mesh():
+    def body(sizes: tuple[int, ...]) -> None:
+        assert sizes[-1] != 4, "too wide"
+
+    with pytest.raises(sim.SwarmFailed) as caught:
+        sim.swarm(body, 8, seeds=range(50), mesh_axes=3)
+    assert caught.value.mesh in {(2, 1, 4), (1, 2, 4)}
+    assert f"\n  mesh: {caught.value.mesh}, the first argument\n  try: fix that first" in str(caught.value)
+    with pytest.raises(ValueError, match="cannot draw a mesh of -1 axes"):
+        sim.swarm(body, 8, mesh_axes=-1)
+
+
+def test_what_ranks_cannot_call_is_no_failure_of_a_run():
+    async def lazy() -> None:
+        raise AssertionError
+
+    for fn, args, said in ((lazy, (), "fn: a coroutine function"), (total, (1,), "cannot call total on ranks")):
+        with pytest.raises(TypeError, match=said) as caught:
+            sim.swarm(fn, 2, args)
+        assert not isinstance(caught.value, sim.SwarmFailed)
+        assert str(caught.value).count("  try: ") == 1
+
+
 def test_faults_drawn_for_a_swarm():
     drawn = [draw_faults(Random(seed), 3, 5, ALL, 3) for seed in range(300)]
     assert {type(fault) for plan in drawn for fault in plan} == set(ALL)

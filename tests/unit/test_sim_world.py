@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sim
 from hyper_parallel.platform import get_platform
+from sim import collectives
+from sim import trace as trace_module
 
 pytestmark = pytest.mark.sim
 
@@ -246,6 +248,22 @@ def test_a_backend_that_nobody_provides():
         sim.run(lambda: dist.init_process_group("ncll"), 2)
 
 
+@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize("call", [lambda: dist.init_process_group("mpi"), lambda: dist.new_group([0], backend="mpi")])
+def test_mpi_is_refused(init, call):
+    def body() -> None:
+        if not init and call.__code__.co_names[1] == "new_group":
+            dist.init_process_group("gloo")
+        call()
+
+    with pytest.raises(
+        ValueError, match="'mpi', which takes its ranks from mpirun, and not from torchrun or sim\n"
+    ) as e:
+        sim.run(body, 2, init=init)
+    assert "mpi," not in str(e.value).split("known:")[1]
+    assert "  try: backend='nccl', 'hccl' or 'gloo', or none" in str(e.value)
+
+
 def test_the_first_init_process_group_is_accepted_and_the_second_is_torchs_error():
     sim.run(lambda: dist.init_process_group("gloo"), 2)
     with pytest.raises(ValueError, match="twice"):
@@ -454,8 +472,71 @@ def test_bytes_of_every_collective():
         assert [sum(e.send_bytes for e in events if (e.op, e.rank) == (op, r)) for r in range(n)] == sent, op
     assert world.trace.bytes() == sum(sum(received) for received, _ in expected.values())
     assert world.trace.bytes(axis="world", rank=0) == sum(received[0] for received, _ in expected.values())
-    assert world.trace.bytes(axis="dp") == 0
     assert [e.seq for e in world.trace.of_rank(2)] == [*range(9), -1, -1]
+
+
+def test_bytes_count_when_all_have_joined():
+    with sim.world(2) as world:
+        with pytest.raises(sim.Deadlock):
+            world.run(lambda: dist.all_reduce(torch.ones(1000)) if dist.get_rank() == 0 else None)
+        assert [event.completed for event in world.trace.events] == [False]
+        with pytest.raises(sim.CollectiveMismatch):
+            world.run(lambda: dist.all_reduce(torch.ones(3 + dist.get_rank())))
+        with pytest.raises(sim.Deadlock):
+            world.run(lambda: dist.recv(torch.ones(3), 1 - dist.get_rank()))
+        assert len(world.trace.events) == 5
+        assert world.trace.bytes() == 0
+        assert world.trace.by_axis() == []
+        world.run(lambda: dist.all_reduce(torch.ones(5)))
+        assert world.trace.bytes() == 2 * 5 * 4
+        assert [(row.op, row.count, row.bytes) for row in world.trace.by_axis()] == [("all_reduce", 1, 2 * 5 * 4)]
+        assert [event.completed for event in world.trace.of_rank(1)] == [False, False, True]
+
+
+def test_what_a_trace_is_asked_for_has_to_exist():
+    def body() -> None:
+        mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("dp"))
+
+    with sim.world(2) as world:
+        assert world.trace.bytes(axis="world") == world.trace.bytes(op="all_to_all") == 0
+        world.run(body)
+    trace = world.trace
+    assert trace.bytes(axis="dp") == 8
+    assert trace.bytes(axis="tp") == trace.bytes(op="send") == 0, "they exist, though nothing was communicated"
+    refused = {
+        (
+            lambda: trace.bytes(axis="ddp")
+        ): "cannot count the bytes of axis='ddp': no group of this world is called that\n"
+        "  axis: one of 'dp', 'world', 'tp'\n  try: axis='dp'",
+        (lambda: trace.bytes(op="allreduce")): "cannot count the bytes of op='allreduce': there is no such operation\n"
+        "  op: one of 'all_gather', 'all_reduce', 'all_to_all', 'barrier', 'broadcast', 'gather', 'recv', 'reduce', "
+        "'reduce_scatter', 'scatter', 'send'\n  try: op='all_reduce'",
+        (lambda: trace.bytes(rank=2)): "the trace has no events of rank 2: it is of a world of 2 ranks\n"
+        "  rank: an int from 0 to 1\n  try: rank=0",
+        (lambda: trace.of_rank(-1)): "the trace has no events of rank -1: it is of a world of 2 ranks\n"
+        "  rank: an int from 0 to 1\n  try: rank=0",
+    }
+    for ask, text in refused.items():
+        with pytest.raises(ValueError, match="  try: ") as found:
+            ask()
+        assert str(found.value) == text
+    trace.clear()
+    assert trace.bytes(axis="dp") == 0
+
+
+def test_the_operations_of_a_trace_are_those_of_the_simulator():
+    assert set(trace_module._OPS) == {*collectives._EXECUTE, "send", "recv"}
+
+
+def test_a_region_has_a_name():
+    def body() -> None:
+        with sim.region(3):
+            dist.barrier()
+
+    for call in (body, lambda: sim.run(body, 2)):
+        with pytest.raises(TypeError, match=r"cannot name a region 3\n  name: a str, not int\n  try: with sim.region"):
+            call()
 
 
 def test_uneven_bytes():

@@ -1,0 +1,149 @@
+"""What ranks are asked to call: refused where the call cannot be made, or would run nothing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, TypeVar
+
+__all__ = ["check_body", "check_call", "check_result", "kind_of_lazy", "name_of"]
+
+T = TypeVar("T")
+
+_KINDS: dict[type, str] = {
+    CoroutineType: "coroutine",
+    AsyncGeneratorType: "asynchronous generator",
+    GeneratorType: "generator",
+}
+_RUNS = {  # how a function runs what it has made
+    "coroutine": "asyncio.run({}())",
+    "asynchronous generator": "asyncio.run(collect({}())), with an async def collect that loops over it",
+    "generator": "list({}())",
+}
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What to call ``fn`` in a message.
+
+    >>> name_of(len), name_of(functools.partial(print, 1)), name_of(functools.partial(print))
+    ('len', 'functools.partial(print, ...)', 'functools.partial(print)')
+    """
+    name = getattr(fn, "__name__", None)
+    if isinstance(name, str):
+        return name
+    if isinstance(fn, functools.partial):
+        return f"functools.partial({name_of(fn.func)}{', ...' if fn.args or fn.keywords else ''})"
+    return f"{type(fn).__name__}(...)"
+
+
+def kind_of_lazy(fn: Callable[..., Any]) -> str | None:
+    """What a call of ``fn`` makes, if all that it does is to make something that has yet to be run.
+
+    >>> def batches():
+    ...     yield 1
+    >>> kind_of_lazy(batches), kind_of_lazy(len)
+    ('generator', None)
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    call = fn
+    if not inspect.isroutine(fn) and not inspect.isclass(fn):
+        call = getattr(type(fn), "__call__", fn)  # noqa: B004 - it is looked at, and it is the class's that counts
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(call):
+        return "coroutine"
+    if inspect.isasyncgenfunction(call):
+        return "asynchronous generator"
+    return "generator" if inspect.isgeneratorfunction(call) else None
+
+
+def check_result(result: T, fn: Callable[..., Any]) -> T:
+    """Return ``result`` of ``fn``, unless it is something that has yet to be run.
+
+    Raises:
+        TypeError: It is a coroutine, an asynchronous generator, or a generator that has not begun.
+    """
+    kind = _KINDS.get(type(result))
+    if kind is None:
+        return result
+    if isinstance(result, GeneratorType):
+        if inspect.getgeneratorstate(result) != inspect.GEN_CREATED or result.gi_code.co_name == "<genexpr>":
+            return result
+    elif isinstance(result, CoroutineType):
+        result.close()  # or Python would say, too, that nobody has awaited it
+    made = getattr(result, "__name__", "it")
+    raise TypeError(
+        f"{name_of(fn)} returned {_a(kind)}, and nothing of it has run\n"
+        f"  result: {made}(), which nobody has begun to run\n"
+        f"  try: to run it on the rank, as in {_RUNS[kind].format(made)}"
+    )
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind.startswith("a") else f"a {kind}"
+
+
+def check_body(body: Callable[..., Any]) -> None:
+    """Refuse a test body that would pass without having run."""
+    kind = kind_of_lazy(body)
+    if kind is None:
+        return
+    name = name_of(body)
+    instead = (
+        f"def {name}(ctx): ..., without a yield; what has to be set up and torn down belongs in a fixture"
+        if kind == "generator"
+        else f"def {name}(ctx): asyncio.run(work(ctx)), with all that is to run in an async def work(ctx)"
+    )
+    raise TypeError(
+        f"cannot run {name} on ranks: a call of it runs nothing yet, so that it would always pass\n"
+        f"  body: {_a(kind)} function\n"
+        f"  try: {instead}"
+    )
+
+
+def check_call(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, world_size: int
+) -> dict[str, Any]:
+    """Refuse what ``fn(*args, **kwargs)`` would only refuse on the ranks; returns the keyword arguments."""
+    if not callable(fn):
+        raise TypeError(f"cannot run {fn!r} on ranks\n  fn: a callable\n  try: sim.run(train, world_size={world_size})")
+    name = name_of(fn)
+    if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):
+        raise TypeError(
+            f"cannot pass {type(args).__name__} as the arguments of {name}\n  args: a tuple\n"
+            f"  try: sim.run({name}, world_size={world_size}, args=(x,)), with the comma"
+        )
+    kind = kind_of_lazy(fn)
+    if kind is not None:
+        raise TypeError(
+            f"cannot run {name} on ranks: a call of it runs nothing yet\n"
+            f"  fn: {_a(kind)} function\n"
+            f"  try: a function that runs it, as in lambda: {_RUNS[kind].format(name)}"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(
+            f"cannot pass {type(kwargs).__name__} as the keyword arguments of {name}\n  kwargs: a dict\n"
+            f"  try: sim.run({name}, world_size={world_size}, kwargs={{'x': 1}})"
+        )
+    _check_arguments(fn, name, args, kwargs or {}, world_size)
+    return dict(kwargs or {})
+
+
+def _check_arguments(
+    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int
+) -> None:
+    if not inspect.isroutine(fn) or hasattr(fn, "__signature__"):
+        return
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (ValueError, TypeError):  # of functions written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as mistake:
+        raise TypeError(
+            f"cannot call {name} on ranks: {mistake}\n"
+            f"  args: {len(args)}; kwargs: {', '.join(map(str, kwargs)) or 'none'}; {name} takes {signature}\n"
+            f"  try: sim.run({name}, world_size={world_size}, args=(...), kwargs={{...}})"
+        ) from None

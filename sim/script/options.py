@@ -1,0 +1,207 @@
+"""The command line of ``python -m sim run``: that of torchrun, as far as it means something in one process."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sim.script.modules import find_module
+from sim.seams.devices import KINDS
+from sim.world import MAX_RANKS
+
+__all__ = ["Launch", "parse"]
+
+_IGNORED = (
+    *("master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "node-rank"),
+    *("max-restarts", "monitor-interval", "start-method", "role", "local-addr"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run, on how many ranks, and what to show of it.
+
+    Attributes:
+        script: Path of the script, as it was given; or the name of a module.
+        is_module: Whether it is one, as for ``python -m``.
+        arguments: What the script finds behind its name in ``sys.argv``.
+        nproc: Number of ranks.
+        seed: Of the interleaving and the ranks' initial random state.
+        map_device: The kind of device (``cuda``, ``npu``) whose place the CPU takes, if any.
+        environment: Variables that each rank gets on top of torchrun's.
+        check_races: As in :func:`sim.world`.
+        check_replicas: As in :func:`sim.world`.
+        show: The ranks whose standard output is shown; None: all.
+        command: What a person types to start this, up to the options.
+    """
+
+    script: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    nproc: int = 1
+    seed: int = 0
+    map_device: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    check_races: bool = False
+    check_replicas: bool = False
+    show: tuple[int, ...] | None = (0,)
+    command: str = "python -m sim run"
+
+    def replay(self) -> str:
+        """The command that runs the same again.
+
+        >>> Launch("train.py", arguments=("--steps", "3"), nproc=8, seed=5).replay()
+        'python -m sim run --nproc 8 --seed 5 train.py --steps 3'
+        """
+        options = ["--nproc", str(self.nproc), "--seed", str(self.seed)]
+        if self.map_device is not None:
+            options += ["--map-device", self.map_device]
+        for name, value in self.environment.items():
+            options += ["--env", f"{name}={value}"]
+        options += ["--check-races"] * self.check_races + ["--check-replicas"] * self.check_replicas
+        if self.is_module:
+            options.append("-m")
+        return f"{self.command} {shlex.join([*options, self.script, *self.arguments])}"
+
+
+def parse(arguments: Sequence[str] | None = None, command: str = "python -m sim run") -> Launch:
+    """What a command line asks for; ``command`` is what a person has typed before it.
+
+    >>> parse(["--standalone", "--nproc-per-node", "2", "-m", "json.tool", "x.json"]).replay()
+    'python -m sim run --nproc 2 --seed 0 -m json.tool x.json'
+
+    Raises:
+        ValueError: It cannot be run.
+        SystemExit: It cannot be read, or asks for help.
+    """
+    asked = _parser(command).parse_args(arguments)
+    _check_machines(asked.nnodes, asked.script, command)
+    return _checked(asked, command)
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=command,
+        description="Run an unmodified torchrun script on simulated ranks, in this process and on the CPU.",
+        epilog=f"example: {command} --nproc 8 --seed 5 train.py --steps 10",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", type=int, required=True, help="ranks")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the interleaving of the ranks (0)")
+    parser.add_argument("--map-device", choices=KINDS, help="put on the CPU what the script puts on this device")
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="a variable for every rank")
+    parser.add_argument("--show", default="0", metavar="RANKS", help="whose standard output: 0 (default), 0,3 or all")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    parser.add_argument("--check-races", action="store_true", help="look for buffers touched before the wait")
+    parser.add_argument("--check-replicas", action="store_true", help="compare copies before steps of optimizers")
+    torchrun = parser.add_argument_group("torchrun's options that mean nothing here")
+    torchrun.add_argument("--standalone", action="store_true")
+    torchrun.add_argument("--nnodes", default="1", help="1: there is one machine")
+    for name in _IGNORED:
+        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+        torchrun.add_argument(*spellings, metavar="X", help="ignored")
+    parser.add_argument("script", help="a Python file that torchrun could start; with -m, a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser
+
+
+def _checked(asked: argparse.Namespace, command: str) -> Launch:
+    """Check what was asked before any rank starts; raise ValueError."""
+    _refuse_ranks_in_ranks(asked.nproc)
+    if not 1 <= asked.nproc <= MAX_RANKS:
+        raise ValueError(
+            f"cannot run {asked.script} on {asked.nproc} ranks\n"
+            f"  --nproc: {asked.nproc}, expected 1 to {MAX_RANKS:,}\n  try: {command} --nproc 8 {asked.script}"
+        )
+    if asked.module:
+        _check_module(asked.script, asked.nproc, command)
+    else:
+        _check_script(asked.script, asked.nproc, command)
+    return Launch(
+        script=asked.script,
+        is_module=asked.module,
+        arguments=tuple(asked.arguments),
+        nproc=asked.nproc,
+        seed=asked.seed,
+        map_device=asked.map_device,
+        environment=_variables(asked.env),
+        check_races=asked.check_races,
+        check_replicas=asked.check_replicas,
+        show=_shown(asked.show, asked.nproc),
+        command=command,
+    )
+
+
+def _refuse_ranks_in_ranks(nproc: int) -> None:
+    present = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if present:
+        raise ValueError(
+            f"cannot start {nproc} simulated ranks: this process is a rank already\n"
+            f"  seen: {', '.join(present)} in the environment\n"
+            "  try: start it without torchrun, and not from a script that runs on ranks"
+        )
+
+
+def _check_machines(nnodes: str, script: str, command: str) -> None:
+    if nnodes not in ("1", "1:1"):
+        raise ValueError(
+            f"cannot run {script} on more machines than one: all simulated ranks are in this process\n"
+            f"  --nnodes: {nnodes}, expected 1\n"
+            f"  try: {command} --nproc 16 {script}, with as many ranks as all machines have together"
+        )
+
+
+def _check_module(name: str, nproc: int, command: str) -> None:
+    if find_module(name, [os.getcwd(), *sys.path]) is None:
+        is_path = name.endswith(".py") or os.sep in name
+        better = f"{command} --nproc {nproc} {name}" if is_path else "it in the folder that the module is in"
+        raise ValueError(
+            f"cannot run the module {name} on {nproc} ranks: there is none in Python source\n"
+            f"  -m: {name}, expected a module, or a package with a __main__.py, as for python -m\n  try: {better}"
+        )
+
+
+def _check_script(script: str, nproc: int, command: str) -> None:
+    path = Path(script)
+    if path.is_file():
+        return
+    what = "is a folder" if path.is_dir() else "does not exist"
+    folder = path if path.is_dir() else path.parent
+    there = sorted(each.name for each in folder.glob("*.py")) if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, there, n=1) or there[:1]
+    better = os.path.normpath(os.path.join(folder, close[0])) if close else "the path of a Python file"
+    raise ValueError(
+        f"cannot run {script} on {nproc} ranks: it {what}\n"
+        f"  script: {path.absolute()}\n  try: {f'{command} --nproc {nproc} {better}' if close else better}"
+    )
+
+
+def _variables(pairs: Sequence[str]) -> dict[str, str]:
+    variables = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ValueError(
+                f"cannot set the environment variable {pair!r}\n  --env: a name, an equals sign and a value\n"
+                "  try: --env DEBUG=1"
+            )
+        variables[name] = value
+    return variables
+
+
+def _shown(asked: str, nproc: int) -> tuple[int, ...] | None:
+    if asked == "all":
+        return None
+    parts = asked.split(",")
+    if all(part.strip().isdecimal() and int(part) < nproc for part in parts):
+        return tuple(int(part) for part in parts)
+    raise ValueError(
+        f"cannot show the output of ranks {asked!r}\n  --show: ranks from 0 to {nproc - 1}, with commas, or all\n"
+        "  try: --show 0, --show all"
+    )
