@@ -57,7 +57,9 @@ def table() -> str:
         lines.append(f"| {size:,} B | {found[2][size] * 1e6:,.0f} us | {found[4][size] * 1e6:,.0f} us |")
     small, large = SIZES[0], SIZES[-1]
     per_rank = max((found[4][small] - found[2][small]) / 2, 0.0)
-    latency = max(found[2][small] - per_rank, 0.0)
+    latency = found[2][small] - per_rank
+    if latency < 0:  # more ranks than cores: a line through the origin
+        latency, per_rank = 0.0, (found[2][small] + 3 * found[4][small]) / 10
     bandwidth = large / (found[4][large] - found[4][small])
     lines += ["", f"Link(latency={latency:.1e}, per_rank={per_rank:.1e}, bandwidth={bandwidth:.2e})"]
     return "\n".join(lines)

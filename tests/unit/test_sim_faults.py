@@ -321,9 +321,10 @@ def test_messages_to_and_from_a_dead_rank():
             found.append(text_of(caught.value).splitlines()[0])
         return found
 
+    line = "(test_sim_faults.py:* in <lambda>)"
     told = [
-        "rank 0 cannot complete send #0 to rank 1 in group 'world' (test_sim_faults.py:* in <lambda>): rank 1 is dead",
-        "rank 0 cannot complete recv #1 from rank 1 in group 'world' (test_sim_faults.py:* in <lambda>): rank 1 is dead",
+        f"rank 0 cannot complete send #0 to rank 1 in group 'world' {line}: rank 1 is dead",
+        f"rank 0 cannot complete recv #1 from rank 1 in group 'world' {line}: rank 1 is dead",
     ]
     assert ran(body, world_size=2, faults=[Kill(1)])[1] == [told, None]
 

@@ -123,8 +123,8 @@ _TOPOLOGIES = MappingProxyType(
         # 8 x Ascend 910B: 19.3 GB/s per pair written over HCCS, full mesh of 7 peers; 22.6 GB/s over 200 Gbit/s RoCE
         # (CANN HIXL benchmark). Latencies: estimates.
         "ascend-910b": Topology("ascend-910b", Link(30e-6, 2e-6, 135e9), Link(60e-6, 2e-6, 22.6e9), 8, 1.2e12),
-        # gloo over loopback, 4 processes on 2 cores: measured with benchmarks/redistribute.py.
-        "laptop": Topology("laptop", Link(150e-6, 50e-6, 1.5e9), memory_bandwidth=8e9),
+        # gloo over loopback, 2 and 4 processes on 2 cores: `python -m benchmarks links`. Memory: an estimate.
+        "laptop": Topology("laptop", Link(0.0, 350e-6, 0.9e9), memory_bandwidth=8e9),
     }
 )
 
