@@ -55,15 +55,30 @@ def _redistribute() -> dict[str, str]:
     }
 
 
-def _simulator() -> dict[str, str]:
-    return {"simulator": f"{_conditions()} unless a row says otherwise, fp32, fused AdamW.\n\n{simulator.tables()}"}
+def _reduce() -> dict[str, str]:
+    return {"reduce": f"{_conditions()} unless a row says otherwise.\n\n{simulator.reduce_table()}"}
+
+
+def _start() -> dict[str, str]:
+    return {"start": f"{_conditions()}.\n\n{simulator.start_table()}"}
+
+
+def _step() -> dict[str, str]:
+    return {"step": f"{_conditions()}, fp32, fused AdamW.\n\n{simulator.step_table()}"}
 
 
 def _links() -> dict[str, str]:
     return {"links": f"{_conditions()}.\n\n{links.table()}"}
 
 
-PARTS = {"engine": _engine, "redistribute": _redistribute, "simulator": _simulator, "links": _links}
+PARTS = {
+    "engine": _engine,
+    "redistribute": _redistribute,
+    "links": _links,
+    "reduce": _reduce,
+    "start": _start,
+    "step": _step,
+}
 
 
 def _write(marker: str, text: str) -> None:
