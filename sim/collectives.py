@@ -22,6 +22,7 @@ __all__ = ["Call", "Contract", "Problem", "execute", "reduce_op_name", "sizes_of
 
 _MANY = 32  # ranks from which on n * n copies of small parts cost more than anything else
 _TOLD = 4  # pairs of ranks that an error names
+_SMALL = 8 * 1024  # elements of a part under which it is not worth a view of its own
 _PIECE = 32 * 1024  # elements worked on at a time, 128 KiB of fp32: a fraction of a core's L2 cache
 
 
@@ -229,8 +230,13 @@ def _reduce(calls: list[Call]) -> None:
 
 
 def _reduce_scatter(calls: list[Call]) -> None:
-    """Each rank's inputs are one tensor per receiving rank, or one tensor that is cut evenly."""
+    """Each rank's inputs are one tensor per receiving rank, or one that is cut evenly (or several, coalesced)."""
     op, factors = calls[0].contract.reduce_op, [call.factor for call in calls]
+    if len(calls[0].outputs) > 1:
+        all_outputs, all_inputs = [_flat(call.outputs) for call in calls], [_flat(call.inputs) for call in calls]
+        for outputs, inputs in zip(zip(*all_outputs, strict=True), zip(*all_inputs, strict=True), strict=True):
+            _reduce_and_scatter(outputs, inputs, op, factors)
+        return
     if _has_small_parts(calls):
         _reduce_and_cut(calls, op, factors)
         return
@@ -248,6 +254,24 @@ def _reduce_scatter(calls: list[Call]) -> None:
                 _accumulate(pieces[0], pieces[1:], op, factors)
         else:
             _accumulate(out, [p.reshape(out.shape) for p in parts], op, factors)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.data if t.dim() == 1 else t.data.view(-1) for t in tensors]
+
+
+def _reduce_and_scatter(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: str, factors: Sequence[Any]
+) -> None:
+    """The tensors of one place in a coalesced call, all flat: an output and an input of each rank."""
+    size = len(outputs)
+    if outputs[0].numel() < _SMALL or any(map(_share_memory, outputs, inputs)):
+        whole = inputs[0].clone()
+        _accumulate(whole, [whole, *inputs[1:]], op, factors)
+        torch._foreach_copy_(list(outputs), whole.chunk(size))
+        return
+    for out, *parts in zip(outputs, *(tensor.chunk(size) for tensor in inputs), strict=True):
+        _accumulate(out, parts, op, factors)
 
 
 def _has_small_parts(calls: list[Call]) -> bool:
@@ -287,6 +311,9 @@ def _broadcast(calls: list[Call]) -> None:
 def _all_gather(calls: list[Call]) -> None:
     """Outputs are one tensor per rank, or one tensor that is cut evenly."""
     first = calls[0].outputs
+    if len(calls[0].inputs) > 1:
+        _gather_many(calls)
+        return
     sources = [call.inputs[0].data for call in calls]
     if len(first) == 1 and len(calls) > 1 and all(call.outputs[0].is_contiguous() for call in calls):
         # Put the result together once, then hand it out whole: 2n copies, not n * n.
@@ -299,6 +326,21 @@ def _all_gather(calls: list[Call]) -> None:
     for call in calls:
         for out, source in zip(_cut(call.outputs, len(calls)), sources, strict=True):
             out.copy_(source.reshape(out.shape))
+
+
+def _gather_many(calls: list[Call]) -> None:
+    """A coalesced call: put each tensor together once, then hand all of them out."""
+    first, *others = [_flat(call.outputs) for call in calls]
+    for own, whole, sources in zip(
+        calls[0].inputs, first, zip(*[_flat(call.inputs) for call in calls], strict=True), strict=True
+    ):
+        if _share_memory(whole, own):
+            for piece, source in zip(whole.chunk(len(calls)), sources, strict=True):
+                piece.copy_(source)
+        else:
+            torch.cat(sources, out=whole)
+    for wholes in others:
+        torch._foreach_copy_(wholes, first)
 
 
 def _gather(calls: list[Call]) -> None:

@@ -129,6 +129,10 @@ def _memory(call: Call, member: int) -> tuple[Tensors, Tensors]:
     return call.inputs, call.outputs
 
 
+def _numels(tensors: Tensors) -> str:
+    return " ".join([str(t.numel()) for t in tensors])
+
+
 def _nbytes(tensors: Tensors) -> int:
     return sum([t.numel() * t.element_size() for t in tensors])
 
@@ -161,7 +165,10 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _dtypes(tensors: Tensors) -> str:
-    return _dtype(tensors[0]) if len(tensors) == 1 else " ".join(dict.fromkeys(map(_dtype, tensors)))
+    first = tensors[0].dtype
+    if len(tensors) == 1 or all(t.dtype is first for t in tensors):
+        return _name_of(first)
+    return " ".join(dict.fromkeys(map(_dtype, tensors)))
 
 
 def _unsupported(name: str) -> Callable[..., Any]:
@@ -296,6 +303,27 @@ class SimProcessGroup(dist.ProcessGroup):
                 f"{op}: the {which} of shape {list(tensor.shape)} is not contiguous (strides "
                 f"{list(tensor.stride())}); group: {self._title()}; try: .contiguous()"
             )
+
+    def _check_wholes(self, op: str, wholes: Tensors, which: str, parts: Tensors, other: str) -> None:
+        """Coalesced: each whole holds one part of every rank."""
+        size = self._size
+        if len(wholes) != len(parts) or not wholes:
+            raise ValueError(
+                f"{op}: {len(wholes)} {which}s and {len(parts)} {other}s; group: {self._title()}; "
+                f"try: one {which} for each {other}"
+            )
+        for whole, part in zip(wholes, parts, strict=True):
+            if whole.dtype != part.dtype:
+                self._check_dtype(op, which, whole, part)
+            if not whole.is_contiguous():
+                self._check_dense(op, which, whole)
+            if not part.is_contiguous():
+                self._check_dense(op, other, part)
+            if whole.numel() != part.numel() * size:
+                raise ValueError(
+                    f"{op}: the {which} has {whole.numel()} elements, expected {part.numel()} * {size} ranks = "
+                    f"{part.numel() * size}; group: {self._title()}; try: an {which} of that size"
+                )
 
     def _issue(self, call: Call, outputs: Tensors = ()) -> SimWork:
         context = self._context
@@ -432,8 +460,18 @@ class SimProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
-        works = [self._reduce_scatter(o, [i], opts, single=True) for o, i in zip(outputs, inputs, strict=True)]
-        return self._together(works, outputs)
+        name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        self._check_wholes("reduce_scatter", inputs, "input", outputs, "output")
+        own = _nbytes(outputs)
+        call = Call(
+            Contract("reduce_scatter", name, None, _dtypes(outputs), _numels(inputs)),
+            inputs,
+            outputs,
+            factor=factor,
+            send_bytes=own * (self._size - 1),
+            recv_bytes=own * (self._size - 1),
+        )
+        return self._issue(call, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -494,8 +532,16 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
         del opts
-        works = [self._all_gather([o], i, single=True) for o, i in zip(outputs, inputs, strict=True)]
-        return self._together(works, outputs)
+        self._check_wholes("all_gather", outputs, "output", inputs, "input")
+        own = _nbytes(inputs)
+        call = Call(
+            Contract("all_gather", "-", None, _dtypes(inputs), _numels(inputs)),
+            inputs,
+            outputs,
+            send_bytes=own * (self._size - 1),
+            recv_bytes=own * (self._size - 1),
+        )
+        return self._issue(call, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
