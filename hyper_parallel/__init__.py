@@ -7,7 +7,17 @@ own, so optimizers, checkpoints and other libraries keep working with them.
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
-from hyper_parallel.core.fully_shard import HSDPModule, MixedPrecisionPolicy, fully_shard
+from hyper_parallel.core.fully_shard import (
+    CPUOffloadPolicy,
+    HSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    get_model_state_dict,
+    register_forward_method,
+)
+from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
 from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.parallel_dims import ParallelDims
@@ -33,9 +43,17 @@ __all__ = [
     "redistribute",
     "to_local",
     # Sharded parameters
+    "CPUOffloadPolicy",
+    "HSDPCell",
     "HSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "clip_grad_norm_",
     "fully_shard",
+    "get_model_state_dict",
+    "hsdp",
+    "hsdp_sync_stream",
+    "register_forward_method",
     # Devices
     "get_platform",
 ]

@@ -16,12 +16,18 @@ class SimPlatform(CpuPlatform):
 
     backend = "sim"
 
-    def __init__(self, where: str | None = None) -> None:
+    def __init__(self, where: str | None = None, stands_for: str | None = None) -> None:
         self._where = where
+        self._stands_for = stands_for
 
     def device(self, index: int | None = None) -> torch.device:
         """The host; in meta mode, where there is no data, the device meta."""
         return super().device(index) if self._where is None else torch.device(self._where)
+
+    @property
+    def prefers_large_messages(self) -> bool:
+        """Whether this stands for a device that does: what runs there is what is tried here."""
+        return self._stands_for is not None
 
     def name(self) -> str:
         """Return "simulated rank"."""
@@ -33,4 +39,4 @@ def provide(device_type: str | None) -> Platform | None:
     context = current_context()
     if context is None or device_type not in (None, "cpu", context.world.map_device):
         return None
-    return SimPlatform(context.world.device)
+    return SimPlatform(context.world.device, context.world.map_device)

@@ -112,6 +112,11 @@ class Platform(ABC):
     def has_streams(self) -> bool:
         """Whether work on different streams can overlap; False where streams and events do nothing."""
 
+    @property
+    def prefers_large_messages(self) -> bool:
+        """Whether one large message is worth packing for; else many tensors may go as they are in one operation."""
+        return self.has_streams
+
     @abstractmethod
     def new_stream(self, priority: int = 0) -> Stream:
         """Return a new stream on the current device; lower numbers are more urgent, 0 is the normal priority."""

@@ -75,12 +75,11 @@ class Trainer:
         self.corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
         model = Llama.build(config.llama(), config.train.seed)
         if mesh is None:
-            self.dp_group, self.shard_group, self.dp_rank = None, None, 0
+            self.dp_group, self.dp_rank = None, 0
             self.model = model.to(self.device)
         else:
             dp = dims.get_mesh("dp")
             self.dp_group, self.dp_rank = dp.get_group(), dp.get_local_rank()
-            self.shard_group = dims.get_mesh("dp_shard").get_group() if dims.dp_shard > 1 else None
             self.model = parallelize(model, config.parallel, dims, mesh)
         self.optimizer = build_optimizer(self.model, config.optimizer)
 
@@ -113,7 +112,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self._mean_over_ranks(self._backward(step))
-        grad_norm = clip_gradients(self.model, self.config.optimizer.max_grad_norm, self.shard_group)
+        grad_norm = clip_gradients(self.model, self.config.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.platform.synchronize()

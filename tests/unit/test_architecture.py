@@ -214,6 +214,10 @@ _EXEMPT = {
     ("hyper_parallel/platform/registry.py", "_REGISTRY"),
     ("hyper_parallel/core/dtensor/mesh.py", "_AXES"),
     ("hyper_parallel/core/dtensor/mesh.py", "_LOCK"),
+    ("hyper_parallel/core/fully_shard/carrier.py", "_WORLD_MESHES"),
+    ("hyper_parallel/core/fully_shard/carrier.py", "_LOCK"),
+    ("hyper_parallel/core/fully_shard/waiting.py", "_SCHEDULES"),
+    ("hyper_parallel/core/fully_shard/waiting.py", "_LOCK"),
     ("hyper_parallel/core/redistribute/groups.py", "_GROUPS"),
     ("hyper_parallel/core/redistribute/groups.py", "_LOCK"),
 }

@@ -2,19 +2,23 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
-from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.carrier import carrier_of
+from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.hsdp.api import hsdp
 
 pytestmark = pytest.mark.sim
 
 
-def fails_on_every_rank(call, kind, match, *, world_size=2):
-    """``call`` raises on each rank, with the same text, and nothing has been communicated."""
+def fails_on_every_rank(call, kind, match, *, world_size=2, communicates=False):
+    """``call`` raises on each rank, with the same text of four parts, and nothing has been communicated."""
 
     def rank():
         with pytest.raises(kind, match=match) as caught:
@@ -23,10 +27,19 @@ def fails_on_every_rank(call, kind, match, *, world_size=2):
 
     with sim.world(world_size) as world:
         texts = world.run(rank)
-        assert world.trace.events == []
+        assert communicates or world.trace.events == []
     assert len(set(texts)) == 1
-    assert "\n  try: " in texts[0]
+    check_parts(texts[0])
     return texts[0]
+
+
+def check_parts(text):
+    """What was asked and what is to blame; then what was seen; last, what to try."""
+    first, *middle, last = text.splitlines()
+    assert first.strip() == first
+    assert last.startswith("  try: ")
+    assert all(line.startswith("  ") for line in middle)
+    assert middle or ": " in first or " is " in first  # short ones say what was seen in the first line
 
 
 def mesh(*shape, names=None):
@@ -55,18 +68,62 @@ def half_on_meta():
     fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), mesh=mesh())
 
 
-def scalar():
-    model = nn.Linear(2, 2)
-    model.scale = nn.Parameter(torch.tensor(1.0))
+def one(**options):
+    return fully_shard(nn.Linear(4, 4), mesh=mesh(), **options)
+
+
+def with_weight(make, *, wrap_mesh=None, **options):
+    """A Linear whose weight is made by ``make``."""
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(make())
+    return fully_shard(model, mesh=wrap_mesh, **options)
+
+
+def laid_out(place, *placements):
+    """A weight of 4 x 4 on a mesh."""
+    return distribute_tensor(torch.ones(4, 4), place, placements, src_data_rank=None)
+
+
+def partial(place):
+    return DTensor.from_local(torch.ones(4, 4), place, [Partial()], run_check=False)
+
+
+def strided(place):
+    """The placement that torch's FSDP2 gives to a weight that tensor parallelism has split along the same dim."""
+    from torch.distributed.fsdp import fully_shard as fsdp2
+
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(laid_out(place["tp"], Shard(0)))
+    return fsdp2(model, mesh=place["dp"]).weight.detach()
+
+
+def dp_tp():
+    return mesh(1, 2, names=("dp", "tp"))
+
+
+def after_a_backward():
+    model = nn.Linear(4, 4)
+    model(torch.ones(1, 4)).sum().backward()
     fully_shard(model, mesh=mesh())
 
 
-def a_dtensor():
-    model = nn.Linear(2, 2)
-    place = mesh()
-    local = distribute_tensor(torch.ones(2, 2), place, [Shard(0)], src_data_rank=None)
-    model.weight = nn.Parameter(local)
-    fully_shard(model, mesh=place)
+def with_hooks(register):
+    model = nn.Linear(4, 4)
+    getattr(model.weight, register)(lambda *args: None)
+    fully_shard(model, mesh=mesh())
+
+
+def nested_replicas():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inner = [model[0].weight]
+    fully_shard(model[0], mesh=mesh())
+    fully_shard(model, mesh=mesh(), replicate_params=inner)
+
+
+def nested_sharded_replicas():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=mesh())
+    fully_shard(model, mesh=mesh(), replicate_params=[model[0].weight])
 
 
 def unknown_device():
@@ -83,7 +140,104 @@ CALLS = {
     "twice in a list": (lambda: fully_shard((wrapped(),), mesh=mesh()), r"wrapped already"),
     "container": (lambda: fully_shard(nn.ModuleList([nn.Linear(1, 1)])), r"ModuleList has no forward of its own"),
     "parameter list": (lambda: fully_shard(nn.ParameterList([torch.ones(2)])), r"ParameterList has no forward"),
-    "reshard int": (lambda: fully_shard(nn.Linear(1, 1), reshard_after_forward=2), r"use 2 as reshard_after_forward"),
+    "empty tuple": (lambda: fully_shard(()), r"got an empty list"),
+    "nested list": (lambda: fully_shard([nn.Linear(1, 1), [nn.Linear(1, 1)]]), r"item 1 of the list is a list"),
+    "class": (lambda: fully_shard(nn.Linear), r"takes modules, but its argument is a type: <class"),
+    "container in a list": (lambda: fully_shard([nn.Linear(1, 1), nn.ModuleDict()]), r"ModuleDict has no forward"),
+    "inside twice": (lambda: fully_shard([nn.Linear(4, 4), wrapped()], mesh=mesh()), r"^HSDPLinear is wrapped already"),
+    "reshard 0": (lambda: one(reshard_after_forward=0), r"use 0 as reshard_after_forward\n  expected: True, False, or"),
+    "reshard -1": (lambda: one(reshard_after_forward=-1), r"cannot use -1 as reshard_after_forward"),
+    "reshard 3": (
+        lambda: one(reshard_after_forward=3),
+        r"reshard_after_forward=3: it does not divide the shard axis\n  seen: .* of 2 ranks\n  try: one of 1, 2$",
+    ),
+    "reshard 4": (lambda: one(reshard_after_forward=4), r"reshard_after_forward=4: it does not divide"),
+    "reshard HSDP": (
+        lambda: fully_shard(nn.Linear(4, 4), mesh=mesh(2, 1), reshard_after_forward=2),
+        r"reshard_after_forward=2: it does not divide the shard axis\n  seen: .* of 1 rank.*\n  try: .*1$",
+    ),
+    "reshard float": (lambda: one(reshard_after_forward=2.0), r"cannot use 2.0 as reshard_after_forward"),
+    "reshard text": (lambda: one(reshard_after_forward="2"), r"cannot use '2' as reshard_after_forward"),
+    "placement": (lambda: one(shard_placement_fn=Shard(0)), r"cannot use Shard\(dim=0\) as shard_placement_fn"),
+    "placement int": (
+        lambda: one(shard_placement_fn=lambda p: 1),
+        r"shard_placement_fn returned 1 for parameter 'weight'\n  expected: Shard\(dim\) of torch",
+    ),
+    "placement class": (lambda: one(shard_placement_fn=lambda p: Shard), r"returned <class .* for parameter 'weight'"),
+    "placement Replicate": (lambda: one(shard_placement_fn=lambda p: Replicate()), r"returned Replicate\(\) for param"),
+    "placement Partial": (lambda: one(shard_placement_fn=lambda p: Partial()), r"returned Partial\(sum\) for param"),
+    "placement of one": (
+        lambda: one(shard_placement_fn=lambda p: Shard(1)),
+        r"Shard\(dim=1\) for parameter 'bias', which has no such dim\n  seen: shape \(4,\)\n  try: a dim from 0 to 0",
+    ),
+    "placement dim": (lambda: one(shard_placement_fn=lambda p: Shard(2)), r"Shard\(dim=2\) for parameter 'weight', wh"),
+    "placement below": (lambda: one(shard_placement_fn=lambda p: Shard(-3)), r"Shard\(dim=-3\) for parameter 'weight'"),
+    "offload": (
+        lambda: one(offload_policy=None),
+        r"cannot use None as offload_policy\n  expected: an OffloadPolicy\n  try",
+    ),
+    "offload flag": (lambda: one(offload_policy=True), r"cannot use True as offload_policy"),
+    "offload class": (lambda: one(offload_policy=CPUOffloadPolicy), r"cannot use <class .* as offload_policy"),
+    "fusion": (lambda: one(comm_fusion=1), r"cannot use 1 as comm_fusion\n  expected: True, False\n  try: "),
+    "fusion None": (lambda: one(comm_fusion=None), r"cannot use None as comm_fusion\n"),
+    "zero copy": (
+        lambda: one(comm_fusion=True, comm_fusion_zero_copy=0),
+        r"use 0 as comm_fusion_zero_copy\n.*True, Fal",
+    ),
+    "zero copy only": (
+        lambda: one(comm_fusion_zero_copy=True),
+        r"comm_fusion_zero_copy=True is about fused communication\n  seen: comm_fusion=False\n  try: comm_fusion=True$",
+    ),
+    "fused DTensor": (
+        lambda: with_weight(lambda: laid_out(mesh(), Shard(0)), comm_fusion=True),
+        r"comm_fusion cannot take parameter 'weight': it is a DTensor that keeps its layout, \(Shard\(dim=0\),\)\n",
+    ),
+    "fused subclass": (
+        lambda: with_weight(lambda: TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), wrap_mesh=mesh(), comm_fusion=True),
+        r"'weight'.*: it is a tensor subclass that holds its values in other tensors\n",
+    ),
+    "subclass": (
+        lambda: with_weight(lambda: TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), wrap_mesh=mesh()),
+        r"'weight' cannot be split: it is a tensor subclass that holds .*\n  seen: .*\n  try: .*ignored_params",
+    ),
+    "sparse": (
+        lambda: with_weight(lambda: torch.eye(4).to_sparse(), wrap_mesh=mesh()),
+        r"parameter 'weight' cannot be split: it is sparse\n  seen: .*torch.sparse_coo\n",
+    ),
+    "replicate missing": (
+        lambda: one(replicate_params=[nn.Parameter(torch.ones(3))]),
+        r"shape \(3,\) whole: it is not in the module\n  seen: 2 parameters in Linear\n  try: replicate_params",
+    ),
+    "replicate nested": (nested_replicas, r"shape \(4, 4\) whole: it is not in the module"),
+    "replicate sharded": (nested_sharded_replicas, r"'0.weight' whole: a unit inside the module manages it already\n"),
+    "ignored int": (lambda: one(ignored_params=3), r"cannot use a int as ignored_params.*\n.*expected: a set or list"),
+    "ignored one": (lambda: one(ignored_params=torch.ones(2)), r"cannot use a Tensor as ignored_params"),
+    "gradient": (
+        after_a_backward,
+        r"parameter 'weight' has a gradient, which would be lost\n  seen: a backward before",
+    ),
+    "hook": (lambda: with_hooks("register_hook"), r"parameter 'weight' has hooks, which would be lost"),
+    "post hook": (lambda: with_hooks("register_post_accumulate_grad_hook"), r"parameter 'weight' has hooks, which"),
+    "partial": (
+        lambda: with_weight(lambda: partial(mesh())),
+        r"cannot manage parameter 'weight', a DTensor with placement P.*\n  layout: .*mesh|axis 0=2\n  try: .*redistri",
+    ),
+    "partial further": (
+        lambda: with_weight(lambda: partial(dp_tp()["tp"]), wrap_mesh=dp_tp()["dp"]),
+        r"cannot manage parameter 'weight', a DTensor with placement P",
+    ),
+    "strided": (
+        lambda: with_weight(lambda: strided(dp_tp())),
+        r"cannot manage parameter 'weight', a DTensor with placement _S",
+    ),
+    "split already": (
+        lambda: with_weight(lambda: laid_out(mesh(), Shard(0)), wrap_mesh=mesh()),
+        r"cannot split parameter 'weight' .*: it is split over these ranks already\n  layout: \(Shard\(dim=0\),\)",
+    ),
+    "rank order": (
+        lambda: fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [1, 0])),
+        r"ranks along the shard axis in ascending order.*\n  mesh: axis 0=2   ranks: \[1, 0\]\n",
+    ),
     "reshard None": (lambda: fully_shard(nn.Linear(1, 1), reshard_after_forward=None), r"cannot use None as reshard"),
     "policy": (lambda: fully_shard(nn.Linear(1, 1), mp_policy=torch.bfloat16), r"bfloat16 as mp_policy"),
     "ignored": (lambda: fully_shard(nn.Linear(1, 1), ignored_params=["w"]), r"cannot ignore a str"),
@@ -96,8 +250,6 @@ CALLS = {
     "device": (unknown_device, r"does not know the device type 'xpu'"),
     "tied": (tied_across, r"parameter 'weight' is the same as 'weight', which another unit already manages"),
     "shared": (shared_module, r"parameter '0.weight' is the same as '0.weight', which another unit"),
-    "DTensor": (a_dtensor, r"parameter 'weight' is a DTensor already\n  seen: placements \(Shard\(dim=0\),\)"),
-    "scalar": (scalar, r"parameter 'scale' is a scalar"),
     "lazy": (lambda: fully_shard(nn.LazyLinear(3), mesh=mesh()), r"parameter 'weight' has no shape yet"),
     "half on meta": (half_on_meta, r"on the meta device, others have data\n  on meta: 1.weight, 1.bias"),
 }
@@ -208,16 +360,38 @@ def test_a_rank_outside_of_the_mesh():
     assert "\n  try: " in sim.run(rank, 3)[2]
 
 
-def test_a_unit_that_ran_before_its_root():
+def test_meshes_of_different_roots():
+    def other_ranks():
+        own = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
+        across = [DeviceMesh("cpu", ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
+        with_weight(lambda: laid_out(own, Shard(0)), wrap_mesh=across)
+
+    def another_device():
+        other = mesh(4)
+        weight = nn.Parameter(laid_out(mesh(2, 2, names=("dp", "tp"))["tp"], Shard(0)))
+        other._device_type = "meta"
+        carrier_of(weight.device_mesh, other)
+
+    text = r"cannot put a parameter's mesh and the data mesh together: "
+    fails_on_every_rank(
+        other_ranks, ValueError, text + r"they are no slices of one mesh.*\n  parameter's mesh: axis 0=2 ", world_size=4
+    )
+    fails_on_every_rank(another_device, ValueError, text + r"one is of 'cpu', the other of 'meta'", world_size=4)
+
+
+def test_a_root_whose_first_forward_is_in_the_backward_of_a_unit_of_its_own():
     def call():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(model[0], mesh=mesh(2, 1))
         fully_shard(model, mesh=mesh(2, 1))
-        model[0](torch.ones(1, 4))
-        model(torch.ones(1, 4))
+        x = torch.ones(1, 4, requires_grad=True) * 1
+        x.register_hook(lambda gradient: model(torch.ones(1, 4)) and None)
+        model[0](x).sum().backward()
 
     fails_on_every_rank(
-        call, RuntimeError, r"a unit's forward ran on its own .*\n  unit: HSDPLinear   .*HSDPSequential"
+        call,
+        RuntimeError,
+        r"the forward of HSDPSequential ran inside of a backward of modules in it\n  seen: .*Linear\n",
     )
 
 
@@ -253,15 +427,176 @@ def test_replaced_parameters():
     assert "0.weight" not in text
 
 
-def test_a_failed_call_changes_nothing():
+def last_is_wrong(parameter):
+    return Shard(0) if parameter.shape == (2, 2) else Shard(9)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shard_placement_fn": last_is_wrong},
+        {"reshard_after_forward": 3},
+        {"replicate_params": [nn.Parameter(torch.ones(1))]},
+        {"offload_policy": 1},
+        {"comm_fusion_zero_copy": True},
+    ],
+)
+def test_a_failed_call_changes_nothing(wrong):
     def rank():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model.scale = nn.Parameter(torch.tensor(1.0))
-        with pytest.raises(ValueError, match="scalar"):
-            fully_shard(model, mesh=mesh())
+        before = list(model.parameters())
+        with pytest.raises(ValueError, match="\n  try: "):
+            fully_shard(model, mesh=mesh(), **wrong)
+        assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+        assert not any(p._backward_hooks or p.__dict__ for p in before)
         kinds = {type(p) for p in model.parameters()}, type(model), len(model._forward_hooks)
-        model.scale = nn.Parameter(torch.ones(1))
         fully_shard(model, mesh=mesh())
+        model(torch.ones(1, 2)).sum().backward()
         return kinds
 
     assert sim.run(rank, 2) == [({nn.Parameter}, nn.Sequential, 0)] * 2
+
+
+# -- what is a TypeError ---------------------------------------------------------------------------------------------
+
+TYPE_ERRORS = {
+    "replicate text": (lambda: one(replicate_params=["weight"]), r"keep a str whole .*\n  expected: .*nn.Parameter\n"),
+    "replicate tensor": (lambda: one(replicate_params=[torch.ones(2)]), r"cannot keep a Tensor whole on every rank"),
+    "replicate module": (lambda: one(replicate_params=nn.Linear(2, 2)), r"cannot use a Linear as replicate_params"),
+    "replicate one": (lambda: one(replicate_params=nn.Parameter(torch.ones(2))), r"a Parameter as replicate_params"),
+    "pin_memory": (
+        lambda: CPUOffloadPolicy(pin_memory=1),
+        r"CPUOffloadPolicy cannot use 1: pin_memory is True or False",
+    ),
+    "main grad": (
+        lambda: MixedPrecisionPolicy(apply_grad_on_fp32_main_grad="yes"),
+        r"cannot use 'yes' as apply_grad_on_fp32_main_grad\n  expected: a bool\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TYPE_ERRORS)
+def test_wrong_types(case):
+    call, match = TYPE_ERRORS[case]
+    fails_on_every_rank(call, TypeError, match)
+
+
+def test_what_is_no_mistake():
+    """Ints, policies and placements at the edge of what is refused."""
+
+    def rank():
+        for options in (
+            {"reshard_after_forward": 1},
+            {"reshard_after_forward": 2},
+            {"shard_placement_fn": lambda p: Shard(-1)},
+            {"shard_placement_fn": lambda p: None},
+            {"offload_policy": OffloadPolicy()},
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            {"comm_fusion": True, "comm_fusion_zero_copy": False},
+            {"comm_fusion_zero_copy": False},
+            {"ignored_params": set(), "replicate_params": iter(())},
+        ):
+            one(**options)(torch.ones(1, 4)).sum().backward()
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=mesh(), ignored_params=[model.bias], replicate_params=[model.bias])
+        return type(model.bias)
+
+    assert sim.run(rank, 2) == [nn.Parameter] * 2
+
+
+# -- the other face ----------------------------------------------------------------------------------------------------
+
+
+FACES = {
+    "hsdp after fully_shard": (lambda: hsdp(wrapped()), r"^HSDPLinear is wrapped already\n  seen: a second hsdp of"),
+    "fully_shard after hsdp": (
+        lambda: fully_shard(hsdp(nn.Linear(4, 4)), mesh=mesh()),
+        r"is wrapped already\n.*second ful",
+    ),
+    "hsdp twice": (lambda: hsdp(hsdp(nn.Linear(4, 4))), r"is wrapped already\n  seen: a second hsdp"),
+    "container": (
+        lambda: hsdp(nn.ModuleList([nn.Linear(1, 1)])),
+        r"ModuleList has no forward .*\n.*\n  try: hsdp each",
+    ),
+    "lazy": (lambda: hsdp(nn.LazyLinear(3)), r"parameter 'weight' has no shape yet\n.*\n  try: .* before hsdp"),
+}
+
+
+@pytest.mark.parametrize("case", FACES)
+def test_both_faces(case):
+    call, match = FACES[case]
+    fails_on_every_rank(call, ValueError, match)
+
+
+def test_hsdp_says_its_own_name():
+    def with_gradient():
+        model = nn.Linear(4, 4)
+        model(torch.ones(1, 4)).sum().backward()
+        hsdp(model)
+
+    def tied():
+        a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+        b.weight = a.weight
+        hsdp(a)
+        hsdp(b)
+
+    def half():
+        hsdp(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+
+    for call, match in (
+        (with_gradient, r"has a gradient, which would be lost\n  seen: a backward before hsdp"),
+        (
+            tied,
+            r"parameter 'weight' is the same as 'weight', which another unit .*\n.*\n  try: wrap",
+        ),
+        (half, r"on the meta device, others have data\n  on meta: 1.weight, 1.bias"),
+    ):
+        text = fails_on_every_rank(call, ValueError, match)
+        assert "fully_shard" not in text
+
+
+# -- parameters as they were -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda m: fully_shard(m, mesh=mesh()), hsdp])
+def test_a_gradient_for_a_parameter_as_it_was_before_wrapping(wrap):
+    def tied_outside():
+        inside, outside = nn.Linear(4, 4), nn.Linear(4, 4)
+        outside.weight = inside.weight
+        wrap(inside)
+        outside(inside(torch.ones(1, 4))).sum().backward()
+
+    def kept_in_a_variable():
+        module = nn.Linear(4, 4)
+        old = module.weight
+        wrap(module)
+        (module(torch.ones(1, 4)).sum() + old.sum()).backward()
+
+    for call in (tied_outside, kept_in_a_variable):
+        text = fails_on_every_rank(
+            call, RuntimeError, r"a gradient arrived for 'weight' as it was before .* replaced it", communicates=True
+        )
+        face, other = ("hsdp", "fully_shard") if wrap is hsdp else ("fully_shard", "hsdp")
+        assert face in text
+        assert other not in text
+
+
+def test_a_frozen_parameter_may_be_used_as_it_was():
+    def rank():
+        module = nn.Linear(4, 4)
+        old = module.weight.requires_grad_(False)
+        fully_shard(module, mesh=mesh())
+        (module(torch.ones(1, 4)) + old.sum()).sum().backward()
+        return module.bias.grad.full_tensor().tolist()
+
+    assert sim.run(rank, 2) == [[1.0] * 4] * 2
+
+
+def test_offloaded_parameters_that_are_not_on_the_host():
+    def call():
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model, mesh=mesh(), offload_policy=CPUOffloadPolicy())
+        model(torch.ones(1, 4))
+
+    fails_on_every_rank(call, RuntimeError, r"still on the meta device .*: 0.weight, 0.bias, 1.weight, 1.bias\n")

@@ -10,23 +10,31 @@ import hyper_parallel
 import sim
 
 API = [
+    "CPUOffloadPolicy",
     "DTensor",
     "DeviceMesh",
+    "HSDPCell",
     "HSDPModule",
     "Layout",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParallelDims",
     "Partial",
     "Replicate",
     "Shard",
+    "clip_grad_norm_",
     "distribute_tensor",
     "flatten_axes",
     "from_local",
     "full_tensor",
     "fully_shard",
+    "get_model_state_dict",
     "get_platform",
+    "hsdp",
+    "hsdp_sync_stream",
     "init_device_mesh",
     "redistribute",
+    "register_forward_method",
     "to_local",
 ]
 SIM_API = [
@@ -76,6 +84,7 @@ def test_sim_exports_exactly_this():
     [
         "core.fully_shard.api",
         "core.fully_shard.utils",
+        "core.hsdp.api",
         "core.dtensor.layout",
         "core.dtensor.dtensor",
         "core.dtensor.placement_types",

@@ -1,11 +1,23 @@
 """The sharded-parameter engine and its face ``fully_shard``.
 
-``api`` (the call) -> ``schedule`` (when) -> ``bucket`` (gather) and ``reduce`` (gradients) -> ``param`` (one
-parameter); ``mesh``, ``comm`` and ``policy`` serve them.
+``api`` (the call) -> ``arguments``, ``homes`` (where each parameter goes) and ``build`` -> ``unit`` (when) and
+``schedule`` (in which order) -> ``bucket`` (gather) and ``reduce`` (gradients) -> ``param`` (one parameter). ``mesh``,
+``carrier``, ``comm``, ``passes`` and ``policy`` serve them; ``state_dict`` and ``clip`` stand beside the engine.
 """
 
-from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.api import fully_shard, register_forward_method
+from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
 from hyper_parallel.core.fully_shard.module import HSDPModule
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
 
-__all__ = ["HSDPModule", "MixedPrecisionPolicy", "fully_shard"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "HSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "clip_grad_norm_",
+    "fully_shard",
+    "get_model_state_dict",
+    "register_forward_method",
+]

@@ -3,22 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
-from hyper_parallel.core.fully_shard.bucket import Bucket
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, resolve_mesh
-from hyper_parallel.core.fully_shard.module import HSDPModule, show_shards_in_state_dicts, wrapped_class
-from hyper_parallel.core.fully_shard.param import ShardedParam, Slot
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
-from hyper_parallel.core.fully_shard.unit import Unit, unit_of
+from hyper_parallel.core.fully_shard.arguments import (
+    PlacementFn,
+    check_fusion,
+    check_modules,
+    check_parameters,
+    check_policies,
+    check_reshard,
+    unpackable,
+)
+from hyper_parallel.core.fully_shard.bucket import Storage
+from hyper_parallel.core.fully_shard.build import (
+    Found,
+    Grouping,
+    find_parameters,
+    install,
+    is_dtensor,
+    make_unit,
+    move_buffers,
+    move_plain,
+    nested_homes,
+)
+from hyper_parallel.core.fully_shard.homes import common_carrier, kept_home, plain_home, unified_home
+from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home, platform_of, resolve_mesh
+from hyper_parallel.core.fully_shard.module import HSDPModule, register_forward_method, wrapped_class
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
+from hyper_parallel.core.fully_shard.unit import UnitOptions
+from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
+from hyper_parallel.core.redistribute.groups import group_of
+from hyper_parallel.platform import Platform
 
-__all__ = ["HSDPModule", "MixedPrecisionPolicy", "fully_shard"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "HSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "fully_shard",
+    "get_model_state_dict",
+    "hsdp_sync_stream",
+    "load_state_dict",
+    "register_forward_method",
+]
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
@@ -27,14 +60,19 @@ def fully_shard(
     module: T,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
+    replicate_params: Iterable[nn.Parameter] | None = None,
+    comm_fusion: bool = False,
+    comm_fusion_zero_copy: bool | None = None,
 ) -> T:
     """Split the parameters of ``module`` over a mesh; returns what was passed in, changed in place.
 
     Wrap inner modules first, then the whole model: each call makes one *unit*, whose parameters are gathered
-    together before its forward and backward and freed after it. Parameters become DTensors, split along dim 0.
+    together before its forward and backward and freed after it. Parameters become DTensors.
 
     ::
 
@@ -44,185 +82,134 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     A unit may be called in any way and return containers or dataclasses of tensors; every rank must run the same
-    units in the same order.
+    units in the same order. Scalars have no dim to split, and are whole on every rank.
 
-    With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global
-    batch.
+    With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
+    A unit with a DTensor among its parameters adds gradients up instead: the loss must then already be divided by the
+    number of data-parallel ranks; see :meth:`HSDPModule.set_reduce_op_type`.
 
     Communication per step and unit of N bytes on n ranks: two all_gathers (one with
     ``reshard_after_forward=False``, and one for the root, whose parameters backward needs first) and one
     reduce_scatter, each N (n - 1) / n received per rank; on a 2-D mesh also one all_reduce of N / n over the
-    replicate axis.
+    replicate axis. Parameters that are whole on every rank: one all_reduce.
 
     Args:
         module: A module, or a list of modules that form one unit. Nested units keep their own parameters.
-        mesh: 1-D: shard over it. 2-D: the first axis replicates, the second shards. None: shard over all ranks.
-        reshard_after_forward: Free the whole parameters after forward. False: keep them until backward is done.
+        mesh: 1-D: shard over it. 2-D: the first axis replicates, the second shards. None: plain parameters are split
+            over all ranks, DTensors keep their layout. Given a mesh, DTensors are split further, over the union of
+            their mesh and this one, which must be slices of one mesh.
+        reshard_after_forward: Free the whole parameters after forward. False: keep them until backward is done. An
+            int: keep them split over so many ranks, which must divide the shard axis: a cheaper second gather.
+        shard_placement_fn: Given a parameter, ``Shard(dim)`` or None (dim 0). Sizes need not divide evenly.
         mp_policy: Dtypes of gather, computation and reduction.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and the optimizer's state on the host.
         ignored_params: Parameters to leave alone: not split, not moved, not reduced.
+        replicate_params: Parameters to keep whole on every rank; their gradients are all_reduced.
+        comm_fusion: Insist on one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
+            replicate axis take several units at once. A parameter that stands in the way is an error. Without it, what
+            can be packed is packed all the same; one collective per parameter would only be slower.
+        comm_fusion_zero_copy: Keep the shards of a unit in one buffer, which the gather reads directly. None: as
+            ``comm_fusion``. The sharded parameters are then views, which optimizers must accept (torch's do).
 
     Raises:
         ValueError: ``module`` is no module, is wrapped already, or shares a parameter with another unit; an
             argument of the wrong kind; a mesh with other than one or two axes; a parameter that cannot be split.
+        TypeError: ``replicate_params`` with something else than a parameter.
     """
-    modules = _modules(module)
-    if not isinstance(reshard_after_forward, bool):
+    roots = check_modules(module, "fully_shard")
+    check_reshard(reshard_after_forward)
+    check_policies(mp_policy, offload_policy, comm_fusion, comm_fusion_zero_copy)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise ValueError(
-            f"fully_shard cannot use {reshard_after_forward!r} as reshard_after_forward\n"
-            "  expected: True or False\n"
-            "  try: reshard_after_forward=True"
+            f"fully_shard cannot use {shard_placement_fn!r} as shard_placement_fn\n"
+            "  expected: a function from a parameter to Shard(dim) or None\n"
+            "  try: lambda p: Shard(1) if p.dim() > 1 else None"
         )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ValueError(
-            f"fully_shard cannot use {mp_policy!r} as mp_policy\n"
-            "  expected: a MixedPrecisionPolicy\n"
-            "  try: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        )
-    ignored = _ignored(ignored_params)
-    found = _find_parameters(modules, ignored)
-    data_mesh = resolve_mesh(mesh, {whole.device.type for whole, _, _ in found})
-    _move_buffers(modules, data_mesh)
-    unit = Unit(modules, _make_buckets(found, data_mesh, mp_policy), data_mesh, mp_policy, reshard_after_forward)
-    for root in modules:
-        root.__dict__["_hyper_parallel_unit"] = unit
-        object.__setattr__(root, "__class__", wrapped_class(type(root)))  # type: ignore[arg-type]
-    for owner in dict.fromkeys(slot.module for _, _, slots in found for slot in slots):
-        show_shards_in_state_dicts(unit, owner)
+    ignored, whole = check_parameters(ignored_params, replicate_params, roots)
+    found = find_parameters(roots, ignored, "fully_shard")
+    if comm_fusion:
+        for item in found:
+            if (reason := unpackable(item.parameter)) is not None:
+                check_fusion(item.name, reason)
+    data, platform = _data_mesh(mesh, found)
+    placed = _homes(roots, found, mesh, data, shard_placement_fn, whole, fused=comm_fusion)
+    smaller = _smaller_world(reshard_after_forward, data)
+    options = UnitOptions(
+        mp_policy,
+        reshard_after_forward=reshard_after_forward is True or reshard_after_forward > 1,
+        average=not any(map(is_dtensor, found)),
+        share_all_reduces=comm_fusion,
+    )
+    storage = Storage(
+        platform,
+        on_host=isinstance(offload_policy, CPUOffloadPolicy),
+        pinned=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
+        flat=comm_fusion if comm_fusion_zero_copy is None else comm_fusion_zero_copy,
+    )
+    move_buffers(roots, platform)
+    unit = make_unit(roots, placed, storage, options, Grouping())
+    unit.use_smaller_world(smaller)
+    install(unit, placed, wrapped_class, "fully_shard")
     return module
 
 
-def _modules(module: Any) -> list[nn.Module]:
-    """Check the first argument; of a list, keep the modules that no other one contains."""
-    given = list(module) if isinstance(module, (list, tuple)) else [module]
-    if not given:
-        raise ValueError("fully_shard got an empty list\n  expected: at least one module\n  try: fully_shard(model)")
-    for index, item in enumerate(given):
-        if not isinstance(item, nn.Module):
-            where = f"item {index} of the list" if isinstance(module, (list, tuple)) else "its argument"
-            raise ValueError(
-                f"fully_shard takes modules, but {where} is a {type(item).__name__}: {item!r}\n"
-                "  try: fully_shard(model)"
-            )
-    roots = [item for item in given if not any(item is not other and item in list(other.modules()) for other in given)]
-    roots = list(dict.fromkeys(roots))
-    for root in roots:
-        if unit_of(root) is not None:
-            raise ValueError(
-                f"{type(root).__name__} is wrapped already\n"
-                "  seen: a second fully_shard of the same module\n"
-                "  try: wrap each module once, inner modules first"
-            )
-        if getattr(root.forward, "__func__", None) is nn.Module.forward:
-            raise ValueError(
-                f"{type(root).__name__} has no forward of its own, before which its parameters could be gathered\n"
-                "  seen: a container, whose modules are called one by one\n"
-                "  try: fully_shard each module in it, or the module that contains it"
-            )
-    return roots
+def _data_mesh(mesh: DeviceMesh | None, found: list[Found]) -> tuple[DataParallelMesh | None, Platform]:
+    """The mesh to split over, None where there is nothing to split; and the device under it or the DTensors."""
+    plain = [item for item in found if not is_dtensor(item)]
+    if mesh is None and found and not plain:
+        kept = found[0].parameter
+        assert isinstance(kept, DTensor)
+        return None, platform_of(kept.device_mesh)
+    data = resolve_mesh(mesh, {item.parameter.device.type for item in plain})
+    return data, data.platform
 
 
-def _ignored(params: Iterable[nn.Parameter] | None) -> set[int]:
-    chosen = list(params) if params is not None else []
-    for item in chosen:
-        if not isinstance(item, nn.Parameter):
-            raise ValueError(
-                f"fully_shard cannot ignore a {type(item).__name__}\n"
-                "  expected: ignored_params of nn.Parameter\n"
-                "  try: ignored_params=[model.scale]"
-            )
-    return {id(item) for item in chosen}
+def _homes(
+    roots: list[nn.Module],
+    found: list[Found],
+    mesh: DeviceMesh | None,
+    data: DataParallelMesh | None,
+    placement_fn: PlacementFn | None,
+    whole: set[int],
+    *,
+    fused: bool,
+) -> list[tuple[Found, Home]]:
+    homes: dict[int, Home] = {}
+    for item in found:
+        parameter = item.parameter
+        if isinstance(parameter, DTensor):
+            if mesh is None or data is None:
+                homes[id(parameter)] = kept_home(parameter, item.name, fused=fused)
+            else:
+                keep = id(parameter) in whole
+                homes[id(parameter)] = unified_home(parameter, item.name, data, placement_fn, whole=keep)
+    carrier = None
+    if mesh is not None and data is not None:
+        carrier = common_carrier([*homes.values(), *nested_homes(roots)], data)
+    if carrier is not None and data is not None:
+        move_plain(roots, data, carrier)
+    for item in found:
+        if id(item.parameter) not in homes:
+            assert data is not None
+            keep = id(item.parameter) in whole
+            homes[id(item.parameter)] = plain_home(item.parameter, item.name, data, placement_fn, carrier, whole=keep)
+    return [(item, homes[id(item.parameter)]) for item in found]
 
 
-def _find_parameters(modules: list[nn.Module], ignored: set[int]) -> list[tuple[nn.Parameter, str, list[Slot]]]:
-    """The parameters of this unit with their names and places, tied ones once; nested units' are left out."""
-    found: dict[int, tuple[nn.Parameter, str, list[Slot]]] = {}
-    seen: set[nn.Module] = set()
-    for root in modules:
-        for path, owner in _own_modules(root, "", seen):
-            for name, parameter in owner._parameters.items():
-                if parameter is None or id(parameter) in ignored:
-                    continue
-                full_name = f"{path}{name}"
-                _check_parameter(parameter, full_name)
-                found.setdefault(id(parameter), (parameter, full_name, []))[2].append(Slot(owner, name))
-    _check_data([(whole, name) for whole, name, _ in found.values()])
-    return list(found.values())
-
-
-def _own_modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    if module in seen:
-        return
-    seen.add(module)
-    yield prefix, module
-    for name, child in module.named_children():
-        if unit_of(child) is None:
-            yield from _own_modules(child, f"{prefix}{name}.", seen)
-
-
-def _check_data(parameters: list[tuple[nn.Parameter, str]]) -> None:
-    on_meta = [name for parameter, name in parameters if parameter.is_meta]
-    if on_meta and len(on_meta) < len(parameters):
+def _smaller_world(size: bool | int, data: DataParallelMesh | None) -> tuple[dist.ProcessGroup, int] | None:
+    """The group that keeps the parameters between forward and backward, and the own place in it."""
+    if isinstance(size, bool):
+        return None
+    ranks = 1 if data is None else data.shard_size
+    if ranks % size:
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise ValueError(
-            f"some parameters of the unit are on the meta device, others have data\n"
-            f"  on meta: {', '.join(on_meta)}\n"
-            "  try: make the whole module on meta, or none of it; or pass the former in ignored_params"
+            f"fully_shard cannot use reshard_after_forward={size}: it does not divide the shard axis\n"
+            f"  seen: a shard axis of {ranks} ranks\n"
+            f"  try: one of {divisors}"
         )
-
-
-def _check_parameter(parameter: nn.Parameter, name: str) -> None:
-    owner = getattr(parameter, "_hyper_parallel_unit_name", None)
-    if owner is not None:
-        raise ValueError(
-            f"parameter {name!r} is the same as {owner!r}, which another unit already manages\n"
-            "  seen: one tensor in two units, whose gradients would drift apart\n"
-            "  try: wrap both modules as one unit, fully_shard([a, b]), or only the module that contains both"
-        )
-    if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"parameter {name!r} is a DTensor already\n"
-            f"  seen: placements {parameter.placements} on {parameter.device_mesh}\n"
-            "  try: fully_shard plain parameters, or pass it in ignored_params"
-        )
-    if is_lazy(parameter):
-        raise ValueError(
-            f"parameter {name!r} has no shape yet\n"
-            "  seen: a lazy module that has not run\n"
-            "  try: run it once, on any rank's input, before fully_shard"
-        )
-    if parameter.dim() == 0:
-        raise ValueError(
-            f"parameter {name!r} is a scalar, which has no dim to split\n"
-            "  seen: shape ()\n"
-            "  try: make it a tensor of shape (1,), or pass it in ignored_params"
-        )
-
-
-def _make_buckets(
-    found: list[tuple[nn.Parameter, str, list[Slot]]], mesh: DataParallelMesh, mp_policy: MixedPrecisionPolicy
-) -> list[Bucket]:
-    """One bucket per dtype, in the order of first use."""
-    by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, str, list[Slot]]]] = {}
-    for entry in found:
-        by_dtype.setdefault(entry[0].dtype, []).append(entry)
-    buckets = []
-    for entries in by_dtype.values():
-        for whole, name, _ in entries:
-            whole._hyper_parallel_unit_name = name  # type: ignore[attr-defined]
-        params = [ShardedParam(name, slots, whole, mesh) for whole, name, slots in entries]
-        bucket = Bucket(params, [whole for whole, _, _ in entries], mesh, mp_policy.param_dtype)
-        bucket.show_shards()
-        buckets.append(bucket)
-    return buckets
-
-
-def _move_buffers(modules: list[nn.Module], mesh: DataParallelMesh) -> None:
-    device = mesh.platform.device()
-    seen: set[nn.Module] = set()
-    moved: dict[int, torch.Tensor] = {}  # one that several modules hold stays one
-    for root in modules:
-        for _, owner in _own_modules(root, "", seen):
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and buffer.device.type not in ("meta", device.type):
-                    if id(buffer) not in moved:
-                        moved[id(buffer)] = buffer.to(device)
-                    owner._buffers[name] = moved[id(buffer)]
+    if data is None or size in (1, ranks):
+        return None
+    members = dist.get_process_group_ranks(data.shard_group)
+    start = data.shard_rank // size * size
+    return group_of(tuple(members[start : start + size]), ("shard",)), data.shard_rank % size

@@ -1,83 +1,138 @@
-"""Parameters that communicate together: one buffer of shards, one of whole parameters, one gather between them."""
+"""Parameters that communicate together: their parts, a buffer of whole parameters, one gather between them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.fully_shard.comm import Pending, all_gather
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh
-from hyper_parallel.core.fully_shard.param import ShardedParam
+from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each
+from hyper_parallel.core.fully_shard.param import ManagedParam
+from hyper_parallel.platform import Platform
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "NoDataError", "Storage", "computed_in"]
+
+
+class NoDataError(RuntimeError):
+    """Parts are on the meta device; the unit says which."""
+
+
+class Storage:
+    """Where the parts of a unit's parameters are kept.
+
+    Args:
+        platform: The device that computes.
+        on_host: Keep them on the host (CPU offload).
+        pinned: There, in page-locked memory.
+        flat: All parts of a bucket are views of one buffer, which the gather reads directly.
+    """
+
+    def __init__(self, platform: Platform, *, on_host: bool = False, pinned: bool = False, flat: bool = False) -> None:
+        self.platform = platform
+        self.compute = platform.device()
+        self.device = torch.device("cpu") if on_host else self.compute
+        self.on_host = on_host
+        self.pinned = pinned and on_host and platform.supports_pinned_memory
+        self.flat = flat
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor without values, where the parts are kept."""
+        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the ranks' devices have data; on simulated ranks they may have none."""
+        return self.compute.type != "meta"
 
 
 class Bucket:
-    """The parameters of one unit and dtype.
+    """The parameters of one unit, dtype of computation and group of ranks.
 
-    The local parts of all sharded parameters are views of one flat buffer, which the all_gather reads directly.
-    The gathered buffer holds rank after rank; the whole parameters lie one after the other in a buffer of their
-    own, whose storage is freed when resharded. Autograd keeps the whole parameters as they are; they get their
-    data back in the same place for backward.
+    What is gathered holds rank after rank; the whole parameters lie one after the other in a buffer of their own, whose
+    storage is freed when resharded. Autograd keeps the whole parameters as they are; they get their data back in the
+    same place for backward. Parameters that are whole on every rank are a bucket too: of one part.
 
     Args:
         params: The parameters, in registration order.
         wholes: Their values, each whole.
-        mesh: Where they go.
+        group: The ranks that hold the parts; None where every rank has the whole.
+        storage: Where the parts are kept.
         param_dtype: Dtype of the whole parameters, if these are floating-point; None: their own.
     """
 
     def __init__(
         self,
-        params: list[ShardedParam],
-        wholes: list[nn.Parameter],
-        mesh: DataParallelMesh,
+        params: list[ManagedParam],
+        wholes: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        storage: Storage,
         param_dtype: torch.dtype | None,
     ) -> None:
         self.params = params
-        self.mesh = mesh
+        self.group = group
+        self.ranks = params[0].ranks
+        self.storage = storage
         self.param_dtype = param_dtype
         self.gathered = False
         self.chunks = [param.chunk for param in params]
         self.starts = [0, *accumulate(self.chunks)]
-        self._pack([whole.detach()[param.rows] for param, whole in zip(params, wholes, strict=True)])
-        for param, whole, view in zip(params, wholes, self._views(), strict=True):
-            param.make_sharded(view, mesh, whole)
+        self.shards: torch.Tensor | None = None  # the one buffer of all parts, where they are kept so
+        self.piece: torch.Tensor | None = None  # between forward and backward: this rank's part of a smaller world
+        self.keep_pieces: tuple[dist.ProcessGroup, int] | None = None  # that world's group, and the own place in it
+        parts = self._keep([param.part_of(_local(whole)).detach() for param, whole in zip(params, wholes, strict=True)])
+        for param, whole, part in zip(params, wholes, parts, strict=True):
+            param.make_sharded(part, cast(nn.Parameter, whole))
+            param.pinned = storage.pinned
         self._make_wholes()
 
-    # -- the shards --------------------------------------------------------------------------------------------
+    # -- the parts ---------------------------------------------------------------------------------------------------
 
-    def _pack(self, locals_: list[torch.Tensor]) -> None:
-        """Copy the parts into a new flat buffer on the mesh's device (meta stays meta)."""
-        device = locals_[0].device if locals_[0].is_meta else self.mesh.platform.device()
-        self.shards = torch.empty(self.starts[-1], dtype=locals_[0].dtype, device=device)
-        if device.type == "meta":
-            return
-        self.shards.zero_()  # padding is sent and received as well
-        for view, part in zip(self._views(), locals_, strict=True):
-            view.copy_(part)
-
-    def _views(self) -> list[torch.Tensor]:
-        return [
+    def _keep(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy the parts to where they are kept; meta stays meta."""
+        on_meta = parts[0].is_meta
+        device = parts[0].device if on_meta else self.storage.device
+        if not self.storage.flat:
+            self.shards = None
+            kept = []
+            for part, param in zip(parts, self.params, strict=True):
+                if part.numel() == param.numel and part.device == device and part.is_contiguous():
+                    kept.append(part)  # nothing of it goes elsewhere
+                elif on_meta:
+                    kept.append(torch.empty(param.local_shape, dtype=part.dtype, device=device))
+                else:
+                    kept.append(self.storage.empty(param.local_numel, part.dtype).view(param.local_shape).copy_(part))
+            return kept
+        dtype, numel = parts[0].dtype, self.starts[-1]
+        self.shards = (
+            torch.empty(numel, dtype=dtype, device=device)
+            if on_meta
+            else self.storage.empty(numel, dtype).zero_()  # padding is sent and received as well
+        )
+        views = [
             self.shards[start : start + param.local_numel].view(param.local_shape)
             for start, param in zip(self.starts, self.params, strict=False)
         ]
+        if not on_meta:
+            for view, part in zip(views, parts, strict=True):
+                view.copy_(part)
+        return views
 
     @property
-    def version(self) -> int:
-        """Grows when a part changes; what is done through ``.data`` leaves no trace."""
-        return sum(param.sharded._version + param.local._version for param in self.params)
+    def version(self) -> tuple[int, ...]:
+        """Differs when a part has changed; what is done through ``.data`` in place leaves no trace."""
+        return tuple(
+            number for param in self.params for number in (param.sharded._version, param.local._version, param.address)
+        )
 
     def was_replaced(self) -> bool:
-        """Whether parts were replaced from outside, as ``module.to`` and ``to_empty`` do."""
-        base, size = self.shards.data_ptr(), self.shards.element_size()
-        dtype, device = self.shards.dtype, self.shards.device
+        """Whether parts were replaced from outside, as ``module.to`` and ``to_empty`` do, and have to be taken over."""
         replaced = False
-        for param, start in zip(self.params, self.starts, strict=False):
+        for param in self.params:
             slot = param.slots[0]
             registered: Any = slot.module._parameters.get(slot.name)
             if registered is not param.sharded and registered is not param.unsharded:
@@ -88,61 +143,153 @@ class Bucket:
                         "  try: change sharded parameters in place, or with load_state_dict"
                     )
                 param.sharded, replaced = cast(nn.Parameter, registered), True
-            local = param.local
-            # An empty part tells nothing by its address, but must follow the others: all ranks decide alike.
-            moved = local.numel() > 0 and not local.is_meta and local.data_ptr() != base + start * size
-            replaced = replaced or moved or local.dtype != dtype or local.device != device
-        if not replaced and device.type == "meta" and self._needs_data:
-            raise self._no_data_error()
+        if not replaced:
+            replaced = self._moved()
+        if not replaced and self.storage.needs_data:
+            if any(param.local.is_meta for param in self.params):
+                raise NoDataError
+            self._check_place()
         return replaced
 
-    def repack(self) -> None:
+    def _is_as_made(self) -> bool:
+        """Whether all parts are still what they were when the whole parameters were made; False: one has to look."""
+        self.unmoved = False
+        if self._made is None:
+            return False
+        for param, module, name, local, address in self._made:
+            sharded: Any = param.sharded
+            registered = module._parameters.get(name)
+            if registered is not sharded and registered is not param.unsharded:
+                return False
+            if sharded._local_tensor is not local or local.data_ptr() != address:
+                return False
+        self.unmoved = True
+        return True
+
+    def _remember(self) -> None:
+        """Note what the parts are, and where modules show them: a step looks at each several times."""
+        locals_ = [param.local for param in self.params]
+        self.unmoved = False
+        self._made = None
+        self._flat_parts = None
+        # An empty part tells nothing by its address, nor does one without data.
+        in_place = all(
+            param.address and t.device == self.storage.device for param, t in zip(self.params, locals_, strict=True)
+        )
+        if not self.aliased and in_place:
+            self._made = [
+                (param, param.slots[0].module, param.slots[0].name, local, local.data_ptr())
+                for param, local in zip(self.params, locals_, strict=True)
+            ]
+            if all(t.is_contiguous() for t in locals_):
+                self._flat_parts = [t.detach().view(-1) for t in locals_]
+        self._plain: list[tuple[Any, str, ManagedParam]] = []
+        self._others: list[ManagedParam] = []
+        for param in self.params:
+            if all(type(slot.module).__setattr__ is nn.Module.__setattr__ for slot in param.slots):
+                self._plain += [(slot.module, slot.name, param) for slot in param.slots]
+            else:
+                self._others.append(param)
+
+    def _moved(self) -> bool:
+        """Whether a part is not what it was made as: of another dtype, on another device, or elsewhere in memory."""
+        base = self.shards
+        for param, start, dtype in zip(self.params, self.starts, self.dtypes, strict=False):
+            local = param.local
+            if local.dtype != dtype or local.device.type != self.device.type:
+                return True
+            if base is None:
+                if self.aliased and param.address and param.address != _local(param.unsharded).data_ptr():
+                    return True
+                continue
+            # An empty part tells nothing by its address, but must follow the others: all ranks decide alike.
+            if local.numel() > 0 and param.address and param.address != base.data_ptr() + start * base.element_size():
+                return True
+        return False
+
+    def _check_place(self) -> None:
+        if not self.storage.on_host:
+            return
+        elsewhere = [f"{p.name} ({p.local.device})" for p in self.params if p.local.device.type != "cpu"]
+        if elsewhere:
+            raise RuntimeError(
+                f"parameters that were wrapped for CPU offload are not on the host: {', '.join(elsewhere)}\n"
+                "  seen: at a gather; offload_policy=CPUOffloadPolicy()\n"
+                "  try: model.to('cpu'), or model.to_empty(device='cpu') for a model made on meta"
+            )
+
+    def take_over(self) -> None:
         """Take over the parts that were replaced."""
         locals_ = [param.local.detach() for param in self.params]
-        if self._needs_data and any(part.is_meta for part in locals_):
-            raise self._no_data_error()
-        if len({part.dtype for part in locals_}) > 1:
+        if self.storage.needs_data and any(part.is_meta for part in locals_):
+            raise NoDataError
+        dtypes = {part.dtype for part in locals_}
+        if len({computed_in(dtype, self.param_dtype) for dtype in dtypes}) > 1 or (
+            self.storage.flat and len(dtypes) > 1
+        ):
             raise RuntimeError(
                 "parameters that were wrapped in one dtype now have several: "
                 + ", ".join(sorted(f"{p.name} is {p.local.dtype}" for p in self.params))
                 + "\n  try: convert the whole module to one dtype before wrapping"
             )
+        if self.storage.needs_data:
+            self._check_place()
         with torch.inference_mode(False):  # an evaluation may be the first to notice; training follows
-            self._pack(locals_)
-            for param, view in zip(self.params, self._views(), strict=True):
-                param.sharded._local_tensor = view  # type: ignore[attr-defined]
+            if self.shards is not None or any(part.device != self.storage.device for part in locals_):
+                parts = self._keep(locals_)
+                for param, part in zip(self.params, parts, strict=True):
+                    param.sharded._local_tensor = part  # type: ignore[attr-defined]
+            for param in self.params:
+                for name, value in param.attributes.items():  # what torch swaps in place loses them
+                    param.sharded.__dict__.setdefault(name, value)
                 param.show(param.sharded)
             self._make_wholes()
 
-    @property
-    def _needs_data(self) -> bool:
-        """Whether the ranks' devices have data; on simulated ranks they may have none."""
-        return self.mesh.platform.device().type != "meta"
-
-    def _no_data_error(self) -> RuntimeError:
-        names = ", ".join(param.name for param in self.params if param.local.is_meta)
-        return RuntimeError(
-            f"parameters are still on the meta device when they are first gathered: {names}\n"
-            "  seen: no data to gather\n"
-            "  try: model.to_empty(device=...) and then initialise them, or load a checkpoint, before training"
-        )
-
-    # -- the wholes --------------------------------------------------------------------------------------------
+    # -- the wholes --------------------------------------------------------------------------------------------------
 
     def _make_wholes(self) -> None:
         """Make the whole parameters over a buffer that has a place for each and, so far, no memory."""
-        ranks = self.mesh.shard_size
-        dtype = self.shards.dtype
-        if self.param_dtype is not None and dtype.is_floating_point:
-            dtype = self.param_dtype
-        self.wholes = torch.empty(ranks * self.starts[-1], dtype=dtype, device=self.shards.device)
+        first = self.params[0].local
+        self.device = first.device
+        self.dtypes = [param.local.dtype for param in self.params]
+        dtype = computed_in(first.dtype, self.param_dtype)
+        device = first.device if first.is_meta else self.storage.compute
+        self.compute_dtype, self.compute_device = dtype, device
+        self._converts = device != first.device or any(param.local.dtype != dtype for param in self.params)
+        # Parameters that every rank has whole are used where they are, if they are fit for it.
+        self.aliased = self.group is None and not self._converts and self.shards is None
+        self.piece = None
+        if self.aliased:
+            self.wholes = torch.empty(0, dtype=dtype, device=device)
+            self.bytes_whole = 0
+            self._can_gather_each = False
+            for param in self.params:
+                param.make_unsharded(param.local.detach())
+            self.gathered = False
+            self._remember()
+            return
+        sizes = [self.ranks * p.chunk if p.straight else p.numel for p in self.params]
+        self.places = [0, *accumulate(sizes)]
+        # Without a copy: each parameter's padded parts, one after the other, are the whole.
+        self._can_gather_each = (
+            self.group is not None
+            and self.ranks > 1
+            and not self.storage.platform.prefers_large_messages
+            and all(param.straight for param in self.params)
+        )
+        self.wholes = torch.empty(self.places[-1], dtype=dtype, device=device)
+        self._memory = self.wholes.untyped_storage()
         self.bytes_whole = self.wholes.untyped_storage().nbytes()
-        for param, start in zip(self.params, self.starts, strict=False):
-            view = self.wholes[ranks * start : ranks * start + param.numel].view(param.shape)
+        self.targets = self.wholes.split(sizes)
+        for param, place in zip(self.params, self.places, strict=False):
             # .data: filling the buffer must not look to autograd like a change of the parameter
-            param.unsharded = nn.Parameter(view.data, requires_grad=param.sharded.requires_grad)
-            param.unsharded.__dict__.update(param.attributes)
+            param.make_unsharded(self.wholes[place : place + param.numel].view(param.shape).data)
+        self._remember()
         self.free()
+
+    def owns_memory_of(self, pointer: int) -> bool:
+        """Whether memory that starts at ``pointer`` is the buffer's, which will be freed."""
+        return pointer == self.wholes.untyped_storage().data_ptr()
 
     @property
     def wholes_pointer(self) -> int:
@@ -151,45 +298,136 @@ class Bucket:
 
     def allocate(self) -> None:
         """Give the whole parameters their memory back."""
-        self.wholes.untyped_storage().resize_(self.bytes_whole)
+        self._memory.resize_(self.bytes_whole)
 
     def free(self) -> None:
         """Free the memory of the whole parameters; the tensors stay, for autograd."""
         self.gathered = False
-        if self.shards.device.type != "meta":
+        if not self.wholes.is_meta:
             self.wholes.untyped_storage().resize_(0)
 
     def start_gather(self) -> Pending:
-        """Start to gather the shards into a buffer that holds rank after rank."""
-        source = self.shards.to(self.wholes.dtype)
-        ranks = self.mesh.shard_size
-        if len(self.params) == 1 or ranks == 1:  # rank after rank is then also the order in the whole parameters
+        """Start to gather the parts into a buffer that holds rank after rank."""
+        if self.aliased:
+            return Pending(None, self.wholes)
+        if self.piece is not None and self.keep_pieces is not None:
+            piece, self.piece = self.piece, None
+            target = torch.empty(self.ranks * self.starts[-1], dtype=piece.dtype, device=piece.device)
+            return all_gather(target, piece, self.keep_pieces[0])
+        if self._can_gather_each and self.keep_pieces is None:
             self.allocate()
-            target = self.wholes
-        else:
-            target = torch.empty(ranks * source.numel(), dtype=source.dtype, device=source.device)
-        return all_gather(target, source, self.mesh.shard_group)
+            return all_gather_each(self.targets, self._sources(), cast(dist.ProcessGroup, self.group), self.wholes)
+        # Where there is one part, rank after rank is also the order in the whole parameters.
+        direct = self.ranks == 1 or (len(self.params) == 1 and self.params[0].straight)
+        if direct:
+            self.allocate()
+        numel = self.ranks * self.starts[-1]
+        target = self.wholes if direct else self.wholes.new_empty(numel)
+        if self.group is None:
+            self._pack(target)
+            return Pending(None, target)
+        return all_gather(target, self._source(target), self.group)
 
-    def finish_gather(self, received: torch.Tensor) -> None:
-        """Put what was gathered in its place."""
+    def _sources(self) -> Sequence[torch.Tensor]:
+        """The own parts as they are sent, each for itself and padded: as they are, or in their place in the wholes."""
+        if not self._converts:
+            if self.shards is not None:
+                return self.shards.split(self.chunks)
+            if self.unmoved and self._flat_parts is not None:
+                return self._flat_parts
+            if all(param.local_numel == param.chunk for param in self.params):  # no padding to send
+                return [param.local.detach().reshape(-1) for param in self.params]
+        rank = self.params[0].home.shard_rank
+        slots = [
+            target[rank * chunk : (rank + 1) * chunk] for target, chunk in zip(self.targets, self.chunks, strict=True)
+        ]
+        self._copy_to(slots)
+        return slots
+
+    def _source(self, target: torch.Tensor) -> torch.Tensor:
+        """The own part as it is sent: the flat buffer itself, or packed into the own place of ``target``."""
+        if self.shards is not None and not self._converts:
+            return self.shards
+        only = self.params[0]
+        local = only.local
+        alone = len(self.params) == 1 and only.local_numel == only.chunk and local.is_contiguous()
+        if alone and not self._converts:
+            return local.detach().view(-1)
+        width = self.starts[-1]
+        rank = only.home.shard_rank
+        source = target[rank * width : (rank + 1) * width]
+        self._pack(source)
+        return source
+
+    def _pack(self, place: torch.Tensor) -> None:
+        """Copy the parts, one after the other and padded, into ``place``."""
+        self._copy_to(place.split(self.chunks))
+
+    def _copy_to(self, slots: Sequence[torch.Tensor]) -> None:
+        """Copy each part into its slot, converted to the dtype of computation; zeros behind it."""
+        places, parts = [], []
+        for param, slot in zip(self.params, slots, strict=True):
+            places.append(slot[: param.local_numel].view(param.local_shape))
+            parts.append(param.local.detach())
+            if param.local_numel < param.chunk:
+                slot[param.local_numel :].zero_()
+        if self.storage.on_host:
+            for where, part in zip(places, parts, strict=True):
+                where.copy_(part, non_blocking=True)
+        else:
+            torch._foreach_copy_(places, parts)
+
+    def finish_gather(self, received: torch.Tensor, *, keep_piece: bool = False) -> None:
+        """Put what was gathered in its place; ``keep_piece``: and keep what the smaller world asks of this rank."""
+        if self.aliased:
+            self.gathered = True
+            return
+        if keep_piece and self.keep_pieces is not None:
+            group, place = self.keep_pieces
+            numel = received.numel() // group.size()
+            self.piece = received[place * numel : (place + 1) * numel].clone()
         if received is not self.wholes:
             self.allocate()
-            ranks = self.mesh.shard_size
-            places = [
-                self.wholes[ranks * start : ranks * end].view(ranks, end - start)
-                for start, end in zip(self.starts, self.starts[1:], strict=False)
-            ]
-            torch.split_with_sizes_copy(received.view(ranks, -1), self.chunks, dim=1, out=places)
+            self._unpack(received.view(self.ranks, -1))
         self.gathered = True
+
+    def _unpack(self, rows: torch.Tensor) -> None:
+        if all(param.straight for param in self.params):
+            places = [
+                self.wholes[start:end].view(self.ranks, -1)
+                if end > start
+                else self.wholes[start:end].view(self.ranks, 0)
+                for start, end in zip(self.places, self.places[1:], strict=False)
+            ]
+            torch.split_with_sizes_copy(rows, self.chunks, dim=1, out=places)
+            return
+        for param, start, place, end in zip(self.params, self.starts, self.places, self.places[1:], strict=False):
+            for whole, part in param.rows_of(self.wholes[place:end], rows[:, start : start + param.chunk]):
+                whole.copy_(part)
 
     def show_wholes(self) -> None:
         """Let the modules see the whole parameters."""
         for param in self.params:
             if param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
+        for module, name, param in self._plain:
+            module._parameters[name] = param.unsharded
+        for param in self._others:
             param.show(param.unsharded)
 
     def show_shards(self) -> None:
         """Let the modules, and thereby optimizers and state dicts, see the sharded parameters."""
-        for param in self.params:
+        for module, name, param in self._plain:
+            module._parameters[name] = param.sharded
+        for param in self._others:
             param.show(param.sharded)
+
+
+def computed_in(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter of ``dtype`` is gathered and used; a policy speaks of floating-point ones only."""
+    return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own tensor of a DTensor, a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

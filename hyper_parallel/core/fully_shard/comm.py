@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["Pending", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["Pending", "all_gather", "all_gather_each", "all_reduce", "reduce_scatter", "reduce_scatter_each"]
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,8 +19,15 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 class Pending:
     """A collective under way: ``wait`` makes its result usable on the current stream and returns it."""
 
-    def __init__(self, work: dist.Work | None, result: torch.Tensor, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        work: dist.Work | None,
+        result: torch.Tensor,
+        finish: Callable[[], None] | None = None,
+        keep: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._work = work
+        self._keep = keep  # read until it is through
         self._result = result
         self._finish = finish
 
@@ -28,6 +36,7 @@ class Pending:
         if self._work is not None:
             self._work.wait()
             self._work = None
+            self._keep = ()
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -48,7 +57,9 @@ def all_gather(target: torch.Tensor, source: torch.Tensor, group: dist.ProcessGr
     return Pending(_all_gather_single(target, source, group=group, async_op=True), target)
 
 
-def reduce_scatter(source: torch.Tensor, group: dist.ProcessGroup, *, by_all_to_all: bool) -> Pending:
+def reduce_scatter(
+    source: torch.Tensor, group: dist.ProcessGroup, *, by_all_to_all: bool, out: torch.Tensor | None = None
+) -> Pending:
     """Sum ``source`` over the ranks and keep the own part; the sum runs in rank order where the backend's does.
 
     Args:
@@ -56,14 +67,15 @@ def reduce_scatter(source: torch.Tensor, group: dist.ProcessGroup, *, by_all_to_
         group: The ranks.
         by_all_to_all: Exchange the parts and add locally. The same bytes; on gloo about half the time, and
             always in rank order.
+        out: 1-D, where the own part goes; None: a new tensor.
     """
     size = group.size()
     if size == 1:
-        return Pending(None, source)
+        return Pending(None, source if out is None else out.copy_(source))
+    result = source.new_empty(source.numel() // size) if out is None else out
     if by_all_to_all:
         received = torch.empty_like(source)
         work = dist.all_to_all_single(received, source, group=group, async_op=True)
-        result = source.new_empty(source.numel() // size)
         rows = received.view(size, -1)
 
         def add() -> None:
@@ -73,8 +85,52 @@ def reduce_scatter(source: torch.Tensor, group: dist.ProcessGroup, *, by_all_to_
                 torch.sum(rows, dim=0, out=result)
 
         return Pending(work, result, add)
-    result = source.new_empty(source.numel() // size)
     return Pending(_reduce_scatter_single(result, source, group=group, async_op=True), result)
+
+
+def all_gather_each(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor
+) -> Pending:
+    """Gather each of ``sources`` into its own target, in one operation: nothing has to be packed or copied out.
+
+    Args:
+        targets: 1-D, each ``group.size()`` times as long as its source; rank after rank.
+        sources: 1-D, contiguous; lengths and order are the same on all ranks, and the dtype is one.
+        group: The ranks. nccl, hccl and simulated ranks do this without a copy; gloo packs by itself, off this thread.
+        result: What ``wait`` returns: the buffer of which the targets are parts.
+    """
+    targets, sources = _real(targets), _real(sources)
+    if group.size() == 1:
+        torch._foreach_copy_(targets, sources)
+        return Pending(None, result)
+    options = c10d.AllgatherOptions()
+    options.asyncOp = True
+    return Pending(group.allgather_into_tensor_coalesced(targets, sources, options), result, keep=sources)
+
+
+def reduce_scatter_each(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor
+) -> Pending:
+    """Sum each of ``sources`` over the ranks, in one operation, and keep the own part of each.
+
+    Args:
+        targets: 1-D, where the own parts go.
+        sources: 1-D, contiguous, ``group.size()`` times as long as their targets; the dtype is one.
+        group: The ranks; see :func:`all_gather_each`.
+        result: What ``wait`` returns: the buffer of which the targets are parts.
+    """
+    targets, sources = _real(targets), _real(sources)
+    if group.size() == 1:
+        torch._foreach_copy_(targets, sources)
+        return Pending(None, result)
+    options = c10d.ReduceScatterOptions()
+    options.asyncOp = True
+    return Pending(group.reduce_scatter_tensor_coalesced(targets, sources, options), result, keep=sources)
+
+
+def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Complex tensors as pairs of real numbers, as torch's own functions send them."""
+    return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
+from hyper_parallel.core.fully_shard.policy import FullyShardParamMode
 from hyper_parallel.platform import Platform, get_platform
 
-__all__ = ["DataParallelMesh", "resolve_mesh"]
+__all__ = ["DataParallelMesh", "Home", "describe_mesh", "platform_of", "resolve_mesh"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class DataParallelMesh:
         replicate_group: The ranks that hold the same part; None on a 1-D mesh.
         replicate_size: How many they are.
         platform: The device under it.
+        axes: How many of the mesh's axes, the last ones, these are: 1 or 2.
     """
 
     mesh: DeviceMesh
@@ -36,6 +39,23 @@ class DataParallelMesh:
     replicate_group: dist.ProcessGroup | None
     replicate_size: int
     platform: Platform
+    axes: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, platform: Platform, axes: int) -> DataParallelMesh:
+        """Read the last axis of ``mesh`` as the shard axis and, of two, that before it as the replicate axis."""
+        shard_group = mesh.get_group(mesh.ndim - 1)
+        replicate_group = mesh.get_group(mesh.ndim - 2) if axes == 2 else None
+        return cls(
+            mesh=mesh,
+            shard_group=shard_group,
+            shard_size=shard_group.size(),
+            shard_rank=shard_group.rank(),
+            replicate_group=replicate_group,
+            replicate_size=1 if replicate_group is None else replicate_group.size(),
+            platform=platform,
+            axes=axes,
+        )
 
     @property
     def size(self) -> int:
@@ -43,9 +63,49 @@ class DataParallelMesh:
         return self.shard_size * self.replicate_size
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The placements of a sharded parameter: dim 0 over the shard axis."""
-        return (Shard(0),) if self.replicate_group is None else (Replicate(), Shard(0))
+    def domain_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups over which to reduce, one after the other, to have reduced over all ranks of the mesh."""
+        world = dist.group.WORLD
+        if world is not None and self.size == world.size():
+            return (world,)
+        return (self.shard_group,) if self.replicate_group is None else (self.shard_group, self.replicate_group)
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter lives: what optimizers see of it, what its module sees, and over whom it is reduced.
+
+    Attributes:
+        mode: How the engine manages it.
+        mesh: Mesh of the DTensor that optimizers see.
+        placements: Its placements.
+        shard_dim: The dim that is split over the shard axis; None: whole on every rank of the data mesh.
+        data: The data mesh; None for a DTensor that keeps its layout.
+        view_mesh: Mesh of the DTensor that the module sees; None: it sees a plain tensor.
+        view_placements: Its placements.
+        reduced_axes: The axes of ``view_mesh`` over which the engine reduces gradients.
+        reduce_groups: Where it is whole: groups over which gradients are all_reduced, one after the other.
+    """
+
+    mode: FullyShardParamMode
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shard_dim: int | None
+    data: DataParallelMesh | None
+    view_mesh: DeviceMesh | None = None
+    view_placements: tuple[Placement, ...] = ()
+    reduced_axes: tuple[int, ...] = ()
+    reduce_groups: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def shard_size(self) -> int:
+        """Parts that the parameter is split into over the shard axis."""
+        return 1 if self.shard_dim is None or self.data is None else self.data.shard_size
+
+    @property
+    def shard_rank(self) -> int:
+        """The part of the calling rank."""
+        return 0 if self.shard_dim is None or self.data is None else self.data.shard_rank
 
 
 def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParallelMesh:
@@ -65,33 +125,31 @@ def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParalle
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard needs a mesh of 1 axis (shard) or 2 axes (replicate, shard), got {mesh.ndim}\n"
-            f"  mesh: {_describe(mesh)}\n"
+            f"  mesh: {describe_mesh(mesh)}\n"
             "  try: a slice of it, such as mesh['dp_replicate', 'dp_shard']"
         )
     names = mesh.mesh_dim_names
     if names and mesh.ndim == 2 and "shard" in names[0].lower() and "repl" in names[1].lower():
         raise ValueError(
             f"fully_shard takes the first axis to replicate and the second to shard, but they are named {names}\n"
-            f"  mesh: {_describe(mesh)}\n"
+            f"  mesh: {describe_mesh(mesh)}\n"
             f"  try: mesh[{names[1]!r}, {names[0]!r}] of a mesh built in that order"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"fully_shard was called on rank {dist.get_rank()}, which is not in its mesh\n"
-            f"  mesh: {_describe(mesh)}   ranks: {mesh.mesh.flatten().tolist()}\n"
+            f"  mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.flatten().tolist()}\n"
             "  try: call fully_shard on the ranks of the mesh only"
         )
-    shard_group = mesh.get_group(mesh.ndim - 1)
-    replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
-    return DataParallelMesh(
-        mesh=mesh,
-        shard_group=shard_group,
-        shard_size=shard_group.size(),
-        shard_rank=shard_group.rank(),
-        replicate_group=replicate_group,
-        replicate_size=1 if replicate_group is None else replicate_group.size(),
-        platform=_platform(mesh),
-    )
+    with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
+        in_order = bool((mesh.mesh.diff(dim=-1) > 0).all())
+    if not in_order:
+        raise ValueError(
+            "fully_shard needs the ranks along the shard axis in ascending order: a process group sorts them, and "
+            f"parts would change places\n  mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.tolist()}\n"
+            "  try: a mesh whose rows ascend, as init_device_mesh makes them"
+        )
+    return DataParallelMesh.of(mesh, platform_of(mesh), mesh.ndim)
 
 
 def _default_mesh(device_types: set[str]) -> DeviceMesh:
@@ -112,17 +170,23 @@ def _default_mesh(device_types: set[str]) -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def _platform(mesh: DeviceMesh) -> Platform:
+def platform_of(mesh: DeviceMesh) -> Platform:
+    """The platform under a mesh.
+
+    Raises:
+        ValueError: Its device type is unknown.
+    """
     try:
         return get_platform(mesh.device_type)
     except ValueError as error:
         raise ValueError(
             f"fully_shard does not know the device type {mesh.device_type!r} of its mesh\n"
-            f"  mesh: {_describe(mesh)}\n"
+            f"  mesh: {describe_mesh(mesh)}\n"
             "  try: a mesh on cuda, npu or cpu"
         ) from error
 
 
-def _describe(mesh: Any) -> str:
+def describe_mesh(mesh: Any) -> str:
+    """Names and sizes of a mesh, for messages."""
     names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
     return ", ".join(f"{name}={size}" for name, size in zip(names, torch.Size(mesh.shape), strict=True))

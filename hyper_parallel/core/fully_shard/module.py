@@ -11,7 +11,15 @@ from torch import nn
 from hyper_parallel.core.fully_shard.state_dict import load_into
 from hyper_parallel.core.fully_shard.unit import Unit, unit_of
 
-__all__ = ["HSDPModule", "UnshardHandle", "nested_units", "show_shards_in_state_dicts", "wrapped_class"]
+__all__ = [
+    "HSDPModule",
+    "ManagedModule",
+    "UnshardHandle",
+    "nested_units",
+    "register_forward_method",
+    "show_shards_in_state_dicts",
+    "wrapped_class",
+]
 
 
 class UnshardHandle:
@@ -27,96 +35,14 @@ class UnshardHandle:
             self._unit = None
 
 
-class HSDPModule:
-    """Mixed into the class of every module that :func:`fully_shard` has wrapped.
-
-    "Nested" below means: this unit and all units in its submodules. Methods raise ``ValueError`` for an argument
-    of the wrong kind, and when called on a module that was never wrapped.
-    """
-
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def set_requires_gradient_sync(self, flag: bool) -> None:
-        """False: no communication in backward, gradients are kept; the next backward with True adds them. Nested."""
-        _check_flag("set_requires_gradient_sync", flag)
-        for unit in _nested(self):
-            unit.requires_gradient_sync = flag
-
-    def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
-        """False: reduce over the shard axis only; the replicate axis follows in the next backward with True."""
-        _check_flag("set_requires_all_reduce", flag)
-        for unit in _reach(self, "set_requires_all_reduce", recurse):
-            unit.requires_all_reduce = flag
-
-    def set_is_last_backward(self, flag: bool) -> None:
-        """False: the end of this backward leaves reductions under way (several backwards per step). For the root."""
-        _check_flag("set_is_last_backward", flag)
-        unit = _unit(self)
-        unit.is_last_backward = flag
-        if unit.schedule is not None:
-            unit.schedule.is_last_backward = flag
-
-    def set_gradient_scaling_factor(self, factor: float) -> None:
-        """Multiply reduced gradients by ``factor``. Nested."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            raise ValueError(f"set_gradient_scaling_factor cannot use {factor!r}\n  expected: a float\n  try: 0.5")
-        for unit in _nested(self):
-            unit.gradient_scale = float(factor)
-
-    def set_reduce_op_type(self, op: str) -> None:
-        """``"avg"`` (the default) or ``"sum"``, for this unit only; case and blanks do not matter."""
-        cleaned = op.strip().lower() if isinstance(op, str) else op
-        if cleaned not in ("avg", "sum"):
-            raise ValueError(f"set_reduce_op_type cannot use {op!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'")
-        _unit(self).reduce_op = cleaned
+class ManagedModule:
+    """What both faces of the engine give a wrapped module: gradients that are all cleared, values of any layout."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also those that wait for a reduction. Nested."""
         for unit in _nested(self):
             unit.clear_gradients(set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    # -- when parameters are whole -------------------------------------------------------------------------------
-
-    def set_reshard_after_forward(self, flag: bool, recurse: bool = True) -> None:
-        """Whether the whole parameters are freed after forward."""
-        _check_flag("set_reshard_after_forward", flag)
-        for unit in _reach(self, "set_reshard_after_forward", recurse):
-            unit.reshard_after_forward = flag
-
-    def set_reshard_after_backward(self, flag: bool, recurse: bool = True) -> None:
-        """Whether the whole parameters are freed after backward; False saves gathers between micro-batches."""
-        _check_flag("set_reshard_after_backward", flag)
-        for unit in _reach(self, "set_reshard_after_backward", recurse):
-            unit.reshard_after_backward = flag
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
-        """Gather these units' parameters while this unit's forward computes (default: the unit that came next)."""
-        _unit(self).forward_prefetch = _units_of("set_modules_to_forward_prefetch", modules)
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
-        """Gather these units' parameters while this unit's backward computes (default: the one that came before)."""
-        _unit(self).backward_prefetch = _units_of("set_modules_to_backward_prefetch", modules)
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters now; with ``async_op`` returns a handle to wait on.
-
-        What is gathered already is gathered again only if the parameters have changed since; a change through
-        ``.data`` is not seen, call ``reshard()`` after one.
-        """
-        _check_flag("unshard", async_op, "async_op")
-        unit = _unit(self)
-        if async_op:
-            unit.start_gather()
-            return UnshardHandle(unit)
-        unit.unshard()
-        return None
-
-    def reshard(self) -> None:
-        """Free this unit's whole parameters now."""
-        _unit(self).reshard()
-
-    # -- state ---------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load values into the sharded parameters and the buffers; the caller's dict is not changed.
@@ -147,8 +73,97 @@ class HSDPModule:
         raise TypeError(
             f"cannot copy or pickle a {type(self).__name__}: its parameters are parts that belong to running groups\n"
             "  seen: copy.deepcopy, copy.copy, pickle or torch.save of the module itself\n"
-            "  try: its state_dict(), or copy the module before fully_shard"
+            "  try: its state_dict(), or copy the module before it is wrapped"
         )
+
+
+class HSDPModule(ManagedModule):
+    """Mixed into the class of every module that :func:`fully_shard` has wrapped.
+
+    "Nested" below means: this unit and all units in its submodules. Methods raise ``ValueError`` for an argument
+    of the wrong kind, and when called on a module that was never wrapped.
+    """
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, flag: bool) -> None:
+        """False: no communication in backward, gradients are kept; the next backward with True adds them. Nested."""
+        _check_flag("set_requires_gradient_sync", flag)
+        for unit in _nested(self):
+            unit.options.requires_gradient_sync = flag
+
+    def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
+        """False: reduce over the shard axis only; the replicate axis follows in the next backward with True."""
+        _check_flag("set_requires_all_reduce", flag)
+        for unit in _reach(self, "set_requires_all_reduce", recurse):
+            unit.options.requires_all_reduce = flag
+
+    def set_is_last_backward(self, flag: bool) -> None:
+        """False: the end of this backward leaves reductions under way (several backwards per step). For the root."""
+        _check_flag("set_is_last_backward", flag)
+        unit = _unit(self)
+        unit.is_last_backward = flag
+        if unit.schedule is not None:
+            unit.schedule.is_last_backward = flag
+
+    def set_gradient_scaling_factor(self, factor: float) -> None:
+        """Multiply reduced gradients by ``factor``. Nested."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise ValueError(f"set_gradient_scaling_factor cannot use {factor!r}\n  expected: a float\n  try: 0.5")
+        for unit in _nested(self):
+            unit.options.gradient_scale = float(factor)
+
+    def set_reduce_op_type(self, op: str) -> None:
+        """``"avg"`` or ``"sum"``, for this unit only; case and blanks do not matter.
+
+        The default is ``"avg"`` where a unit manages only plain parameters, else ``"sum"``: then the loss must already
+        be divided by the number of data-parallel ranks.
+        """
+        cleaned = op.strip().lower() if isinstance(op, str) else op
+        if cleaned not in ("avg", "sum"):
+            raise ValueError(f"set_reduce_op_type cannot use {op!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'")
+        _unit(self).options.average = cleaned == "avg"
+
+    # -- when parameters are whole -------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, flag: bool, recurse: bool = True) -> None:
+        """Whether the whole parameters are freed after forward; replaces an int given when wrapping."""
+        _check_flag("set_reshard_after_forward", flag)
+        for unit in _reach(self, "set_reshard_after_forward", recurse):
+            unit.options.reshard_after_forward = flag
+            unit.use_smaller_world(None)
+
+    def set_reshard_after_backward(self, flag: bool, recurse: bool = True) -> None:
+        """Whether the whole parameters are freed after backward; False saves gathers between micro-batches."""
+        _check_flag("set_reshard_after_backward", flag)
+        for unit in _reach(self, "set_reshard_after_backward", recurse):
+            unit.options.reshard_after_backward = flag
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
+        """Gather these units' parameters while this unit's forward computes (default: the unit that came next)."""
+        _unit(self).forward_prefetch = _units_of("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[HSDPModule]) -> None:
+        """Gather these units' parameters while this unit's backward computes (default: the one that came before)."""
+        _unit(self).backward_prefetch = _units_of("set_modules_to_backward_prefetch", modules)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters now; with ``async_op`` returns a handle to wait on.
+
+        What is gathered already is gathered again only if the parameters have changed since; a change through
+        ``.data`` is not seen, call ``reshard()`` after one.
+        """
+        _check_flag("unshard", async_op, "async_op")
+        unit = _unit(self)
+        if async_op:
+            unit.start_gather()
+            return UnshardHandle(unit)
+        unit.unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's whole parameters now."""
+        _unit(self).reshard()
 
 
 def _unit(module: Any) -> Unit:
@@ -204,10 +219,41 @@ def _units_of(method: str, modules: Any) -> list[Unit]:
     return units
 
 
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let another method of a wrapped module run as ``forward`` does: on whole parameters, with backward seen to.
+
+        register_forward_method(model, "encode")
+        model.encode(x).sum().backward()
+
+    Communication: that of the unit's forward and backward.
+
+    Args:
+        module: A wrapped module.
+        name: Of one of its methods.
+
+    Raises:
+        ValueError: The module was never wrapped, or has no such method.
+    """
+    unit = _unit(module)
+    method = getattr(module, name, None) if isinstance(name, str) else None
+    if not callable(method):
+        raise ValueError(
+            f"cannot let {name!r} of a {type(module).__name__} run as forward does: it has no such method\n"
+            f"  seen: {'nothing of that name' if method is None else type(method).__name__}\n"
+            "  try: the name of a method, such as 'encode'"
+        )
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        return unit.call(module, method, args, kwargs)
+
+    setattr(module, name, gathered)
+
+
 @functools.cache
-def wrapped_class(original: Any) -> Any:
-    """The class ``HSDP<Original>`` that a wrapped module gets; one per original class."""
-    return type(f"HSDP{original.__name__}", (HSDPModule, original), {"__module__": original.__module__})
+def wrapped_class(original: Any, mixin: Any = HSDPModule) -> Any:
+    """The class ``HSDP<Original>`` that a wrapped module gets; one per original class and face."""
+    return type(f"HSDP{original.__name__}", (mixin, original), {"__module__": original.__module__})
 
 
 def show_shards_in_state_dicts(unit: Unit, owner: nn.Module) -> None:

@@ -1,17 +1,21 @@
-"""One managed parameter: its shard, its whole, and which of the two its modules show."""
+"""One managed parameter: its part, its whole, and which of the two its modules show."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh
+from hyper_parallel.core.fully_shard.mesh import Home
+from hyper_parallel.core.redistribute.api import redistribute
 
-__all__ = ["ShardedParam", "dtensor_like"]
+__all__ = ["ManagedParam", "Slot", "dtensor_like"]
 
 
 @dataclass(frozen=True)
@@ -34,51 +38,154 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 
     ``DTensor.from_local`` does the same in ten times the time, which a step would pay once per parameter.
     """
-    return DTensor(local, model._spec, requires_grad=False)
+    # What DTensor(...) does after __new__ concerns torch.export alone, and takes twice as long as this.
+    made: DTensor = DTensor.__new__(DTensor, local, model._spec, requires_grad=False)
+    return made
 
 
-class ShardedParam:
-    """A parameter split along dim 0 over the shard axis.
+class ManagedParam:
+    """A parameter as the engine keeps it.
 
-    Parts follow ``torch.chunk``: of size ``rows = ceil(dim 0 / shard axis)``, the last ones smaller or empty.
-    Communication uses equal parts of ``rows`` rows; what is beyond the end is padding.
+    *Whole* means: not split over the shard axis. For a parameter that is split over other axes too, such as those of
+    tensor parallelism, it is what those leave of it. Along ``shard_dim`` parts follow ``torch.chunk``: of size
+    ``ceil(size / ranks)``, the last ones smaller or empty. Communication uses equal parts of ``chunk`` elements: what
+    is beyond the end is padding.
 
     Attributes:
         name: Full name in the module that was wrapped.
         slots: Where it is registered.
-        attributes: What users have attached to the parameter, for shard and whole to keep.
-        shape: Global shape.
+        attributes: What users have attached to the parameter, for part and whole to keep.
+        home: Where it lives.
+        shape: Shape of the whole.
         chunk: Elements of one padded part.
         local_shape: Shape of this rank's part, without padding.
+        straight: Whether the padded parts, one after the other, are the whole: nothing lies before the split dim.
         sharded: The parameter that optimizers and state dicts see: a DTensor.
         unsharded: The whole parameter, that forward and backward see; its storage is empty while resharded.
     """
 
-    def __init__(self, name: str, slots: list[Slot], whole: nn.Parameter, mesh: DataParallelMesh) -> None:
+    def __init__(self, name: str, slots: list[Slot], whole: nn.Parameter, home: Home) -> None:
         self.name = name
         self.slots = slots
         self.attributes = dict(whole.__dict__)
-        self.shape = whole.shape
-        self.numel = whole.numel()
-        rows = -(-self.shape[0] // mesh.shard_size)
-        per_row = prod(self.shape[1:])
-        self.chunk = rows * per_row
-        first = min(rows * mesh.shard_rank, self.shape[0])
-        last = min(first + rows, self.shape[0])
-        self.rows = slice(first, last)
-        self.local_shape = torch.Size((last - first, *self.shape[1:]))
+        self.home = home
+        self.shape = whole._local_tensor.shape if isinstance(whole, DTensor) else whole.shape
+        self.numel = self.shape.numel()
+        self.ranks = home.shard_size
+        if home.shard_dim is None:
+            self.dim, self.before, self.size, self.after = 0, 1, 1, self.numel
+        else:
+            self.dim = home.shard_dim
+            self.before, self.size = prod(self.shape[: self.dim]), self.shape[self.dim]
+            self.after = prod(self.shape[self.dim + 1 :])
+        self.rows = -(-self.size // self.ranks)
+        self.chunk = self.before * self.rows * self.after
+        self.straight = self.before == 1
+        first, last = self.range_of(home.shard_rank)
+        self.first, self.length = first, last - first
+        self.local_shape = self.shape
+        if home.shard_dim is not None:
+            self.local_shape = torch.Size((*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]))
         self.local_numel = self.local_shape.numel()
+        self.local_stride = tuple(prod(self.local_shape[i + 1 :]) for i in range(len(self.local_shape)))
+        self.target = "grad"  # the attribute of `sharded` that reduced gradients are added to
+        self.pinned = False  # whether gradients go to page-locked memory
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
+        self._view_spec: Any = None
 
-    def make_sharded(self, local: torch.Tensor, mesh: DataParallelMesh, whole: nn.Parameter) -> None:
-        """Make the sharded parameter over ``local``, this rank's part."""
-        stride = tuple(prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """First and last (exclusive) index along the split dim of one rank's part."""
+        first = min(self.rows * rank, self.size)
+        return first, min(first + self.rows, self.size)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole value, as a view."""
+        return whole if self.home.shard_dim is None else whole.narrow(self.dim, self.first, self.length)
+
+    def rows_of(self, whole: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of views, equal in shape, of a flat whole and of its padded parts; together they cover the whole.
+
+        Args:
+            whole: 1-D, contiguous; ``numel`` elements, or with padding at the end where ``straight``.
+            rows: 2-D, one row of ``chunk`` elements per rank; rows may have any stride.
+        """
+        if self.numel == 0:
+            return
+        if self.straight:
+            full, rest = divmod(self.numel, self.chunk)
+            yield whole[: full * self.chunk].view(full, self.chunk), rows[:full]
+            if rest:
+                yield whole[full * self.chunk : self.numel], rows[full, :rest]
+            return
+        blocks = whole[: self.numel].view(self.before, self.size, self.after)
+        if self.size == self.ranks * self.rows:
+            shape = (self.before, self.rows, self.after)
+            yield blocks.unflatten(1, (self.ranks, self.rows)).transpose(0, 1), rows.unflatten(1, shape)
+            return
+        for rank in range(self.ranks):
+            first, last = self.range_of(rank)
+            if first < last:
+                shape = (self.before, last - first, self.after)
+                yield blocks[:, first:last], rows[rank, : shape[0] * shape[1] * shape[2]].view(shape)
+
+    # -- the tensors that users see ----------------------------------------------------------------------------------
+
+    def make_sharded(self, local: torch.Tensor, whole: nn.Parameter) -> None:
+        """Make the sharded parameter over ``local``, this rank's part of ``whole``."""
+        shape = whole.shape  # the global one: of a DTensor too
+        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         dtensor = DTensor.from_local(
-            local, mesh.mesh, mesh.placements, run_check=False, shape=self.shape, stride=stride
+            local, self.home.mesh, self.home.placements, run_check=False, shape=shape, stride=stride
         )
         self.sharded = nn.Parameter(dtensor, requires_grad=whole.requires_grad)
         self.sharded.__dict__.update(self.attributes)
+        if self.home.view_mesh is not None:
+            view = DTensor.from_local(
+                self._whole_for_spec(whole),
+                self.home.view_mesh,
+                self.home.view_placements,
+                run_check=False,
+                shape=shape,
+                stride=stride,
+            )
+            self._view_spec = view._spec
+
+    @staticmethod
+    def _whole_for_spec(whole: nn.Parameter) -> torch.Tensor:
+        assert isinstance(whole, DTensor)
+        return whole._local_tensor.detach()
+
+    def make_unsharded(self, whole: torch.Tensor) -> None:
+        """Make the whole parameter over ``whole``, a tensor of shape ``shape``."""
+        data: torch.Tensor = whole
+        if self._view_spec is not None:
+            data = DTensor(whole, self._spec_for(whole), requires_grad=False)
+        self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        self.unsharded.__dict__.update(self.attributes)
+        if self._view_spec is not None and self.home.reduced_axes:
+            # Code on local tensors has one gradient per rank, to be added up: not the same on all, as torch assumes.
+            self.unsharded.to_local = self._to_local  # type: ignore[attr-defined]
+
+    def _spec_for(self, whole: torch.Tensor) -> Any:
+        spec = self._view_spec
+        if spec.tensor_meta is not None and spec.tensor_meta.dtype != whole.dtype:
+            model = DTensor.from_local(
+                whole, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
+            return model._spec
+        return spec
+
+    def _to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        if grad_placements is None:
+            grad_placements = self._summands
+        return DTensor.to_local(self.unsharded, grad_placements=grad_placements)  # type: ignore[arg-type]
+
+    @property
+    def _summands(self) -> list[Placement]:
+        """The layout of gradients that, added up over ``reduced_axes``, give that of the parameter."""
+        axes = self.home.reduced_axes
+        return [Partial() if axis in axes else p for axis, p in enumerate(self.home.view_placements)]
 
     @property
     def local(self) -> torch.Tensor:
@@ -87,24 +194,157 @@ class ShardedParam:
         assert isinstance(held, torch.Tensor)
         return held
 
+    @property
+    def address(self) -> int:
+        """Where this rank's part is in memory; 0 where there is none, as on meta and under a fake tensor mode."""
+        local = self.local
+        return local.data_ptr() if type(local) is torch.Tensor else 0
+
     def show(self, parameter: nn.Parameter) -> None:
         """Register ``parameter`` on the modules."""
         for slot in self.slots:
             slot.show(parameter)
 
-    def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Add ``gradient``, flat and this rank's part, to the sharded parameter's."""
-        part = gradient.view(self.local_shape)
-        held = self.sharded.grad
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """The gradient of the whole parameter, flat, for the engine to reduce; the parameter has it no more.
+
+        Raises:
+            RuntimeError: It is sparse.
+        """
+        gradient = self.unsharded.grad
+        if gradient is None:
+            return None
+        self.unsharded.grad = None
+        if isinstance(gradient, DTensor):
+            gradient = self._summand(gradient)
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {self.name!r} is sparse, which fully_shard cannot reduce\n"
+                f"  seen: {gradient.layout}\n"
+                "  try: nn.Embedding(sparse=False), or pass the parameter in ignored_params"
+            )
+        return gradient.detach().reshape(-1)
+
+    def accumulate_onto(self, flat: torch.Tensor) -> bool:
+        """Let autograd add the next gradient to ``flat``, if it can: it is a plain tensor of the same dtype."""
+        whole = self.unsharded
+        if isinstance(whole, DTensor) or whole.grad is not None or flat.dtype != whole.dtype:
+            return False
+        whole.grad = flat.view(self.shape)
+        return True
+
+    def _summand(self, gradient: DTensor) -> torch.Tensor:
+        """What this rank adds to the sum over ``reduced_axes``: a gradient that is the same on all counts once."""
+        wanted = self._summands
+        if list(gradient.placements) != wanted:
+            gradient = redistribute(gradient.detach(), self.home.view_mesh, wanted)
+        local = gradient._local_tensor
+        wait = getattr(local, "wait", None)  # a functional collective that nobody has waited for
+        return wait() if wait is not None else local
+
+    def receive_first(self, flat: torch.Tensor, start: int) -> bool:
+        """Take the gradient at ``start`` of a flat buffer if it is the first and nobody wants to hear of it."""
+        sharded: Any = self.sharded
+        if self.target != "grad" or sharded.grad is not None or sharded._backward_hooks or self._has_hooks:
+            return False
+        local = flat.as_strided(self.local_shape, self.local_stride, flat.storage_offset() + start)
+        sharded.grad = dtensor_like(local, sharded)
+        return True
+
+    def receive(self, part: torch.Tensor) -> None:
+        """Add ``part``, this rank's part of the reduced gradient, flat, to the sharded parameter's gradient."""
+        held = getattr(self.sharded, self.target, None)
+        local = part.view(self.local_shape)
+        if self.sharded._backward_hooks:  # what autograd would do, were the gradient its own
+            given: Any = self.laid_out(local)
+            for hook in tuple(self.sharded._backward_hooks.values()):
+                changed = hook(given)
+                given = given if changed is None else changed
+            local = given._local_tensor
+        device = self.local.device
+        if local.device != device:
+            local = self._to_host(local, device)
         if held is None:
-            self.sharded.grad = dtensor_like(part, self.sharded)  # type: ignore[arg-type]
+            setattr(self.sharded, self.target, self.laid_out(local))
         else:
-            held._local_tensor.add_(part)  # type: ignore[attr-defined]
+            if held.placements != self.home.placements:  # from DTensor operations on the sharded parameter itself
+                held = redistribute(held.detach(), self.home.mesh, self.home.placements)
+                setattr(self.sharded, self.target, held)
+            held._local_tensor.add_(local)
+        hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None)
+        for hook in tuple(hooks.values()) if hooks else ():
+            hook(self.sharded)
+
+    def show_sum(self, flat: torch.Tensor, *, whole: bool, waiting: bool) -> None:
+        """Show an accumulated gradient as ``acc_grad``: a DTensor that says over which axes it is still to be added up.
+
+        Args:
+            flat: The whole's, or this rank's part of it.
+            whole: Which of the two.
+            waiting: Whether it waits for the replicate axis (of a whole: for every data axis).
+        """
+        home = self.home
+        placements = list(home.placements)
+        axes = home.reduced_axes
+        if home.data is not None:
+            axes = tuple(range(len(placements) - home.data.axes, len(placements)))
+        for axis in axes:
+            if whole or not placements[axis].is_shard():
+                placements[axis] = Partial() if waiting else Replicate()
+        model: Any = self.sharded
+        local = flat.view(self.shape if whole else self.local_shape)
+        self.sharded.acc_grad = DTensor.from_local(  # type: ignore[attr-defined]
+            local, self.home.mesh, placements, run_check=False, shape=model.shape, stride=model.stride()
+        )
+
+    def laid_out(self, local: torch.Tensor) -> DTensor:
+        """``local``, of any dtype, as a DTensor laid out as the sharded parameter is."""
+        model: Any = self.sharded
+        if local.dtype == model.dtype:
+            return dtensor_like(local, model)
+        return self._laid_out(local)
+
+    def _to_host(self, local: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copy = torch.empty(local.shape, dtype=local.dtype, device=device, pin_memory=self.pinned)
+        later = self.pinned and getattr(self.sharded, self.target, None) is None and not self._has_hooks
+        return copy.copy_(local, non_blocking=later)  # the end of backward waits for it
+
+    @property
+    def _has_hooks(self) -> bool:
+        return bool(getattr(self.sharded, "_post_accumulate_grad_hooks", None))
+
+    @property
+    def reduced_gradient(self) -> torch.Tensor | None:
+        """The gradient that an optimizer finds."""
+        found: torch.Tensor | None = getattr(self.sharded, self.target, None)
+        return found
+
+    def move_to(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+        """Say the same of the sharded parameter on another mesh; the object and its values stay."""
+        self.home = replace(self.home, mesh=mesh, placements=placements)
+        model: Any = self.sharded
+        for held in (model, model.grad):
+            if held is not None:
+                held._spec = self._laid_out(held._local_tensor)._spec
+
+    def _laid_out(self, local: torch.Tensor) -> DTensor:
+        model: Any = self.sharded
+        return DTensor.from_local(
+            local, self.home.mesh, self.home.placements, run_check=False, shape=model.shape, stride=model.stride()
+        )
 
     def clear_gradient(self, *, set_to_none: bool) -> None:
-        """Drop the gradients of shard and whole, or zero the shard's."""
+        """Drop the gradients of part and whole, or zero the part's."""
         self.unsharded.grad = None
-        if set_to_none:
-            self.sharded.grad = None
-        elif self.sharded.grad is not None:
-            self.sharded.grad._local_tensor.zero_()  # type: ignore[attr-defined]
+        if getattr(self.sharded, "acc_grad", None) is not None:
+            self.sharded.acc_grad = None  # type: ignore[attr-defined]
+        for name in dict.fromkeys(("grad", self.target)):
+            held = getattr(self.sharded, name, None)
+            if held is None:
+                continue
+            if set_to_none:
+                setattr(self.sharded, name, None)
+            else:
+                held._local_tensor.zero_()

@@ -64,6 +64,10 @@ def mark_inputs(a_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     A tensor that is given twice stays one object, which modules may test for (attention does).
     """
+    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # as most are, and much cheaper
+        if not args[0].requires_grad:
+            return args, kwargs
+        return tuple(_EndOfBackward.apply(a_pass, args[0])), kwargs
     leaves, spec = tree_flatten((args, kwargs))
     inputs = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     if not inputs:
@@ -85,6 +89,9 @@ def watch_outputs(a_pass: Pass, tensors: list[torch.Tensor]) -> None:
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """All tensors of a nest of containers and dataclasses."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+        return
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -1,12 +1,15 @@
-"""What a unit of sharded parameters may be told about dtypes."""
+"""What a unit of sharded parameters may be told: about dtypes, about where shards live, and the words for its modes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
-__all__ = ["MixedPrecisionPolicy"]
+from hyper_parallel.core.dtensor.messages import explain
+
+__all__ = ["CPUOffloadPolicy", "FullyShardParamMode", "MixedPrecisionPolicy", "OffloadPolicy", "OptimizerLevel"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class MixedPrecisionPolicy:
             reduced in the dtype of the computation, kept in at least fp32.
         output_dtype: Floating-point outputs of the unit's forward are cast to this dtype. None: left alone.
         cast_forward_inputs: Cast floating-point inputs of the unit's forward to ``param_dtype``.
+        apply_grad_on_fp32_main_grad: Keep reduced gradients in fp32 as ``param.main_grad``; ``param.grad`` stays
+            None. For optimizers that read ``main_grad``.
 
     Raises:
         TypeError: A dtype that is no floating-point ``torch.dtype``, or a flag that is no bool.
@@ -31,6 +36,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    apply_grad_on_fp32_main_grad: bool = False
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -41,9 +47,71 @@ class MixedPrecisionPolicy:
                     "  expected: a floating-point torch.dtype, or None\n"
                     f"  try: {name}=torch.bfloat16"
                 )
-        if not isinstance(self.cast_forward_inputs, bool):
+        for name in ("cast_forward_inputs", "apply_grad_on_fp32_main_grad"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"MixedPrecisionPolicy cannot use {getattr(self, name)!r} as {name}\n"
+                    "  expected: a bool\n"
+                    f"  try: {name}=True"
+                )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Shards, gradients and optimizer state stay on the mesh's device: no offload."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and with them the optimizer's state live on the host.
+
+    A gather first copies the shards to the device; reduced gradients are copied back, and backward returns when they
+    have arrived.
+
+    >>> CPUOffloadPolicy().pin_memory
+    True
+
+    Args:
+        pin_memory: Keep them in page-locked memory, from which copies overlap with computation; without effect where
+            the device has none. False: when the host's memory is short.
+
+    Raises:
+        TypeError: ``pin_memory`` is no bool.
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
             raise TypeError(
-                f"MixedPrecisionPolicy cannot use {self.cast_forward_inputs!r} as cast_forward_inputs\n"
-                "  expected: a bool\n"
-                "  try: cast_forward_inputs=True"
+                explain(
+                    f"CPUOffloadPolicy cannot use {self.pin_memory!r}",
+                    "pin_memory is True or False",
+                    f"seen: a {type(self.pin_memory).__name__}",
+                    "CPUOffloadPolicy(pin_memory=True)",
+                )
             )
+
+
+class OptimizerLevel(Enum):
+    """What is split besides the work: the optimizer's state, the gradients, the gathered weights between uses.
+
+    >>> OptimizerLevel("level3").name
+    'SHARD_OPT_GRAD_PARAM'
+    """
+
+    SHARD_OPT = "level1"
+    SHARD_OPT_GRAD = "level2"
+    SHARD_OPT_GRAD_PARAM = "level3"
+
+
+class FullyShardParamMode(Enum):
+    """How the engine manages a parameter.
+
+    LOCAL_PARAM: it was a plain tensor. DTENSOR_COMPAT: a DTensor that keeps its layout. DTENSOR_UNIFIED: a DTensor that
+    is split further, over the union of its mesh and the data mesh.
+    """
+
+    LOCAL_PARAM = "local_param"
+    DTENSOR_COMPAT = "dtensor_compat"
+    DTENSOR_UNIFIED = "dtensor_unified"

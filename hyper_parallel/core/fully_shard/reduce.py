@@ -1,17 +1,24 @@
-"""From the gradients of whole parameters to the gradients of shards: pack, reduce_scatter, all_reduce, apply."""
+"""From the gradients of whole parameters to those of parts: pack, reduce_scatter, all_reduce, apply."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hyper_parallel.core.fully_shard.bucket import Bucket
-from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_scatter
-from hyper_parallel.core.fully_shard.param import ShardedParam
+from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_scatter, reduce_scatter_each
+from hyper_parallel.core.fully_shard.param import ManagedParam
 
-__all__ = ["GradientReducer", "ReduceOptions", "Reduction"]
+__all__ = ["GradientReducer", "ReduceOptions", "Reduction", "SharedAllReduce", "Shares"]
+
+# Reductions of adjacent units share an all_reduce up to this size: large enough for the latency not to count, small
+# enough for the rest of backward to overlap with it.
+SHARED_BYTES = 16 * 2**20
+ALIGNMENT = 512  # bytes; what allocators and copy engines like
 
 
 @dataclass(frozen=True)
@@ -19,205 +26,478 @@ class ReduceOptions:
     """How a unit's gradients are reduced, decided when its backward ends.
 
     Attributes:
-        scale: Factor on the reduced gradients: 1 / ranks for "avg", times the user's.
+        average: Whether to divide by the number of ranks.
+        factor: The user's factor on the reduced gradients.
         all_reduce: Whether to finish with the all_reduce over the replicate axis.
         dtype: Dtype of the communication; None: that of the computation.
+        result_dtype: Add reduced gradients up in that dtype; None: in the parameter's.
+        share: Let reductions of adjacent units share an all_reduce.
+        show: Show gradients that wait, and reduced ones, as ``param.acc_grad``.
     """
 
-    scale: float
+    average: bool
+    factor: float
     all_reduce: bool
     dtype: torch.dtype | None
+    result_dtype: torch.dtype | None = None
+    share: bool = False
+    show: bool = False
 
 
 class GradientReducer:
-    """Collects the gradients of one bucket and reduces them.
+    """Collects the gradients of some parameters of a bucket and reduces them together.
 
     The buffer that is sent has one row per receiving rank: its part of each parameter's gradient, then one flag
     per parameter that says whether this rank has used it. A parameter that some ranks have used gets the sum
     over those; one that no rank has used keeps no gradient, as on a single device.
+
+    Args:
+        bucket: Whose parameters.
+        params: Which of them.
+        scatter: The ranks among which the sum is split; None: every rank gets all of it.
+        replicas: Groups to reduce over after that, one after the other.
+        ranks: Over how many ranks gradients are added up in all.
+        scatters_by_exchange: How a reduce_scatter is done: see :func:`comm.reduce_scatter`.
+        sends_each: Whether one operation may take gradients from where they are, instead of a packed buffer.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: list[ManagedParam],
+        *,
+        scatter: dist.ProcessGroup | None,
+        replicas: tuple[dist.ProcessGroup, ...],
+        ranks: int,
+        scatters_by_exchange: bool,
+        sends_each: bool,
+    ) -> None:
         self.bucket = bucket
-        self.ranks = bucket.mesh.shard_size
-        self.pending: torch.Tensor | None = None  # packed gradients that wait for a reduction
+        self.params = params
+        self.scatter = scatter
+        self.rows = 1 if scatter is None else scatter.size()
+        self.replicas = tuple(group for group in replicas if group.size() > 1)
+        self.ranks = ranks
+        self.scatters_by_exchange = scatters_by_exchange
+        self.sends_each = sends_each and scatter is not None and self.rows > 1
+        self.held: list[torch.Tensor | None] | None = None  # gradients that wait for a reduction, flat and whole
+        self._given: set[int] = set()  # which of these autograd adds to just now
         self.partial: torch.Tensor | None = None  # reduced over the shard axis, not yet over the replicate axis
-        self._used: list[bool] = []  # by this rank, in what is pending
-        self._plan_for: list[ShardedParam] = []
+        self._plan_for: list[ManagedParam] = []
         self._starts: list[int] = [0]
+        self._sizes: list[int] = []
+        self._ones: torch.Tensor | None = None
 
-    def _plan(self) -> list[ShardedParam]:
+    def _plan(self) -> list[ManagedParam]:
         """The parameters that take part, and where; frozen ones do not."""
-        trainable = [param for param in self.bucket.params if param.unsharded.requires_grad]
+        trainable = [param for param in self.params if param.unsharded.requires_grad]
         if trainable != self._plan_for:
-            if self.pending is not None or self.partial is not None:
+            if self.held is not None or self.partial is not None:
                 raise RuntimeError(
                     "requires_grad of a parameter changed while gradients wait to be reduced\n"
                     f"  unit of: {self.bucket.params[0].name}\n"
                     "  try: change it after a backward with gradient sync, or call zero_grad() first"
                 )
             self._plan_for = trainable
-            self._starts = [0, *accumulate(param.chunk for param in trainable)]
+            self._starts = [0, *accumulate(self._width(param) for param in trainable)]
+            self._sizes = [*(self._width(param) for param in trainable), len(trainable)]
         return trainable
 
-    def collect(self, dtype: torch.dtype | None, *, keep: bool) -> None:
-        """Move the gradients of the whole parameters into the buffer; adds to what is pending there.
+    def _width(self, param: ManagedParam) -> int:
+        """Elements of a parameter in one row."""
+        return param.numel if self.scatter is None else param.chunk
 
-        A rank that has no gradient at all takes part with zeros: others may have one.
+    def bytes_left(self, reduce_dtype: torch.dtype | None) -> int:
+        """Bytes that a reduce_scatter leaves to be reduced over replicas, at most."""
+        elements = sum(map(self._width, self.params)) + len(self.params)
+        return elements * self._dtype(reduce_dtype).itemsize + ALIGNMENT
+
+    def has_gradients(self) -> bool:
+        """Whether a whole parameter holds a gradient."""
+        return any(param.unsharded.grad is not None for param in self.params)
+
+    def collect(self, dtype: torch.dtype | None, *, keep: bool) -> None:
+        """Take the gradients of the whole parameters over; adds to what is held already.
+
+        A rank that has no gradient at all takes part in the reduction with zeros: others may have one.
 
         Args:
             dtype: Of the communication; None: that of the computation.
-            keep: The buffer has to wait for further backwards: in ``dtype``, or at least fp32.
+            keep: They have to wait for further backwards: in ``dtype``, or at least fp32.
         """
         params = self._plan()
         if not params:
             return
-        width = self._starts[-1] + len(params)
-        wholes = self.bucket.wholes
-        wanted = self._dtype(dtype)
-        if keep and dtype is None:
-            wanted = torch.promote_types(wanted, torch.float32)
-        adding = self.pending is not None
-        if self.pending is None:
-            self.pending = torch.empty(self.ranks * width, dtype=wanted, device=wholes.device)
-            self._used = [False] * len(params)
-        rows = self.pending.view(self.ranks, width)
-        for index, (param, start) in enumerate(zip(params, self._starts, strict=False)):
-            gradient = param.unsharded.grad
-            columns = rows[:, start : start + param.chunk]
-            if gradient is not None:
-                if gradient.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"the gradient of {param.name!r} is sparse, which fully_shard cannot reduce\n"
-                        f"  seen: {gradient.layout}\n"
-                        "  try: nn.Embedding(sparse=False), or pass the parameter in ignored_params"
-                    )
-                _put(columns, gradient.detach().reshape(-1), adding)
-                self._used[index] = True
-                param.unsharded.grad = None
-            elif not adding:
-                columns.zero_()
+        if self.held is None:
+            self.held = [None] * len(params)
+        self._given = set()
+        for index, param in enumerate(params):
+            gradient = param.take_gradient()
+            if gradient is None:
+                continue
+            held = self.held[index]
+            if held is not None:
+                held.add_(gradient)
+            else:
+                self.held[index] = gradient.to(self._keeping_dtype(dtype)) if keep else gradient
 
     def _dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
         """Dtype of the communication; the policy speaks of real floating-point gradients only."""
-        own = self.bucket.wholes.dtype
+        own = self.bucket.compute_dtype
         return reduce_dtype if reduce_dtype is not None and own.is_floating_point else own
 
     def is_due(self, all_reduce: bool) -> bool:
         """Whether something waits that a synchronised backward must take along, even if it finds nothing new."""
-        return self.pending is not None or (all_reduce and self.partial is not None)
+        return self.held is not None or (all_reduce and self.partial is not None)
 
-    def reduce(self, options: ReduceOptions, *, by_all_to_all: bool) -> Reduction | None:
+    def reduce(self, options: ReduceOptions, shares: Shares) -> Reduction | None:
         """Start to reduce what was collected; None when there is nothing."""
-        buffer = self.pending
-        if buffer is None:
+        if self.held is None:
             return None
+        held, self.held = self.held, None
+        params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
+        used = [gradient is not None for gradient in held]
         dtype = self._dtype(options.dtype)
+        scale = options.factor / (self.ranks if options.average else 1)
         # fp16 could overflow in the sum, so it is scaled before; everything else after, on the smaller tensor.
         early = dtype == torch.float16
         if early:
-            buffer.mul_(options.scale)
-        buffer = buffer.to(dtype)
-        params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
-        flags = buffer.view(self.ranks, width)[:, self._starts[-1] :]
-        if all(self._used):
+            for gradient in held:
+                if gradient is not None:
+                    gradient.mul_(scale)
+        like = torch.empty(0, dtype=dtype, device=self.bucket.compute_device)
+        shared = place = None
+        if options.share and options.all_reduce and len(self.replicas) == 1:
+            shared, place = shares.place(self.replicas[0], width, like)
+        if self.scatter is None:
+            work = Pending(None, self._packed(held, used, like if place is None else place))
+        elif self.sends_each and all(param.straight for param in params):
+            sources = [*self._padded(held, dtype), self._flags(used, like)]
+            place = like.new_empty(width) if place is None else place
+            work = reduce_scatter_each(place.split(self._sizes), sources, self.scatter, place)
+            del sources
+        else:
+            buffer = self._packed(held, used, like)
+            work = reduce_scatter(buffer, self.scatter, by_all_to_all=self.scatters_by_exchange, out=place)
+        finish = Finish(options, 1.0 if early else scale, self._take_partial(options))
+        return Reduction(self, params, self._starts, used, work, finish, shared)
+
+    def _padded(self, held: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
+        """What is sent of each parameter: its gradient where it is, padded if it has to be, or zeros."""
+        sources: list[torch.Tensor] = []
+        for index, param in enumerate(self._plan_for):
+            gradient, numel = held[index], self.rows * param.chunk
+            held[index] = None
+            if gradient is None or gradient.numel() != numel or gradient.dtype != dtype:
+                padded = torch.empty(numel, dtype=dtype, device=self.bucket.compute_device)
+                filled = 0
+                if gradient is not None:
+                    filled = gradient.numel()
+                    padded[:filled].copy_(gradient)
+                padded[filled:].zero_()
+                gradient = padded
+            sources.append(gradient)
+        return sources
+
+    def _packed(self, held: list[torch.Tensor | None], used: list[bool], place: torch.Tensor) -> torch.Tensor:
+        """All gradients in one buffer, row by row, and behind them the flags; made unless ``place`` is one."""
+        width = self._starts[-1] + len(held)
+        buffer = place if place.numel() else place.new_empty(self.rows * width)
+        rows = buffer.view(self.rows, width)
+        for index, (param, start) in enumerate(zip(self._plan_for, self._starts, strict=False)):
+            gradient, held[index] = held[index], None  # its memory goes as soon as it is packed
+            columns = rows[:, start : start + self._width(param)]
+            if gradient is None:
+                columns.zero_()
+            elif self.scatter is None:
+                columns[0].copy_(gradient)
+            else:
+                if columns.numel() > gradient.numel():
+                    _zero_padding(param, columns)
+                for part, where in param.rows_of(gradient, columns):
+                    where.copy_(part)
+        flags = rows[:, self._starts[-1] :]
+        if all(used):
             flags.fill_(1.0)
         else:
-            flags.copy_(torch.tensor(self._used, dtype=buffer.dtype))
-        used, self.pending, self._used = self._used, None, []
-        work = reduce_scatter(buffer, self.bucket.mesh.shard_group, by_all_to_all=by_all_to_all)
-        return Reduction(self, params, self._starts, used, work, options, scaled=early)
+            flags.copy_(torch.tensor(used, dtype=buffer.dtype))
+        return buffer
+
+    def _flags(self, used: list[bool], like: torch.Tensor) -> torch.Tensor:
+        """One flag per parameter for each receiving rank: whether this rank has used it."""
+        if not all(used):
+            return torch.tensor(used, dtype=like.dtype, device=like.device).repeat(self.rows)
+        if self._ones is None or self._ones.numel() != self.rows * len(used) or self._ones.dtype != like.dtype:
+            self._ones = torch.ones(self.rows * len(used), dtype=like.dtype, device=like.device)
+        return self._ones
+
+    def _take_partial(self, options: ReduceOptions) -> torch.Tensor | None:
+        """What has waited for the replicate axis and goes along now."""
+        if not options.all_reduce:
+            return None
+        partial, self.partial = self.partial, None
+        return partial
+
+    def hold_or_add(self, part: torch.Tensor, options: ReduceOptions, waited: torch.Tensor | None) -> bool:
+        """Add what has waited for the replicate axis to ``part``; or keep all of it waiting, and return True."""
+        if not options.all_reduce and (self.replicas or options.show):
+            if self.partial is None:
+                self.partial = part.to(self._keeping_dtype(options.dtype))
+            else:
+                self.partial.add_(part)
+            if options.show:
+                used = [count > 0 for count in self.partial[self._starts[-1] :].real.tolist()]
+                self._show(self.partial, used, waiting=True)
+            return True
+        if waited is not None:
+            part.copy_(waited.add_(part))
+        return False
+
+    def _keeping_dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
+        dtype = self._dtype(reduce_dtype)
+        return dtype if reduce_dtype is not None else torch.promote_types(dtype, torch.float32)
+
+    def show_pending(self) -> None:
+        """Show the gradients that wait for their first communication as ``acc_grad``; every rank its own."""
+        if self.held is None or self.scatter is not None:
+            return
+        for param, gradient in zip(self._plan_for, self.held, strict=True):
+            if gradient is not None:
+                param.show_sum(gradient, whole=True, waiting=True)
+
+    def _show(self, flat: torch.Tensor, used: list[bool], *, waiting: bool) -> None:
+        for param, start, shown in zip(self._plan_for, self._starts, used, strict=False):
+            if shown:
+                numel = param.numel if self.scatter is None else param.local_numel
+                param.show_sum(flat[start : start + numel], whole=self.scatter is None, waiting=waiting)
+
+    def give_back(self) -> None:
+        """Before a backward: let autograd add to what waits, where it can, so that no second copy is made."""
+        if self.held is None:
+            return
+        for index, (param, gradient) in enumerate(zip(self._plan_for, self.held, strict=True)):
+            if gradient is not None and param.accumulate_onto(gradient):
+                self.held[index] = None
+                self._given.add(index)
+
+    def forget_new(self) -> None:
+        """Drop what a backward that failed has brought; what was added to earlier gradients stays, as in torch."""
+        for index in sorted(self._given):
+            if self.held is not None:
+                self.held[index] = self._plan_for[index].take_gradient()
+        self._given = set()
+        for param in self.params:
+            param.unsharded.grad = None
 
     def clear(self) -> None:
         """Drop gradients that wait."""
-        self.pending = self.partial = None
-        self._used = []
+        self.held = self.partial = None
+        self._given = set()
+
+
+def _zero_padding(param: ManagedParam, columns: torch.Tensor) -> None:
+    if param.straight:
+        full, rest = divmod(param.numel, param.chunk) if param.chunk else (0, 0)
+        if rest:
+            columns[full, rest:].zero_()
+        columns[full + (1 if rest else 0) :].zero_()
+        return
+    columns.zero_()
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is left to do to a reduced gradient.
+
+    Attributes:
+        options: As the reduction was asked for.
+        scale: Factor that is still to be applied.
+        waited: What earlier backwards have left for this all_reduce.
+    """
+
+    options: ReduceOptions
+    scale: float
+    waited: torch.Tensor | None
+
+
+class SharedAllReduce:
+    """One all_reduce for the parts that several reductions leave, of adjacent units.
+
+    Reduce_scatters write straight into its buffer. It starts once it takes no more parts and all are there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, numel: int, like: torch.Tensor) -> None:
+        self.group = group
+        self.buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
+        self.filled = 0
+        self.closed = False
+        self._members = 0
+        self._ready = 0
+        self._work: Pending | None = None
+
+    def take(self, numel: int) -> torch.Tensor | None:
+        """A place of ``numel`` elements; None when there is none left."""
+        step = ALIGNMENT // self.buffer.element_size()
+        start = -(-self.filled // step) * step
+        if self.closed or start + numel > self.buffer.numel():
+            return None
+        self.buffer[self.filled : start].zero_()
+        self.filled = start + numel
+        self._members += 1
+        return self.buffer[start : self.filled]
+
+    def arrived(self) -> None:
+        """One more part is in its place."""
+        self._ready += 1
+        self._start()
+
+    def close(self) -> None:
+        """Take no more parts."""
+        self.closed = True
+        self._start()
+
+    def _start(self) -> None:
+        if self.closed and self._ready == self._members and self._work is None:
+            self._work = all_reduce(self.buffer[: self.filled], self.group)
+
+    def drop(self) -> None:
+        """Wait for what is under way; take no more parts."""
+        self.closed = True
+        if self._work is not None:
+            self._work.wait()
+
+    def wait(self) -> None:
+        """Have all parts reduced."""
+        self.close()
+        assert self._work is not None, "all reduce_scatters are through"
+        self._work.wait()
+
+
+class Shares:
+    """The all_reduces of a backward that take parts of several units.
+
+    Args:
+        total: Bytes that all units together leave, so that no buffer is larger.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._open: dict[Any, SharedAllReduce] = {}
+
+    def place(self, group: dist.ProcessGroup, numel: int, like: torch.Tensor) -> tuple[SharedAllReduce, torch.Tensor]:
+        """Find or make the all_reduce that takes ``numel`` elements like those of ``like``, and the place in it."""
+        key = (group, like.dtype, like.device)
+        current = self._open.get(key)
+        place = None if current is None else current.take(numel)
+        if place is None:
+            if current is not None:
+                current.close()
+            least = min(self.total, SHARED_BYTES) // like.element_size()
+            current = self._open[key] = SharedAllReduce(group, max(numel, least), like)
+            place = current.take(numel)
+        assert current is not None
+        assert place is not None
+        return current, place
+
+    def close(self) -> None:
+        """Nothing more comes: start what has not."""
+        for current in self._open.values():
+            current.close()
+        self._open = {}
 
 
 class Reduction:
-    """One bucket's reduction under way; :meth:`advance` takes it a step further without running ahead."""
+    """One reducer's reduction under way; :meth:`advance` takes it a step further without running ahead."""
 
     def __init__(
         self,
         owner: GradientReducer,
-        params: list[ShardedParam],
+        params: list[ManagedParam],
         starts: list[int],
         used: list[bool],
         work: Pending,
-        options: ReduceOptions,
-        *,
-        scaled: bool,
+        finish: Finish,
+        shared: SharedAllReduce | None,
     ) -> None:
         self._owner = owner
         self._params = params
         self._starts = starts
         self._used = used
         self._work = work
-        self._options = options
-        self._scaled = scaled
-        self._over_replicas: Pending | None = None
+        self._finish = finish
+        self._shared = shared
+        self._part: torch.Tensor | None = None  # once the reduce_scatter is through
+        self._to_reduce = list(owner.replicas)
         self.done = False
 
     def advance(self) -> None:
-        """Once the reduce_scatter is through: issue the all_reduce, or apply the gradients if there is none."""
-        if self.done or self._over_replicas is not None:
+        """Once the collective under way is through, issue the next, or apply the gradients if there was none to come.
+
+        The last all_reduce is left under way: what comes after it can wait until the end of backward.
+        """
+        if self.done or (self._part is not None and (self._shared is not None or not self._to_reduce)):
             return
-        part = self._work.wait()
-        owner, group = self._owner, self._owner.bucket.mesh.replicate_group
-        if group is not None:
-            if owner.partial is not None:
-                part.add_(owner.partial)
-                owner.partial = None
-            if not self._options.all_reduce:
-                owner.partial = part
-                self.done = True
-                return
-            self._over_replicas = all_reduce(part, group)
+        owner = self._owner
+        first = self._part is None
+        part = self._part = self._work.wait()
+        if first and owner.hold_or_add(part, self._finish.options, self._finish.waited):
+            self.done = True
             return
-        self._apply(part)
+        if self._shared is not None:
+            self._shared.arrived()
+        elif self._to_reduce:
+            self._work = all_reduce(part, self._to_reduce.pop(0))
+        else:
+            self._apply(part)
 
     def finish(self) -> None:
         """Wait for whatever is left and apply the gradients."""
-        self.advance()
-        if self._over_replicas is not None and not self.done:
-            self._apply(self._over_replicas.wait())
+        while not self.done and (self._part is None or (self._to_reduce and self._shared is None)):
+            self.advance()
+        if self.done:
+            return
+        if self._shared is not None:
+            self._shared.wait()
+            assert self._part is not None
+            self._apply(self._part)
+        else:
+            self._apply(self._work.wait())
 
     def drop(self) -> None:
         """Wait for what is under way, which still writes to its buffers, and forget it."""
         if not self.done:
-            (self._over_replicas or self._work).wait()
+            self._work.wait()
+            if self._shared is not None:
+                self._shared.drop()
+            if self._part is None and self._finish.waited is not None:
+                self._owner.partial = self._finish.waited  # as it was before the backward that failed
             self.done = True
 
     def _apply(self, part: torch.Tensor) -> None:
         self.done = True
-        end = self._starts[-1]
+        owner, end = self._owner, self._starts[-1]
         used = self._used if all(self._used) else [count > 0 for count in part[end:].real.tolist()]
-        if not self._scaled and self._options.scale != 1.0:
-            part[:end].mul_(self._options.scale)
-        dtype = self._owner.bucket.shards.dtype
-        if part.dtype != dtype:
-            part = part.to(dtype)
-        for param, start, anybody in zip(self._params, self._starts, used, strict=False):
-            if anybody:
-                param.add_gradient(part[start : start + param.local_numel])
+        if self._finish.scale != 1.0:
+            part[:end].mul_(self._finish.scale)
+        if self._finish.options.show:
+            owner._show(part, used, waiting=False)
+        if self._finish.options.show:
+            part = part.clone()  # what is shown is not what optimizers change
+        dtypes = [self._result_dtype(param) for param in self._params]
+        parts = {dtype: part.to(dtype) for dtype in dict.fromkeys(dtypes)}
+        first = owner.scatter is not None and not owner.bucket.storage.on_host
+        for param, start, anybody, dtype in zip(self._params, self._starts, used, dtypes, strict=False):
+            part = parts[dtype]
+            if not anybody or (first and param.receive_first(part, start)):
+                continue
+            if owner.scatter is None:
+                whole = part[start : start + param.numel].view(param.shape)
+                param.receive(param.part_of(whole).reshape(-1))
+            else:
+                param.receive(part[start : start + param.local_numel])
 
-
-def _put(columns: torch.Tensor, gradient: torch.Tensor, adding: bool) -> None:
-    """Write (or add) a flat gradient into ``columns``, row by row; what is beyond its end is padding, zero."""
-    ranks, chunk = columns.shape
-    if chunk == 0:
-        return
-    if gradient.numel() == ranks * chunk:
-        part = gradient.view(ranks, chunk)
-        columns.add_(part) if adding else columns.copy_(part)
-        return
-    full, rest = divmod(gradient.numel(), chunk)
-    pieces = [(columns[:full], gradient[: full * chunk].view(full, chunk))]
-    if rest:
-        pieces.append((columns[full, :rest], gradient[full * chunk :]))
-    if not adding:
-        if rest:
-            columns[full, rest:].zero_()
-        columns[full + (1 if rest else 0) :].zero_()
-    for place, part in pieces:
-        place.add_(part) if adding else place.copy_(part)
+    def _result_dtype(self, param: ManagedParam) -> torch.dtype:
+        """In which dtype a parameter wants its gradient."""
+        wanted = self._finish.options.result_dtype
+        own = param.local.dtype
+        return own if wanted is None or not own.is_floating_point else wanted

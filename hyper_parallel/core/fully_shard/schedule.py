@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch.autograd import Variable
 
-from hyper_parallel.core.fully_shard.reduce import Reduction
+from hyper_parallel.core.fully_shard.reduce import Reduction, Shares
+from hyper_parallel.core.fully_shard.waiting import remember
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fully_shard.unit import Unit
@@ -34,6 +35,8 @@ class Schedule:
         backward_order: The same units, in the reverse of the order in which that forward left them.
         reductions: Reductions under way, in issue order.
         is_last_backward: False keeps the end of a backward from finishing anything (several backwards per step).
+        shares: The all_reduces that reductions of several units share.
+        forward_number: Of the forward of the root under way, or of the last one.
         backward_number: Of the backward under way, or of the last one.
     """
 
@@ -42,12 +45,26 @@ class Schedule:
         self.forward_order: list[Unit] = []
         self.backward_order: list[Unit] = []
         self.reductions: list[Reduction] = []
+        self.shares = Shares(self._bytes_left())
         self.is_last_backward = True
         self.backward_number = 0
+        self.forward_number = 0
         self._recording = False  # the root's forward is running
         self._entered: list[Unit] = []
         self._left: list[Unit] = []
         self._ending: weakref.ref[Callable[[], None]] | None = None  # what autograd calls when backward is through
+
+    def _bytes_left(self) -> int:
+        return sum(r.bytes_left(u.options.mp_policy.reduce_dtype) for u in self.units for r in u.reducers)
+
+    def take_over(self, other: Schedule) -> None:
+        """Go on with what is under way in another schedule, whose units are among these."""
+        self.reductions += other.reductions
+        other.reductions = []
+        other.shares.close()
+        self.backward_number = max(self.backward_number, other.backward_number)
+        self.forward_number = max(self.forward_number, other.forward_number) + 1
+        self.is_last_backward = self.is_last_backward and other.is_last_backward
 
     # -- order ---------------------------------------------------------------------------------------------------
 
@@ -61,6 +78,9 @@ class Schedule:
 
     def begin_forward(self) -> None:
         """The root's forward starts: record the order anew."""
+        self.forward_number += 1
+        if any(unit.options.finish_late for unit in self.units):
+            self.finish_reductions()  # nobody has asked for them since the last backward
         self._recording = not self.in_backward
         self._entered, self._left = [], []
         for unit in self.units:
@@ -94,6 +114,11 @@ class Schedule:
     # -- backward ------------------------------------------------------------------------------------------------
 
     @property
+    def in_forward(self) -> bool:
+        """Whether the root's forward is running."""
+        return self._recording
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward is under way."""
         return self._ending is not None
@@ -125,6 +150,7 @@ class Schedule:
         reductions, self.reductions = self.reductions, []
         for reduction in reductions:  # the user may have zeroed the gradients since
             reduction.drop()
+        self.shares = Shares(self.shares.total)
         for unit in self.units:
             unit.abandon_backward()
 
@@ -134,22 +160,35 @@ class Schedule:
         for unit in reversed(self.units):
             unit.end_of_backward()
         if self.is_last_backward:
-            self.finish_reductions()
+            if any(unit.options.finish_late for unit in self.units):
+                remember(self)
+            else:
+                self.finish_reductions()
+        for unit in self.units:
+            assert unit.is_resharded(), f"whole parameters outlive backward: {type(unit.modules[0]).__name__}"
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
     def add(self, reduction: Reduction) -> None:
-        """Queue a reduction behind those under way, and take those a step further."""
+        """Queue a reduction behind those under way."""
+        self.reductions.append(reduction)
+
+    def advance_reductions(self) -> None:
+        """Take the reductions under way a step further: their buffers go before the next unit's are made."""
         for earlier in self.reductions:
             earlier.advance()
         self.reductions = [earlier for earlier in self.reductions if not earlier.done]
-        self.reductions.append(reduction)
 
     def finish_reductions(self) -> None:
         """Wait for the reductions under way and apply their gradients."""
         reductions, self.reductions = self.reductions, []
         for reduction in reductions:
+            reduction.advance()
+        self.shares.close()
+        for reduction in reductions:
             reduction.finish()
+        if any(bucket.storage.on_host for unit in self.units for bucket in unit.buckets):
+            self.units[0].platform.current_stream().synchronize()  # the host reads gradients next
 
 
 def _neighbour(order: list[Unit], place: int, unit: Unit) -> list[Unit]:

@@ -1,85 +1,255 @@
-"""Loading values of any layout into sharded parameters."""
+"""State dicts of sharded models: values of any layout go in, parts or whole tensors come out.
+
+Loading lets torch walk through the modules. Just before a module takes its values, a hook brings each of them into the
+layout of its parameter, so that a module's own hooks and overrides see what the caller gave, and so that no more than
+one module's values are held twice.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.core.fully_shard.param import dtensor_like
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.fully_shard.values import fit, fits, give_memory, misfit, whole_of
 
-__all__ = ["load_into"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+__all__ = ["get_model_state_dict", "load_into", "load_state_dict"]
+
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."  # torch's activation checkpointing leaves it out of its keys
+COMPILED_PREFIX = "_orig_mod."  # its get_model_state_dict leaves out this one, its state_dict does not
+OWN_HOOKS = ("torch.", "hyper_parallel.")
+
+
+# -- out -------------------------------------------------------------------------------------------------------------
+
+
+def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """Return the values of a model by full name, sharded or whole; all ranks of its meshes call it.
+
+        parts = get_model_state_dict(model)  # DTensors, for torch.distributed.checkpoint
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if torch.distributed.get_rank() == 0:
+            torch.save(whole, "model.pt")
+
+    Keys are those of torch's ``get_model_state_dict``, and of ``state_dict()`` of the model before it was wrapped. What
+    is gathered at the moment is resharded first. Values are detached; those that were neither gathered nor copied to
+    the host share memory with the model, as in ``state_dict()``, so save or clone them before the next step.
+
+    Communication: none for parts. With ``full_state_dict`` one parameter after the other is gathered over the axes that
+    split it, so that beside the result one gathered parameter is held at a time, and the buffers it was gathered in.
+
+    Args:
+        model: Wrapped, or with wrapped modules in it, or neither.
+        options: torch's ``StateDictOptions``; None: all at their defaults. ``full_state_dict``: plain, whole tensors.
+            ``cpu_offload``: on the host; together with ``full_state_dict``, on rank 0 alone, the dict of the others is
+            empty. ``ignore_frozen_params``: without parameters that require no gradient, under any of their names.
+            ``strict=False`` lets a model have no values. The others are for loading, submodules and optimizers, and do
+            nothing here.
+
+    Raises:
+        ValueError: No module; no ``StateDictOptions``; ``broadcast_from_rank0`` without ``full_state_dict``.
+        RuntimeError: The model has no values, and ``strict``.
+    """
+    from torch.distributed.checkpoint import state_dict as torchs  # costs time to import, so only where it is used
+
+    from hyper_parallel.core.fully_shard.module import nested_units
+
+    options = torchs.StateDictOptions() if options is None else options
+    _check_get(model, options, torchs.StateDictOptions)
+    for unit in nested_units(model):
+        unit.reshard()
+    as_held = replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+    held: dict[str, Any] = torchs.get_model_state_dict(model, options=as_held)
+    if options.ignore_frozen_params:
+        _drop_frozen_aliases(model, held)
+    if not (options.full_state_dict or options.cpu_offload):
+        return held
+    keeps = not (options.full_state_dict and options.cpu_offload) or _rank() == 0
+
+    def one(value: torch.Tensor) -> torch.Tensor | None:
+        value = whole_of(value) if options.full_state_dict and isinstance(value, DTensor) else value
+        if not keeps:
+            return None  # this rank was needed to gather it
+        return value.to("cpu") if options.cpu_offload and not value.is_meta else value
+
+    result: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, value in held.items():
+            given = tree_map_only(torch.Tensor, one, value)  # extra state may hold tensors anywhere
+            if keeps:
+                result[name] = given
+    return result
+
+
+def _check_get(model: Any, options: Any, known: type[StateDictOptions]) -> None:
+    asked = "get_model_state_dict cannot"
+    if not isinstance(model, nn.Module):
+        blame = "the first argument is no module"
+        raise ValueError(explain(f"{asked} read a {type(model).__name__}", blame, f"got: {model!r}", "the model"))
+    if not isinstance(options, known):
+        asked = f"{asked} use a {type(options).__name__} as options"
+        blame, hint = "it takes torch's StateDictOptions", "StateDictOptions(full_state_dict=True)"
+        raise ValueError(explain(asked, blame, f"got: {options!r}", hint))
+    if options.broadcast_from_rank0 and not options.full_state_dict:
+        asked = f"{asked} use broadcast_from_rank0=True"
+        blame = "it is for whole tensors, and full_state_dict is False"
+        raise ValueError(explain(asked, blame, f"got: {options}", "full_state_dict=True beside it"))
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _drop_frozen_aliases(model: nn.Module, values: dict[str, Any]) -> None:
+    """torch leaves out a frozen parameter under the first of its names only."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            values.pop(name.replace(CHECKPOINT_PREFIX, "").replace(COMPILED_PREFIX, ""), None)
+
+
+# -- in --------------------------------------------------------------------------------------------------------------
+
+
+def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    """Load values of any layout into a model that has sharded parameters anywhere; it need not be wrapped itself.
+
+        load_state_dict(model, torch.load("model.pt"))
+
+    A wrapped model's own ``load_state_dict`` does the same; that of a module that only contains wrapped ones is torch's
+    and takes DTensors of exactly the parameters' layouts.
+
+    A value is a DTensor of any layout on any mesh, or a plain tensor of the whole or of this rank's part; where one
+    rank holds all there is of a parameter, the two are one. Each rank checks its own values. Dtypes and devices are
+    those of the model. Values that are DTensors in other layouts are communicated, one parameter after the other, as
+    ``redistribute`` does; between slices of a larger mesh, each slice gathers its own.
+
+    Args:
+        model: A module.
+        state_dict: Values by full name; it is not changed.
+        strict: Raise for missing and for unexpected keys, once the others are loaded.
+        assign: Sharded parameters keep their storage: this warns and copies. Parameters and buffers that are on the
+            meta device get memory, on the device of their mesh or, if they have none, of the value.
+
+    Returns:
+        torch's ``missing_keys`` and ``unexpected_keys``.
+
+    Raises:
+        ValueError: A value of another shape, or no tensor; found for all keys before anything is sent or copied, but
+            for those of modules that convert what they load (by an override of ``_load_from_state_dict`` or by a hook).
+        RuntimeError: ``strict`` and keys are missing or unexpected; both are listed, sorted.
+        TypeError: ``state_dict`` is no mapping.
+    """
+    from hyper_parallel.core.fully_shard.module import ManagedModule, nested_units
+
+    if isinstance(model, ManagedModule):
+        return model.load_state_dict(state_dict, strict=strict, assign=assign)
+    for unit in nested_units(model):
+        unit.reshard()
+
+    def load(values: Mapping[str, Any]) -> Any:
+        return model.load_state_dict(values, strict=False)
+
+    return load_into(model, state_dict, load, strict=strict, assign=assign)
 
 
 def load_into(
     module: nn.Module,
-    state_dict: Mapping[str, Any],
-    load: Callable[[dict[str, Any]], Any],
+    state_dict: Any,
+    load: Callable[[Any], Any],
     *,
     strict: bool,
     assign: bool,
 ) -> Any:
-    """Bring every value into the layout of its parameter, then let torch's own ``load_state_dict`` do the rest."""
+    """Check all values, then have ``load``, torch's own ``load_state_dict`` without ``strict``, walk the modules."""
+    if not isinstance(state_dict, Mapping):
+        blame, got = "it takes values by name", f"got: a {type(state_dict).__name__}"
+        raise TypeError(explain("load_state_dict cannot read its argument", blame, got, "model.state_dict()"))
     if assign:
         warnings.warn(
             "load_state_dict(assign=True): sharded parameters keep their storage; values are copied", stacklevel=3
         )
-    parameters = module.named_parameters(remove_duplicate=False)
-    targets = {name: target for name, target in parameters if isinstance(target, DTensor)}
-    for name, value in state_dict.items():  # all of them before the first one communicates
-        if name in targets:
-            _check_fits(name, value, targets[name])
-    values = {name: _fit(value, targets[name]) if name in targets else value for name, value in state_dict.items()}
-    outcome = load(values)
+    state_dict = _under_own_names(module, state_dict)
+    _check_all(module, state_dict)
+
+    def bring_into_layout(owner: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, target in _tensors_of(owner):
+            key = prefix + name
+            if key in values:
+                if assign:
+                    give_memory(target, values[key])
+                values[key] = fit(key, values[key], target)
+
+    hooks = [owner.register_load_state_dict_pre_hook(bring_into_layout) for owner in module.modules()]
+    try:
+        outcome = load(state_dict)
+    finally:
+        for hook in hooks:
+            hook.remove()
     missing, unexpected = sorted(outcome.missing_keys), sorted(outcome.unexpected_keys)
     if strict and (missing or unexpected):
-        lines = [f"the state dict does not fit {type(module).__name__}"]
-        if missing:
-            lines.append(f"  missing: {', '.join(missing)}")
-        if unexpected:
-            lines.append(f"  unexpected: {', '.join(unexpected)}")
-        lines.append("  try: strict=False to load the keys that fit")
-        raise RuntimeError("\n".join(lines))
+        seen = [f"missing: {', '.join(missing)}"] if missing else []
+        seen += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        asked, blame = f"cannot load all of {type(module).__name__}", "the keys are not those of the module"
+        raise RuntimeError(explain(asked, blame, "\n  ".join(seen), "strict=False to load the keys that fit"))
     return outcome
 
 
-def _check_fits(name: str, value: Any, target: DTensor) -> None:
-    shapes = (target.shape,) if isinstance(value, DTensor) else (target.shape, target._local_tensor.shape)
-    if isinstance(value, torch.Tensor) and value.shape in shapes:
+def _under_own_names(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same values; what compiled modules load has their names also where it was saved under the usual ones."""
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
+    own = {path.replace(COMPILED_PREFIX, ""): path for path in (f"{p}." for p in paths) if COMPILED_PREFIX in path}
+    if not own:
+        return state_dict
+    renamed: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state_dict.items():
+        path, dot, name = key.rpartition(".")
+        renamed[own.get(path + dot, path + dot) + name] = value
+    if hasattr(state_dict, "_metadata"):
+        renamed._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    return renamed
+
+
+def _tensors_of(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a module itself saves: its parameters and persistent buffers."""
+    for name, parameter in owner._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in owner._buffers.items():
+        if buffer is not None and name not in owner._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _check_all(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    wrong = []
+    for key, target in _targets(module):
+        if key not in state_dict:
+            key = key.replace(CHECKPOINT_PREFIX, "")
+        if key in state_dict and not fits(state_dict[key], target):
+            wrong.append((key, target))
+    if wrong:
+        key, target = wrong[0]
+        others = ", ".join(repr(name) for name, _ in wrong[1:])
+        raise misfit(key, state_dict[key], target, others)
+
+
+def _targets(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything that loads as it is, with its name; not what is in modules that convert values first."""
+    hooks = [*module._load_state_dict_pre_hooks.values(), type(module)._load_from_state_dict]
+    if not all(getattr(hook, "__module__", "").startswith(OWN_HOOKS) for hook in hooks):
         return
-    got = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise ValueError(
-        f"cannot load {name!r}: got a {got}\n"
-        f"  global shape: {tuple(target.shape)}   this rank's part: {tuple(target._local_tensor.shape)}\n"
-        "  try: a tensor of one of these two shapes, or a DTensor of the global shape"
-    )
-
-
-def _fit(value: torch.Tensor, target: DTensor) -> DTensor:
-    """``value`` in the layout of ``target``."""
-    if isinstance(value, DTensor):
-        return _relayout(value, target)
-    local = target._local_tensor
-    if value.shape == local.shape:
-        return dtensor_like(value.detach().to(local.device), target)
-    return _cut(value, target)
-
-
-def _relayout(value: DTensor, target: DTensor) -> DTensor:
-    if value.device_mesh == target.device_mesh and value.placements == target.placements:
-        return value
-    if value.device_mesh == target.device_mesh:
-        return value.redistribute(placements=target.placements)
-    whole = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local()
-    return _cut(whole, target)
-
-
-def _cut(whole: torch.Tensor, target: DTensor) -> DTensor:
-    """This rank's part of a tensor that every rank has whole; no communication."""
-    return distribute_tensor(
-        whole.detach().to(target._local_tensor.device), target.device_mesh, target.placements, src_data_rank=None
-    )
+    for name, target in _tensors_of(module):
+        yield prefix + name, target
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _targets(child, f"{prefix}{name}.")

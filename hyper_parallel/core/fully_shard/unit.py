@@ -7,14 +7,15 @@ backward has left it. A unit none of whose inputs needs a gradient is finished a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.core.fully_shard.bucket import Bucket
+from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
 from hyper_parallel.core.fully_shard.comm import Pending
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh
 from hyper_parallel.core.fully_shard.passes import (
     Pass,
     cast,
@@ -26,32 +27,74 @@ from hyper_parallel.core.fully_shard.passes import (
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.reduce import GradientReducer, ReduceOptions
 from hyper_parallel.core.fully_shard.schedule import Schedule
+from hyper_parallel.platform import Platform
 
-__all__ = ["Unit", "unit_of"]
+__all__ = ["Unit", "UnitOptions", "unit_of"]
+
+
+@dataclass
+class UnitOptions:
+    """What the calls that make a unit decide, and its methods may change.
+
+    Attributes:
+        mp_policy: Dtypes.
+        reshard_after_forward: Free the whole parameters after forward.
+        average: Divide reduced gradients by the number of ranks.
+        gradient_scale: Factor on the reduced gradients.
+        share_all_reduces: Let the all_reduces of adjacent units be one.
+        show_sums: Show accumulated gradients as ``param.acc_grad``.
+        finish_late: The end of backward leaves reductions under way, until somebody asks for them.
+        reshard_after_backward: Free the whole parameters after backward.
+        requires_gradient_sync: Reduce gradients; False: keep them.
+        requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.
+    """
+
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool = True
+    average: bool = True
+    gradient_scale: float = 1.0
+    share_all_reduces: bool = False
+    show_sums: bool = False
+    finish_late: bool = False
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+
+
+@dataclass
+class Counts:
+    """How often a unit has been through each of its states.
+
+    Attributes:
+        forwards: Forwards of its modules, without recomputations.
+        recomputations: Forwards inside of a backward, that activation checkpointing repeats.
+        backwards: Backwards that have reached it.
+        finishes: How often its gradients were finished: at least once per backward that reached it.
+    """
+
+    forwards: int = 0
+    recomputations: int = 0
+    backwards: int = 0
+    finishes: int = 0
 
 
 class Unit:
-    """The parameters of one ``fully_shard`` call, and the modules whose forward they serve."""
+    """The parameters of one call of ``fully_shard`` or ``hsdp``, and the modules whose forward they serve."""
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         buckets: list[Bucket],
-        mesh: DataParallelMesh,
-        mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool,
+        reducers: list[GradientReducer],
+        platform: Platform,
+        options: UnitOptions,
     ) -> None:
         self.modules = list(modules)
         self.buckets = buckets
-        self.reducers = [GradientReducer(bucket) for bucket in buckets]
-        self.mesh = mesh
-        self.mp_policy = mp_policy
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = True
-        self.requires_all_reduce = True
-        self.reduce_op = "avg"
-        self.gradient_scale = 1.0
+        self.reducers = reducers
+        self.platform = platform
+        self.options = options
+        self.counts = Counts()
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.schedule: Schedule | None = None
@@ -61,7 +104,9 @@ class Unit:
         self.place_in_backward = -1
         self._gathers: list[Pending] | None = None  # under way, one per bucket
         self._showing_wholes = False
-        self._gathered_version = -1
+        self._gathered_version: tuple[tuple[int, ...], ...] = ()
+        self._gathered_in = -1  # number of the forward of the schedule for which they were gathered
+        self._may_change = False  # gradients were there when they were gathered, or have come since
         self._to_run: set[int] = set()  # modules of the unit whose forward is still to come
         self._running: list[Pass | None] = []  # calls of the modules, one inside the other; None: a recomputation
         self._in_backward = False  # reached by the backward under way, and not finished
@@ -78,31 +123,64 @@ class Unit:
         """Whether the whole parameters have their data."""
         return all(bucket.gathered for bucket in self.buckets)
 
-    def start_gather(self) -> None:
-        """Start to gather the shards as they are now, unless that is done or under way."""
-        if True in [bucket.was_replaced() for bucket in self.buckets]:  # each has to look
-            self.reshard()
-            for bucket in self.buckets:
-                bucket.repack()
-        version = sum(bucket.version for bucket in self.buckets)
-        if version != self._gathered_version and (self._gathers is not None or self.gathered):
-            self._free()  # kept since before the shards changed
+    def start_gather(self, *, in_backward: bool = False) -> None:
+        """Start to gather the shards as they are now, unless that is done or under way.
+
+        Optimizers that change many tensors at once (foreach, fused) leave no trace in a DTensor's version. So what was
+        gathered for an earlier forward is not used again if an optimizer had gradients to step with.
+
+        Args:
+            in_backward: It is for the backward of what the last gather was for.
+        """
+        try:
+            if True in [bucket.was_replaced() for bucket in self.buckets]:  # each has to look
+                self.reshard()
+                for bucket in self.buckets:
+                    bucket.take_over()
+        except NoDataError:
+            raise self._no_data_error() from None
+        version = tuple(bucket.version for bucket in self.buckets)
+        if version != self._gathered_version:
+            if self._gathers is not None or self.gathered:
+                self._free()  # kept since before the shards changed
+            self._drop_pieces()
+        number = -1 if self.schedule is None else self.schedule.forward_number
+        if not in_backward and (self._gathers is not None or self.gathered):
+            is_of_this_forward = number == self._gathered_in != -1
+            if not is_of_this_forward and (self._may_change or self._holds_gradients()):
+                self._free()
+                self._drop_pieces()
         if self._gathers is None and not self.gathered:
             self._gathers = [bucket.start_gather() for bucket in self.buckets]
             self._gathered_version = version
+            self._gathered_in = number
+            self._may_change = self._holds_gradients()
 
-    def finish_gather(self) -> None:
+    def _no_data_error(self) -> RuntimeError:
+        roots = (self.schedule.units[0] if self.schedule is not None else self).modules
+        names = [name for root in roots for name, parameter in root.named_parameters() if parameter.is_meta]
+        return RuntimeError(
+            f"parameters are still on the meta device when they are first gathered: {', '.join(names)}\n"
+            "  seen: no data to gather\n"
+            "  try: model.to_empty(device=...) and then initialise them, or load a checkpoint, before training"
+        )
+
+    def finish_gather(self, *, keep_pieces: bool = False) -> None:
         """Have the whole parameters, and let the modules see them."""
-        self._receive()
+        self._receive(keep_pieces=keep_pieces)
         if not self._showing_wholes:
             self._showing_wholes = True
             for bucket in self.buckets:
                 bucket.show_wholes()
 
-    def unshard(self) -> None:
-        """Gather and show."""
-        self.start_gather()
-        self.finish_gather()
+    def _holds_gradients(self) -> bool:
+        """Whether an optimizer would change a parameter."""
+        return any(param.reduced_gradient is not None for bucket in self.buckets for param in bucket.params)
+
+    def unshard(self, *, keep_pieces: bool = False, in_backward: bool = False) -> None:
+        """Gather and show; ``keep_pieces``: and keep the part that a smaller world asks of this rank for backward."""
+        self.start_gather(in_backward=in_backward)
+        self.finish_gather(keep_pieces=keep_pieces)
 
     def show_shards(self) -> None:
         """Let the modules see the sharded parameters; the gathered data stays."""
@@ -116,11 +194,26 @@ class Unit:
         self.show_shards()
         self._free()
 
-    def _receive(self) -> None:
+    def _receive(self, *, keep_pieces: bool = False) -> None:
         if self._gathers is not None:
             gathers, self._gathers = self._gathers, None
             for bucket, gather in zip(self.buckets, gathers, strict=True):
-                bucket.finish_gather(gather.wait())
+                bucket.finish_gather(gather.wait(), keep_piece=keep_pieces)
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether some gradients are split over a shard axis."""
+        return any(reducer.scatter is not None for reducer in self.reducers)
+
+    def use_smaller_world(self, world: tuple[dist.ProcessGroup, int] | None) -> None:
+        """Between forward and backward, keep the parameters split over that group, as its member number so-and-so."""
+        for bucket in self.buckets:
+            bucket.keep_pieces = None if bucket.group is None else world
+            bucket.piece = None
+
+    def _drop_pieces(self) -> None:
+        for bucket in self.buckets:
+            bucket.piece = None
 
     def _free(self) -> None:
         self._receive()  # a prefetch that nobody used
@@ -139,10 +232,14 @@ class Unit:
         if recomputing:
             self.finish_gather()
         elif self._running:
-            self.unshard()  # the module calls itself
+            self.unshard(in_backward=True)  # the module calls itself
         else:
             self._enter_forward(module, schedule)
-        policy = self.mp_policy
+        if torch._C._current_graph_task_id() != -1:  # autograd is running a backward, in which forwards are repeated
+            self.counts.recomputations += 1
+        else:
+            self.counts.forwards += 1
+        policy = self.options.mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
         a_pass = None if recomputing else Pass(self)
@@ -151,13 +248,25 @@ class Unit:
         self._running.append(a_pass)
         return args, kwargs
 
+    def call(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of one of the unit's modules as if it were its forward."""
+        args, kwargs = self._before_forward(module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = self._after_forward(module, args, output)
+        return output
+
     def _enter_forward(self, module: nn.Module, schedule: Schedule) -> None:
         first = id(module) not in self._to_run or len(self._to_run) == len(self.modules)
         if first:
             self._to_run = {id(m) for m in self.modules}
             if self.is_root:
                 schedule.begin_forward()
-        self.unshard()
+            elif not schedule.in_forward and not schedule.in_backward:
+                schedule.forward_number += 1  # the unit runs on its own
+        self.unshard(keep_pieces=torch.is_grad_enabled(), in_backward=schedule.in_backward)
         if first and not schedule.in_backward:
             schedule.enters(self)
             for unit in schedule.next_forward(self) if self.forward_prefetch is None else self.forward_prefetch:
@@ -167,8 +276,8 @@ class Unit:
         if not self._running:
             return output  # the hook before forward has raised
         a_pass = self._running.pop()
-        if self.mp_policy.output_dtype is not None:
-            output = cast(output, self.mp_policy.output_dtype)
+        if self.options.mp_policy.output_dtype is not None:
+            output = cast(output, self.options.mp_policy.output_dtype)
         if a_pass is None:
             return output  # a recomputation inside of this unit's backward, which needs the parameters next
         schedule = self.schedule
@@ -190,7 +299,9 @@ class Unit:
 
     def _leave_forward(self, schedule: Schedule, *, with_backward: bool) -> None:
         schedule.leaves(self)
-        if not self.reshard_after_forward or (with_backward and (self.is_root or schedule.in_backward)):
+        if not with_backward:
+            self._drop_pieces()
+        if not self.options.reshard_after_forward or (with_backward and (self.is_root or schedule.in_backward)):
             self.show_shards()  # backward starts with the root's parameters, or will soon be here: keep their data
         else:
             self.reshard()
@@ -201,7 +312,7 @@ class Unit:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return False
         pointer = tensor.untyped_storage().data_ptr()
-        return pointer != 0 and any(pointer == bucket.wholes_pointer for bucket in self.buckets)
+        return pointer != 0 and any(bucket.owns_memory_of(pointer) for bucket in self.buckets)
 
     def begin_step(self) -> None:
         """The root's forward starts; an earlier one may have been cut short by an interrupt."""
@@ -211,28 +322,32 @@ class Unit:
 
     def end_root_forward(self) -> None:
         """The root's forward is through: no module shows whole parameters, no prefetch was in vain."""
-        if self._gathers is not None or (self._showing_wholes and self.reshard_after_forward):
+        if self._gathers is not None or (self._showing_wholes and self.options.reshard_after_forward):
             self.reshard()
         else:
             self.show_shards()
 
     def _become_root(self) -> Schedule:
-        """The first unit whose forward runs is the root of all units below it."""
+        """The first unit whose forward runs is the root of all units below it; so far they may have had their own."""
         units = list(dict.fromkeys(u for m in self.modules for child in m.modules() if (u := unit_of(child))))
-        for unit in units:
-            if unit.is_root:
+        earlier = list(dict.fromkeys(u.schedule for u in units if u.schedule is not None))
+        for schedule in earlier:
+            schedule.forget_failed_backward()
+            if schedule.in_backward:
                 raise RuntimeError(
-                    "a unit's forward ran on its own before that of the module that contains it\n"
-                    f"  unit: {type(unit.modules[0]).__name__}   "
-                    f"contained in: {type(self.modules[0]).__name__}\n"
-                    "  try: run the whole model's forward first"
+                    f"the forward of {type(self.modules[0]).__name__} ran inside of a backward of modules in it\n"
+                    f"  seen: its first forward, in the backward of {type(schedule.units[0].modules[0]).__name__}\n"
+                    "  try: run the whole model's forward once before"
                 )
-        schedule = Schedule(units)
-        schedule.is_last_backward = self.is_last_backward
+        merged = Schedule(list(dict.fromkeys([*units, *(u for schedule in earlier for u in schedule.units)])))
+        merged.is_last_backward = self.is_last_backward
+        for schedule in earlier:
+            merged.take_over(schedule)
+        for unit in merged.units:
+            unit.schedule = merged
         for unit in units:
-            unit.schedule = schedule
-        self.is_root = True
-        return schedule
+            unit.is_root = unit is self
+        return merged
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -252,11 +367,14 @@ class Unit:
             return
         a_pass.reached_in = number
         self._reached += 1
+        self.counts.backwards += 1
         if not self._in_backward:
             self._in_backward = True
-            self.unshard()
+            self.unshard(in_backward=True)
+            for reducer in self.reducers:
+                reducer.give_back()
             for unit in schedule.next_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
-                unit.start_gather()
+                unit.start_gather(in_backward=True)
 
     def backward_left(self, a_pass: Pass) -> None:
         """Backward has computed the gradients of the inputs of ``a_pass``."""
@@ -284,22 +402,29 @@ class Unit:
 
     def _has_gradients(self) -> bool:
         """Whether there is something to reduce: from now, or kept by an earlier backward and due now."""
-        if any(p.unsharded.grad is not None for bucket in self.buckets for p in bucket.params):
+        if any(reducer.has_gradients() for reducer in self.reducers):
             return True
-        return self.requires_gradient_sync and any(r.is_due(self.requires_all_reduce) for r in self.reducers)
+        options = self.options
+        return options.requires_gradient_sync and any(r.is_due(options.requires_all_reduce) for r in self.reducers)
 
     def _finish_backward(self, schedule: Schedule) -> None:
         self._in_backward = False
+        self.counts.finishes += 1
+        options = self.options
         with torch.no_grad():
+            self._let_go()  # before gradients are packed, which takes memory again
+            schedule.advance_reductions()
             for reducer in self.reducers:
-                reducer.collect(self.mp_policy.reduce_dtype, keep=not self.requires_gradient_sync)
-            self._let_go()
-            if not self.requires_gradient_sync:
+                reducer.collect(options.mp_policy.reduce_dtype, keep=not options.requires_gradient_sync)
+            self._may_change |= options.requires_gradient_sync
+            if not options.requires_gradient_sync:
+                if options.show_sums:
+                    for reducer in self.reducers:
+                        reducer.show_pending()
                 return
-            options = self._reduce_options()
-            by_all_to_all = self.mesh.platform.backend == "gloo"
+            how = self._reduce_options()
             for reducer in self.reducers:
-                reduction = reducer.reduce(options, by_all_to_all=by_all_to_all)
+                reduction = reducer.reduce(how, schedule.shares)
                 if reduction is not None:
                     schedule.add(reduction)
 
@@ -307,22 +432,38 @@ class Unit:
         """Backward needs the whole parameters no more; a forward in whose middle it ran still does."""
         if self._running:
             return
-        if self.reshard_after_backward:
+        self._drop_pieces()
+        if self.options.reshard_after_backward:
             self.reshard()
         else:
             self.show_shards()
 
+    def is_resharded(self) -> bool:
+        """Whether the modules show sharded parameters and, unless asked to keep them, no whole parameter has data."""
+        if self._running:
+            return True  # the backward ran inside of a forward, which still needs them
+        if not self.options.reshard_after_backward:
+            return not self._showing_wholes
+        return not self._showing_wholes and self._gathers is None and not any(b.gathered for b in self.buckets)
+
     def _reduce_options(self) -> ReduceOptions:
-        scale = self.gradient_scale / (self.mesh.size if self.reduce_op == "avg" else 1)
-        return ReduceOptions(scale, self.requires_all_reduce, self.mp_policy.reduce_dtype)
+        options = self.options
+        return ReduceOptions(
+            average=options.average,
+            factor=options.gradient_scale,
+            all_reduce=options.requires_all_reduce,
+            dtype=options.mp_policy.reduce_dtype,
+            result_dtype=torch.float32 if options.mp_policy.apply_grad_on_fp32_main_grad else None,
+            share=options.share_all_reduces,
+            show=options.show_sums,
+        )
 
     def abandon_backward(self) -> None:
         """Drop the state of a backward that ended with an error."""
         self._in_backward = False
         self._reached = self._ahead = 0
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.unsharded.grad = None
+        for reducer in self.reducers:
+            reducer.forget_new()
         if not self._running:
             self._to_run.clear()
             self.reshard()

@@ -1,5 +1,11 @@
 """The policies of ``fully_shard``, under the module path that users of the existing library know."""
 
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.policy import (
+    CPUOffloadPolicy,
+    FullyShardParamMode,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptimizerLevel,
+)
 
-__all__ = ["MixedPrecisionPolicy"]
+__all__ = ["CPUOffloadPolicy", "FullyShardParamMode", "MixedPrecisionPolicy", "OffloadPolicy", "OptimizerLevel"]

@@ -1,0 +1,291 @@
+"""``hsdp``: the engine of ``fully_shard``, told by size and level what to split and what to keep whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.fully_shard.arguments import check_modules
+from hyper_parallel.core.fully_shard.bucket import Storage
+from hyper_parallel.core.fully_shard.build import (
+    Found,
+    Grouping,
+    find_parameters,
+    install,
+    is_dtensor,
+    make_unit,
+    move_buffers,
+)
+from hyper_parallel.core.fully_shard.carrier import divisor, split_replicated, split_world
+from hyper_parallel.core.fully_shard.homes import kept_home, plain_home
+from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
+from hyper_parallel.core.fully_shard.module import nested_units, wrapped_class
+from hyper_parallel.core.fully_shard.policy import FullyShardParamMode, MixedPrecisionPolicy, OptimizerLevel
+from hyper_parallel.core.fully_shard.unit import UnitOptions
+from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
+from hyper_parallel.core.hsdp.cell import HSDPCell, shown
+from hyper_parallel.platform import Platform, get_platform
+
+__all__ = ["HSDPCell", "OptimizerLevel", "hsdp", "hsdp_sync_stream"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def hsdp(
+    cell: M,
+    shard_size: int = -1,
+    threshold: int = 64,
+    optimizer_level: str | OptimizerLevel = "level1",
+    enable_grad_accumulation: bool = False,
+    use_eager_hook: bool = True,
+    grad_scale: float = 1.0,
+    reduce_dtype: torch.dtype | None = None,
+    comm_async: bool = False,
+    comm_fusion: bool = False,
+    bucket_size: int = -1,
+) -> M:
+    """Split the large parameters of ``cell`` over the ranks that hold the same data; returns it, changed in place.
+
+    Wrap inner cells first, then the whole model, as with ``fully_shard``, whose engine this is::
+
+        for block in model.blocks:
+            hsdp(block, shard_size=8, optimizer_level="level3")
+        hsdp(model, shard_size=8, optimizer_level="level3")
+
+    Gradients are averaged over the data-parallel ranks; in a cell with a DTensor among its parameters they are added
+    up, and the loss must already be divided by the number of these ranks. A plain parameter is the same data on all
+    ranks, a DTensor along the axes on which it is replicated: with tensor parallelism, let all parameters be DTensors.
+
+    Communication per step and parameter of N bytes over n ranks, s of which hold its parts: an all_gather of
+    N (s - 1) / s received per rank, at level3 two (for the root one, as backward starts with it); then an all_reduce
+    of N over all n (level1), or a reduce_scatter of N (s - 1) / s and an all_reduce of N / s over the n / s replicas
+    (level2 and 3). For what stays whole: the all_reduce of N alone. Gathers take all parameters of a cell with one
+    shard size and dtype at once; a DTensor's all_reduce over all n is one over s and one over n / s ranks.
+
+    Parameters of several shard sizes are on several meshes: clip with ``hyper_parallel.clip_grad_norm_``, as torch's
+    needs one mesh.
+
+    Args:
+        cell: A module.
+        shard_size: Ranks that a parameter is split over, at most; -1: all that hold the same data. What is used is the
+            largest number up to it that divides both dim 0 and the number of data-parallel ranks. Parts are on
+            consecutive ranks. A parameter's attribute ``hsdp_shard_size`` comes first; the outcome is its attribute
+            ``hsdp_effective_shard_size``.
+        threshold: Kilobytes (1,024 bytes); parameters that are strictly smaller stay whole, of a DTensor those whose
+            largest part on any rank is.
+        optimizer_level: "level1": parameters and optimizer state are split, gradients all_reduced. "level2": gradients
+            are split too. "level3": gathered parameters are also freed after forward and gathered again for backward.
+            The members of ``OptimizerLevel`` will do.
+        enable_grad_accumulation: Show gradients as they add up over micro-steps as ``param.acc_grad``, a DTensor in
+            ``reduce_dtype`` or at least fp32: at level1 whole ones, each rank its own until the synced step; else
+            parts, reduce_scattered in every micro-step and all_reduced over replicas at the synced step. Until then
+            they are ``Partial`` sums, neither averaged nor scaled. See :meth:`HSDPCell.set_requires_grad_sync`.
+        use_eager_hook: False: gather and reduce in a form that ``torch.compile`` traces without graph breaks.
+        grad_scale: Factor on every gradient.
+        reduce_dtype: Dtype in which gradients are reduced; None: that of the parameter.
+        comm_async: The end of backward leaves reductions under way; call ``hsdp_sync_stream()`` before gradients are
+            read.
+        comm_fusion: Reduce gradients together, not one by one.
+        bucket_size: Kilobytes of gradients that are reduced together, at most, unless one alone is larger; -1: all of
+            a cell that have one shard size and dtype; 0: one by one. Of use with ``comm_fusion`` only.
+
+    Raises:
+        ValueError: An argument is not what is said above; the cell is wrapped already, or shares a parameter with
+            another one; torch.distributed is not initialised.
+    """
+    level = _check(cell, optimizer_level, reduce_dtype)
+    _check_size("shard_size", shard_size, "shard_size=-1, which means all ranks")
+    _check_int("threshold", threshold, least=0, hint="threshold=64, in KB")
+    for name, flag in (
+        ("enable_grad_accumulation", enable_grad_accumulation),
+        ("use_eager_hook", use_eager_hook),
+        ("comm_async", comm_async),
+        ("comm_fusion", comm_fusion),
+    ):
+        if not isinstance(flag, bool):
+            raise _wrong(name, flag, "True or False", f"{name}=True")
+    if not isinstance(grad_scale, float):
+        raise _wrong("grad_scale", grad_scale, "a float", "grad_scale=1.0")
+    _check_int("bucket_size", bucket_size, least=-1, hint="bucket_size=-1, or a size in KB")
+    roots = check_modules(cell, "hsdp")
+    found = find_parameters(roots, set(), "hsdp")
+    platform = _platform(found, cell)
+    placed = _homes(found, platform, shard_size, threshold * 1024)
+    options = UnitOptions(
+        MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        reshard_after_forward=level is OptimizerLevel.SHARD_OPT_GRAD_PARAM,
+        average=not any(map(is_dtensor, found)),
+        gradient_scale=grad_scale,
+        show_sums=enable_grad_accumulation,
+        finish_late=comm_async,
+    )
+    grouping = Grouping(
+        reduce_bytes=(bucket_size * 1024 if bucket_size > 0 else bucket_size) if comm_fusion else 0,
+        whole_gradients=level is OptimizerLevel.SHARD_OPT,
+    )
+    move_buffers(roots, platform)
+    for item, home in placed:
+        item.parameter.hsdp_effective_shard_size = home.shard_size  # type: ignore[attr-defined]
+    unit = make_unit(roots, placed, Storage(platform), options, grouping)
+    install(unit, placed, _cell_class, "hsdp")
+    return cell
+
+
+def _cell_class(original: Any) -> Any:
+    return wrapped_class(original, HSDPCell)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _check(cell: Any, level: Any, reduce_dtype: Any) -> OptimizerLevel:
+    if not isinstance(cell, nn.Module):
+        raise _wrong("cell", cell, "a module", "hsdp(model)")
+    if isinstance(level, OptimizerLevel):
+        found: OptimizerLevel = level
+    else:
+        names = [known.value for known in OptimizerLevel]
+        if not isinstance(level, str) or level not in names:
+            raise _wrong("optimizer_level", level, "one of " + ", ".join(map(repr, names)), "optimizer_level='level1'")
+        found = OptimizerLevel(level)
+    is_float = isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point
+    if reduce_dtype is not None and not is_float:
+        raise _wrong("reduce_dtype", reduce_dtype, "a floating-point torch.dtype or None", "reduce_dtype=torch.float32")
+    return found
+
+
+def _check_int(name: str, value: Any, *, least: int, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _wrong(name, value, f"an int of at least {least}", hint)
+
+
+def _check_size(name: str, value: Any, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise _wrong(name, value, "an int of at least 1, or -1", hint)
+
+
+def _wrong(name: str, value: Any, expected: str, hint: str) -> ValueError:
+    return ValueError(
+        explain(
+            f"hsdp cannot use {shown(value)} as {name}",
+            f"it takes {expected}",
+            f"seen: a {type(value).__name__}",
+            hint,
+        )
+    )
+
+
+# -- where parameters go ---------------------------------------------------------------------------------------------
+
+
+def _platform(found: list[Found], cell: nn.Module) -> Platform:
+    if not dist.is_initialized():
+        raise ValueError(
+            explain(
+                "hsdp cannot find the ranks that hold the same data",
+                "torch.distributed is not initialised",
+                "seen: no default process group",
+                "torch.distributed.init_process_group() first",
+            )
+        )
+    known = sorted({item.parameter.device.type for item in found} - {"meta"})
+    if len(known) > 1:
+        raise ValueError(
+            explain(
+                "hsdp cannot choose a device",
+                "the cell's parameters are on several",
+                f"seen: {', '.join(known)}",
+                "cell.to(device) first",
+            )
+        )
+    nested = next(nested_units(cell), None)
+    if not found and nested is not None:
+        return nested.platform
+    return get_platform(known[0] if known else None)
+
+
+def _homes(found: list[Found], platform: Platform, shard_size: int, threshold: int) -> list[tuple[Found, Home]]:
+    """Where each parameter goes; one data mesh per shard size, so that what can be gathered together is."""
+    wanted = [_wanted(item, shard_size, threshold) for item in found]  # what is wrong is found before a group is made
+    meshes: dict[DeviceMesh, DataParallelMesh] = {}
+    world = dist.get_world_size()
+    placed = []
+    for item, (size, kept) in zip(found, wanted, strict=True):
+        if kept is not None:
+            assert isinstance(item.parameter, DTensor)
+            placed.append((item, _split_further(item.parameter, kept, size, platform, meshes)))
+            continue
+        # Whole ones go on the mesh of those that are split as asked: torch's functions want all of them on one.
+        mesh = split_world(platform.device_type, size if size > 1 else divisor(shard_size, world, world))
+        data = meshes.setdefault(mesh, DataParallelMesh.of(mesh, platform, 2))
+        placed.append((item, plain_home(item.parameter, item.name, data, None, None, whole=size == 1)))
+    return placed
+
+
+def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | None]:
+    """Over how many ranks a parameter is split; of a DTensor, also where it is if it is not split further."""
+    parameter = item.parameter
+    own = getattr(parameter, "hsdp_shard_size", None)
+    if own is not None:
+        _check_size(f"hsdp_shard_size of parameter {item.name!r}", own, f"{item.name}.hsdp_shard_size = 2")
+    kept = None
+    domain = dist.get_world_size()
+    if isinstance(parameter, DTensor):
+        kept = kept_home(parameter, item.name, fused=False)
+        domain = math.prod(parameter.device_mesh.size(axis) for axis in kept.reduced_axes)
+    rows, numel = _to_split(parameter)
+    if parameter.dim() == 0 or numel * parameter.element_size() < threshold:
+        return 1, kept
+    return divisor(shard_size if own is None else own, rows, domain), kept
+
+
+def _to_split(parameter: nn.Parameter) -> tuple[int, int]:
+    """Common divisor of the sizes of dim 0 that ranks hold of it, and the elements of the largest part.
+
+    Parts of a DTensor that is split unevenly differ, but all ranks must decide alike.
+    """
+    sizes = [{size} for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                ranks = parameter.device_mesh.size(axis)
+                sizes[placement.dim] = {part for size in sizes[placement.dim] for part in _chunks(size, ranks)}
+    return math.gcd(*sizes[0]) if sizes else 1, math.prod(map(max, sizes))
+
+
+def _chunks(size: int, ranks: int) -> set[int]:
+    """The sizes, but 0, that ``torch.chunk`` makes of ``size`` for so many ranks."""
+    most = -(-size // ranks)
+    return {most, size % most or most} if most else {0}
+
+
+def _split_further(
+    parameter: DTensor, kept: Home, size: int, platform: Platform, meshes: dict[DeviceMesh, DataParallelMesh]
+) -> Home:
+    """Where a DTensor goes: split over the axes along which it is replicated, or, over one rank, where it is."""
+    if size == 1:
+        return kept
+    carrier = split_replicated(parameter.device_mesh, kept.reduced_axes, size)
+    data = meshes.setdefault(carrier.mesh, DataParallelMesh.of(carrier.mesh, platform, 2))
+    placements: tuple[Placement, ...] = (
+        *(parameter.placements[axis] for axis in carrier.kept),
+        Replicate(),
+        Shard(0),
+    )
+    return Home(
+        FullyShardParamMode.DTENSOR_UNIFIED,
+        carrier.mesh,
+        placements,
+        0,
+        data,
+        parameter.device_mesh,
+        tuple(parameter.placements),
+        carrier.shared,
+    )

@@ -1,0 +1,527 @@
+"""Sharded parameters without module hooks: the gather is part of the forward, for ``torch.compile`` to trace.
+
+What optimizers and state dicts see stays registered: the part, a DTensor. While one of a unit's modules runs its
+forward, ``module.weight`` is the whole instead: a property of the module's class gathers it, once per forward, by
+functional collectives that have a gradient. Nothing is swapped, so there is nothing for Dynamo to break on. In short:
+
+    forward   all_gather over the shard axis
+    backward  level1: all_reduce over all data-parallel ranks, then the own rows
+              level2, level3: reduce_scatter over the shard axis, then all_reduce over the replicate axis
+    level3    the whole is not kept for backward: it is gathered again
+
+All of that is in the graph that Dynamo sees. Only accumulation of gradients is not: there the gradient of the whole
+goes to a leaf of its own (a *sink*), and what is left to do is done by a hook of that leaf, after the graph's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.utils.checkpoint import checkpoint
+
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.fully_shard.build import Found
+from hyper_parallel.core.fully_shard.mesh import Home
+from hyper_parallel.core.fully_shard.param import ManagedParam
+from hyper_parallel.core.fully_shard.policy import OptimizerLevel
+
+__all__ = ["Ranks", "TracedParam", "TracedUnit", "install", "take_over"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A group of ranks in words that fit into a graph.
+
+    Attributes:
+        group: The group's name, by which functional collectives find it.
+        size: How many ranks it has.
+        rank: The calling rank's place among them.
+    """
+
+    group: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Ranks:
+        """Describe ``group`` as the calling rank sees it."""
+        return cls(group.group_name, group.size(), group.rank())
+
+
+@dataclass(frozen=True)
+class TracedParam:
+    """One parameter of a unit, registered where ``slots`` say.
+
+    Attributes:
+        name: Full name in the module that was wrapped.
+        slots: Modules and the names under which they hold it; tied weights have several.
+        parameter: What is registered there: a DTensor with this rank's rows, or of the whole.
+        shard: The ranks that hold the parts of one copy, in equal rows of dim 0; None: whole on every rank.
+        replicas: Groups over which a part's gradient is reduced after the shard axis, one after the other.
+        domain: Groups over which a whole gradient is reduced, one after the other.
+        scale: Factor on the reduced gradient: the user's, over the number of ranks in ``domain``.
+    """
+
+    name: str
+    slots: Sequence[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    shard: Ranks | None
+    replicas: tuple[Ranks, ...]
+    domain: tuple[Ranks, ...]
+    scale: float
+
+    @classmethod
+    def of(cls, managed: ManagedParam, scale: float) -> TracedParam:
+        """Describe a parameter of the engine, whose part has been made.
+
+        Raises:
+            ValueError: It was a DTensor: its module is to see one.
+        """
+        home, data = managed.home, managed.home.data
+        if home.view_mesh is not None or data is None:
+            raise ValueError(
+                explain(
+                    f"hsdp cannot gather {managed.name!r} in a way that torch.compile traces",
+                    "it is a DTensor, and use_eager_hook=False takes plain parameters only",
+                    f"seen: placements {tuple(home.view_placements or home.placements)}",
+                    "use_eager_hook=True for this cell",
+                )
+            )
+        return cls(
+            name=managed.name,
+            slots=[(slot.module, slot.name) for slot in managed.slots],
+            parameter=managed.sharded,
+            shard=None if home.shard_dim is None else Ranks.of(data.shard_group),
+            replicas=() if data.replicate_group is None else (Ranks.of(data.replicate_group),),
+            domain=tuple(Ranks.of(group) for group in home.reduce_groups or data.domain_groups),
+            scale=scale,
+        )
+
+
+def take_over(placed: Sequence[tuple[Found, Home]], device: torch.device, scale: float) -> list[TracedParam]:
+    """Split parameters and register their parts; all of it or, if one cannot be, nothing.
+
+    Args:
+        placed: Parameters and where they go: along dim 0, in equal parts.
+        device: Where parts are made; those of parameters on the meta device stay there.
+        scale: As in :class:`TracedParam`.
+
+    Raises:
+        ValueError: One is a DTensor.
+    """
+    made = []
+    for found, home in placed:
+        managed = ManagedParam(found.name, list(found.slots), found.parameter, home)
+        whole = found.parameter.detach()
+        if isinstance(whole, DTensor):  # which ``of`` refuses
+            managed.sharded = found.parameter
+        else:
+            part = managed.part_of(whole)
+            part = part.clone() if whole.is_meta else part.to(device, copy=True)
+            managed.make_sharded(part, found.parameter)
+        made.append((managed, TracedParam.of(managed, scale)))
+    for managed, _ in made:
+        managed.show(managed.sharded)
+    return [param for _, param in made]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to reduce one parameter's gradient: what the gather hands to its backward.
+
+    Attributes:
+        shard: The ranks that hold the parts; None: there are none to gather from.
+        scatter: Reduce_scatter over ``shard`` first.
+        groups: All_reduce over these, one after the other.
+        scale: Factor on the result; None: leave it, and leave out ``groups``, for the unit does both later.
+        dtype: Of the reduction; None: the gradient's own.
+    """
+
+    shard: Ranks | None
+    scatter: bool
+    groups: tuple[Ranks, ...]
+    scale: float | None
+    dtype: torch.dtype | None
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's rows of a registered parameter, without gradient."""
+    assert isinstance(parameter, DTensor)
+    return parameter._local_tensor.detach()
+
+
+# -- collectives, in the form that is the same in a graph and out of it -----------------------------------------------
+
+
+def _all_gather(rows: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+    if ranks is None or ranks.size == 1:
+        return rows.view_as(rows)
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(rows.contiguous(), ranks.size, ranks.group))
+
+
+def _reduce_scatter(whole: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+    if ranks is None or ranks.size == 1:
+        return whole
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(
+        collectives.reduce_scatter_tensor(whole.contiguous(), "sum", ranks.size, ranks.group)
+    )
+
+
+def _all_reduce(tensor: torch.Tensor, groups: Iterable[Ranks]) -> torch.Tensor:
+    collectives = torch.ops._c10d_functional
+    for ranks in groups:
+        if ranks.size > 1:
+            tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", ranks.group))
+    return tensor
+
+
+def _own_rows(whole: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+    if ranks is None or ranks.size == 1:
+        return whole
+    rows = whole.shape[0] // ranks.size
+    return whole.narrow(0, ranks.rank * rows, rows)
+
+
+def _reduced(gradient: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    if recipe.dtype is not None and gradient.is_floating_point():
+        gradient = gradient.to(recipe.dtype)
+    # fp16 could overflow in the sum, so it is scaled before; everything else after, on the smaller tensor.
+    scale = recipe.scale
+    early = gradient.dtype == torch.float16
+    if scale is not None and early:
+        gradient = gradient * scale
+    if recipe.scatter:
+        gradient = _reduce_scatter(gradient, recipe.shard)
+    if scale is None:
+        return gradient
+    gradient = _all_reduce(gradient, recipe.groups)
+    if not recipe.scatter:
+        gradient = _own_rows(gradient, recipe.shard)
+    if not early and scale != 1.0:
+        return gradient * scale
+    return gradient if recipe.scatter else gradient.clone()  # own rows alone, not a view that keeps the whole
+
+
+class _Whole(torch.autograd.Function):
+    """``whole``; its gradient is reduced and goes to ``home``: the rows that it was gathered from, or a sink."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, home: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        ctx.recipe = recipe
+        ctx.dtype = home.dtype
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, _reduced(gradients[0], ctx.recipe).to(ctx.dtype), None
+
+
+# -- a unit -----------------------------------------------------------------------------------------------------------
+
+
+class TracedUnit:
+    """What the modules of one unit share: its parameters, and the wholes while a forward runs.
+
+    Attributes:
+        params: The parameters, in the order in which modules refer to them.
+        wholes: Whole parameters gathered by the forward under way, outside of graphs; None outside of a forward.
+        synced: Whether accumulated gradients are reduced at the end of the next backward.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[TracedParam],
+        level: OptimizerLevel,
+        reduce_dtype: torch.dtype | None,
+        accumulate: bool,
+    ) -> None:
+        self.params = list(params)
+        self.wholes: dict[tuple[int, bool], tuple[torch.Tensor, nn.Parameter]] | None = None
+        self.synced = True
+        self.shows_sums = accumulate
+        self.uses_sinks = accumulate
+        self.gathers_again = level is OptimizerLevel.SHARD_OPT_GRAD_PARAM
+        self.recipes = []
+        self.sums = []
+        for param in self.params:
+            scatter = level is not OptimizerLevel.SHARD_OPT and param.shard is not None
+            groups = param.replicas if scatter else param.domain
+            self.recipes.append(Recipe(param.shard, scatter, groups, param.scale, reduce_dtype))
+            self.sums.append(_Sum(self, param, self.recipes[-1]))
+
+    def whole(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole of a registered parameter, gathered at its first use in a forward."""
+        wholes = self.wholes
+        assert wholes is not None
+        key = (index, torch.is_grad_enabled())  # one gathered under no_grad has no gradient to give
+        if key not in wholes:
+            wholes[key] = (self.gather(index, parameter), parameter)
+        return wholes[key][0]
+
+    def gather(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole of a registered parameter, with a gradient."""
+        recipe = self.recipes[index]
+        rows: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
+        if torch.compiler.is_compiling() and self.gathers_again and recipe.shard is not None:
+            # Marks the gather for AOTAutograd to repeat it in backward.
+            whole = checkpoint(_all_gather, rows.detach(), recipe.shard, use_reentrant=False)
+        else:
+            whole = _all_gather(rows.detach(), recipe.shard)
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return whole
+        if self.uses_sinks:
+            total = self.sums[index]
+            return _Whole.apply(whole, total.sink, total.recipe)
+        return _Whole.apply(whole, rows, recipe)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """How tensors are saved for backward during a forward: at level3 wholes are not."""
+        if not self.gathers_again or not torch.is_grad_enabled():
+            return nullcontext()
+        if _someone_else_saves():  # activation checkpointing: it saves nothing and will gather again by itself
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor | _GatherAgain:
+        if not self.wholes or type(saved) is not torch.Tensor:
+            return saved
+        storage = saved.untyped_storage()._cdata
+        for (index, _), (whole, parameter) in self.wholes.items():
+            shard = self.recipes[index].shard
+            if shard is None or shard.size == 1 or saved.dtype != whole.dtype:
+                continue
+            if whole.untyped_storage()._cdata == storage:
+                geometry = (saved.shape, saved.stride(), int(saved.storage_offset()))
+                return _GatherAgain(_local(parameter), shard, geometry)
+        return saved
+
+    # -- accumulation of gradients ------------------------------------------------------------------------------------
+
+    def set_requires_grad_sync(self, flag: bool) -> None:
+        """Whether the next backward ends with the reduction of what has been accumulated."""
+        self.synced = flag
+        self.choose()
+
+    def choose(self) -> None:
+        """Whether gradients go to sinks: there what has been accumulated can be added before a reduction."""
+        self.uses_sinks = self.shows_sums or not self.synced or any(total.waiting is not None for total in self.sums)
+
+    def zero_grads(self) -> None:
+        """Drop gradients, also those that wait."""
+        for param, total in zip(self.params, self.sums, strict=True):
+            param.parameter.grad = None
+            total.clear()
+        self.choose()
+
+
+def _someone_else_saves() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@dataclass(frozen=True)
+class _GatherAgain:
+    """In place of a saved whole (or a view of it): where it comes from."""
+
+    rows: torch.Tensor
+    shard: Ranks
+    geometry: tuple[torch.Size, tuple[int, ...], int]
+
+
+@torch.no_grad()
+def _unpack(packed: torch.Tensor | _GatherAgain) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    return _all_gather(packed.rows, packed.shard).as_strided(*packed.geometry)
+
+
+class _Sum:
+    """One parameter's gradient over micro-steps, as ``parameter.acc_grad`` shows it if asked to.
+
+    The sink is a leaf without memory of its own (all elements are one zero). Autograd adds to its ``.grad`` and then
+    calls the hook, after the graph's backward: so the communication of a synced step is in no graph. Where sums are
+    shown at level2 and 3, the graph has reduce_scattered what arrives here; otherwise it is each rank's own and whole.
+    """
+
+    def __init__(self, unit: TracedUnit, param: TracedParam, full: Recipe) -> None:
+        self.unit = unit
+        self.param = param
+        self.full = full
+        local = _local(param.parameter)
+        self.is_whole = not (full.scatter and unit.shows_sums)
+        self.recipe = Recipe(full.shard, not self.is_whole, (), None, None if self.is_whole else full.dtype)
+        self.dtype = local.dtype
+        if local.is_floating_point():
+            self.dtype = full.dtype or torch.promote_types(local.dtype, torch.float32)
+        shape = list(local.shape)
+        if self.is_whole and param.shard is not None:
+            shape[0] *= param.shard.size
+        zero = torch.zeros((), dtype=local.dtype if self.is_whole else self.dtype, device=local.device)
+        self.sink = zero.expand(shape).requires_grad_()
+        self.sink.register_post_accumulate_grad_hook(self._collect)
+        self.waiting: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def _collect(self, sink: torch.Tensor) -> None:
+        gradient = sink.grad
+        assert gradient is not None
+        sink.grad = None
+        gradient = gradient.to(self.dtype)
+        self.waiting = gradient if self.waiting is None else self.waiting.add_(gradient)
+        if not self.unit.synced:
+            self._show(self.waiting, Partial())
+            return
+        total, self.waiting = self.waiting, None
+        if self.unit.shows_sums:
+            total = _all_reduce(total, self.full.groups) * self.param.scale
+            self._show(total, Replicate())
+            rows = (_own_rows(total, self.param.shard) if self.is_whole else total).clone()
+        else:
+            rows = _reduced(total, self.full)
+        self._add(rows)
+        self.unit.choose()
+
+    def _add(self, rows: torch.Tensor) -> None:
+        parameter: Any = self.param.parameter
+        rows = rows.to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = self._laid_out(rows, parameter.placements)
+        else:
+            parameter.grad._local_tensor.add_(rows)
+
+    def _show(self, total: torch.Tensor, instead: Placement) -> None:
+        """Show what has added up; ``instead`` says of the axes over which it is not split what it is there."""
+        if self.unit.shows_sums:
+            parameter: Any = self.param.parameter
+            placements = [p if p.is_shard() and not self.is_whole else instead for p in parameter.placements]
+            parameter.acc_grad = self._laid_out(total, placements)
+
+    def _laid_out(self, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+        parameter: Any = self.param.parameter
+        mesh, shape = parameter.device_mesh, parameter.shape
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
+
+    def clear(self) -> None:
+        self.waiting = self.sink.grad = None
+        parameter: Any = self.param.parameter
+        if getattr(parameter, "acc_grad", None) is not None:
+            parameter.acc_grad = None
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def install(
+    roots: Sequence[nn.Module],
+    params: Sequence[TracedParam],
+    *,
+    level: OptimizerLevel,
+    reduce_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+) -> TracedUnit:
+    """Let the modules of a unit see whole parameters while they run, in a way that ``torch.compile`` can trace.
+
+    Each module below ``roots`` that has something to do with ``params`` gets a class of its own, derived from the one
+    that it has, with the same name. Its state is unchanged: ``named_parameters()``, ``state_dict()`` and, outside of a
+    forward, ``module.weight`` give the registered parameters.
+
+    Args:
+        roots: The modules of the unit. Modules of units inside, installed before, are left to those.
+        params: Its parameters.
+        level: What is split besides the optimizer's state.
+        reduce_dtype: Gradients are reduced, and accumulated, in this dtype. None: their own.
+        accumulate: Show gradients that add up as ``parameter.acc_grad``; ``parameter.grad`` gets them when synced.
+
+    Communication of a forward and backward, per parameter: see the top of this module.
+    """
+    unit = TracedUnit(params, level, reduce_dtype, accumulate)
+    slots: dict[int, dict[str, int]] = {}
+    for index, param in enumerate(unit.params):
+        for module, name in param.slots:
+            slots.setdefault(id(module), {})[name] = index
+    owners = {id(module): module for param in unit.params for module, _ in param.slots}
+    for module in _above(roots, owners):
+        own = slots.get(id(module), {})
+        module._hsdp_unit = unit  # type: ignore[assignment]
+        module._hsdp_slots = own  # type: ignore[assignment]
+        original: Any = type(module)
+        module.__class__ = _traced_class(original, tuple(own))
+    return unit
+
+
+def _above(roots: Sequence[nn.Module], owners: dict[int, nn.Module]) -> list[nn.Module]:
+    """The roots, the owners and what lies between them; outer ones first, each once."""
+    found: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module, is_root: bool) -> bool:
+        if id(module) in found:
+            return True
+        if not is_root and id(module) not in owners and "_hsdp_unit" in module.__dict__:
+            return False  # of a unit inside
+        found[id(module)] = module
+        below = [visit(child, False) for child in module.children()]
+        if is_root or id(module) in owners or any(below):
+            return True
+        del found[id(module)]
+        return False
+
+    for root in roots:
+        visit(root, True)
+    for key, owner in owners.items():
+        found.setdefault(key, owner)
+    return list(found.values())
+
+
+@cache  # one class for all layers that are alike, so that they can share a graph
+def _traced_class(base: Any, names: tuple[str, ...]) -> Any:
+    """A subclass of ``base`` whose forward opens the unit and whose parameters ``names`` then read as wholes."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit = self._hsdp_unit
+        if torch.compiler.is_compiling() or unit.wholes is not None:
+            return super(traced, self).forward(*args, **kwargs)
+        unit.wholes = {}
+        try:
+            with unit.saving():
+                return super(traced, self).forward(*args, **kwargs)
+        finally:
+            unit.wholes = None
+
+    members: dict[str, Any] = {name: _reader(name) for name in names}
+    members |= {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    if issubclass(base, nn.RNNBase):
+        members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    traced: Any = type(base.__name__, (base,), members)
+    traced.__qualname__ = base.__qualname__
+    return traced
+
+
+def _reader(name: str) -> property:
+    def read(self: Any) -> Any:
+        if name not in self._parameters:
+            raise AttributeError(name)  # nn.Module's own __getattr__ looks further, and says it better
+        parameter, unit = self._parameters[name], self._hsdp_unit
+        if not isinstance(parameter, DTensor):  # functional_call puts plain tensors here
+            return parameter
+        index = self._hsdp_slots[name]
+        if torch.compiler.is_compiling():
+            # Once per use, for a graph cannot change what is outside of it where a part of it is checkpointed.
+            return unit.gather(index, parameter)
+        return parameter if unit.wholes is None else unit.whole(index, parameter)
+
+    return property(read)
+
+
+def _flat_weights(self: Any) -> list[Any]:
+    """Recurrent modules read their weights from a list, which must not be one of parts."""
+    return [getattr(self, name, None) for name in self._flat_weights_names]

@@ -1,0 +1,105 @@
+"""Each behaviour in the kit's table has a test, each test is in the table; and a comparison that can fail does."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from fsdp2_kit import BEHAVIOURS, FSDP2, ONE, OURS, Run, Theme, compare, loss_of
+
+import sim
+
+pytestmark = pytest.mark.sim
+
+FILES = sorted(Path(__file__).parent.glob("test_fsdp2_*.py"))
+
+
+def themes():
+    modules = [importlib.import_module(path.stem) for path in FILES if path.stem != Path(__file__).stem]
+    return {module: module.THEME for module in modules}
+
+
+def test_each_behaviour_is_tested_once():
+    tested = [name for theme in themes().values() for name in theme.checks]
+    assert len(tested) == len(set(tested))
+    assert sorted(tested) == sorted(BEHAVIOURS)
+    assert len(BEHAVIOURS) >= 60
+    assert all(what and what[-1] != "." for what in BEHAVIOURS.values())
+
+
+def test_most_behaviours_are_compared_with_fsdp2():
+    checks = [check for theme in themes().values() for check in theme.checks.values()]
+    assert sum(not check.without_fsdp2 for check in checks) >= 0.85 * len(checks)
+
+
+def test_each_number_of_ranks_has_a_test():
+    """Behaviours that no ``@sim.ranks`` of their file runs would be left out in silence."""
+    for module, theme in themes().items():
+        chosen = set()
+        for name, test in vars(module).items():
+            for mark in getattr(test, "pytestmark", []) if name.startswith("test_") else []:
+                if mark.name == "parametrize" and mark.args[0] == "name":
+                    chosen |= set(mark.args[1])
+        assert chosen == set(theme.checks), module.__name__
+
+
+# -- the comparison itself -----------------------------------------------------------------------------------------
+
+
+def test_a_difference_in_the_last_bit_is_found():
+    one = {"a": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+    other = {"a": torch.nextafter(one["a"], torch.tensor(3.0, dtype=torch.float64))}
+    with pytest.raises(AssertionError, match="a differs from FSDP2"):
+        compare(one, other, None, FSDP2)
+    compare(one, other, torch.float64, ONE)
+    for wrong in ({"a": one["a"] + 1e-9}, {"a": None}, {"b": one["a"]}, {"a": one["a"][:1]}):
+        with pytest.raises(AssertionError):
+            compare(one, wrong, torch.float64, ONE)
+    with pytest.raises(AssertionError, match=r"a: ours torch\.float64"):
+        compare(one, {"a": one["a"].float()}, torch.float64, FSDP2)
+
+
+def check_on_two_ranks(body, **options):
+    theme = Theme()
+    body.__name__ = "kept_after_forward"  # any name of the table
+    theme.behaviour(**options)(body)
+
+    def on_rank():
+        theme.check(sim.RankTest(torch.distributed.get_rank(), 2, "sim", torch.device("cpu")), body.__name__)
+
+    sim.run(on_rank, world_size=2)
+
+
+def test_a_face_that_does_otherwise_is_found():
+    def less_data(run):
+        model = run.net()
+        run.wrap(model)
+        run.train(model, lambda step: loss_of(model, run.batch(step)) * (0.5 if run.face is OURS else 1))
+
+    with pytest.raises(sim.RankFailed, match="differs from FSDP2"):
+        check_on_two_ranks(less_data)
+    with pytest.raises(sim.RankFailed, match="from one device"):
+        check_on_two_ranks(less_data, without_fsdp2="left out")
+
+
+def test_higher_costs_and_other_facts_are_found():
+    def dear(run):
+        run.costs["bytes"] = 2 if run.face is OURS else 1
+
+    def other(run):
+        run.facts["layout"] = run.face.name
+
+    def nothing(run):
+        pass
+
+    for body, message in ((dear, "costs more"), (other, "other facts"), (nothing, "nothing was noted")):
+        with pytest.raises(sim.RankFailed, match=message):
+            check_on_two_ranks(body, one=False)
+
+
+def test_one_device_has_the_data_of_all_ranks():
+    ctx = [sim.RankTest(rank, 3, "sim", torch.device("cpu")) for rank in range(3)]
+    whole = Run(ctx[0], ONE).batch(4)
+    assert torch.equal(torch.cat([Run(one, OURS).batch(4) for one in ctx]), whole)
+    assert Run(ctx[1], ONE).parts() == [0, 1, 2]
+    assert Run(ctx[1], FSDP2).parts() == [1]

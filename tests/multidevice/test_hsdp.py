@@ -1,0 +1,970 @@
+"""hsdp against the same model on one device, which sees the batches of all ranks: in float64, far above rounding."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import sim
+from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
+from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
+from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.hsdp.api import HSDPCell, hsdp, hsdp_sync_stream
+
+NO_GLOO = ("sim", "gpu", "npu")
+LEVELS = ("level1", "level2", "level3")
+WIDTH, PER_RANK = 16, 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Rows that 2 and 4 ranks share (24, 16), that only 2 do (6), and a scalar."""
+
+    def __init__(self, call=None):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 6)
+        self.call = call  # how the blocks are called
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x) if self.call is None else self.call(block, x)
+        return self.head(x)
+
+
+def net(ctx, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    return Net(**options).to(ctx.device, dtype)
+
+
+def wrap(model, **options):
+    """Wrap the blocks, then the whole."""
+    for block in model.blocks:
+        hsdp(block, **options)
+    return hsdp(model, **options)
+
+
+def batch(ctx, step=0, micro=0, rank=None, dtype=torch.float64):
+    """The batch of one rank, or of all ranks together."""
+    generator = torch.Generator().manual_seed(10 * step + micro)
+    x = torch.randn(ctx.world_size * PER_RANK, WIDTH, generator=generator, dtype=torch.float64).to(ctx.device, dtype)
+    return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model):
+    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
+
+
+def values(model):
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def assert_close(ours, theirs, summands=2**16):
+    """Equal within eps times the number of summands: batch, widths, layers and steps multiply to less."""
+    assert list(ours) == list(theirs)
+    for name, wanted in theirs.items():
+        got = ours[name]
+        assert (got is None) == (wanted is None), name
+        if wanted is not None:
+            bound = torch.finfo(wanted.dtype).eps * summands * max(1.0, wanted.abs().max().item())
+            assert got.shape == wanted.shape, name
+            assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+
+
+def train(ctx, model, *, rank=None, steps=3, micros=1, sync=lambda: None, between=None):
+    """Losses, the last step's gradients, the parameters at the end."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(micros):
+            if rank is not None:
+                model.set_requires_grad_sync(micro == micros - 1)
+            loss = model(batch(ctx, step, micro, rank)).square().mean() / micros
+            loss.backward()
+            losses.append(loss.detach())
+        sync()
+        optimizer.step()
+        if between is not None:
+            between(model)
+    return losses, gradients(model), values(model)
+
+
+def check_against_one_device(ctx, model, plain, **options):
+    losses, grads, params = train(ctx, model, rank=ctx.rank, **options)
+    wanted_losses, wanted_grads, wanted_params = train(ctx, plain, **{**options, "sync": lambda: None})
+    for loss, wanted in zip(losses, wanted_losses, strict=True):
+        dist.all_reduce(loss)
+        assert_close({"loss": loss / ctx.world_size}, {"loss": wanted})
+    assert_close(grads, wanted_grads)
+    assert_close(params, wanted_params)
+
+
+def assert_freed(model):
+    """The modules show DTensors, and the whole parameters that are parts elsewhere have no memory."""
+    for module in model.modules():
+        unit = unit_of(module)
+        for bucket in unit.buckets if unit else ():
+            assert bucket.wholes_pointer == 0, type(module)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def whole_bytes(module):
+    """Bytes that a cell holds of gathered parameters."""
+    return sum(bucket.wholes.untyped_storage().nbytes() for bucket in unit_of(module).buckets)
+
+
+# -- the whole -----------------------------------------------------------------------------------------------------
+
+WAYS = [
+    {"threshold": 0},
+    {"threshold": 1, "shard_size": 2, "comm_fusion": True},
+    {"threshold": 0, "shard_size": 2, "comm_fusion": True, "bucket_size": 1},
+    {"threshold": 3, "comm_fusion": True, "bucket_size": 0, "comm_async": True},
+    {"threshold": 0, "shard_size": 3, "comm_async": True},
+    {"threshold": 1, "shard_size": 1, "comm_fusion": True, "comm_async": True},
+    {"threshold": 0, "shard_size": 64, "reduce_dtype": torch.float64, "comm_fusion": True},
+]
+
+
+def check_ways(ctx, ways, level, accumulate):
+    micros, flag = accumulate
+    for way in ways:
+        model = wrap(net(ctx), optimizer_level=level, enable_grad_accumulation=flag, **way)
+        sync = hsdp_sync_stream if way.get("comm_async") else lambda: None
+        check_against_one_device(ctx, model, net(ctx), micros=micros, sync=sync)
+        assert_freed(model)
+
+
+@pytest.mark.parametrize("accumulate", [(1, True), (3, True), (2, False)], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_one_device_on_four_ranks(ctx, level, accumulate):
+    check_ways(ctx, WAYS, level, accumulate)
+
+
+@sim.ranks(2)
+def test_one_device_on_two_ranks(ctx):
+    check_ways(ctx, WAYS[1:4], "level1", (2, True))
+    check_ways(ctx, WAYS[2:4], "level2", (2, True))
+    check_ways(ctx, WAYS[:1], "level3", (1, False))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(1, arms=NO_GLOO)
+def test_a_single_rank(ctx, level):
+    check_ways(ctx, WAYS[:4], level, (2, True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(6, arms=("sim",))
+def test_six_ranks_in_parts_of_two_and_three(ctx, level):
+    check_ways(ctx, [{"threshold": 0, "shard_size": 3}, {"threshold": 0, "shard_size": 2}], level, (2, True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_gradients_are_reduced_in_reduce_dtype(ctx, level):
+    for flag in (False, True):
+        options = {"threshold": 0, "reduce_dtype": torch.float32, "shard_size": 2, "enable_grad_accumulation": flag}
+        model = wrap(net(ctx), optimizer_level=level, **options)
+        plain = net(ctx)
+        model(batch(ctx, rank=ctx.rank)).square().mean().backward()
+        plain(batch(ctx)).square().mean().backward()
+        got, wanted = gradients(model), gradients(plain)
+        assert all(grad.dtype == torch.float64 for grad in got.values())
+        assert all(torch.equal(grad, grad.float().double()) for grad in got.values())  # they have been through float32
+        for name, grad in got.items():
+            bound = torch.finfo(torch.float32).eps * 64 * max(1.0, wanted[name].abs().max().item())
+            assert 0 < (grad - wanted[name]).abs().max().item() <= bound, name
+
+
+# -- who holds what ------------------------------------------------------------------------------------------------
+
+
+def sizes(ctx, rows, shard_size, own=None, columns=3):
+    """The effective shard size of one weight, checked against what the ranks hold."""
+    model = nn.Linear(columns, rows, bias=False).to(ctx.device)
+    if own is not None:
+        model.weight.hsdp_shard_size = own
+    full = model.weight.detach().clone()
+    dist.broadcast(full, src=0)
+    model.weight.data.copy_(full)
+    hsdp(model, shard_size=shard_size, threshold=0)
+    weight, size = model.weight, model.weight.hsdp_effective_shard_size
+    part = rows // size
+    first = ctx.rank % size * part  # parts are on consecutive ranks, and begin again after the last
+    assert torch.equal(weight.to_local(), full[first : first + part])
+    if size > 1:
+        wanted = torch.arange(ctx.world_size).view(-1, size)
+        assert torch.equal(weight.device_mesh.mesh, wanted.to(weight.device_mesh.mesh))
+        assert weight.placements == (Replicate(), Shard(0))
+        assert weight.device_mesh.mesh_dim_names == ("replicate", "shard")
+    assert torch.equal(weight.full_tensor(), full)
+    return size
+
+
+@sim.ranks(4)
+def test_shard_sizes_and_which_ranks_hold_which_part(ctx):
+    asked = (-1, 1, 2, 3, 4, 9)
+    assert [sizes(ctx, 8, size) for size in asked] == [4, 1, 2, 2, 4, 4]
+    assert [sizes(ctx, 6, size) for size in asked] == [2, 1, 2, 2, 2, 2]
+    assert [sizes(ctx, 5, size) for size in asked] == [1] * 6
+    assert [sizes(ctx, 8, 2, own) for own in asked] == [4, 1, 2, 2, 4, 4]
+    assert [sizes(ctx, 8, 1, 4), sizes(ctx, 8, 4, 1), sizes(ctx, 6, 1, -1)] == [4, 1, 2]
+
+
+@sim.ranks(6, arms=("sim",))
+def test_shard_sizes_on_six_ranks(ctx):
+    assert [sizes(ctx, 12, size) for size in (-1, 5, 4, 3, 2)] == [6, 3, 3, 3, 2]
+    assert [sizes(ctx, 9, size) for size in (-1, 2, 3)] == [3, 1, 3]
+    assert [sizes(ctx, 4, size) for size in (-1, 6)] == [2, 2]
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_only_what_is_strictly_smaller_than_the_threshold_stays_whole(ctx):
+    def split(shape, threshold, dtype=torch.float32, own=None):
+        model = nn.Linear(1, 1, bias=False)
+        model.weight = nn.Parameter(torch.ones(shape, dtype=dtype, device=ctx.device))
+        if own is not None:
+            model.weight.hsdp_shard_size = own
+        hsdp(model, threshold=threshold)
+        return model.weight.hsdp_effective_shard_size
+
+    assert split((16, 16), 1) == 4  # 1,024 bytes
+    assert split((16, 16), 2) == 1
+    assert split((4, 63), 1) == 1  # 1,008 bytes
+    assert split((16, 8), 1, torch.float64) == 4
+    assert split((16, 16), 1, torch.bfloat16) == 1
+    assert split((128, 128), 64) == 4
+    assert split((128, 127), 64) == 1
+    assert split((4,), 0) == 4
+    assert split((), 0) == 1
+    assert split((16, 15), 1, own=2) == 1  # an attribute says into how many parts, not whether it is large
+    default = hsdp(nn.Linear(128, 128).to(ctx.device))
+    assert default.weight.hsdp_effective_shard_size == 4
+    assert default.bias.hsdp_effective_shard_size == 1
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_torch_clips_and_steps_what_is_split_as_asked_and_what_is_whole(ctx):
+    model, plain = wrap(net(ctx), threshold=1, shard_size=2), net(ctx)
+    assert {p.hsdp_effective_shard_size for p in model.parameters()} == {1, 2}
+    assert {tuple(p.device_mesh.shape) for p in model.parameters()} == {(2, 2)}
+    model(batch(ctx, rank=ctx.rank)).square().mean().backward()
+    plain(batch(ctx)).square().mean().backward()
+    for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_):
+        norms = [clip(m.parameters(), 0.1) for m in (model, plain)]
+        assert_close({"norm": whole(norms[0])}, {"norm": norms[1]})
+    assert_close(gradients(model), gradients(plain))
+    for m in (model, plain):
+        torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True).step()
+    assert_close(values(model), values(plain))
+
+
+class TensorParallel(nn.Module):
+    """Weights that are DTensors on a mesh of dp and tp, for inputs that are split over dp."""
+
+    def __init__(self, mesh, hidden):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.wholes = {"up": draw(hidden, 8), "down": draw(4, hidden), "gain": draw(4)}
+        for name, placement in (("up", Shard(0)), ("down", Shard(1)), ("gain", Replicate())):
+            value = self.wholes[name]
+            if mesh is not None:
+                value = value.to(mesh.device_type) if mesh.device_type != "cpu" else value
+                value = distribute_tensor(value, mesh, [Replicate(), placement], src_data_rank=None)
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x):
+        hidden = torch.tanh(nn.functional.linear(x, self.up))
+        return nn.functional.linear(hidden, self.down) * self.gain
+
+
+def check_tensor_parallel(ctx, shape, hidden, expected):
+    mesh = init_device_mesh(ctx.device_type, shape, mesh_dim_names=("dp", "tp"))
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(ctx.device)
+    plain = TensorParallel(None, hidden).to(ctx.device)
+    plain(x).square().mean().backward()
+    for level in LEVELS:
+        for flag in (False, True):
+            model = TensorParallel(mesh, hidden)
+            hsdp(model, threshold=0, optimizer_level=level, enable_grad_accumulation=flag)
+            assert {n: p.hsdp_effective_shard_size for n, p in model.named_parameters()} == expected
+            assert_close(values(model), {name: value.to(ctx.device) for name, value in model.wholes.items()})
+            for micro in (1, 2):  # half of the gradient each
+                model.set_requires_grad_sync(micro == 2)
+                inputs = distribute_tensor(x, mesh, [Shard(0), Replicate()], src_data_rank=None)
+                (model(inputs).square().mean() / 2).backward()
+            assert_close(gradients(model), gradients(plain))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer.step()
+            assert_close(values(model), {name: p.detach() - p.grad for name, p in plain.named_parameters()})
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_tensor_parallel_weights_are_split_further(ctx):
+    check_tensor_parallel(ctx, (2, 2), 8, {"up": 2, "down": 2, "gain": 4})
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_uneven_tensor_parallel_weights(ctx):
+    """7 rows are 4 and 3, 5 are 3 and 2: one tp rank could split its part and the other could not, so neither does."""
+    for hidden in (7, 5):
+        check_tensor_parallel(ctx, (2, 2), hidden, {"up": 1, "down": 2, "gain": 4})
+
+
+@sim.ranks(8, arms=("sim",))
+def test_tensor_parallel_ranks_without_a_part(ctx):
+    """6 rows are 2, 2, 2 and none."""
+    check_tensor_parallel(ctx, (2, 4), 6, {"up": 2, "down": 2, "gain": 4})
+
+
+@sim.ranks(4, arms=("sim",))
+def test_the_threshold_of_uneven_parts_is_that_of_the_largest(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for columns, largest, size in ((7, 1024, 2), (5, 768, 1)):
+        model = nn.Linear(1, 1, bias=False)
+        weight = distribute_tensor(torch.zeros(64, columns), mesh, [Replicate(), Shard(1)], src_data_rank=None)
+        assert weight.to_local().numel() * 4 == (largest if ctx.rank % 2 == 0 else largest - 256)
+        model.weight = nn.Parameter(weight)
+        assert hsdp(model, threshold=1).weight.hsdp_effective_shard_size == size
+
+
+# -- what a level means --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(2, arms=NO_GLOO)
+def test_whole_weights_between_forward_and_backward(ctx, level):
+    model = wrap(net(ctx), threshold=0, optimizer_level=level)
+    for _ in range(2):
+        loss = model(batch(ctx, rank=ctx.rank)).square().mean()
+        held = [whole_bytes(block) > 0 for block in model.blocks]
+        assert held == [level != "level3"] * 3
+        loss.backward()
+        assert [whole_bytes(cell) for cell in (*model.blocks, model)] == [0] * 4
+    with torch.no_grad():
+        model(batch(ctx, rank=ctx.rank))
+    if level == "level3":
+        assert [whole_bytes(block) for block in model.blocks] == [0] * 3
+
+
+class Chain(nn.Module):
+    """Two cells of one weight each, 2,048 bytes; nothing of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.ModuleList([nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)])
+
+    def forward(self, x):
+        return self.cells[1](torch.tanh(self.cells[0](x)))
+
+
+def traffic(ranks, build, *, micros=1, steps=2):
+    """What rank 0 communicates in the last of some steps: (operation, ranks, bytes received) in order."""
+
+    def step(models):
+        model = models[dist.get_rank()]
+        for micro in range(micros):
+            model.set_requires_grad_sync(micro == micros - 1)
+            model(torch.ones(2, 16)).sum().backward()
+        hsdp_sync_stream()
+
+    with sim.world(ranks) as world:
+        models = world.run(build)
+        for _ in range(steps):
+            world.trace.clear()
+            world.run(step, (models,))
+        return [(event.op, len(event.group), event.recv_bytes) for event in world.trace.of_rank(0)]
+
+
+def told(events, flags=64):
+    """Events without the bytes of the flags that go along with gradients."""
+    return sorted((op, ranks, size - size % flags) for op, ranks, size in events)
+
+
+N = 16 * 32 * 4
+PER_CELL = {  # on 4 ranks, of which 2 hold the parts of a weight
+    "level1": [("all_gather", 2, N // 2), ("all_reduce", 4, 2 * N * 3 // 4)],
+    "level2": [("all_gather", 2, N // 2), ("reduce_scatter", 2, N // 2), ("all_reduce", 2, 2 * N // 2 // 2)],
+}
+PER_CELL["level3"] = [PER_CELL["level2"][0], *PER_CELL["level2"]]
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("fusion", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_communication_of_a_step(level, fusion):
+    def build():
+        model = Chain()
+        for cell in model.cells:
+            hsdp(cell, shard_size=2, threshold=0, optimizer_level=level, comm_fusion=fusion)
+        return hsdp(model, shard_size=2, threshold=0, optimizer_level=level, comm_fusion=fusion)
+
+    assert told(traffic(4, build)) == sorted(PER_CELL[level] * 2)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("level", LEVELS)
+def test_communication_of_accumulation(level):
+    def build(flag):
+        def make():
+            model = Chain()
+            for module in (*model.cells, model):
+                hsdp(module, shard_size=2, threshold=0, optimizer_level=level, enable_grad_accumulation=flag)
+            return model
+
+        return make
+
+    gathers = [cost for cost in PER_CELL[level] if cost[0] == "all_gather"] * 2 * 3  # in each of three micro-steps
+    once = [cost for cost in PER_CELL[level] if cost[0] != "all_gather"] * 2
+    assert told(traffic(4, build(False), micros=3)) == sorted(gathers + once)
+    more = [cost for cost in once if cost[0] == "reduce_scatter"] * 2
+    assert told(traffic(4, build(True), micros=3)) == sorted(gathers + once + more)
+
+
+class Four(nn.Module):
+    """Four weights of 1 KB each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("fusion", "bucket_size", "reductions"),
+    [
+        (False, -1, 4),
+        (False, 0, 4),
+        (False, 64, 4),
+        (True, -1, 1),
+        (True, 0, 4),
+        (True, 1, 4),
+        (True, 2, 2),
+        (True, 3, 2),
+        (True, 4, 1),
+        (True, 64, 1),
+    ],
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_bucket_size(level, fusion, bucket_size, reductions):
+    def build():
+        options = {"shard_size": 2, "threshold": 0, "optimizer_level": level}
+        return hsdp(Four(), comm_fusion=fusion, bucket_size=bucket_size, **options)
+
+    ops = [op for op, _, _ in traffic(4, build)]
+    assert ops.count("all_gather") == 1  # gathers are fused whatever is asked of gradients
+    assert ops.count("all_reduce") == reductions
+    assert ops.count("reduce_scatter") == (0 if level == "level1" else reductions)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_one_rank_or_whole_parameters_communicate(level):
+    assert traffic(1, lambda: hsdp(Chain(), threshold=0, optimizer_level=level)) == []
+    for options in ({"shard_size": 1, "threshold": 0}, {"threshold": 64}):
+        made = lambda options=options: hsdp(Chain(), optimizer_level=level, comm_fusion=True, **options)  # noqa: E731
+        assert told(traffic(4, made)) == [("all_reduce", 4, 2 * 2 * N * 3 // 4)]
+
+
+# -- accumulation --------------------------------------------------------------------------------------------------
+
+
+def accumulating(ctx, level, **options):
+    model = nn.Linear(4, 4, bias=False).to(ctx.device, torch.float64)
+    options = {"shard_size": 2, "threshold": 0, "grad_scale": 0.5, **options}
+    return hsdp(model, optimizer_level=level, enable_grad_accumulation=True, **options)
+
+
+def micro_step(ctx, model, sync):
+    """A gradient of rank + 1 in every element."""
+    model.set_requires_grad_sync(sync)
+    x = torch.full((1, 4), ctx.rank + 1.0, device=ctx.device, dtype=model.weight.dtype)
+    model(x).sum().backward()
+    hsdp_sync_stream()
+    return model.weight.acc_grad
+
+
+def elements(tensor):
+    local = tensor.to_local()
+    assert local.min() == local.max()
+    return local[0, 0].item()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_acc_grad(ctx, level, dtype):
+    for late in (False, True):
+        check_acc_grad(ctx, level, dtype, accumulating(ctx, level, reduce_dtype=dtype, comm_async=late))
+
+
+def check_acc_grad(ctx, level, dtype, model):
+    pair = ctx.rank // 2  # ranks 0 and 1 hold the parts of one copy, with gradients 1 + 2; ranks 2 and 3, 3 + 4
+    own = ctx.rank + 1.0 if level == "level1" else (3.0, 7.0)[pair]
+    for cycle in range(3):
+        for count in (1, 2):
+            shown = micro_step(ctx, model, sync=False)
+            assert shown.dtype == (dtype or torch.float64)
+            assert shown.shape == (4, 4)
+            assert shown.to_local().shape == ((4, 4) if level == "level1" else (2, 4))
+            assert shown.placements == (Partial(), Partial() if level == "level1" else Shard(0))
+            assert elements(shown) == count * own
+            assert model.weight.grad is None
+        shown = micro_step(ctx, model, sync=True)
+        assert elements(shown) == 3 * 2.5 * 0.5  # three steps, averaged over ranks, scaled
+        assert shown.dtype == (dtype or torch.float64)
+        assert shown.placements == (Replicate(), Replicate() if level == "level1" else Shard(0))
+        assert model.weight.grad.dtype == torch.float64
+        assert model.weight.grad.placements == (Replicate(), Shard(0))
+        assert elements(model.weight.grad) == 3 * 2.5 * 0.5
+        if cycle == 0:
+            model.zero_grads()
+            assert model.weight.acc_grad is None
+            assert model.weight.grad is None
+        else:
+            model.weight.grad = None  # as an optimizer does; the next cycle begins anew all the same
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_acc_grad_of_half_precision_waits_in_fp32(ctx):
+    for level in LEVELS:
+        model = hsdp(
+            nn.Linear(4, 4, bias=False).to(ctx.device, torch.bfloat16),
+            shard_size=2,
+            threshold=0,
+            optimizer_level=level,
+            enable_grad_accumulation=True,
+        )
+        waiting = micro_step(ctx, model, sync=False)
+        assert waiting.dtype == torch.float32
+        micro_step(ctx, model, sync=True)
+        assert model.weight.grad.dtype == torch.bfloat16
+        assert elements(model.weight.grad) == 2 * 2.5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_zero_grads_in_the_middle_of_a_cycle(ctx, level):
+    for flag in (True, False):
+        model = hsdp(nn.Sequential(accumulating(ctx, level)), threshold=0, enable_grad_accumulation=flag)
+        inner = model[0]
+        for sync in (False, False):
+            micro_step(ctx, inner, sync)
+        model.zero_grads()  # of the outer cell: reaches all
+        assert inner.weight.acc_grad is None
+        micro_step(ctx, inner, sync=True)
+        assert elements(inner.weight.grad) == 2.5 * 0.5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_acc_grad_is_no_alias_of_grad(ctx, level):
+    model = accumulating(ctx, level)
+    micro_step(ctx, model, sync=False)
+    shown = micro_step(ctx, model, sync=True)
+    model.weight.grad.mul_(100)  # as clipping does
+    assert elements(shown) == 2 * 2.5 * 0.5
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_acc_grad_of_a_dtensor_that_keeps_its_layout(ctx):
+    mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(4, 4, bias=False).to(ctx.device)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    hsdp(model, enable_grad_accumulation=True)
+    model.set_requires_grad_sync(False)
+    x = DTensor.from_local(torch.full((1, 4), ctx.rank // 2 + 1.0, device=ctx.device), mesh, [Shard(0), Replicate()])
+    model(x).to_local().sum().backward()
+    assert elements(model.weight.acc_grad) == ctx.rank // 2 + 1.0
+    assert model.weight.acc_grad.placements == (Partial(), Shard(0))
+    assert torch.equal(whole(model.weight.acc_grad), torch.full((4, 4), 3.0, device=ctx.device))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_no_acc_grad_unless_asked_for(ctx):
+    for level in LEVELS:
+        model = hsdp(nn.Linear(4, 4).to(ctx.device), threshold=0, optimizer_level=level)
+        for sync in (False, True):
+            model.set_requires_grad_sync(sync)
+            model(torch.ones(1, 4, device=ctx.device)).sum().backward()
+            assert getattr(model.weight, "acc_grad", None) is None
+            assert (model.weight.grad is None) == (not sync)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_a_parameter_that_only_one_micro_step_of_one_rank_uses(ctx, level):
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.once, self.never = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, x, *, once):
+            return self.always(x) + (self.once(x) if once else 0)
+
+    model = Sometimes().to(ctx.device)
+    hsdp(model, threshold=0, shard_size=2, optimizer_level=level, enable_grad_accumulation=True)
+    for micro in range(3):
+        model.set_requires_grad_sync(micro == 2)
+        model(torch.ones(1, 4, device=ctx.device), once=micro == 1 and ctx.rank == 2).sum().backward()
+    assert elements(model.always.weight.grad) == 3
+    assert elements(model.once.weight.grad) == 0.25
+    assert model.never.weight.grad is None
+    assert getattr(model.never.weight, "acc_grad", None) is None
+
+
+# -- asynchronous reductions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.sim
+def test_hsdp_sync_stream_without_anything_to_wait_for():
+    assert not dist.is_initialized()
+    hsdp_sync_stream()
+
+    def rank():
+        hsdp_sync_stream()
+        model = hsdp(nn.Linear(4, 4), comm_async=True)
+        hsdp_sync_stream()
+        model(torch.ones(1, 4)).sum().backward()
+        for _ in range(2):
+            hsdp_sync_stream()
+        return model.bias.grad is not None
+
+    assert sim.run(rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_hsdp_sync_stream(ctx, level):
+    options = {"shard_size": 2, "threshold": 0, "optimizer_level": level, "comm_async": True}
+    model, plain = wrap(net(ctx), **options), net(ctx)
+    forgotten = wrap(net(ctx), **options)
+    cleared = wrap(net(ctx), **options)
+    for m, rank in ((plain, None), (model, ctx.rank), (forgotten, ctx.rank), (cleared, ctx.rank)):
+        m(batch(ctx, rank=rank)).square().mean().backward()
+    wanted = gradients(plain)
+    for m in (model, forgotten, cleared):
+        assert any(p.grad is None for p in m.parameters())  # still under way
+    with torch.no_grad():
+        forgotten(batch(ctx, rank=ctx.rank))
+    assert_close(gradients(forgotten), wanted)
+    cleared.zero_grads()
+    hsdp_sync_stream()
+    assert_close(gradients(model), wanted)
+    assert all(p.grad is None for p in cleared.parameters())
+    hsdp_sync_stream()
+    assert_close(gradients(model), wanted)
+    assert_close(gradients(forgotten), wanted)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_an_asynchronous_cell_below_a_root_that_is_not(ctx):
+    for root in (hsdp, fully_shard):
+        model, plain = net(ctx), net(ctx)
+        hsdp(model.blocks[1], threshold=0, comm_async=True)
+        root(model)
+        model(batch(ctx, rank=ctx.rank)).square().mean().backward()
+        plain(batch(ctx)).square().mean().backward()
+        hsdp_sync_stream()
+        assert_close(gradients(model), gradients(plain))
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(2, arms=NO_GLOO)
+def test_grad_scale(ctx, level):
+    for scale in (0.25, -2.0, 0.0):
+        model, plain = wrap(net(ctx), threshold=1, optimizer_level=level, grad_scale=scale), net(ctx)
+        model(batch(ctx, rank=ctx.rank)).square().mean().backward()
+        plain(batch(ctx)).square().mean().backward()
+        assert_close(gradients(model), {name: grad * scale for name, grad in gradients(plain).items()})
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_prefetch_cells(ctx):
+    model = wrap(net(ctx), threshold=0, optimizer_level="level3")
+    first, second, third = model.blocks
+    first.set_forward_prefetch_cells((third, second))
+    second.set_forward_prefetch_cells([])
+    third.set_backward_prefetch_cells([first])
+    seen = {}
+
+    def look(name):
+        seen[name] = [unit_of(block)._gathers is not None or unit_of(block).gathered for block in model.blocks]
+
+    first.norm.register_forward_hook(lambda *_: look("first forward"))
+    third.down.register_full_backward_pre_hook(lambda *_: look("third backward"))
+    for _ in range(2):
+        model(batch(ctx, rank=ctx.rank)).square().mean().backward()
+        assert seen["first forward"] == [True, True, True]
+        assert seen["third backward"] == [True, False, True]
+    check_against_one_device(ctx, wrap(net(ctx), threshold=0), net(ctx))
+    model.zero_grads()
+    check_against_one_device(ctx, model, net(ctx))
+
+
+# -- with other faces, levels and libraries ------------------------------------------------------------------------
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_cells_and_units_in_one_model(ctx):
+    def cells_in_a_unit(model):
+        hsdp(model.blocks[0], threshold=0, optimizer_level="level1", shard_size=2)
+        fully_shard(model.blocks[1])
+        hsdp(model.blocks[2], threshold=0, optimizer_level="level3", comm_fusion=True)
+        model.scale = nn.Parameter(model.scale.detach().view(1))
+        return fully_shard(model)
+
+    def units_in_a_cell(model):
+        fully_shard(model.blocks[0])
+        hsdp(model.blocks[1].up, threshold=0, optimizer_level="level2", enable_grad_accumulation=True)
+        hsdp(model.blocks[1], threshold=0, optimizer_level="level1")
+        return hsdp(model, threshold=0, optimizer_level="level2", enable_grad_accumulation=True, shard_size=2)
+
+    for wrapping in (cells_in_a_unit, units_in_a_cell):
+        model, plain = wrapping(net(ctx)), net(ctx)
+        plain.scale = nn.Parameter(plain.scale.detach().view(model.scale.shape))
+        if not isinstance(model, HSDPCell):
+            model.set_requires_grad_sync = model.set_requires_gradient_sync
+        check_against_one_device(ctx, model, plain, micros=2)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_a_model_of_which_one_cell_is_wrapped(ctx):
+    model, plain = net(ctx), net(ctx)
+    hsdp(model.blocks[1], threshold=0)
+    model(batch(ctx, rank=ctx.rank)).square().mean().backward()
+    plain(batch(ctx)).square().mean().backward()
+    names = [name for name, _ in plain.named_parameters() if name.startswith("blocks.1.")]
+    got, wanted = gradients(model), gradients(plain)
+    assert_close({name: got[name] for name in names}, {name: wanted[name] for name in names})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_state_dicts(ctx, level):
+    model = wrap(net(ctx), threshold=1, shard_size=2, optimizer_level=level)
+    train(ctx, model, rank=ctx.rank, steps=1)
+    held = values(model)
+    loss = model(batch(ctx, rank=ctx.rank)).square().mean()
+    sharded = {name: value.clone() for name, value in model.state_dict().items()}  # between forward and backward
+    loss.backward()
+    assert list(sharded) == list(net(ctx).state_dict())
+    assert all(isinstance(value, DTensor) for value in sharded.values())
+    full = {name: whole(value) for name, value in get_model_state_dict(model).items()}
+    for way, state in (
+        ({"threshold": 0}, sharded),
+        ({"threshold": 1, "shard_size": 2, "optimizer_level": "level3"}, sharded),
+        ({"threshold": 0, "shard_size": 4, "comm_fusion": True}, full),
+    ):
+        other = wrap(net(ctx), **way)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        result = other.load_state_dict(state)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        assert all(torch.equal(value, held[name]) for name, value in values(other).items())
+        again = other(batch(ctx, rank=ctx.rank)).square().mean()
+        assert torch.equal(again, loss)
+
+
+class Shared(nn.Module):
+    """A tied weight, a frozen layer, one that is never used, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 16)
+        self.head = nn.Linear(16, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.unused = nn.Linear(16, 16)
+        self.register_buffer("shift", torch.tensor(0.5))
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.frozen(self.embed(tokens)) + self.shift))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_tied_frozen_and_unused_parameters(ctx, level):
+    torch.manual_seed(0)
+    plain = Shared().to(ctx.device, torch.float64)
+    model = hsdp(copy.deepcopy(plain), threshold=0, shard_size=2, optimizer_level=level, comm_fusion=True)
+    assert model.head.weight is model.embed.weight
+    tokens = torch.arange(2 * ctx.world_size, device=ctx.device) % 7
+    model(tokens[2 * ctx.rank :][:2]).square().mean().backward()
+    plain(tokens).square().mean().backward()
+    assert model.head.weight is model.embed.weight
+    assert_close(gradients(model), gradients(plain))
+    assert model.unused.weight.grad is None
+    assert model.frozen.weight.grad is None
+    assert not model.frozen.weight.requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@sim.ranks(2, arms=NO_GLOO)
+def test_activation_checkpointing(ctx, reentrant):
+    def call(block, x):
+        return checkpoint(block, x, use_reentrant=reentrant)
+
+    for level in LEVELS:
+        model = wrap(net(ctx, call=call), threshold=0, optimizer_level=level, enable_grad_accumulation=True)
+        check_against_one_device(ctx, model, net(ctx), micros=2)
+        assert_freed(model)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_evaluation_between_steps(ctx):
+    def evaluate(model):
+        model.eval()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                model(batch(ctx, 5))
+        model.train()
+
+    for level in LEVELS:
+        for fusion in (False, True):
+            model = wrap(net(ctx), threshold=0, optimizer_level=level, comm_fusion=fusion, comm_async=fusion)
+            check_against_one_device(ctx, model, net(ctx), between=evaluate, sync=hsdp_sync_stream)
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_a_model_made_on_meta(ctx):
+    for level in LEVELS:
+        with torch.device("meta"):
+            model = Net().double()
+        model.head.weight.no_decay = True
+        wrap(model, threshold=0, shard_size=2, optimizer_level=level)
+        assert model.head.weight.hsdp_effective_shard_size == 2
+        with pytest.raises(RuntimeError, match=r"still on the meta device") as caught:
+            model(batch(ctx, rank=ctx.rank))
+        assert all(name in str(caught.value) for name in ("scale", "head.weight", "head.bias"))
+        model.to_empty(device=ctx.device)
+        assert not model.load_state_dict(net(ctx).state_dict()).missing_keys
+        check_against_one_device(ctx, model, net(ctx))
+        assert model.head.weight.hsdp_effective_shard_size == 2
+        assert model.head.weight.no_decay
+
+
+class Kinds(nn.Module):
+    """Two dtypes, a complex and an integer parameter, one without elements, one that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.single = nn.Linear(16, 16)
+        self.phase = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
+        self.count = nn.Parameter(torch.arange(8), requires_grad=False)
+        self.none = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(16, 16, dtype=torch.float64).t())
+
+    def forward(self, x):
+        x = self.single(x.float()).double() @ self.turned + self.none.sum()
+        return x * (self.phase * self.phase.conj()).real.sum() + self.count.sum() * 0.01
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_parameters_of_every_kind(ctx, level):
+    for fusion in (False, True):
+        torch.manual_seed(1)
+        plain = Kinds().to(ctx.device)
+        model = copy.deepcopy(plain)
+        hsdp(model, threshold=0, optimizer_level=level, comm_fusion=fusion, enable_grad_accumulation=True)
+        for micro in range(2):
+            model.set_requires_grad_sync(micro == 1)
+            model(batch(ctx, rank=ctx.rank)).square().mean().backward()
+            plain(batch(ctx)).square().mean().backward()
+        got, wanted = gradients(model), gradients(plain)
+        assert {name: grad is None for name, grad in got.items()} == {n: grad is None for n, grad in wanted.items()}
+        for name, grad in wanted.items():
+            if grad is not None and grad.numel():
+                assert got[name].dtype == grad.dtype
+                bound = torch.finfo(torch.float32).eps * 2**12 * grad.abs().max()  # all that went before is in fp32
+                assert (got[name] - grad).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=("sim",), check_replicas=True)
+def test_what_a_layout_calls_a_copy_is_one(ctx, level):
+    options = {"shard_size": 2, "optimizer_level": level, "enable_grad_accumulation": True}
+    for way in ({"threshold": 0}, {"threshold": 1, "comm_fusion": True}):
+        check_against_one_device(ctx, wrap(net(ctx), **options, **way), net(ctx), micros=2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=("sim",), check_races=True)
+def test_nothing_is_used_while_it_is_communicated(ctx, level):
+    options = {"shard_size": 2, "threshold": 0, "optimizer_level": level, "comm_async": True}
+    for fusion in (False, True):
+        model = wrap(net(ctx), comm_fusion=fusion, enable_grad_accumulation=fusion, **options)
+        check_against_one_device(ctx, model, net(ctx), micros=2, sync=hsdp_sync_stream)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_a_cell_with_a_dtensor_adds_gradients_up(ctx):
+    mesh = init_device_mesh(ctx.device_type, (2,))
+    model = nn.Linear(4, 4).to(ctx.device)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    model.forward = lambda x: nn.functional.linear(x, model.weight.to_local(), model.bias)
+    for threshold in (0, 64):
+        other = copy.deepcopy(model)
+        other.forward = lambda x, other=other: nn.functional.linear(x, other.weight.to_local(), other.bias)
+        hsdp(other, threshold=threshold)
+        assert other.weight.hsdp_effective_shard_size == (2 if threshold == 0 else 1)
+        other(torch.full((1, 4), ctx.rank + 1.0, device=ctx.device)).sum().backward()
+        assert torch.equal(whole(other.weight.grad), torch.full((4, 4), 3.0, device=ctx.device))
+        assert torch.equal(whole(other.bias.grad), torch.full((4,), 2.0, device=ctx.device))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_a_cell_without_parameters_of_its_own(ctx):
+    model = nn.Sequential(hsdp(nn.Linear(4, 4), threshold=0), nn.Tanh())
+    model.register_buffer("steps", torch.zeros(1))
+    assert hsdp(model) is model
+    assert model.steps.device == model[0].weight.to_local().device  # where the cells inside are, not the accelerator
+    model(torch.ones(1, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_the_class_of_a_cell(ctx):
+    model = nn.Linear(4, 4).to(ctx.device)
+    assert hsdp(model) is model
+    assert isinstance(model, (nn.Linear, HSDPCell))
+    assert type(model).__name__ == "HSDPLinear"
+    assert type(model) is type(hsdp(nn.Linear(4, 4).to(ctx.device)))
+    assert not isinstance(fully_shard(nn.Linear(4, 4).to(ctx.device)), HSDPCell)
+    with pytest.raises(TypeError, match=r"cannot copy or pickle a HSDPLinear"):
+        copy.deepcopy(model)

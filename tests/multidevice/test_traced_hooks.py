@@ -1,0 +1,603 @@
+"""Weights that are gathered inside of forward, against the same model on one device; under torch.compile, too."""
+
+import copy
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import sim
+from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.build import find_parameters
+from hyper_parallel.core.fully_shard.homes import kept_home, plain_home
+from hyper_parallel.core.fully_shard.mesh import DataParallelMesh
+from hyper_parallel.core.fully_shard.policy import OptimizerLevel
+from hyper_parallel.core.hsdp.traced import Ranks, TracedParam, install, take_over
+from hyper_parallel.platform import get_platform
+
+LEVELS = tuple(OptimizerLevel)
+LEVEL1, LEVEL2, LEVEL3 = LEVELS
+NO_GLOO = ("sim", "gpu", "npu")
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 16)
+        self.down = nn.Linear(16, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """``head`` shares its weight with ``embed``; ``scale`` and biases stay whole; ``shift`` is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 8), requires_grad=False)
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block()])
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x) * self.scale + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net(ctx, dtype=torch.float64, make=Net):
+    torch.manual_seed(0)
+    return make().to(dtype).to(ctx.device)
+
+
+def data(ctx, step=0, rank=None, dtype=torch.float64, per_rank=2):
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(ctx.world_size * per_rank, 8, generator=generator, dtype=torch.float64).to(dtype)
+    return (x if rank is None else x[rank * per_rank : (rank + 1) * per_rank]).to(ctx.device)
+
+
+def wrap(roots, mesh, level, *, threshold=8, grad_scale=1.0, **options):
+    """Split the parameters below ``roots`` over the last axis of ``mesh``; those of fewer elements stay whole."""
+    shard, replicas = Ranks.of(mesh.get_group(mesh.ndim - 1)), ()
+    if mesh.ndim == 2:
+        replicas = (Ranks.of(mesh.get_group(0)),)
+    places: dict[nn.Parameter, list] = {}
+    for root in roots:
+        for prefix, module in root.named_modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor):
+                    places.setdefault(parameter, []).append((module, name, f"{prefix}.{name}"))
+    params = []
+    for parameter, slots in places.items():
+        splits = parameter.numel() >= threshold and parameter.shape[0] % shard.size == 0
+        layout = [*([Replicate()] * len(replicas)), Shard(0) if splits else Replicate()]
+        part = nn.Parameter(distribute_tensor(parameter.detach(), mesh, layout), requires_grad=parameter.requires_grad)
+        for module, name, _ in slots:
+            module._parameters[name] = part
+        params.append(
+            TracedParam(
+                name=slots[0][2],
+                slots=[slot[:2] for slot in slots],
+                parameter=part,
+                shard=shard if splits else None,
+                replicas=replicas,
+                domain=(shard, *replicas),
+                scale=grad_scale / dist.get_world_size(),
+            )
+        )
+    return install(roots, params, level=level, **options)
+
+
+def mesh_of(ctx, *shape):
+    shape = shape or (ctx.world_size,)
+    return init_device_mesh(ctx.device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def compiled(model, backend):
+    torch._dynamo.reset()
+    torch.fx.traceback.current_meta.clear()  # torch 2.11 leaves marks of checkpoints there that "eager" has seen
+    return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model):
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
+def train(ctx, model, call=None, rank=None, steps=2, dtype=torch.float64):
+    call = model if call is None else call
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = call(data(ctx, step, rank, dtype)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, gradients(model), {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def assert_close(ours, theirs):
+    """Within 1024 roundings: batch, widths and layers of these models multiply to less."""
+    assert list(ours) == list(theirs)
+    for name, wanted in theirs.items():
+        assert (ours[name] is None) == (wanted is None), name
+        if wanted is not None:
+            bound = torch.finfo(wanted.dtype).eps * 1024 * max(1.0, wanted.abs().max().item())
+            assert ours[name].shape == wanted.shape, name
+            assert (ours[name] - wanted).abs().max().item() <= bound, (name, ours[name], wanted)
+
+
+def check_against_one_device(ctx, model, call, wanted):
+    losses, grads, params = train(ctx, model, call, rank=ctx.rank)
+    for loss, wanted_loss in zip(losses, wanted[0], strict=True):
+        dist.all_reduce(loss)
+        assert_close({"loss": loss / ctx.world_size}, {"loss": wanted_loss})
+    assert_close(grads, wanted[1])
+    assert_close(params, wanted[2])
+
+
+@sim.ranks(2)
+def test_one_device(ctx):
+    wanted = train(ctx, net(ctx))
+    for level, backends in ((LEVEL1, ["eager"]), (LEVEL2, ["aot_eager"]), (LEVEL3, ["eager", "aot_eager"])):
+        for backend in (None, *backends):
+            model = net(ctx)
+            wrap([model], mesh_of(ctx), level)
+            check_against_one_device(ctx, model, compiled(model, backend), wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+@sim.ranks(4, arms=NO_GLOO)
+def test_a_replicate_axis(ctx, shape):
+    wanted = train(ctx, net(ctx))
+    for level in LEVELS:
+        for backend in (None, "aot_eager") if shape == (2, 2) and level is LEVEL2 else (None,):
+            model = net(ctx)
+            wrap([model], mesh_of(ctx, *shape), level)
+            check_against_one_device(ctx, model, compiled(model, backend), wanted)
+
+
+def nested(model, mesh):
+    """A unit per block, and one of another level of the rest."""
+    for block in model.blocks:
+        wrap([block], mesh, LEVEL3)
+    return wrap([model], mesh, LEVEL1)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_units_inside_of_units(ctx):
+    wanted = train(ctx, net(ctx))
+    for backend in (None, "aot_eager"):
+        model = net(ctx)
+        nested(model, mesh_of(ctx))
+        check_against_one_device(ctx, model, compiled(model, backend), wanted)
+    model = net(ctx)  # graphs of blocks, within a forward that runs as it is
+    nested(model, mesh_of(ctx))
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    check_against_one_device(ctx, model, model, wanted)
+
+
+@sim.ranks(2, arms=("sim",))
+def test_a_graph_inside_of_a_unit(ctx):
+    """Of one module of a unit whose forward runs as it is."""
+    wanted = train(ctx, net(ctx))
+    model = net(ctx)
+    wrap([model], mesh_of(ctx), LEVEL3)
+    torch._dynamo.reset()
+    model.blocks[0].compile(backend="aot_eager", fullgraph=True)
+    check_against_one_device(ctx, model, model, wanted)
+
+
+@sim.ranks(2, arms=("sim",))
+def test_the_bits_of_the_engine(ctx):
+    """The sums run in the same order. (Of tied weights, a graph adds up the gradients after their reduction.)"""
+
+    def untied():
+        made = Net()
+        made.head = nn.Linear(8, 8)
+        return made
+
+    model = net(ctx, torch.float32, untied)
+    fully_shard(model, mesh=mesh_of(ctx))
+    wanted = train(ctx, model, rank=ctx.rank, dtype=torch.float32)
+    for level in LEVELS:
+        for backend in (None, "aot_eager") if level is LEVEL1 else (None,):
+            model = net(ctx, torch.float32, untied)
+            wrap([model], mesh_of(ctx), level)
+            got = train(ctx, model, compiled(model, backend), rank=ctx.rank, dtype=torch.float32)
+            assert got[0] == wanted[0]
+            for ours, theirs in zip(got[1:], wanted[1:], strict=True):
+                for name, value in theirs.items():
+                    same = ours[name] is None if value is None else torch.equal(ours[name], value)
+                    assert same, (level, backend, name)
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@sim.ranks(2)
+def test_no_graph_breaks(ctx):
+    x = data(ctx, 0, ctx.rank)
+    model = net(ctx)
+    nested(model, mesh_of(ctx))
+    torch._dynamo.reset()
+    report = torch._dynamo.explain(model)(x)
+    assert (report.graph_count, report.graph_break_count) == (1, 0), report
+    torch._dynamo.reset()
+    model = net(ctx)
+    fully_shard(model, mesh=mesh_of(ctx))  # with hooks that swap the parameters
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.sim
+def test_one_graph_serves_all_steps_and_all_blocks_that_are_alike_but_not_both_ranks():
+    graphs = []
+
+    def body(level):
+        def backend(graph, inputs):
+            graphs.append(dist.get_rank())
+            return graph.forward
+
+        ctx = sim_context()
+        model = net(ctx, make=lambda: nn.Sequential(*[Block() for _ in range(4)]))
+        for block in model:
+            wrap([block], mesh_of(ctx), level)
+            block.compile(backend=backend, fullgraph=True)
+        for step in range(3):
+            x = data(ctx, step, ctx.rank).requires_grad_()  # so that the first block is no exception
+            model(x).square().mean().backward()
+
+    torch._dynamo.reset()
+    sim.run(body, 2, (LEVEL1,))  # where the rank is part of the graph: it says which rows are its own
+    assert sorted(graphs) == [0, 1]
+
+
+def sim_context():
+    """What a body of ``sim.ranks`` is given, for functions that ``sim.run`` runs."""
+    return SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size(), device="cpu", device_type="cpu")
+
+
+def backward_of(losses):
+    losses[dist.get_rank()].backward()
+
+
+def communicated(level, backend, shape):
+    """Collectives of rank 0 in one forward and in its backward, by kind."""
+
+    def build():
+        ctx = sim_context()
+        model = net(ctx)
+        wrap([model], mesh_of(ctx, *shape), level)
+        return ctx, model, compiled(model, backend)
+
+    def forward(state):
+        ctx, _, call = state[dist.get_rank()]
+        return call(data(ctx, 0, ctx.rank)).square().mean()
+
+    def counts(events):
+        kinds = [event.op for event in events]
+        return {kind: kinds.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+    with sim.world(shape[0] * shape[1]) as world:
+        state = world.run(build)
+        seen = len(world.trace.of_rank(0))
+        losses = world.run(forward, (state,))
+        after = len(world.trace.of_rank(0))
+        world.run(backward_of, (losses,))
+        events = world.trace.of_rank(0)
+        return counts(events[seen:after]), counts(events[after:])
+
+
+# Of 10 parameters, 9 are split, and the frozen one of these has no gradient. In a graph the tied one is gathered once
+# per use (and the two found to be one by AOTAutograd) and reduced once per use. Backward at level3 needs the
+# weights of norm, up, down and head again, once each, and the norm's bias, which autograd saves, too.
+@pytest.mark.parametrize(
+    ("level", "backend", "shape", "again", "scattered", "reduced"),
+    [
+        (LEVEL1, None, (2, 2), 0, 0, 18),
+        (LEVEL2, None, (2, 2), 0, 8, 10),
+        (LEVEL3, None, (2, 2), 5, 8, 10),
+        (LEVEL3, "aot_eager", (1, 2), 5, 9, 1),
+        (LEVEL3, "eager", (1, 2), 0, 9, 1),  # this backend keeps what autograd saves
+    ],
+)
+@pytest.mark.sim
+def test_collectives(level, backend, shape, again, scattered, reduced):
+    forward, backward = communicated(level, backend, shape)
+    assert forward == {"all_gather": 10 if backend == "eager" else 9, "reduce_scatter": 0, "all_reduce": 0}
+    if torch.__version__ >= "2.15" and backend == "aot_eager":
+        again -= 1  # its LayerNorm does not need the bias any more
+    assert backward == {"all_gather": again, "reduce_scatter": scattered, "all_reduce": reduced}
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_level3_keeps_no_whole(ctx):
+    for level, kept in ((LEVEL2, True), (LEVEL3, False)):
+        model = net(ctx)
+        wrap([model], mesh_of(ctx), level)
+        seen = []
+        watch = lambda module, *_, seen=seen: seen.append(StorageWeakRef(module.weight.untyped_storage()))  # noqa: E731
+        model.blocks[0].up.register_forward_hook(watch)
+        loss = model(data(ctx, 0, ctx.rank)).square().mean()
+        assert seen[0].expired() != kept
+        loss.backward()
+        assert seen[0].expired()
+
+
+# -- what else runs a forward -----------------------------------------------------------------------------------------
+
+
+class Checkpointed(Net):
+    """The part between embed and head is computed again in backward."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, x):
+        x = self.embed(x) * self.scale + self.shift
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options)
+        return self.head(x)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_activation_checkpointing(ctx):
+    wanted = train(ctx, net(ctx))
+    for level in LEVELS:
+        for reentrant in (False, True):
+            for wrapping in (nested, lambda m, mesh, level=level: wrap([m], mesh, level)):
+                model = net(ctx, make=lambda r=reentrant: Checkpointed(use_reentrant=r))
+                wrapping(model, mesh_of(ctx))
+                check_against_one_device(ctx, model, model, wanted)
+    model = net(ctx)
+    wrap([model], mesh_of(ctx), LEVEL3)
+    check_against_one_device(ctx, model, lambda x: checkpoint(model, x, use_reentrant=False), wanted)
+    for wrapping in (nested, lambda m, mesh: wrap([m], mesh, LEVEL2)):
+        model = net(ctx, make=lambda: Checkpointed(use_reentrant=False))
+        wrapping(model, mesh_of(ctx))
+        check_against_one_device(ctx, model, compiled(model, "aot_eager"), wanted)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_activation_checkpointing_still_saves_memory(ctx):
+    """The hooks of level3 do not stand in the way of those that checkpoint an activation."""
+    model = net(ctx)
+    wrap([model], mesh_of(ctx), LEVEL3)
+    kept = []
+    model.blocks[0].up.register_forward_hook(lambda m, args, out: kept.append(weakref.ref(out)))
+    out = checkpoint(model, data(ctx, 0, ctx.rank), use_reentrant=False)
+    assert kept[0]() is None
+    out.sum().backward()
+    assert len(kept) == 2  # computed twice
+
+
+class Odd(nn.Module):
+    """Modules that come at their weights in ways of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(8, 4, num_layers=2, bidirectional=True, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.listed = nn.ParameterList([torch.eye(8), torch.linspace(0, 1, 8)])
+        self.named = nn.ParameterDict({"a": torch.linspace(1, 2, 8)})
+        self.unused = nn.Linear(8, 8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.rnn(x[:, None])[0]
+        x = self.attention(x, x, x)[0][:, 0]
+        x = x @ self.listed[0] + self.listed[1] * self.named["a"]
+        with torch.no_grad():
+            y = self.inner(x)  # gathered without gradient, and used with one below
+        return nn.functional.linear(x, self.inner.weight, self.inner.bias) + y
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_odd_modules(ctx):
+    wanted = train(ctx, net(ctx, make=Odd))
+    for level in LEVELS:
+        model = net(ctx, make=Odd)
+        wrap([model], mesh_of(ctx), level)
+        check_against_one_device(ctx, model, model, wanted)
+        assert model.unused.weight.grad is None
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_forwards_without_gradient_and_several_before_one_backward(ctx):
+    plain = net(ctx)
+    (plain(data(ctx, 0)).square().mean() + plain(data(ctx, 1)).square().mean()).backward()
+    for level in LEVELS:
+        for backend in (None, "aot_eager") if level is LEVEL3 else (None,):
+            model = net(ctx)
+            wrap([model], mesh_of(ctx), level)
+            call = compiled(model, backend)
+            first = call(data(ctx, 0, ctx.rank))
+            with torch.no_grad():
+                again = call(data(ctx, 0, ctx.rank))
+            assert_close({"": again}, {"": first.detach()})
+            assert not again.requires_grad
+            (first.square().mean() + call(data(ctx, 1, ctx.rank)).square().mean()).backward()
+            assert_close(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_what_others_see_of_a_module(ctx):
+    model, plain = net(ctx), net(ctx)
+    wrap([model], mesh_of(ctx), LEVEL3)
+    assert repr(model) == repr(plain)
+    assert isinstance(model.head, nn.Linear)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    registered = dict(model.named_parameters(remove_duplicate=False))
+    assert list(registered) == [name for name, _ in plain.named_parameters(remove_duplicate=False)]
+    assert model.head.weight is model.embed.weight is registered["embed.weight"]
+    assert isinstance(model.head.weight, DTensor)
+    twin = copy.deepcopy(model)
+    x = data(ctx, 0, ctx.rank)
+    with torch.no_grad():
+        twin.head.bias.add_(1.0)
+        assert_close({"": twin(x)}, {"": model(x) + 1.0})
+        model.load_state_dict(twin.state_dict())
+        assert torch.equal(twin(x), model(x))
+        wholes = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+        zero = torch.func.functional_call(model, wholes, (x,))
+        assert torch.equal(zero, torch.zeros_like(zero))
+    model.head.bias = None
+    model(x)
+    del model.blocks[0].up.bias
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'bias'"):
+        _ = model.blocks[0].up.bias
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_a_forward_that_fails_leaves_parts(ctx):
+    model = net(ctx)
+    wrap([model], mesh_of(ctx), LEVEL3)
+    x = data(ctx, 0, ctx.rank)
+    for call in (model, compiled(model, "eager")):
+        with pytest.raises((RuntimeError, torch._dynamo.exc.TorchRuntimeError)):
+            call(x[:, :3])
+        assert isinstance(model.head.weight, DTensor)
+        call(x)
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_parameters_where_the_engine_puts_them(ctx):
+    wanted = train(ctx, net(ctx))
+    mesh = mesh_of(ctx, 2, 2)
+    homes = DataParallelMesh.of(mesh, get_platform(ctx.device_type), 2)
+    model = net(ctx)
+    found = find_parameters([model], set(), "hsdp")
+    placed = [(f, plain_home(f.parameter, f.name, homes, None, None, whole=f.parameter.numel() < 8)) for f in found]
+    install([model], take_over(placed, torch.device(ctx.device), 1 / ctx.world_size), level=LEVEL2)
+    check_against_one_device(ctx, model, model, wanted)
+    model = net(ctx)
+    model.shift = nn.Parameter(distribute_tensor(model.shift.detach(), mesh, [Replicate()] * 2))
+    found = find_parameters([model], set(), "hsdp")
+    placed = [(f, kept_home(f.parameter, f.name, fused=False) if f.name == "shift" else placed[0][1]) for f in found]
+    before = list(model.parameters())
+    with pytest.raises(ValueError, match=r"(?s)cannot gather 'shift'.*plain parameters only.*use_eager_hook=True"):
+        take_over(placed, torch.device(ctx.device), 1.0)
+    assert all(p is old for p, old in zip(model.parameters(), before, strict=True))
+
+
+# -- dtypes, factors, accumulation ------------------------------------------------------------------------------------
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_reduction_in_another_dtype(ctx):
+    """Of one bf16 gradient per rank, added in fp32: rounded once, which is what one rank computes here by hand."""
+    torch.manual_seed(0)
+    for level in LEVELS:
+        for backend in (None, "aot_eager") if level is LEVEL2 else (None,):
+            model = nn.Linear(8, 8, bias=False).to(ctx.device, torch.bfloat16)
+            wrap([model], mesh_of(ctx), level, reduce_dtype=torch.float32, grad_scale=3.0)
+            compiled(model, backend)(data(ctx, 0, ctx.rank, torch.bfloat16)).float().sum().backward()
+            parts = [data(ctx, 0, rank, torch.bfloat16).sum(0).expand(8, 8) for rank in range(2)]
+            wanted = ((parts[0].float() + parts[1].float()) * 1.5).bfloat16()
+            assert torch.equal(model.weight.grad.full_tensor(), wanted)
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_accumulation(ctx):
+    """Three micro-steps, the third of which is synced, against their sum on one device; and once more after that."""
+    plain = net(ctx)
+    for step in range(3):
+        plain(data(ctx, step)).square().mean().backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for level in LEVELS:
+        for backend in (None, "aot_eager") if level is LEVEL2 else (None,):
+            model = net(ctx)
+            unit = wrap([model], mesh_of(ctx, 2, 2), level, accumulate=True)
+            call = compiled(model, backend)
+            for _ in range(2):
+                for step in range(3):
+                    unit.set_requires_grad_sync(step == 2)
+                    call(data(ctx, step, ctx.rank)).square().mean().backward()
+                    assert (model.embed.weight.grad is None) == (step < 2)
+                    of_shard_axis = Shard(0) if level is not LEVEL1 else Partial() if step < 2 else Replicate()
+                    of_replicas = Partial() if step < 2 else Replicate()
+                    assert model.embed.weight.acc_grad.placements == (of_replicas, of_shard_axis)
+                sums = {name: getattr(p, "acc_grad", None) for name, p in model.named_parameters()}
+                assert_close({name: None if g is None else whole(g) for name, g in sums.items()}, wanted)
+                assert_close(
+                    {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}, wanted
+                )
+                unit.zero_grads()
+                assert model.embed.weight.grad is model.embed.weight.acc_grad is None
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_backwards_that_are_not_synced(ctx):
+    plain = net(ctx)
+    for step in range(3):
+        plain(data(ctx, step)).square().mean().backward()
+    for level in LEVELS:
+        for backend in (None, "aot_eager") if level is LEVEL1 else (None,):
+            model = net(ctx)
+            unit = wrap([model], mesh_of(ctx), level)
+            call = compiled(model, backend)
+            for step in range(3):
+                unit.set_requires_grad_sync(step != 1)
+                call(data(ctx, step, ctx.rank)).square().mean().backward()
+            assert_close(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
+            assert not hasattr(model.embed.weight, "acc_grad")
+            assert not unit.uses_sinks
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_accumulation_in_another_dtype(ctx):
+    """Small summands that bf16 would lose."""
+    for level in LEVELS:
+        model = nn.Linear(8, 8, bias=False).to(ctx.device, torch.bfloat16)
+        unit = wrap([model], mesh_of(ctx), level, accumulate=True, reduce_dtype=torch.float32)
+        for step, factor in enumerate((1.0, 2**-10, 2**-10)):
+            unit.set_requires_grad_sync(step == 2)
+            model(torch.full((1, 8), factor, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
+        wanted = torch.full((8, 8), 1 + 2 * 2**-10, device=ctx.device)
+        assert torch.equal(whole(model.weight.acc_grad), wanted), level
+
+
+def accumulated(level, synced, accumulate=True):
+    """Collectives of rank 0 in a backward that is synced, or not, of a mesh of two replicas of two parts."""
+
+    def build():
+        ctx = sim_context()
+        model = net(ctx)
+        wrap([model], mesh_of(ctx, 2, 2), level, accumulate=accumulate).set_requires_grad_sync(synced)
+        return model(data(ctx, 0, ctx.rank)).square().mean()
+
+    with sim.world(4) as world:
+        losses = world.run(build)
+        seen = len(world.trace.of_rank(0))
+        world.run(backward_of, (losses,))
+        kinds = [event.op for event in world.trace.of_rank(0)[seen:]]
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+@pytest.mark.sim
+def test_what_a_micro_step_communicates():
+    assert accumulated(LEVEL1, False) == {}
+    assert accumulated(LEVEL1, True) == {"all_reduce": 18}
+    assert accumulated(LEVEL2, False) == {"reduce_scatter": 8}
+    assert accumulated(LEVEL2, True) == {"reduce_scatter": 8, "all_reduce": 10}
+    assert accumulated(LEVEL2, False, accumulate=False) == {}
