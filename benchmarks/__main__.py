@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import engine, links, redistribute, simulator
+from benchmarks import engine, engine_counts, links, redistribute, simulator, wrapping
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
@@ -32,14 +32,32 @@ def main() -> None:
 
 
 def _engine() -> dict[str, str]:
-    results = []
-    for ranks, sequences, length in ((8, 1, 32), (8, 2, 64), (8, 4, 128)):
+    results, units = [], []
+    for ranks, sequences, length in ((8, 1, 32), (8, 2, 64), (8, 4, 128), (64, 1, 16)):
         results.append(engine.on_sim(ranks, sequences, length))
         print(engine.table(results[-1:]), flush=True)
-    for ranks, sequences, length in ((2, 2, 64), (2, 4, 128)):
+    for ranks, sequences, length in ((2, 2, 64), (2, 4, 128), (4, 2, 64), (4, 4, 128)):
         results.append(engine.on_gloo(ranks, sequences, length))
         print(engine.table(results[-1:]), flush=True)
-    return {"engine": f"{_conditions()}, fp32, fused AdamW.\n\n{engine.table(results)}"}
+    units.append(engine.on_sim(8, 1, 32, engine.contest_of_units))
+    units.append(engine.on_gloo(2, 2, 64, engine.contest_of_units))
+    conditions = f"{_conditions()}, fp32, fused AdamW"
+    return {
+        "engine": f"{conditions}.\n\n{engine.table(results)}",
+        "overhead": f"{conditions}.\n\n{engine.overhead_table(results)}",
+        "units": f"{conditions}.\n\n{engine.units_table(units)}",
+    }
+
+
+def _counts() -> dict[str, str]:
+    return {
+        "counts": f"torch {torch.__version__}.\n\n{engine_counts.traffic_table()}",
+        "memory": f"torch {torch.__version__}; MB of 10^6 bytes.\n\n{engine_counts.memory_table()}",
+    }
+
+
+def _wrapping() -> dict[str, str]:
+    return {"wrapping": f"{_conditions()}.\n\n{wrapping.table()}"}
 
 
 def _redistribute() -> dict[str, str]:
@@ -73,6 +91,8 @@ def _links() -> dict[str, str]:
 
 PARTS = {
     "engine": _engine,
+    "counts": _counts,
+    "wrapping": _wrapping,
     "redistribute": _redistribute,
     "links": _links,
     "reduce": _reduce,

@@ -1,17 +1,23 @@
 """The training step of our engine, of torch's FSDP2 and of the plain model, interleaved in one run.
 
-Protocol: all contestants are set up in the same processes; then blocks of a few steps alternate, timed from
-barrier to barrier, the slowest rank's time counts. The figure is the ratio of the medians over the blocks, with
-a 95 % bootstrap interval. One intra-op thread; fused AdamW everywhere; fp32; model of ``benchmarks/toy.py``.
+Protocol: all contestants are set up in the same processes; then blocks of a few steps alternate, in an order drawn
+anew for each, timed from barrier to barrier, the slowest rank's time counts. The figure is the ratio of the medians
+over the blocks, with a 95 % bootstrap interval. One intra-op thread; fused AdamW everywhere; fp32; model of
+``benchmarks/toy.py``.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import random
+import resource
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +25,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
-from benchmarks.toy import batch, build, step
+from benchmarks.toy import batch, build, has_comm_fusion, step
 
-ENGINES = ("ours", "fsdp2", "plain")
+NAMES = {
+    "plain": "plain",
+    "part": "plain, updating 1/n",
+    "ours": "ours",
+    "fused": "ours, comm_fusion=True",
+    "fsdp2": "FSDP2",
+}
 STEPS_PER_BLOCK, BLOCKS, WARMUP_BLOCKS = 3, 9, 2
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How many steps are timed, of whom."""
+
+    contestants: tuple[str, ...]
+    steps: int = STEPS_PER_BLOCK
+    blocks: int = BLOCKS
+    warmup: int = WARMUP_BLOCKS
 
 
 @dataclass
@@ -37,78 +60,171 @@ class Result:
     shape: str
     seconds: dict[str, list[float]]
 
+    @property
+    def where(self) -> str:
+        return f"{self.ranks} {self.arm} | {self.shape}"
+
     def median(self, engine: str) -> float:
         return float(np.median(self.seconds[engine]))
 
     def ratio(self, of: str, over: str) -> tuple[float, float, float]:
         """Ratio of medians and its 95 % bootstrap interval (blocks are drawn in pairs)."""
-        a, b = np.array(self.seconds[of]), np.array(self.seconds[over])
-        draws = np.random.default_rng(0).integers(0, len(a), size=(2000, len(a)))
-        ratios = np.median(a[draws], axis=1) / np.median(b[draws], axis=1)
-        low, high = np.percentile(ratios, [2.5, 97.5])
-        return self.median(of) / self.median(over), float(low), float(high)
+        return self._figure(lambda medians: medians(of) / medians(over))
+
+    def overhead(self, of: str, over: str, base: str = "plain") -> tuple[float, float, float]:
+        """What ``of`` takes longer than ``base``, over what ``over`` takes longer than it, with the interval."""
+        return self._figure(lambda medians: (medians(of) - medians(base)) / (medians(over) - medians(base)))
+
+    def _figure(self, figure: Callable[[Callable[[str], Any]], Any]) -> tuple[float, float, float]:
+        """A figure of the medians of all blocks, and of 2000 draws of as many blocks, the same for each engine."""
+        times = {engine: np.array(seconds) for engine, seconds in self.seconds.items()}
+        blocks = len(next(iter(times.values())))
+        draws = np.random.default_rng(0).integers(0, blocks, size=(2000, blocks))
+        low, high = np.percentile(figure(lambda engine: np.median(times[engine][draws], axis=1)), [2.5, 97.5])
+        return float(figure(lambda engine: np.median(times[engine]))), float(low), float(high)
 
 
-def contest(sequences: int, length: int) -> dict[str, list[float]]:
+def engines() -> tuple[str, ...]:
+    """All contestants, as far as the engine of this version takes part."""
+    return tuple(engine for engine in NAMES if engine != "fused" or has_comm_fusion())
+
+
+def contest(sequences: int, length: int, protocol: Protocol) -> dict[str, list[float]]:
     """Run the protocol on the calling rank; the same times come back on every rank."""
-    rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-    tokens = batch(rank, sequences, length)
-    contestants: dict[str, Any] = {engine: build(engine, mesh) for engine in ENGINES}
-    seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES}
-    for block in range(WARMUP_BLOCKS + BLOCKS):
-        for engine, (model, optimizer) in contestants.items():
+    built = {engine: build(engine, mesh) for engine in protocol.contestants}
+    return _in_turns(built, sequences, length, protocol)
+
+
+def contest_of_units(sequences: int, length: int, protocol: Protocol) -> dict[str, list[float]]:
+    """The protocol between our engine with a unit per layer and with a unit per module that has parameters."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    built = {
+        "layers": build("ours", mesh),
+        "modules": build("ours", mesh, units=_leaves),
+        "plain": build("plain", mesh),
+    }
+    return _in_turns(built, sequences, length, protocol)
+
+
+def _leaves(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if list(module.parameters(recurse=False))]
+
+
+def _in_turns(
+    built: dict[str, tuple[nn.Module, Any]], sequences: int, length: int, protocol: Protocol
+) -> dict[str, list[float]]:
+    tokens = batch(dist.get_rank(), sequences, length)
+    seconds: dict[str, list[float]] = {name: [] for name in built}
+    draw = random.Random(0)  # on all ranks the same
+    for block in range(protocol.warmup + protocol.blocks):
+        for name in draw.sample(sorted(built), len(built)):
+            model, optimizer = built[name]
             dist.barrier()
             start = time.perf_counter()
-            for _ in range(STEPS_PER_BLOCK):
+            for _ in range(protocol.steps):
                 step(model, optimizer, tokens)
             dist.barrier()
-            took = torch.tensor([(time.perf_counter() - start) / STEPS_PER_BLOCK])
+            took = torch.tensor([(time.perf_counter() - start) / protocol.steps])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if block >= WARMUP_BLOCKS:
-                seconds[engine].append(took.item())
+            if block >= protocol.warmup:
+                seconds[name].append(took.item())
     return seconds
 
 
-def on_sim(ranks: int, sequences: int, length: int) -> Result:
-    """The contest on simulated ranks; ``plain`` is then the sum of all ranks' compute."""
-    core = min(os.sched_getaffinity(0))
-    seconds = sim.run(contest, ranks, (sequences, length), pin=core)[0]
+Contest = Callable[[int, int, Protocol], dict[str, list[float]]]
+
+
+def on_sim(ranks: int, sequences: int, length: int, held: Contest = contest) -> Result:
+    """The contest on simulated ranks, in a process of their own; ``plain`` is then the sum of all ranks' compute."""
+    protocol = Protocol(engines()) if ranks <= 8 else Protocol(engines(), steps=2, blocks=10, warmup=1)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        seconds = pool.submit(_simulate, ranks, sequences, length, protocol, held).result()
     return Result("sim", ranks, f"{sequences}x{length}", seconds)
 
 
-def on_gloo(ranks: int, sequences: int, length: int) -> Result:
+def _simulate(ranks: int, sequences: int, length: int, protocol: Protocol, held: Contest) -> dict[str, list[float]]:
+    core = min(os.sched_getaffinity(0))
+    return sim.run(held, ranks, (sequences, length, protocol), pin=core)[0]
+
+
+def on_gloo(ranks: int, sequences: int, length: int, held: Contest = contest) -> Result:
     """The contest on gloo processes of this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_gloo_rank, (ranks, sequences, length, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        args = (ranks, sequences, length, Protocol(engines()), held, folder)
+        mp.spawn(_gloo_rank, args, nprocs=ranks)
         seconds = json.loads(Path(folder, "seconds.json").read_text())
     return Result("gloo", ranks, f"{sequences}x{length}", seconds)
 
 
-def _gloo_rank(rank: int, ranks: int, sequences: int, length: int, folder: str) -> None:
+def _gloo_rank(
+    rank: int, ranks: int, sequences: int, length: int, protocol: Protocol, held: Contest, folder: str
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    seconds = contest(sequences, length)
+    seconds = held(sequences, length, protocol)
     if rank == 0:
         Path(folder, "seconds.json").write_text(json.dumps(seconds))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def table(results: list[Result]) -> str:
-    """The results as a Markdown table."""
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table(results: Sequence[Result]) -> str:
+    """Times and ratios as a Markdown table."""
     lines = [
-        "| ranks | batch per rank | plain, ms | ours, ms | FSDP2, ms | ours / plain | FSDP2 / plain | ours / FSDP2 |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "| ranks | batch per rank | plain, ms | ours, ms | comm_fusion, ms | FSDP2, ms | ours / plain | FSDP2 / plain "
+        "| ours / FSDP2 | comm_fusion / FSDP2 |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in results:
-        times = [f"{r.median(engine) * 1e3:.1f}" for engine in ("plain", "ours", "fsdp2")]
-        pairs = [("ours", "plain"), ("fsdp2", "plain"), ("ours", "fsdp2")]
-        ratios = ["{:.2f} ({:.2f}-{:.2f})".format(*r.ratio(*pair)) for pair in pairs]
-        lines.append(f"| {r.ranks} {r.arm} | {r.shape} | {' | '.join(times + ratios)} |")
+        times = [_time(r, engine) for engine in ("plain", "ours", "fused", "fsdp2")]
+        pairs = [("ours", "plain"), ("fsdp2", "plain"), ("ours", "fsdp2"), ("fused", "fsdp2")]
+        ratios = [_with_interval(*r.ratio(*pair)) if set(pair) <= set(r.seconds) else "-" for pair in pairs]
+        lines.append(f"| {r.where} | {' | '.join(times + ratios)} |")
     return "\n".join(lines)
 
 
-def as_json(results: list[Result]) -> str:
-    """All block times, for whoever wants to look closer."""
-    return json.dumps([asdict(r) for r in results], indent=1)
+def overhead_table(results: Sequence[Result]) -> str:
+    """What the engines cost beyond computing, ours over FSDP2's."""
+    lines = [
+        "| ranks | batch per rank | plain, updating 1/n, ms | ours | comm_fusion | ours, updating 1/n "
+        "| comm_fusion, updating 1/n |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for r in results:
+        cells = [
+            _with_interval(*r.overhead(engine, "fsdp2", base)) if engine in r.seconds else "-"
+            for base in ("plain", "part")
+            for engine in ("ours", "fused")
+        ]
+        lines.append(f"| {r.where} | {_time(r, 'part')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def units_table(results: Sequence[Result]) -> str:
+    """A unit per layer beside one per module."""
+    lines = [
+        "| ranks | batch per rank | plain, ms | 5 units, ms | 27 units, ms | 27 units / 5 units | overhead |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for r in results:
+        times = [_time(r, name) for name in ("plain", "layers", "modules")]
+        figures = [r.ratio("modules", "layers"), r.overhead("modules", "layers")]
+        lines.append(f"| {r.where} | {' | '.join(times + [_with_interval(*figure) for figure in figures])} |")
+    return "\n".join(lines)
+
+
+def _time(result: Result, engine: str) -> str:
+    return f"{result.median(engine) * 1e3:.1f}" if engine in result.seconds else "-"
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+    return f"{value:.2f} ({low:.2f}-{high:.2f})"
+
+
+def peak_memory() -> float:
+    """GiB of the largest process that this one has started and seen end."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20

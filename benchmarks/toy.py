@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,18 +46,86 @@ class Toy(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(engine: str, mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, wrapped by ``ours``, ``fsdp2`` or not at all (``plain``), and its optimizer."""
+class OptimizerOfPart:
+    """AdamW of the first 1/n of each parameter of an unwrapped model: as much as a rank of a sharded one updates."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        self._wholes = list(model.parameters())
+        self._parts = [nn.Parameter(whole.detach().view(-1)[: -(-whole.numel() // ranks)]) for whole in self._wholes]
+        self._optimizer = torch.optim.AdamW(self._parts, lr=1e-3, fused=True)
+
+    def step(self) -> None:
+        for whole, part in zip(self._wholes, self._parts, strict=True):
+            assert whole.grad is not None
+            part.grad = whole.grad.view(-1)[: part.numel()]
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        for tensor in (*self._wholes, *self._parts):
+            tensor.grad = None
+
+
+def has_comm_fusion() -> bool:
+    """Whether ``fully_shard`` takes ``comm_fusion``."""
+    from hyper_parallel.core.fully_shard import fully_shard
+
+    return "comm_fusion" in inspect.signature(fully_shard).parameters
+
+
+def wrapper(engine: str) -> Callable[..., Any]:
+    """The ``fully_shard`` of ``ours``, ``fused`` (ours with ``comm_fusion=True``) or ``fsdp2``.
+
+    Besides the arguments that both have, it takes ``param_dtype`` and ``reduce_dtype``.
+    """
+    if engine == "fsdp2":
+        import torch.distributed.fsdp as library
+    else:
+        import hyper_parallel.core.fully_shard as library  # type: ignore[no-redef]
+    wrap: Callable[..., Any] = library.fully_shard
+    if engine == "fused":
+        wrap = partial(wrap, comm_fusion=True)
+
+    def wrap_with_dtypes(
+        module: nn.Module,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Any:
+        policy = library.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        return wrap(module, mp_policy=policy, **options)
+
+    return wrap_with_dtypes
+
+
+def build(
+    engine: str,
+    mesh: Any,
+    *,
+    prepare: Callable[[Toy], None] | None = None,
+    units: Callable[[Toy], list[nn.Module]] = lambda model: list(model.blocks),
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """The model and its optimizer, wrapped by ``engine`` (see :func:`wrapper`) or not at all.
+
+    Args:
+        engine: ``ours``, ``fused``, ``fsdp2``; ``plain``: not wrapped; ``part``: nor is all of it updated.
+        mesh: Where it is sharded.
+        prepare: Called with the model before it is wrapped.
+        units: The modules that are units of their own; the rest is one more.
+        options: Of ``fully_shard``.
+    """
     torch.manual_seed(0)
     model = Toy()
+    if prepare is not None:
+        prepare(model)
+    if engine == "part":
+        return model, OptimizerOfPart(model, mesh.size())
     if engine != "plain":
-        if engine == "ours":
-            from hyper_parallel.core.fully_shard import fully_shard as wrap
-        else:
-            from torch.distributed.fsdp import fully_shard as wrap  # type: ignore[assignment]
-        for block in model.blocks:
-            wrap(block, mesh=mesh)
-        wrap(model, mesh=mesh)
+        wrap = wrapper(engine)
+        for unit in units(model):
+            wrap(unit, mesh=mesh, **options)
+        wrap(model, mesh=mesh, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
@@ -63,7 +134,7 @@ def batch(rank: int, sequences: int, length: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (sequences, length + 1), generator=generator)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+def step(model: nn.Module, optimizer: Any, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
