@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.api import CPUOffloadPolicy, fully_shard
 from hyper_parallel.core.fully_shard.unit import unit_of
 
 pytestmark = pytest.mark.sim
@@ -46,7 +46,7 @@ class Node(nn.Module):
         elif kind == "table":
             self.table = nn.Embedding(hidden, WIDTH)
         elif kind == "scale":
-            self.scale = nn.Parameter(torch.ones(1))
+            self.scale = nn.Parameter(torch.ones(() if hidden == 1 else (1,)))
 
     def forward(self, x):
         return checkpoint(self.compute, x, use_reentrant=False) if self.recompute else self.compute(x)
@@ -83,8 +83,13 @@ class Case(NamedTuple):
     wrapped: tuple[int, ...]  # which of the model's nodes, innermost first
     together: bool  # the first two siblings that can be become one unit
     shape: tuple[int, ...]
-    reshard_forward: bool
+    reshard_forward: bool | int
     reshard_backward: bool
+    last_dim: bool  # matrices are split along their last dim
+    fusion: str
+    whole: tuple[int, ...]  # which parameters, of the model's, are kept whole
+    offload: bool
+    stands_for: str | None  # the device whose way of sending is taken
     accumulate: int  # micro-batches per step
     defer: str  # what waits for the last one
     adam: bool
@@ -108,13 +113,19 @@ def nodes(draw, depth):
 def cases(draw):
     model = Model(draw(nodes(3)), tied=draw(st.booleans()))
     count = sum(isinstance(module, Node) for module in model.modules())
+    shape = draw(st.sampled_from([(1,), (2,), (3,), (1, 2), (2, 1), (2, 2), (4,)]))
     return Case(
         model=model,
         wrapped=tuple(sorted(draw(st.sets(st.integers(0, count - 1))))),
         together=draw(st.booleans()),
-        shape=draw(st.sampled_from([(1,), (2,), (3,), (1, 2), (2, 1), (2, 2), (4,)])),
-        reshard_forward=draw(st.booleans()),
+        shape=shape,
+        reshard_forward=draw(st.sampled_from([True, False, *([2] if shape[-1] == 4 else [])])),
         reshard_backward=draw(st.booleans()),
+        last_dim=draw(st.booleans()),
+        fusion=draw(st.sampled_from(["no", "in one buffer", "packed"])),
+        whole=tuple(sorted(draw(st.sets(st.integers(0, len(list(model.parameters())) - 1), max_size=3)))),
+        offload=draw(st.booleans()),
+        stands_for=draw(st.sampled_from([None, "cuda"])),
         accumulate=draw(st.sampled_from([1, 2])),
         defer=draw(st.sampled_from(["nothing", "sync", "all_reduce"])),
         adam=draw(st.booleans()),
@@ -125,6 +136,21 @@ def cases(draw):
 
 def wrap(model, case, mesh):
     options = {"mesh": mesh, "reshard_after_forward": case.reshard_forward}
+    if case.last_dim:
+        options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1) if p.dim() > 1 else None
+    if case.fusion != "no":
+        options |= {"comm_fusion": True, "comm_fusion_zero_copy": case.fusion == "in one buffer"}
+    if case.offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    parameters = list(model.parameters())
+    kept = [parameters[index] for index in case.whole]
+
+    def wrap_unit(modules):
+        inside = {id(p) for m in (modules if isinstance(modules, list) else [modules]) for p in m.parameters()}
+        mine = [p for p in kept if id(p) in inside]
+        kept[:] = [p for p in kept if id(p) not in inside]
+        fully_shard(modules, replicate_params=mine, **options)
+
     inside_out = [module for module in reversed(list(model.modules())) if isinstance(module, Node)]
     chosen = [inside_out[index] for index in case.wrapped]
     if case.together:
@@ -132,10 +158,10 @@ def wrap(model, case, mesh):
             (list(n.layers) for n in inside_out if len(n.layers) == 2 and not set(n.layers) & set(chosen)), None
         )
         if pair is not None and all(not set(node.modules()) & set(chosen) for node in pair):
-            fully_shard(pair, **options)
+            wrap_unit(pair)
     for node in chosen:
-        fully_shard(node, **options)
-    fully_shard(model, **options)
+        wrap_unit(node)
+    wrap_unit(model)
     model.set_reshard_after_backward(case.reshard_backward)
 
 
@@ -199,6 +225,7 @@ def on_rank(case, start, reference):
     for unit in unit_of(model).schedule.units:
         if case.reshard_backward and not case.evaluate:
             assert all(bucket.wholes_pointer == 0 for bucket in unit.buckets)
+        assert unit.is_resharded() or not case.reshard_backward or case.evaluate
 
 
 @many
@@ -210,4 +237,4 @@ def test_any_tree_wrapped_anyhow_trains_as_on_one_device(case):
         nn.init.normal_(parameter, std=0.5)
     ranks = torch.Size(case.shape).numel()
     reference = train(copy.deepcopy(model), case, ranks)
-    sim.run(on_rank, ranks, (case, model, reference), seed=case.seed)
+    sim.run(on_rank, ranks, (case, model, reference), seed=case.seed, map_device=case.stands_for)

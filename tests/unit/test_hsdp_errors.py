@@ -245,7 +245,7 @@ CELLS = {
     "gradient": (after_a_backward, r"parameter 'weight' has a gradient, which would be lost\n  seen: .* before hsdp\n"),
     "hook": (with_a_hook, r"parameter 'weight' has hooks, which would be lost"),
     "lazy": (lambda: hsdp(nn.LazyLinear(3)), r"parameter 'weight' has no shape yet.*\n.*\n.* before hsdp$"),
-    "partial": (partial, r"cannot manage parameter 'weight', a DTensor with placement P"),
+    "partial": (partial, r"^hsdp cannot manage parameter 'weight', a DTensor with placement P"),
     "devices": (
         several_devices,
         r"hsdp cannot choose a device: the cell's .* on several\n  seen: cpu, vulkan\n  try: ",

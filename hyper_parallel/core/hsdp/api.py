@@ -238,7 +238,7 @@ def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | N
     kept = None
     domain = dist.get_world_size()
     if isinstance(parameter, DTensor):
-        kept = kept_home(parameter, item.name, fused=False)
+        kept = kept_home(parameter, item.name, fused=False, face="hsdp")
         domain = math.prod(parameter.device_mesh.size(axis) for axis in kept.reduced_axes)
     rows, numel = _to_split(parameter)
     if parameter.dim() == 0 or numel * parameter.element_size() < threshold:
