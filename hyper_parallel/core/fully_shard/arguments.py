@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.fully_shard.unit import is_wrapped
 
 __all__ = [
     "PlacementFn",
@@ -48,7 +48,7 @@ def check_modules(module: Any, face: str) -> list[nn.Module]:
     inside = {id(child) for item in given for child in item.modules() if child is not item}
     roots = [item for item in dict.fromkeys(given) if id(item) not in inside]
     for root in roots:
-        if unit_of(root) is not None:
+        if is_wrapped(root):
             raise ValueError(
                 f"{type(root).__name__} is wrapped already\n"
                 f"  seen: a second {face} of the same module\n"
@@ -207,7 +207,7 @@ def check_parameter(parameter: nn.Parameter, name: str, face: str) -> None:
         raise ValueError(
             f"parameter {name!r} is the same as {owner!r}, which another unit already manages\n"
             "  seen: one tensor in two units, whose gradients would drift apart\n"
-            f"  try: wrap both modules as one unit, {face}([a, b]), or only the module that contains both"
+            f"  try: {together(face)}"
         )
     if is_lazy(parameter):
         raise ValueError(
@@ -234,6 +234,12 @@ def check_parameter(parameter: nn.Parameter, name: str, face: str) -> None:
             f"  seen: {type(parameter).__name__}, {parameter.layout}\n"
             "  try: a plain tensor, or pass it in ignored_params"
         )
+
+
+def together(face: str) -> str:
+    """How to wrap two modules that share a parameter."""
+    one = "wrap both modules as one unit, fully_shard([a, b]), or " if face == "fully_shard" else ""
+    return f"{one}wrap only the module that contains both"
 
 
 def unpackable(parameter: nn.Parameter) -> str | None:

@@ -13,16 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hyper_parallel.core.fully_shard.arguments import check_parameter, check_same_data
+from hyper_parallel.core.fully_shard.arguments import check_parameter, check_same_data, together
 from hyper_parallel.core.fully_shard.bucket import Bucket, Storage, computed_in
 from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
 from hyper_parallel.core.fully_shard.module import show_shards_in_state_dicts
 from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.unit import Unit, UnitOptions, unit_of
+from hyper_parallel.core.fully_shard.unit import Unit, UnitOptions, is_wrapped, unit_of
 from hyper_parallel.platform import Platform
 
-__all__ = ["Found", "Grouping", "find_parameters", "install", "make_unit", "move_buffers"]
+__all__ = ["Found", "Grouping", "find_parameters", "install", "make_unit", "move_buffers", "refuse_gradients"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
         seen.add(module)
         own.append((path, module))
         for name, child in module.named_children():
-            if unit_of(child) is None:
+            if not is_wrapped(child):
                 walk(child, f"{path}{name}.")
 
     for root in roots:
@@ -184,10 +184,10 @@ def install(unit: Unit, placed: Sequence[tuple[Found, Home]], make_class: Callab
     for owner in dict.fromkeys(slot.module for found, _ in placed for slot in found.slots):
         show_shards_in_state_dicts(unit, owner)
     for found, _ in placed:
-        _refuse_gradients(found, face)
+        refuse_gradients(found, face)
 
 
-def _refuse_gradients(found: Found, face: str) -> None:
+def refuse_gradients(found: Found, face: str) -> None:
     """Let a gradient for the parameter as it was be an error: whoever still uses it trains a copy."""
     if not found.parameter.requires_grad:
         return
@@ -198,7 +198,7 @@ def _refuse_gradients(found: Found, face: str) -> None:
         raise RuntimeError(
             f"a gradient arrived for {name!r} as it was before {face} replaced it by a sharded parameter\n"
             "  seen: a module outside of the unit, or a variable, that still uses the old one\n"
-            f"  try: if two modules share the weight, wrap them as one unit, {face}([a, b])"
+            f"  try: if two modules share the weight, {together(face)}"
         )
 
     found.parameter.register_hook(refuse)

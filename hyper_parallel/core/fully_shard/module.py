@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.core.fully_shard.state_dict import load_into
-from hyper_parallel.core.fully_shard.unit import Unit, unit_of
+from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, traced_unit_of, unit_of
 
 __all__ = [
     "HSDPModule",
     "ManagedModule",
+    "nested_traced_units",
     "UnshardHandle",
     "nested_units",
     "register_forward_method",
@@ -42,6 +43,8 @@ class ManagedModule:
         """Clear gradients, also those that wait for a reduction. Nested."""
         for unit in _nested(self):
             unit.clear_gradients(set_to_none=set_to_none)
+        for traced in nested_traced_units(self):
+            traced.zero_grads()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -91,6 +94,8 @@ class HSDPModule(ManagedModule):
         _check_flag("set_requires_gradient_sync", flag)
         for unit in _nested(self):
             unit.options.requires_gradient_sync = flag
+        for traced in nested_traced_units(self):
+            traced.set_requires_grad_sync(flag)
 
     def set_requires_all_reduce(self, flag: bool, *, recurse: bool = True) -> None:
         """False: reduce over the shard axis only; the replicate axis follows in the next backward with True."""
@@ -186,8 +191,14 @@ def nested_units(module: nn.Module) -> Iterator[Unit]:
             yield unit
 
 
+def nested_traced_units(module: Any) -> list[Any]:
+    """The units in ``module`` that were made for ``torch.compile`` to trace, in module order."""
+    return [unit for child in module.modules() if (unit := traced_unit_of(child)) is not None]
+
+
 def _nested(module: Any) -> Iterable[Unit]:
-    _unit(module)
+    if not isinstance(module, nn.Module) or not is_wrapped(module):
+        _unit(module)  # which says so
     return nested_units(module)
 
 

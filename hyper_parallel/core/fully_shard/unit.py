@@ -29,7 +29,7 @@ from hyper_parallel.core.fully_shard.reduce import GradientReducer, ReduceOption
 from hyper_parallel.core.fully_shard.schedule import Schedule
 from hyper_parallel.platform import Platform
 
-__all__ = ["Unit", "UnitOptions", "unit_of"]
+__all__ = ["Unit", "UnitOptions", "is_wrapped", "traced_unit_of", "unit_of"]
 
 
 @dataclass
@@ -482,3 +482,13 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``module`` was wrapped as, or None."""
     return module.__dict__.get("_hyper_parallel_unit")
+
+
+def traced_unit_of(module: nn.Module) -> Any:
+    """The unit that ``module`` was wrapped as for ``torch.compile`` to trace, without hooks, or None."""
+    return module.__dict__.get("_hyper_parallel_traced_unit")
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether ``module`` was wrapped, in either way."""
+    return unit_of(module) is not None or traced_unit_of(module) is not None

@@ -22,6 +22,7 @@ from hyper_parallel.core.fully_shard.build import (
     is_dtensor,
     make_unit,
     move_buffers,
+    refuse_gradients,
 )
 from hyper_parallel.core.fully_shard.carrier import divisor, split_replicated, split_world
 from hyper_parallel.core.fully_shard.homes import kept_home, plain_home
@@ -31,6 +32,8 @@ from hyper_parallel.core.fully_shard.policy import FullyShardParamMode, MixedPre
 from hyper_parallel.core.fully_shard.unit import UnitOptions
 from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
 from hyper_parallel.core.hsdp.cell import HSDPCell, shown
+from hyper_parallel.core.hsdp.traced import install as install_traced
+from hyper_parallel.core.hsdp.traced import take_over
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["HSDPCell", "OptimizerLevel", "hsdp", "hsdp_sync_stream"]
@@ -87,7 +90,9 @@ def hsdp(
             ``reduce_dtype`` or at least fp32: at level1 whole ones, each rank its own until the synced step; else
             parts, reduce_scattered in every micro-step and all_reduced over replicas at the synced step. Until then
             they are ``Partial`` sums, neither averaged nor scaled. See :meth:`HSDPCell.set_requires_grad_sync`.
-        use_eager_hook: False: gather and reduce in a form that ``torch.compile`` traces without graph breaks.
+        use_eager_hook: False: gather and reduce in a form that ``torch.compile`` traces without graph breaks, and that
+            takes plain parameters only. Order and fusion of communication are then the compiler's: ``comm_async``,
+            ``comm_fusion``, ``bucket_size`` and prefetching have no effect.
         grad_scale: Factor on every gradient.
         reduce_dtype: Dtype in which gradients are reduced; None: that of the parameter.
         comm_async: The end of backward leaves reductions under way; call ``hsdp_sync_stream()`` before gradients are
@@ -132,10 +137,32 @@ def hsdp(
     )
     move_buffers(roots, platform)
     for item, home in placed:
+        item.parameter._hyper_parallel_unit_name = item.name  # type: ignore[attr-defined]
         item.parameter.hsdp_effective_shard_size = home.shard_size  # type: ignore[attr-defined]
-    unit = make_unit(roots, placed, Storage(platform), options, grouping)
-    install(unit, placed, _cell_class, "hsdp")
+    if use_eager_hook:
+        unit = make_unit(roots, placed, Storage(platform), options, grouping)
+        install(unit, placed, _cell_class, "hsdp")
+    else:
+        _install_traced(cell, placed, platform, level, options)
     return cell
+
+
+def _install_traced(
+    cell: nn.Module,
+    placed: list[tuple[Found, Home]],
+    platform: Platform,
+    level: OptimizerLevel,
+    options: UnitOptions,
+) -> None:
+    """Make the cell one whose forward ``torch.compile`` can trace."""
+    scale = options.gradient_scale / dist.get_world_size()
+    params = take_over(placed, platform.device(), scale)
+    object.__setattr__(cell, "__class__", _cell_class(type(cell)))
+    cell.__dict__["_hyper_parallel_traced_unit"] = install_traced(
+        [cell], params, level=level, reduce_dtype=options.mp_policy.reduce_dtype, accumulate=options.show_sums
+    )
+    for item, _ in placed:
+        refuse_gradients(item, "hsdp")
 
 
 def _cell_class(original: Any) -> Any:
@@ -213,6 +240,7 @@ def _platform(found: list[Found], cell: nn.Module) -> Platform:
 
 def _homes(found: list[Found], platform: Platform, shard_size: int, threshold: int) -> list[tuple[Found, Home]]:
     """Where each parameter goes; one data mesh per shard size, so that what can be gathered together is."""
+    _check_alike(found)
     wanted = [_wanted(item, shard_size, threshold) for item in found]  # what is wrong is found before a group is made
     meshes: dict[DeviceMesh, DataParallelMesh] = {}
     world = dist.get_world_size()
@@ -227,6 +255,26 @@ def _homes(found: list[Found], platform: Platform, shard_size: int, threshold: i
         data = meshes.setdefault(mesh, DataParallelMesh.of(mesh, platform, 2))
         placed.append((item, plain_home(item.parameter, item.name, data, None, None, whole=size == 1)))
     return placed
+
+
+def _check_alike(found: list[Found]) -> None:
+    """Plain parameters beside DTensors that are split: over whom to add up their gradients, nobody has said."""
+    plain = [item.name for item in found if not is_dtensor(item)]
+    for item in found:
+        parameter = item.parameter
+        if not plain or not isinstance(parameter, DTensor):
+            continue
+        mesh = parameter.device_mesh
+        split = [axis for axis, p in enumerate(parameter.placements) if p.is_shard() and mesh.size(axis) > 1]
+        if split:
+            raise ValueError(
+                explain(
+                    "hsdp cannot manage plain parameters and split DTensors in one cell",
+                    f"ranks that hold parts of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not",
+                    f"plain: {', '.join(plain)}   {item.name}: {parameter.placements}",
+                    "distribute_tensor with Replicate() for the plain ones, or fully_shard(cell, mesh=data_mesh)",
+                )
+            )
 
 
 def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | None]:

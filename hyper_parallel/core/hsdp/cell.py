@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.fully_shard.module import ManagedModule, nested_units
-from hyper_parallel.core.fully_shard.unit import Unit, unit_of
+from hyper_parallel.core.fully_shard.module import ManagedModule, nested_traced_units, nested_units
+from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, unit_of
 
 __all__ = ["HSDPCell", "shown"]
 
@@ -37,7 +37,9 @@ class HSDPCell(ManagedModule):
                     "set_requires_grad_sync(True)",
                 )
             )
-        _own_unit(self, "set_requires_grad_sync")
+        _check_wrapped(self, "set_requires_grad_sync")
+        for traced in nested_traced_units(self):
+            traced.set_requires_grad_sync(requires_grad_sync)
         for unit in nested_units(self):  # type: ignore[arg-type]
             if unit.options.show_sums and unit.splits_gradients:
                 unit.options.requires_all_reduce = requires_grad_sync
@@ -46,7 +48,7 @@ class HSDPCell(ManagedModule):
 
     def zero_grads(self) -> None:
         """Clear gradients and what adds up in ``acc_grad``. Reaches all nested cells."""
-        _own_unit(self, "zero_grads")
+        _check_wrapped(self, "zero_grads")
         self.zero_grad()
 
     def set_forward_prefetch_cells(self, cells: Sequence[HSDPCell]) -> None:
@@ -54,21 +56,26 @@ class HSDPCell(ManagedModule):
 
         An empty list: none.
         """
-        unit = _own_unit(self, "set_forward_prefetch_cells")
-        unit.forward_prefetch = _units("set_forward_prefetch_cells", cells)
+        _check_wrapped(self, "set_forward_prefetch_cells")
+        chosen = _units("set_forward_prefetch_cells", cells)
+        unit = unit_of(self)  # type: ignore[arg-type]
+        if unit is not None:  # a traced cell gathers where the graph says
+            unit.forward_prefetch = chosen
 
     def set_backward_prefetch_cells(self, cells: Sequence[HSDPCell]) -> None:
         """Gather these cells' parameters while this one's backward computes (default: the one that came before).
 
         An empty list: none.
         """
-        unit = _own_unit(self, "set_backward_prefetch_cells")
-        unit.backward_prefetch = _units("set_backward_prefetch_cells", cells)
+        _check_wrapped(self, "set_backward_prefetch_cells")
+        chosen = _units("set_backward_prefetch_cells", cells)
+        unit = unit_of(self)  # type: ignore[arg-type]
+        if unit is not None:
+            unit.backward_prefetch = chosen
 
 
-def _own_unit(module: Any, method: str) -> Unit:
-    unit = unit_of(module) if isinstance(module, nn.Module) else None
-    if unit is None:
+def _check_wrapped(module: Any, method: str) -> None:
+    if not isinstance(module, nn.Module) or not is_wrapped(module):
         raise ValueError(
             explain(
                 f"{method} cannot do anything for a {type(module).__name__}",
@@ -77,7 +84,6 @@ def _own_unit(module: Any, method: str) -> Unit:
                 "hsdp(module) first",
             )
         )
-    return unit
 
 
 def _units(method: str, cells: Any) -> list[Unit]:
@@ -91,7 +97,7 @@ def _units(method: str, cells: Any) -> list[Unit]:
             )
         )
     for index, cell in enumerate(cells):
-        if not isinstance(cell, HSDPCell) or unit_of(cell) is None:  # type: ignore[arg-type]
+        if not isinstance(cell, HSDPCell) or not is_wrapped(cell):  # type: ignore[arg-type]
             raise ValueError(
                 explain(
                     f"{method} cannot use item {index}, a {type(cell).__name__}",
@@ -100,7 +106,7 @@ def _units(method: str, cells: Any) -> list[Unit]:
                     "hsdp(that_module) first",
                 )
             )
-    return [_own_unit(cell, method) for cell in cells]
+    return [unit for cell in cells if (unit := unit_of(cell)) is not None]
 
 
 def shown(value: Any) -> str:
