@@ -1347,3 +1347,34 @@ def test_sparse_gradients_are_refused(ctx):
     model = fully_shard(nn.Embedding(7, 5, sparse=True).to(ctx.device), mesh=mesh_of(ctx))
     with pytest.raises(RuntimeError, match=r"gradient of 'weight' is sparse.*\n.*sparse_coo\n  try: nn.Embedding"):
         model(torch.tensor([1, 2], device=ctx.device)).sum().backward()
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_outputs_that_forward_keeps_to_itself_are_an_error(ctx):
+    class Aside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.aside = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x):
+            y = self.up(x)
+            self.loss = self.aside(x).square().mean()
+            return y
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*[Aside() for _ in range(4)]).double().to(ctx.device)
+
+    for reshard in (True, False):
+        model, plain = build(), build()
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh_of(ctx), reshard_after_forward=reshard)
+        for index in range(4):
+            with pytest.raises(
+                RuntimeError, match=r"did not return\n  unit: HSDPAside.*\n  try: return|out of bounds for st"
+            ):
+                (model(data(ctx, rank=ctx.rank)).square().mean() + model[index].loss).backward()
+        model.zero_grad()
+        for net_, rank in ((model, ctx.rank), (plain, None)):  # and training goes on
+            net_(data(ctx, rank=rank)).square().mean().backward()
+        assert_close(gradients(model), gradients(plain))

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hyper_parallel import cli
@@ -28,6 +29,8 @@ def run_page(text):
     for (language, source), following in zip(found, [*found[1:], ("", "")], strict=False):
         if language != "python":
             continue
+        if "torch.distributed.flight_recorder" in source and torch.__version__ < "2.12":
+            continue  # the analyser of torch 2.11 knows nccl and xccl only, not gloo
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(source, "train.py", "exec"), namespace)

@@ -418,8 +418,10 @@ def test_replaced_parameters():
         module[0].to_empty(device="cpu")
         module(torch.ones(1, 4))
 
-    fails_on_every_rank(replaced_by_a_plain_one, RuntimeError, r"'weight' was replaced by a Parameter")
-    fails_on_every_rank(replaced_by_none, RuntimeError, r"'weight' was replaced by a NoneType")
+    fails_on_every_rank(
+        replaced_by_a_plain_one, RuntimeError, r"parameters came into HSDPLinear after it was wrapped: weight\n"
+    )
+    fails_on_every_rank(replaced_by_none, RuntimeError, r"'weight' was removed\n")
     fails_on_every_rank(
         of_several_dtypes, RuntimeError, r"now have several: .*0.bias is torch.float32, .*1.bias is .*64"
     )
@@ -600,3 +602,51 @@ def test_offloaded_parameters_that_are_not_on_the_host():
         model(torch.ones(1, 4))
 
     fails_on_every_rank(call, RuntimeError, r"still on the meta device .*: 0.weight, 0.bias, 1.weight, 1.bias\n")
+
+
+def test_parameters_that_come_after_wrapping():
+    def wrapped():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh())
+        return model
+
+    def another_block():
+        model = wrapped()
+        model(torch.ones(1, 2)).sum().backward()
+        model[1] = nn.Linear(2, 2)
+        model(torch.ones(1, 2))
+
+    def an_adapter():
+        model = wrapped()
+        model[0].lora = nn.Parameter(torch.ones(2))
+        model(torch.ones(1, 2))
+
+    newcomers = r"came into HSDPSequential after .*: 1.weight, 1.bias\n  seen: .*\n  try: "
+    fails_on_every_rank(another_block, RuntimeError, newcomers, communicates=True)
+    fails_on_every_rank(an_adapter, RuntimeError, r"came into HSDPSequential after .*: 0.lora\n")
+
+    def fine():
+        model = wrapped()
+        model[0].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        extra = nn.Sequential(model, nn.Linear(2, 2))  # outside of what was wrapped
+        extra(torch.ones(1, 2)).sum().backward()
+        model[1] = fully_shard(nn.Linear(2, 2), mesh=mesh())
+        model(torch.ones(1, 2))
+
+    sim.run(fine, 2)
+
+
+def test_a_step_between_forward_and_backward():
+    def call():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        model(torch.ones(1, 2)).sum().backward()
+        loss = model(torch.ones(1, 2)).sum()
+        optimizer.step()
+        loss.backward()
+
+    changed = r"changed between a forward and its backward\n  unit: HSDP.*\n  try: all"
+    fails_on_every_rank(call, RuntimeError, changed, communicates=True)

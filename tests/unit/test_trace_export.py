@@ -217,6 +217,8 @@ def test_plot_refuses_what_it_cannot_do(tmp_path, monkeypatch):
 def analysed(trace: Trace, folder: Path):
     """What torch's analyser makes of the dumps: its table of collectives."""
     fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+    if torch.__version__ < "2.12":
+        pytest.skip("the analyser of torch 2.11 knows nccl and xccl only, not gloo")
     trace.to_flight_recorder(folder / "dumps")
     fr_trace.main([str(folder / "dumps"), "-o", str(folder / "analysis")])
     return pickle.loads((folder / "analysis").read_bytes())[1].collectives

@@ -1,8 +1,9 @@
 """The sharded-parameter engine and its face ``fully_shard``.
 
 ``api`` (the call) -> ``arguments``, ``homes`` (where each parameter goes) and ``build`` -> ``unit`` (when) and
-``schedule`` (in which order) -> ``bucket`` (gather) and ``reduce`` (gradients) -> ``param`` (one parameter). ``mesh``,
-``carrier``, ``comm``, ``passes`` and ``policy`` serve them; ``state_dict`` and ``clip`` stand beside the engine.
+``schedule`` (in which order) -> ``bucket`` (gather) and ``reduce``, ``reduction``, ``shares`` (gradients) -> ``param``
+(one parameter). ``mesh``, ``carrier``, ``comm``, ``passes`` and ``policy`` serve them; ``state_dict``, ``values`` and
+``clip`` stand beside the engine.
 """
 
 from hyper_parallel.core.fully_shard.api import fully_shard, register_forward_method

@@ -149,6 +149,7 @@ def fully_shard(
     move_buffers(roots, platform)
     unit = make_unit(roots, placed, storage, options, Grouping())
     unit.use_smaller_world(smaller)
+    unit.ignored = [parameter for root in roots for parameter in root.parameters() if id(parameter) in ignored]
     install(unit, placed, wrapped_class, "fully_shard")
     return module
 

@@ -125,24 +125,24 @@ class Bucket:
     @property
     def version(self) -> tuple[int, ...]:
         """Differs when a part has changed; what is done through ``.data`` in place leaves no trace."""
-        return tuple(
-            number for param in self.params for number in (param.sharded._version, param.local._version, param.address)
-        )
+        numbers: list[int] = []
+        for param in self.params:
+            sharded: Any = param.sharded
+            numbers += (sharded._version, sharded._local_tensor._version, param.address)
+        return tuple(numbers)
 
     def was_replaced(self) -> bool:
         """Whether parts were replaced from outside, as ``module.to`` and ``to_empty`` do, and have to be taken over."""
+        if self._is_as_made():
+            return False
         replaced = False
         for param in self.params:
             slot = param.slots[0]
             registered: Any = slot.module._parameters.get(slot.name)
             if registered is not param.sharded and registered is not param.unsharded:
-                if not isinstance(registered, DTensor):
-                    raise RuntimeError(
-                        f"the sharded parameter {param.name!r} was replaced by a {type(registered).__name__}\n"
-                        "  expected: a DTensor with the layout it had\n"
-                        "  try: change sharded parameters in place, or with load_state_dict"
-                    )
-                param.sharded, replaced = cast(nn.Parameter, registered), True
+                if not isinstance(registered, DTensor) or not isinstance(registered, nn.Parameter):
+                    raise _replaced_error(param.name, registered)
+                param.sharded, replaced = registered, True
         if not replaced:
             replaced = self._moved()
         if not replaced and self.storage.needs_data:
@@ -181,7 +181,8 @@ class Bucket:
                 (param, param.slots[0].module, param.slots[0].name, local, local.data_ptr())
                 for param, local in zip(self.params, locals_, strict=True)
             ]
-            if all(t.is_contiguous() for t in locals_):
+            no_padding = all(param.local_numel == param.chunk for param in self.params)
+            if no_padding and all(t.is_contiguous() for t in locals_):
                 self._flat_parts = [t.detach().view(-1) for t in locals_]
         self._plain: list[tuple[Any, str, ManagedParam]] = []
         self._others: list[ManagedParam] = []
@@ -410,6 +411,8 @@ class Bucket:
         for param in self.params:
             if param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
+                if not param.unsharded._backward_hooks:
+                    param.watch()
         for module, name, param in self._plain:
             module._parameters[name] = param.unsharded
         for param in self._others:
@@ -421,6 +424,16 @@ class Bucket:
             module._parameters[name] = param.sharded
         for param in self._others:
             param.show(param.sharded)
+
+
+def _replaced_error(name: str, registered: Any) -> RuntimeError:
+    what = "removed" if registered is None else f"replaced by a {type(registered).__name__}"
+    return RuntimeError(
+        f"the sharded parameter {name!r} was {what}\n"
+        "  expected: an nn.Parameter, a DTensor with the layout it had\n"
+        "  try: change sharded parameters in place or with load_state_dict; parametrize (weight_norm ...) before "
+        "wrapping; torch.func.functional_call cannot run wrapped modules"
+    )
 
 
 def computed_in(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:

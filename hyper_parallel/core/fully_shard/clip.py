@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform
 
@@ -65,7 +66,7 @@ def clip_grad_norm_(
     As ``torch.nn.utils.clip_grad_norm_``, whose arguments it takes, but parameters may lie on different meshes or on
     none. Every rank calls it with the same parameters, with gradients or without. The gradients are multiplied by
     ``min(1, max_norm / (norm + 1e-6))``, and left alone where ``max_norm`` is inf. The gradient of a parameter whose
-    ``grad`` is None is its ``main_grad``, if it has one.
+    ``grad`` is None is its ``main_grad``, if it has one; an ``acc_grad`` of ``hsdp`` is not looked at and not scaled.
 
     Communication: see ``get_total_norm``; the scaling needs none.
 
@@ -82,7 +83,7 @@ def clip_grad_norm_(
 
     Raises:
         TypeError, ValueError: as ``get_total_norm``; also for a ``max_norm`` that is no number, NaN or negative. All of
-            them are raised before any communication.
+            them are raised before any communication of its own.
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``; no gradient has been changed.
     """
     asked = "cannot clip gradients"
@@ -91,6 +92,7 @@ def clip_grad_norm_(
         blame = f"max_norm must be 0 or more, not {limit}"
         raise ValueError(explain(asked, blame, f"max_norm: {max_norm!r}", "max_norm=1.0, or max_norm=math.inf"))
     p = _options(asked, norm_type, error_if_nonfinite, foreach, stage_group)
+    hsdp_sync_stream()
     found, groups = _read(asked, parameters)
     total = _norm_of(found, groups, p, foreach, stage_group)
     _check_finite(asked, total, p, error_if_nonfinite)
@@ -125,6 +127,7 @@ def get_total_norm(
 
     Communication: one all_reduce for each process group along which any parameter is split, of a number per distinct
     set of such groups. Which they are depends on the parameters alone, so that no rank waits for one without gradients.
+    Before that, ``hsdp_sync_stream()`` waits for gradients that are still being reduced.
 
     Args:
         parameters: as for ``clip_grad_norm_``.
@@ -148,6 +151,7 @@ def get_total_norm(
     """
     asked = "cannot take the norm of gradients"
     p = _options(asked, norm_type, error_if_nonfinite, foreach, stage_group)
+    hsdp_sync_stream()
     found, groups = _read(asked, parameters)
     total = _norm_of(found, groups, p, foreach, stage_group)
     _check_finite(asked, total, p, error_if_nonfinite)

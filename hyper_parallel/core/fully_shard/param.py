@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -89,6 +89,7 @@ class ManagedParam:
         self.local_numel = self.local_shape.numel()
         self.local_stride = tuple(prod(self.local_shape[i + 1 :]) for i in range(len(self.local_shape)))
         self.target = "grad"  # the attribute of `sharded` that reduced gradients are added to
+        self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each gradient of the whole
         self.pinned = False  # whether gradients go to page-locked memory
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
@@ -163,9 +164,15 @@ class ManagedParam:
             data = DTensor(whole, self._spec_for(whole), requires_grad=False)
         self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         self.unsharded.__dict__.update(self.attributes)
+        self.watch()
         if self._view_spec is not None and self.home.reduced_axes:
             # Code on local tensors has one gradient per rank, to be added up: not the same on all, as torch assumes.
             self.unsharded.to_local = self._to_local  # type: ignore[attr-defined]
+
+    def watch(self) -> None:
+        """Have ``on_gradient`` called."""
+        if self.on_gradient is not None and self.unsharded.requires_grad:
+            self.unsharded.register_hook(self.on_gradient)
 
     def _spec_for(self, whole: torch.Tensor) -> Any:
         spec = self._view_spec

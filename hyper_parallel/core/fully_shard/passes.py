@@ -28,14 +28,16 @@ class Pass:
     Attributes:
         reached_in: Number of the backward that last reached the outputs; -1: none has.
         left_in: Number of the backward that last left through the inputs; -1: none has.
+        version: Of the parameters that it has used.
     """
 
-    __slots__ = ("left_in", "listener", "reached_in")
+    __slots__ = ("left_in", "listener", "reached_in", "version")
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self.reached_in = -1
         self.left_in = -1
+        self.version: object = None
 
     def reach(self, *gradients: Any) -> None:
         """The hook on outputs; it leaves their gradients alone."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch.autograd import Variable
 
-from hyper_parallel.core.fully_shard.reduce import Reduction, Shares
+from hyper_parallel.core.fully_shard.reduction import Reduction
+from hyper_parallel.core.fully_shard.shares import Shares
 from hyper_parallel.core.fully_shard.waiting import remember
 
 if TYPE_CHECKING:
@@ -122,6 +123,11 @@ class Schedule:
     def in_backward(self) -> bool:
         """Whether a backward is under way."""
         return self._ending is not None
+
+    @property
+    def in_backward_number(self) -> int:
+        """The number of the backward under way; -2: there is none."""
+        return self.backward_number if self._ending is not None else -2
 
     def begin_backward(self) -> None:
         """The first unit of a backward is reached: arrange for its end."""

@@ -6,7 +6,7 @@ backward has left it. A unit none of whose inputs needs a gradient is finished a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
 from hyper_parallel.core.fully_shard.comm import Pending
+from hyper_parallel.core.fully_shard.newcomers import Structure
 from hyper_parallel.core.fully_shard.passes import (
     Pass,
     cast,
@@ -25,7 +26,8 @@ from hyper_parallel.core.fully_shard.passes import (
     watch_outputs,
 )
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
-from hyper_parallel.core.fully_shard.reduce import GradientReducer, ReduceOptions
+from hyper_parallel.core.fully_shard.reduce import GradientReducer
+from hyper_parallel.core.fully_shard.reduction import ReduceOptions
 from hyper_parallel.core.fully_shard.schedule import Schedule
 from hyper_parallel.platform import Platform
 
@@ -112,6 +114,13 @@ class Unit:
         self._in_backward = False  # reached by the backward under way, and not finished
         self._reached = 0  # passes that this backward has reached and not left
         self._ahead = 0  # passes that no backward has left since the last end of one
+        self.ignored: list[nn.Parameter] = []  # by the call that made the unit
+        self._structure = Structure(self.modules)
+        self._reached_in = -1  # number of the last backward that reached the unit
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.on_gradient = self._check_reached
+                param.watch()
         for module in self.modules:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)  # also when forward raises
@@ -243,6 +252,8 @@ class Unit:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
         a_pass = None if recomputing else Pass(self)
+        if a_pass is not None:
+            a_pass.version = self._gathered_version
         if a_pass is not None and torch.is_grad_enabled():
             args, kwargs = mark_inputs(a_pass, args, kwargs)
         self._running.append(a_pass)
@@ -263,6 +274,7 @@ class Unit:
         if first:
             self._to_run = {id(m) for m in self.modules}
             if self.is_root:
+                self._structure.check(self._known_parameters)
                 schedule.begin_forward()
             elif not schedule.in_forward and not schedule.in_backward:
                 schedule.forward_number += 1  # the unit runs on its own
@@ -271,6 +283,18 @@ class Unit:
             schedule.enters(self)
             for unit in schedule.next_forward(self) if self.forward_prefetch is None else self.forward_prefetch:
                 unit.start_gather()
+
+    def _known_parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters below the root that somebody sees to."""
+        for child in (child for module in self.modules for child in module.modules()):
+            unit, traced = unit_of(child), traced_unit_of(child)
+            if unit is not None:
+                yield from unit.ignored
+                for param in (param for bucket in unit.buckets for param in bucket.params):
+                    yield param.sharded
+                    yield param.unsharded
+            if traced is not None:
+                yield from (param.parameter for param in traced.params)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._running:
@@ -368,13 +392,33 @@ class Unit:
         a_pass.reached_in = number
         self._reached += 1
         self.counts.backwards += 1
+        self._reached_in = number
         if not self._in_backward:
             self._in_backward = True
             self.unshard(in_backward=True)
+            if a_pass.version != self._gathered_version:
+                raise RuntimeError(
+                    "a parameter was changed between a forward and its backward\n"
+                    f"  unit: {type(self.modules[0]).__name__}; seen: an in-place change, such as an optimizer's step\n"
+                    "  try: all backwards of a forward before the step"
+                )
             for reducer in self.reducers:
                 reducer.give_back()
             for unit in schedule.next_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
                 unit.start_gather(in_backward=True)
+
+    def _check_reached(self, gradient: torch.Tensor) -> None:
+        """A gradient of a whole parameter arrives: it was computed from freed memory if nothing told of backward."""
+        del gradient
+        schedule = self.schedule
+        if self._running or (schedule is not None and schedule.in_backward_number == self._reached_in):
+            return
+        raise RuntimeError(
+            "backward went into a unit through a tensor that its forward did not return\n"
+            f"  unit: {type(self.modules[0]).__name__}; seen: a gradient of its parameters, which are freed by now\n"
+            "  try: return the tensor from forward, in any container or dataclass, instead of keeping it elsewhere "
+            "(such as self.aux_loss)"
+        )
 
     def backward_left(self, a_pass: Pass) -> None:
         """Backward has computed the gradients of the inputs of ``a_pass``."""

@@ -20,11 +20,13 @@ __all__ = ["fit", "fits", "give_memory", "misfit", "whole_of"]
 
 
 def fits(value: Any, target: torch.Tensor) -> bool:
-    """Whether ``value`` has a shape that ``target`` can be loaded from."""
+    """Whether ``value`` has a shape that ``target`` can be loaded from, and data."""
     if is_lazy(target):
         return True  # it takes any shape
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or (_has_no_data(value) and not _has_no_data(target)):
         return False
+    if isinstance(target, DTensor) and value.layout != torch.strided:
+        return False  # parts of it are no views
     if target.dim() == 0 and value.shape == (1,):
         return True  # what torch has always accepted
     if value.shape == target.shape:
@@ -35,11 +37,19 @@ def fits(value: Any, target: torch.Tensor) -> bool:
 def misfit(key: str, value: Any, target: torch.Tensor, others: str = "") -> ValueError:
     """The error for a value that does not fit; ``others``: the names of more."""
     got = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        got += f", {value.layout}"
+    elif isinstance(value, torch.Tensor) and _has_no_data(value):
+        got += " on the meta device"
     local = target._local_tensor if isinstance(target, DTensor) else target
     seen = f"global shape: {tuple(target.shape)}   this rank's part: {tuple(local.shape)}"
     seen += f"\n  likewise: {others}" if others else ""
-    hint = "a tensor of one of these two shapes, or a DTensor of the global shape"
+    hint = "a dense tensor of one of these two shapes, or a DTensor of the global shape, with data"
     return ValueError(explain(f"cannot load {key!r}", f"got a {got}", seen, hint))
+
+
+def _has_no_data(tensor: torch.Tensor) -> bool:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).is_meta
 
 
 @torch.no_grad()

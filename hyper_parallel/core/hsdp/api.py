@@ -33,7 +33,7 @@ from hyper_parallel.core.fully_shard.unit import UnitOptions
 from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
 from hyper_parallel.core.hsdp.cell import HSDPCell, shown
 from hyper_parallel.core.hsdp.traced import install as install_traced
-from hyper_parallel.core.hsdp.traced import take_over
+from hyper_parallel.core.hsdp.traced import refuse_dtensors, take_over
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["HSDPCell", "OptimizerLevel", "hsdp", "hsdp_sync_stream"]
@@ -123,6 +123,8 @@ def hsdp(
     found = find_parameters(roots, set(), "hsdp")
     platform = _platform(found, cell)
     placed = _homes(found, platform, shard_size, threshold * 1024)
+    if not use_eager_hook:
+        refuse_dtensors(found)
     options = UnitOptions(
         MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         reshard_after_forward=level is OptimizerLevel.SHARD_OPT_GRAD_PARAM,

@@ -34,7 +34,7 @@ from hyper_parallel.core.fully_shard.mesh import Home
 from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import OptimizerLevel
 
-__all__ = ["Ranks", "TracedParam", "TracedUnit", "install", "take_over"]
+__all__ = ["Ranks", "TracedParam", "TracedUnit", "install", "refuse_dtensors", "take_over"]
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,9 @@ class TracedParam:
 
     @classmethod
     def of(cls, managed: ManagedParam, scale: float) -> TracedParam:
-        """Describe a parameter of the engine, whose part has been made.
-
-        Raises:
-            ValueError: It was a DTensor: its module is to see one.
-        """
+        """Describe a parameter of the engine that was a plain one, and whose part has been made."""
         home, data = managed.home, managed.home.data
-        if home.view_mesh is not None or data is None:
-            raise ValueError(
-                explain(
-                    f"hsdp cannot gather {managed.name!r} in a way that torch.compile traces",
-                    "it is a DTensor, and use_eager_hook=False takes plain parameters only",
-                    f"seen: placements {tuple(home.view_placements or home.placements)}",
-                    "use_eager_hook=True for this cell",
-                )
-            )
+        assert data is not None
         return cls(
             name=managed.name,
             slots=[(slot.module, slot.name) for slot in managed.slots],
@@ -105,6 +93,24 @@ class TracedParam:
             domain=tuple(Ranks.of(group) for group in home.reduce_groups or data.domain_groups),
             scale=scale,
         )
+
+
+def refuse_dtensors(found: Iterable[Found]) -> None:
+    """Check that parameters are plain ones, before anything is done to any of them.
+
+    Raises:
+        ValueError: One is a DTensor: its module is to see one.
+    """
+    for item in found:
+        if isinstance(item.parameter, DTensor):
+            raise ValueError(
+                explain(
+                    f"hsdp cannot gather {item.name!r} in a way that torch.compile traces",
+                    "it is a DTensor, and use_eager_hook=False takes plain parameters only",
+                    f"seen: placements {item.parameter.placements}",
+                    "use_eager_hook=True for this cell",
+                )
+            )
 
 
 def take_over(placed: Sequence[tuple[Found, Home]], device: torch.device, scale: float) -> list[TracedParam]:
@@ -118,16 +124,14 @@ def take_over(placed: Sequence[tuple[Found, Home]], device: torch.device, scale:
     Raises:
         ValueError: One is a DTensor.
     """
+    refuse_dtensors(found for found, _ in placed)
     made = []
     for found, home in placed:
         managed = ManagedParam(found.name, list(found.slots), found.parameter, home)
         whole = found.parameter.detach()
-        if isinstance(whole, DTensor):  # which ``of`` refuses
-            managed.sharded = found.parameter
-        else:
-            part = managed.part_of(whole)
-            part = part.clone() if whole.is_meta else part.to(device, copy=True)
-            managed.make_sharded(part, found.parameter)
+        part = managed.part_of(whole)
+        part = part.clone() if whole.is_meta else part.to(device, copy=True)
+        managed.make_sharded(part, found.parameter)
         made.append((managed, TracedParam.of(managed, scale)))
     for managed, _ in made:
         managed.show(managed.sharded)
