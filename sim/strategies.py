@@ -332,9 +332,9 @@ def fault_plans(
         return Kill(rank, at=draw(when)) if kind is Kill else Freeze(rank, at=draw(when))
 
     def draw_plan(draw: Callable[[st.SearchStrategy[Any]], Any]) -> list[Fault]:
-        count = draw(st.integers(0, max_faults)) if usable else 0
-        losable = draw(st.permutations(range(world_size)))[: world_size - survivors] if count else []
-        faults = [draw_fault(draw, losable) for _ in range(count)]
+        losable = draw(st.permutations(range(world_size)))[: world_size - survivors]
+        each = _drawn(lambda draw: draw_fault(draw, losable))
+        faults = draw(st.lists(each, max_size=max_faults if usable else 0))  # of a list, hypothesis can take any out
         return [fault for fault in faults if fault is not None]
 
     return _drawn(draw_plan)

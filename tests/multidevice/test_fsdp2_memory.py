@@ -227,6 +227,8 @@ def collectives_of_an_evaluation(run):
 def collectives_of_an_evaluation_that_keeps_the_weights(run):
     def body(run, model, step):
         model.set_reshard_after_forward(False)
+        for part in (*model.blocks, model) if run.face.name == "ours" else ():
+            part.unshard()  # ours keeps through forwards without gradients what was gathered by hand
         for _ in range(3):
             with torch.no_grad():
                 model(run.batch(step).float())

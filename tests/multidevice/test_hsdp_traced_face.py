@@ -1,6 +1,8 @@
 """``hsdp(..., use_eager_hook=False)``, as users call it, against one device; and its cells among those with hooks."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -250,6 +252,37 @@ def test_what_adds_up_is_shown(ctx):
         assert_close(gradients(model), gradients(plain))
 
 
+@sim.ranks(2, arms=NO_GLOO)
+def test_hooks_of_parameters_run_once_per_synced_step(ctx):
+    for level in LEVELS:
+        for flag in (False, True):
+            plain = net(ctx)
+            model = wrap(net(ctx), threshold=0, optimizer_level=level, enable_grad_accumulation=flag)
+            seen = []
+            for m in (plain, model):
+                m.head.weight.register_hook(lambda gradient: 2 * gradient)
+            model.head.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(whole(p.grad)))
+            for micro in range(4):
+                model.set_requires_grad_sync(micro != 1)
+                backward(ctx, model, micro)
+                backward_all(ctx, plain, micro)
+                assert len(seen) == (1, 1, 2, 3)[micro]
+            assert_close({"grad": seen[-1]}, {"grad": plain.head.weight.grad})
+            assert_close(gradients(model), gradients(plain))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_a_model_that_nobody_uses_is_freed(ctx):
+    for flag in (False, True):
+        model = wrap(net(ctx), threshold=0, enable_grad_accumulation=flag)
+        backward(ctx, model)
+        seen = [weakref.ref(x) for x in (model, model.blocks[0], *model.parameters())]
+        assert None not in [reference() for reference in seen]
+        del model
+        gc.collect()
+        assert [reference() for reference in seen] == [None] * len(seen)
+
+
 def backward_all(ctx, model, step=0):
     model(batch(ctx, step)).square().mean().backward()
 
@@ -424,14 +457,60 @@ def test_state_dicts(ctx):
 @sim.ranks(2, arms=NO_GLOO)
 def test_a_model_made_on_meta(ctx):
     plain = net(ctx)
-    with torch.device("meta"):
-        model = Net().double()
-    wrap(model, threshold=0)
-    model.to_empty(device=ctx.device)
-    model.load_state_dict(plain.state_dict())
-    backward(ctx, model)
     backward_all(ctx, plain)
-    assert_close(gradients(model), gradients(plain))
+    for flag in (False, True):
+        for assign in (False, True):
+            with torch.device("meta"):
+                model = Net().double()
+            wrap(model, threshold=0, enable_grad_accumulation=flag)
+            if not assign:
+                model.to_empty(device=ctx.device)
+            model.load_state_dict(plain.state_dict(), assign=assign)
+            backward(ctx, model)
+            assert_close(gradients(model), gradients(plain))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_parameters_that_change_after_wrapping(ctx):
+    """Their dtype, and one altogether."""
+    for backend in (None, "aot_eager"):
+        for flag in (False, True):
+            plain = net(ctx, torch.float32).double()
+            plain.head.weight = nn.Parameter(2 * plain.head.weight.detach())
+            model = wrap(net(ctx, torch.float32), threshold=0, optimizer_level="level2", enable_grad_accumulation=flag)
+            model.double()
+            model.head.weight = nn.Parameter(2 * model.head.weight.detach())
+            call = compiled(model, backend)
+            for micro in range(3):
+                model.set_requires_grad_sync(micro != 1)
+                backward(ctx, model, micro, call)
+                backward_all(ctx, plain, micro)
+            assert_close(gradients(model), gradients(plain))
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+
+    def forward(self, x, first):
+        return self.one(x) if first else self.other(x)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_the_synced_step_reduces_what_it_does_not_reach(ctx):
+    plain = Either().to(ctx.device, torch.float64)
+    for p in plain.parameters():
+        dist.broadcast(p.data, src=0)
+    for flag in (False, True):
+        model = copy.deepcopy(plain)
+        hsdp(model, threshold=0, enable_grad_accumulation=flag, use_eager_hook=False)
+        plain.zero_grad()
+        for micro in range(2):
+            model.set_requires_grad_sync(micro == 1)
+            model(batch(ctx, micro, ctx.rank), micro == 0).square().mean().backward()
+            plain(batch(ctx, micro), micro == 0).square().mean().backward()
+        assert_close(gradients(model), gradients(plain))
 
 
 @sim.ranks(2, arms=("gpu",))
@@ -500,6 +579,21 @@ def test_copies_are_refused(ctx):
         for make in (copy.deepcopy, copy.copy):
             with pytest.raises(TypeError, match=r"(?s)cannot copy or pickle.*seen: .*try: its state_dict"):
                 make(item)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_second_derivatives_are_those_of_inputs_only(ctx):
+    def penalty(call, rank=None):
+        x = batch(ctx, 0, rank).requires_grad_()
+        (slope,) = torch.autograd.grad(call(x).pow(3).sum(), [x], create_graph=True)
+        return slope.square().mean()
+
+    plain, model = net(ctx), wrap(net(ctx), threshold=0)
+    penalty(plain).backward()
+    penalty(model, ctx.rank).backward()
+    assert_close(gradients(model), gradients(plain))
+    with pytest.raises(RuntimeError, match=r"(?s)cannot differentiate the gradients.*seen: create_graph=True.*try: "):
+        torch.autograd.grad(model(batch(ctx, 0, ctx.rank)).sum(), list(model.parameters())[2:], create_graph=True)
 
 
 class Tied(nn.Module):

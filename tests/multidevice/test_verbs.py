@@ -284,6 +284,8 @@ def test_parts_without_a_shape(ctx):
 @sim.ranks(4)
 def test_views_that_merge_split_dims(ctx):
     """torch's view leaves strided parts, which no layout says; what is made of them is right all the same."""
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 refuses views that merge a split dim that is not the first")
     mesh, whole = mesh_of(ctx), numbers(ctx, 8, 8)
     x = distribute_tensor(whole, mesh, ("dp", "tp")).requires_grad_()
     flat = x.reshape(64)

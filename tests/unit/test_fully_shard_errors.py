@@ -174,7 +174,7 @@ CALLS = {
     "placement below": (lambda: one(shard_placement_fn=lambda p: Shard(-3)), r"Shard\(dim=-3\) for parameter 'weight'"),
     "offload": (
         lambda: one(offload_policy=None),
-        r"cannot use None as offload_policy\n  expected: an OffloadPolicy\n  try",
+        r"cannot use None as offload_policy\n  expected: hyper_parallel's OffloadPolicy; seen: .*\n  try",
     ),
     "offload flag": (lambda: one(offload_policy=True), r"cannot use True as offload_policy"),
     "offload class": (lambda: one(offload_policy=CPUOffloadPolicy), r"cannot use <class .* as offload_policy"),
@@ -549,7 +549,7 @@ def test_hsdp_says_its_own_name():
         (with_gradient, r"has a gradient, which would be lost\n  seen: a backward before hsdp"),
         (
             tied,
-            r"parameter 'weight' is the same as 'weight', which another unit .*\n.*\n  try: wrap",
+            r"parameter 'weight' is the same as 'weight', which another unit .*\n.*\n  try: .*wrap only",
         ),
         (half, r"on the meta device, others have data\n  on meta: 1.weight, 1.bias"),
     ):

@@ -36,6 +36,12 @@ def check_modules(module: Any, face: str) -> list[nn.Module]:
     Raises:
         ValueError: Not a module, an empty list, a module that is wrapped already or has no forward of its own.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{face} cannot wrap inside of torch.inference_mode(): parameters made there cannot be trained\n"
+            "  seen: inference mode is on\n"
+            "  try: wrap before, and run the forward in inference mode"
+        )
     given = list(module) if isinstance(module, (list, tuple)) else [module]
     if not given:
         raise ValueError(f"{face} got an empty list\n  expected: at least one module\n  try: {face}(model)")
@@ -137,13 +143,13 @@ def check_policies(mp_policy: Any, offload_policy: Any, comm_fusion: Any, zero_c
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ValueError(
             f"fully_shard cannot use {mp_policy!r} as mp_policy\n"
-            "  expected: a MixedPrecisionPolicy\n"
+            f"  expected: hyper_parallel's MixedPrecisionPolicy; seen: one of {type(mp_policy).__module__}\n"
             "  try: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
     if not isinstance(offload_policy, OffloadPolicy):
         raise ValueError(
             f"fully_shard cannot use {offload_policy!r} as offload_policy\n"
-            "  expected: an OffloadPolicy\n"
+            f"  expected: hyper_parallel's OffloadPolicy; seen: one of {type(offload_policy).__module__}\n"
             f"  try: offload_policy={CPUOffloadPolicy()!r}"
         )
     for name, value, allowed in (
@@ -207,7 +213,7 @@ def check_parameter(parameter: nn.Parameter, name: str, face: str) -> None:
         raise ValueError(
             f"parameter {name!r} is the same as {owner!r}, which another unit already manages\n"
             "  seen: one tensor in two units, whose gradients would drift apart\n"
-            f"  try: {together(face)}"
+            f"  try: inner modules before the one that contains them; of two modules that share it, {together(face)}"
         )
     if is_lazy(parameter):
         raise ValueError(

@@ -307,6 +307,17 @@ class Bucket:
         if not self.wholes.is_meta:
             self.wholes.untyped_storage().resize_(0)
 
+    def check_untouched(self) -> None:
+        """Make sure that forward has not changed whole parameters in place: that would be lost when they are freed."""
+        for param in self.params:
+            if param.unsharded._version != param.made_version and not self.aliased:
+                param.made_version = param.unsharded._version
+                raise RuntimeError(
+                    f"forward changed the parameter {param.name!r} in place, which is lost when it is resharded\n"
+                    "  seen: an in-place operation on the gathered parameter, as nn.Embedding(max_norm=...) does\n"
+                    "  try: change the sharded parameter between steps, or pass it in ignored_params"
+                )
+
     def start_gather(self) -> Pending:
         """Start to gather the parts into a buffer that holds rank after rank."""
         if self.aliased:

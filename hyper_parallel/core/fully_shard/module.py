@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,23 @@ class ManagedModule:
         assert isinstance(self, nn.Module)
         return load_into(self, state_dict, load, strict=strict, assign=assign)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; if it is interrupted, let its unit know."""
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C, for one; for exceptions torch calls the hooks
+            unit = unit_of(self)  # type: ignore[arg-type]
+            if unit is not None:
+                unit.interrupted()
+            raise
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for unit in nested_units(self):  # type: ignore[arg-type]
+            unit.reshard()  # what ``to`` and ``half`` convert are the sharded parameters
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"cannot copy or pickle a {type(self).__name__}: its parameters are parts that belong to running groups\n"
@@ -112,9 +130,15 @@ class HSDPModule(ManagedModule):
             unit.schedule.is_last_backward = flag
 
     def set_gradient_scaling_factor(self, factor: float) -> None:
-        """Multiply reduced gradients by ``factor``. Nested."""
+        """Multiply reduced gradients by ``factor``, also those that wait by then. Nested."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise ValueError(f"set_gradient_scaling_factor cannot use {factor!r}\n  expected: a float\n  try: 0.5")
+        if nested_traced_units(self):
+            raise ValueError(
+                "set_gradient_scaling_factor cannot reach a cell that was wrapped with use_eager_hook=False\n"
+                "  seen: its factor is part of its graph\n"
+                "  try: hsdp(cell, grad_scale=..., use_eager_hook=False)"
+            )
         for unit in _nested(self):
             unit.options.gradient_scale = float(factor)
 
@@ -127,7 +151,8 @@ class HSDPModule(ManagedModule):
         cleaned = op.strip().lower() if isinstance(op, str) else op
         if cleaned not in ("avg", "sum"):
             raise ValueError(f"set_reduce_op_type cannot use {op!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'")
-        _unit(self).options.average = cleaned == "avg"
+        options = _unit(self).options
+        options.average, options.chose_reduction = cleaned == "avg", True
 
     # -- when parameters are whole -------------------------------------------------------------------------------
 
@@ -153,17 +178,21 @@ class HSDPModule(ManagedModule):
         _unit(self).backward_prefetch = _units_of("set_modules_to_backward_prefetch", modules)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters now; with ``async_op`` returns a handle to wait on.
+        """Gather this unit's parameters now, for the next forward; with ``async_op`` returns a handle to wait on.
 
-        What is gathered already is gathered again only if the parameters have changed since; a change through
-        ``.data`` is not seen, call ``reshard()`` after one.
+        Forwards without gradients (an evaluation, generation) use them until ``reshard()`` or the next training step.
+
+        What is gathered already is gathered again if the parameters have changed since. A change through ``.data``, or
+        by a foreach operation without gradients, leaves no trace: call ``reshard()`` after one. What is written into
+        whole parameters is lost when they are freed.
         """
         _check_flag("unshard", async_op, "async_op")
         unit = _unit(self)
         if async_op:
-            unit.start_gather()
+            unit.gather_by_hand()
             return UnshardHandle(unit)
-        unit.unshard()
+        unit.gather_by_hand()
+        unit.finish_gather()
         return None
 
     def reshard(self) -> None:
@@ -219,6 +248,8 @@ def _units_of(method: str, modules: Any) -> list[Unit]:
         )
     units = []
     for index, module in enumerate(modules):
+        if isinstance(module, nn.Module) and traced_unit_of(module) is not None:
+            continue  # it gathers where its graph says
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
             raise ValueError(
@@ -247,10 +278,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """
     unit = _unit(module)
     method = getattr(module, name, None) if isinstance(name, str) else None
-    if not callable(method):
+    if not callable(method) or inspect.isgeneratorfunction(method):
         raise ValueError(
-            f"cannot let {name!r} of a {type(module).__name__} run as forward does: it has no such method\n"
-            f"  seen: {'nothing of that name' if method is None else type(method).__name__}\n"
+            f"cannot let {name!r} of a {type(module).__name__} run as forward does: no method that returns a result\n"
+            f"  seen: {'nothing of that name' if method is None else 'a generator' if callable(method) else method!r}\n"
             "  try: the name of a method, such as 'encode'"
         )
 

@@ -93,6 +93,7 @@ class ManagedParam:
         self.pinned = False  # whether gradients go to page-locked memory
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
+        self.made_version = 0  # of the latter; in-place changes count it up
         self._view_spec: Any = None
 
     def range_of(self, rank: int) -> tuple[int, int]:
@@ -164,6 +165,7 @@ class ManagedParam:
             data = DTensor(whole, self._spec_for(whole), requires_grad=False)
         self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         self.unsharded.__dict__.update(self.attributes)
+        self.made_version = self.unsharded._version
         self.watch()
         if self._view_spec is not None and self.home.reduced_axes:
             # Code on local tensors has one gradient per rank, to be added up: not the same on all, as torch assumes.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 __all__ = ["Pass", "cast", "copy_aliases", "mark_inputs", "tensors_in", "watch_outputs"]
@@ -31,7 +32,7 @@ class Pass:
         version: Of the parameters that it has used.
     """
 
-    __slots__ = ("left_in", "listener", "reached_in", "version")
+    __slots__ = ("__weakref__", "left_in", "listener", "reached_in", "version")
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
@@ -75,8 +76,25 @@ def mark_inputs(a_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not inputs:
         return args, kwargs
     marked = dict(zip(inputs, _EndOfBackward.apply(a_pass, *inputs.values()), strict=True))
-    result: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten([marked.get(id(x), x) for x in leaves], spec)
-    return result
+    del leaves, spec
+    new_args = tuple(_replaced(argument, lambda x: marked.get(id(x), x)) for argument in args)
+    return new_args, {name: _replaced(argument, lambda x: marked.get(id(x), x)) for name, argument in kwargs.items()}
+
+
+def _replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
+    """``tree`` with its tensors replaced; a container in which nothing is replaced stays the caller's own object.
+
+    Modules may fill a list or a dictionary that they are given, and the caller looks into it afterwards.
+    """
+    if isinstance(tree, torch.Tensor):
+        return replace(tree)
+    children, spec = tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    if len(children) == 1 and children[0] is tree:  # no container
+        return tree
+    replaced = [_replaced(child, replace) for child in children]
+    if all(new is old for new, old in zip(replaced, children, strict=True)):
+        return tree
+    return tree_unflatten(replaced, spec)
 
 
 def watch_outputs(a_pass: Pass, tensors: list[torch.Tensor]) -> None:
@@ -90,15 +108,33 @@ def watch_outputs(a_pass: Pass, tensors: list[torch.Tensor]) -> None:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a nest of containers and dataclasses."""
+    """All tensors of a nest of containers, dataclasses and plain objects."""
     if isinstance(tree, torch.Tensor):
         yield tree
         return
+    yield from _found(tree, set())
+
+
+def _found(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     for leaf in tree_flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        elif id(leaf) not in seen and (inside := _inside(leaf)):
+            seen.add(id(leaf))
+            yield from _found(inside, seen)
+
+
+def _inside(leaf: Any) -> list[Any]:
+    """What an object that torch does not know as a container holds."""
+    if leaf is None or isinstance(leaf, (str, bytes, int, float, complex, type, nn.Module)) or callable(leaf):
+        return []
+    if dataclasses.is_dataclass(leaf):
+        return [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    if isinstance(leaf, Mapping):
+        return list(leaf.values())
+    if isinstance(leaf, (list, tuple, set, frozenset, ValuesView)):
+        return list(leaf)
+    return list(getattr(leaf, "__dict__", {}).values())
 
 
 def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
@@ -119,4 +155,4 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
             done[id(tensor)] = tensor.to(dtype)
         return done[id(tensor)]
 
-    return tree_map_only(torch.Tensor, convert, tree)
+    return _replaced(tree, convert)

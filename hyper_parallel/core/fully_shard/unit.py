@@ -6,6 +6,8 @@ backward has left it. A unit none of whose inputs needs a gradient is finished a
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,7 @@ from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.reduction import ReduceOptions
 from hyper_parallel.core.fully_shard.schedule import Schedule
+from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.platform import Platform
 
 __all__ = ["Unit", "UnitOptions", "is_wrapped", "traced_unit_of", "unit_of"]
@@ -49,6 +52,7 @@ class UnitOptions:
         reshard_after_backward: Free the whole parameters after backward.
         requires_gradient_sync: Reduce gradients; False: keep them.
         requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.
+        chose_reduction: Whether the user has said ``average``.
     """
 
     mp_policy: MixedPrecisionPolicy
@@ -61,6 +65,7 @@ class UnitOptions:
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
+    chose_reduction: bool = False
 
 
 @dataclass
@@ -108,6 +113,9 @@ class Unit:
         self._showing_wholes = False
         self._gathered_version: tuple[tuple[int, ...], ...] = ()
         self._gathered_in = -1  # number of the forward of the schedule for which they were gathered
+        self._by_hand = False  # gathered by the user, for as many forwards without gradients as come
+        self._kept_for_more = False  # after a backward that was not synchronised, for the next micro-batch
+        self._passes: list[weakref.ref[Pass]] = []  # forwards whose graph may still be there
         self._may_change = False  # gradients were there when they were gathered, or have come since
         self._to_run: set[int] = set()  # modules of the unit whose forward is still to come
         self._running: list[Pass | None] = []  # calls of the modules, one inside the other; None: a recomputation
@@ -135,8 +143,9 @@ class Unit:
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Start to gather the shards as they are now, unless that is done or under way.
 
-        Optimizers that change many tensors at once (foreach, fused) leave no trace in a DTensor's version. So what was
-        gathered for an earlier forward is not used again if an optimizer had gradients to step with.
+        What changes many tensors at once (foreach, fused optimizers) leaves no trace in a DTensor's version. So what
+        an earlier forward has left is used again only if its backward is still to come, or further micro-batches are,
+        and no optimizer had gradients to step with.
 
         Args:
             in_backward: It is for the backward of what the last gather was for.
@@ -154,16 +163,32 @@ class Unit:
                 self._free()  # kept since before the shards changed
             self._drop_pieces()
         number = -1 if self.schedule is None else self.schedule.forward_number
-        if not in_backward and (self._gathers is not None or self.gathered):
-            is_of_this_forward = number == self._gathered_in != -1
-            if not is_of_this_forward and (self._may_change or self._holds_gradients()):
-                self._free()
-                self._drop_pieces()
+        is_left_over = not in_backward and self._gathered_in not in (number, number + 1)  # the latter: by hand
+        if is_left_over and (self._gathers is not None or self.gathered) and not self._is_still_good():
+            self._free()
+            self._drop_pieces()
         if self._gathers is None and not self.gathered:
             self._gathers = [bucket.start_gather() for bucket in self.buckets]
             self._gathered_version = version
             self._gathered_in = number
             self._may_change = self._holds_gradients()
+            self._kept_for_more = False
+
+    def gather_by_hand(self) -> None:
+        """Start to gather for the forward to come."""
+        if (self._gathers is not None or self.gathered) and (self._may_change or self._holds_gradients()):
+            self._free()
+        self.start_gather()
+        self._by_hand = True
+        self._gathered_in = 0 if self.schedule is None else self.schedule.forward_number + 1
+
+    def _is_still_good(self) -> bool:
+        """Whether what an earlier forward has left can be used by another one."""
+        if self._may_change or self._holds_gradients():
+            return False
+        if self._by_hand and not torch.is_grad_enabled():
+            return True
+        return self._kept_for_more or any(reference() is not None for reference in self._passes)
 
     def _no_data_error(self) -> RuntimeError:
         roots = (self.schedule.units[0] if self.schedule is not None else self).modules
@@ -225,6 +250,7 @@ class Unit:
             bucket.piece = None
 
     def _free(self) -> None:
+        self._by_hand = False
         self._receive()  # a prefetch that nobody used
         for bucket in self.buckets:
             if bucket.gathered:
@@ -232,6 +258,7 @@ class Unit:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
+    @runs_eagerly
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -296,6 +323,7 @@ class Unit:
             if traced is not None:
                 yield from (param.parameter for param in traced.params)
 
+    @runs_eagerly
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._running:
             return output  # the hook before forward has raised
@@ -307,12 +335,16 @@ class Unit:
         schedule = self.schedule
         assert schedule is not None
         output = copy_aliases(output, self._owns_memory_of)
-        differentiable: list[torch.Tensor] = []
-        if torch.is_grad_enabled():
-            differentiable = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+        differentiable = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
+        if differentiable and not torch.is_grad_enabled():  # those that it has made; others it has passed through
+            given = {id(tensor) for tensor in tensors_in(args)}
+            differentiable = [t for t in differentiable if id(t) not in given]
+        if differentiable:
             watch_outputs(a_pass, differentiable)
             if differentiable and not schedule.in_backward:
                 self._ahead += 1
+                self._passes = [reference for reference in self._passes if reference() is not None]
+                self._passes.append(weakref.ref(a_pass))
         if not self._running:
             self._to_run.discard(id(module))
             if self._to_run:
@@ -321,11 +353,20 @@ class Unit:
                 self._leave_forward(schedule, with_backward=bool(differentiable))
         return output
 
+    def interrupted(self) -> None:
+        """A forward of the unit was cut short by what is no ``Exception``, for which torch calls no hooks."""
+        self._running.clear()
+        self._to_run.clear()
+        self.show_shards()
+
     def _leave_forward(self, schedule: Schedule, *, with_backward: bool) -> None:
         schedule.leaves(self)
+        for bucket in self.buckets:
+            bucket.check_untouched()
         if not with_backward:
             self._drop_pieces()
-        if not self.options.reshard_after_forward or (with_backward and (self.is_root or schedule.in_backward)):
+        keeps = not self.options.reshard_after_forward or self.is_root or schedule.in_backward
+        if (with_backward and keeps) or (self._by_hand and not torch.is_grad_enabled()):
             self.show_shards()  # backward starts with the root's parameters, or will soon be here: keep their data
         else:
             self.reshard()
@@ -371,10 +412,12 @@ class Unit:
             unit.schedule = merged
         for unit in units:
             unit.is_root = unit is self
+        _warn_of_two_ways(units)
         return merged
 
     # -- backward ------------------------------------------------------------------------------------------------
 
+    @runs_eagerly
     def backward_reaches(self, a_pass: Pass) -> None:
         """Backward is about to use an output of ``a_pass``."""
         if torch.is_grad_enabled():
@@ -420,6 +463,7 @@ class Unit:
             "(such as self.aux_loss)"
         )
 
+    @runs_eagerly
     def backward_left(self, a_pass: Pass) -> None:
         """Backward has computed the gradients of the inputs of ``a_pass``."""
         schedule = self.schedule
@@ -480,6 +524,7 @@ class Unit:
         if self.options.reshard_after_backward:
             self.reshard()
         else:
+            self._kept_for_more = not self.options.requires_gradient_sync
             self.show_shards()
 
     def is_resharded(self) -> bool:
@@ -521,6 +566,20 @@ class Unit:
         for bucket in self.buckets:
             for param in bucket.params:
                 param.clear_gradient(set_to_none=set_to_none)
+
+
+def _warn_of_two_ways(units: list[Unit]) -> None:
+    """Units that average gradients beside units that add them up: there is no right factor for the loss."""
+    reducing = [u for u in units if any(r.ranks > 1 for r in u.reducers) and not u.options.chose_reduction]
+    by_op = {average: [u for u in reducing if u.options.average is average] for average in (True, False)}
+    if by_op[True] and by_op[False]:
+        names = [type(by_op[average][0].modules[0]).__name__ for average in (True, False)]
+        warnings.warn(
+            f"some units average gradients over data-parallel ranks ({names[0]}), others, with DTensor parameters, add "
+            f"them up ({names[1]}): no factor of the loss is right for both\n"
+            "  try: set_reduce_op_type('sum') on all, and divide the loss by the number of data-parallel ranks",
+            stacklevel=4,
+        )
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -92,7 +92,9 @@ def hsdp(
             they are ``Partial`` sums, neither averaged nor scaled. See :meth:`HSDPCell.set_requires_grad_sync`.
         use_eager_hook: False: gather and reduce in a form that ``torch.compile`` traces without graph breaks, and that
             takes plain parameters only. Order and fusion of communication are then the compiler's: ``comm_async``,
-            ``comm_fusion``, ``bucket_size`` and prefetching have no effect.
+            ``comm_fusion``, ``bucket_size`` and prefetching have no effect. A parameter is gathered where forward reads
+            it as an attribute (``self.weight``; ``parameters()`` gives parts), so all ranks must read the same ones in
+            the same order: a branch that they do not all take mixes up weights, which nothing notices.
         grad_scale: Factor on every gradient.
         reduce_dtype: Dtype in which gradients are reduced; None: that of the parameter.
         comm_async: The end of backward leaves reductions under way; call ``hsdp_sync_stream()`` before gradients are

@@ -15,6 +15,7 @@ goes to a leaf of its own (a *sink*), and what is left to do is done by a hook o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils.checkpoint import checkpoint
@@ -228,6 +230,15 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                explain(
+                    "hsdp cannot differentiate the gradients of its parameters",
+                    "their reduction over ranks has no derivative",
+                    "seen: create_graph=True, for parameters of a cell",
+                    "create_graph=False, or autograd.grad(loss, [x], create_graph=True) for inputs only",
+                )
+            )
         return None, _reduced(gradients[0], ctx.recipe).to(ctx.dtype), None
 
 
@@ -255,6 +266,7 @@ class TracedUnit:
         self.synced = True
         self.shows_sums = accumulate
         self.uses_sinks = accumulate
+        self._ends_backward: int | None = None  # the backward at whose end sums will be reduced
         self.gathers_again = level is OptimizerLevel.SHARD_OPT_GRAD_PARAM
         self.recipes = []
         self.sums = []
@@ -286,6 +298,8 @@ class TracedUnit:
             return whole
         if self.uses_sinks:
             total = self.sums[index]
+            if total.is_stale(rows):
+                total.refresh()
             return _Whole.apply(whole, total.sink, total.recipe)
         return _Whole.apply(whole, rows, recipe)
 
@@ -315,7 +329,21 @@ class TracedUnit:
     def set_requires_grad_sync(self, flag: bool) -> None:
         """Whether the next backward ends with the reduction of what has been accumulated."""
         self.synced = flag
+        for total in self.sums:  # not in a graph
+            total.refresh()
         self.choose()
+
+    def reduce_the_rest_later(self) -> None:
+        """At the end of this backward, reduce what waits for parameters that it does not reach."""
+        backward = torch._C._current_graph_task_id()
+        if self._ends_backward != backward:
+            self._ends_backward = backward
+            Variable._execution_engine.queue_callback(self._reduce_the_rest)
+
+    def _reduce_the_rest(self) -> None:
+        self._ends_backward = None
+        for total in self.sums:
+            total.reduce()
 
     def choose(self) -> None:
         """Whether gradients go to sinks: there what has been accumulated can be added before a reduction."""
@@ -323,8 +351,8 @@ class TracedUnit:
 
     def zero_grads(self) -> None:
         """Drop gradients, also those that wait."""
-        for param, total in zip(self.params, self.sums, strict=True):
-            param.parameter.grad = None
+        for total in self.sums:
+            total.parameter.grad = None
             total.clear()
         self.choose()
 
@@ -361,31 +389,65 @@ class _Sum:
         self.unit = unit
         self.param = param
         self.full = full
-        local = _local(param.parameter)
         self.is_whole = not (full.scatter and unit.shows_sums)
         self.recipe = Recipe(full.shard, not self.is_whole, (), None, None if self.is_whole else full.dtype)
-        self.dtype = local.dtype
-        if local.is_floating_point():
-            self.dtype = full.dtype or torch.promote_types(local.dtype, torch.float32)
-        shape = list(local.shape)
-        if self.is_whole and param.shard is not None:
-            shape[0] *= param.shard.size
-        zero = torch.zeros((), dtype=local.dtype if self.is_whole else self.dtype, device=local.device)
-        self.sink = zero.expand(shape).requires_grad_()
-        self.sink.register_post_accumulate_grad_hook(self._collect)
         self.waiting: torch.Tensor | None = None
+        self._make_sink()
+
+    @property
+    def parameter(self) -> Any:
+        """What is registered now: users may put another one there."""
+        module, name = self.param.slots[0]
+        return module._parameters[name]
+
+    def is_stale(self, rows: torch.Tensor) -> bool:
+        """Whether the parameter has changed its dtype or device since the sink was made."""
+        return rows.dtype != self.dtype or rows.device != self.sink.device
+
+    def refresh(self) -> None:
+        """Follow the parameter to another dtype or device."""
+        parameter = self.parameter
+        if isinstance(parameter, DTensor) and self.is_stale(parameter._local_tensor):
+            self._make_sink()
+
+    def _make_sink(self) -> None:
+        local = _local(self.parameter)
+        self.dtype = self.sum_dtype = local.dtype
+        if local.is_floating_point():
+            self.sum_dtype = self.full.dtype or torch.promote_types(local.dtype, torch.float32)
+        shape = list(local.shape)
+        if self.is_whole and self.param.shard is not None:
+            shape[0] *= self.param.shard.size
+        zero = torch.zeros((), dtype=local.dtype if self.is_whole else self.sum_dtype, device=local.device)
+        self.sink = zero.expand(shape).requires_grad_()
+        me = weakref.ref(self)  # what such a hook refers to is never collected if it refers to the sink
+
+        def collect(sink: torch.Tensor) -> None:
+            found = me()
+            if found is not None:
+                found._collect(sink)
+
+        self.sink.register_post_accumulate_grad_hook(collect)
 
     @torch.no_grad()
     def _collect(self, sink: torch.Tensor) -> None:
         gradient = sink.grad
         assert gradient is not None
         sink.grad = None
-        gradient = gradient.to(self.dtype)
+        gradient = gradient.to(self.sum_dtype)
         self.waiting = gradient if self.waiting is None else self.waiting.add_(gradient)
-        if not self.unit.synced:
+        if self.unit.synced:
+            self.reduce()
+            self.unit.reduce_the_rest_later()
+        else:
             self._show(self.waiting, Partial())
-            return
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Give the parameter what has added up."""
         total, self.waiting = self.waiting, None
+        if total is None:
+            return
         if self.unit.shows_sums:
             total = _all_reduce(total, self.full.groups) * self.param.scale
             self._show(total, Replicate())
@@ -396,28 +458,34 @@ class _Sum:
         self.unit.choose()
 
     def _add(self, rows: torch.Tensor) -> None:
-        parameter: Any = self.param.parameter
-        rows = rows.to(parameter.dtype)
+        """Give the parameter its gradient, and its hooks what autograd would have given them."""
+        parameter = self.parameter
+        gradient = self._laid_out(rows.to(parameter.dtype), parameter.placements)
+        for hook in tuple((parameter._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
         if parameter.grad is None:
-            parameter.grad = self._laid_out(rows, parameter.placements)
+            parameter.grad = gradient
         else:
-            parameter.grad._local_tensor.add_(rows)
+            parameter.grad._local_tensor.add_(gradient._local_tensor)
+        for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(parameter)
 
     def _show(self, total: torch.Tensor, instead: Placement) -> None:
         """Show what has added up; ``instead`` says of the axes over which it is not split what it is there."""
         if self.unit.shows_sums:
-            parameter: Any = self.param.parameter
+            parameter = self.parameter
             placements = [p if p.is_shard() and not self.is_whole else instead for p in parameter.placements]
             parameter.acc_grad = self._laid_out(total, placements)
 
     def _laid_out(self, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
-        parameter: Any = self.param.parameter
+        parameter = self.parameter
         mesh, shape = parameter.device_mesh, parameter.shape
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
     def clear(self) -> None:
         self.waiting = self.sink.grad = None
-        parameter: Any = self.param.parameter
+        parameter = self.parameter
         if getattr(parameter, "acc_grad", None) is not None:
             parameter.acc_grad = None
 
