@@ -4,8 +4,10 @@ One device is compared in float64, so that the rounding bound is far below any r
 comparison is bitwise on simulated ranks, where both add in rank order.
 """
 
+import contextlib
 import copy
 import gc
+import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import sim
@@ -1349,8 +1352,9 @@ def test_sparse_gradients_are_refused(ctx):
         model(torch.tensor([1, 2], device=ctx.device)).sum().backward()
 
 
+@pytest.mark.parametrize("late", [True, False])
 @sim.ranks(2, arms=NO_GLOO)
-def test_outputs_that_forward_keeps_to_itself_are_an_error(ctx):
+def test_results_that_forward_does_not_return_never_give_a_wrong_gradient(ctx, late):
     class Aside(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1358,23 +1362,170 @@ def test_outputs_that_forward_keeps_to_itself_are_an_error(ctx):
 
         def forward(self, x):
             y = self.up(x)
-            self.loss = self.aside(x).square().mean()
+            self.loss = (self.up(y) if late else self.aside(x)).square().mean()
             return y
 
-    def build():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Aside() for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x.mean() * 0 + sum(layer.loss for layer in self.layers)
+
+    for options in ({}, {"comm_fusion": True}):
         torch.manual_seed(0)
-        return nn.Sequential(*[Aside() for _ in range(4)]).double().to(ctx.device)
+        model = Stack().double().to(ctx.device)
+        plain = copy.deepcopy(model)
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh_of(ctx), **options)
+        plain(data(ctx)).backward()
+        refused = r"did not return\n  unit: HSDPAside.*\n  try: return|out of bounds for storage of size 0"
+        for _ in range(2):
+            with contextlib.suppress(NoError), pytest.raises(RuntimeError, match=refused):  # noqa: PT012
+                model(data(ctx, rank=ctx.rank)).backward()
+                assert_close(gradients(model), gradients(plain))  # never a wrong gradient
+                assert not late
+                raise NoError
+            model.zero_grad()
+
+
+class NoError(Exception):
+    """Backward has given the right gradients."""
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_lists_and_dictionaries_that_modules_fill_are_the_callers(ctx):
+    class Fills(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.aside = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x, found, state):
+            state["mean"] = state["mean"] + self.aside(state["x"]).mean()
+            y = self.up(x)
+            found.append(y.square().mean())
+            return y, found, state
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Fills() for _ in range(3))
+
+        def forward(self, x):
+            found, state = [], {"x": x.requires_grad_(), "mean": x.mean()}
+            given = state["x"]
+            for layer in self.layers:
+                x, _, _ = layer(x, found, state)
+            assert state["x"] is given
+            return x.mean() + sum(found) + state["mean"]
+
+    torch.manual_seed(0)
+    model = Stack().double().to(ctx.device)
+    plain = copy.deepcopy(model)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh_of(ctx))
+    for _ in range(2):
+        for net_, rank in ((model, ctx.rank), (plain, None)):
+            net_(data(ctx, rank=rank)).backward()
+        assert_close(gradients(model), gradients(plain))
+    assert_freed(model)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_an_interrupt_leaves_no_trace(ctx):
+    model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    for place in (model.blocks[1].up, model.blocks[2], model.head):
+        for hook in (place.register_forward_pre_hook, place.register_forward_hook):
+            handle = hook(stop)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, data(ctx, rank=ctx.rank))
+            handle.remove()
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+    check_against_one_device(ctx, model, plain)
+    assert_freed(model)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_changes_without_a_trace_between_forwards(ctx):
+    def change(module):
+        with torch.no_grad():
+            torch._foreach_mul_(list(module.parameters()), 0.5)
 
     for reshard in (True, False):
-        model, plain = build(), build()
-        for part in (*model, model):
-            fully_shard(part, mesh=mesh_of(ctx), reshard_after_forward=reshard)
-        for index in range(4):
-            with pytest.raises(
-                RuntimeError, match=r"did not return\n  unit: HSDPAside.*\n  try: return|out of bounds for st"
-            ):
-                (model(data(ctx, rank=ctx.rank)).square().mean() + model[index].loss).backward()
-        model.zero_grad()
-        for net_, rank in ((model, ctx.rank), (plain, None)):  # and training goes on
-            net_(data(ctx, rank=rank)).square().mean().backward()
+        model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx), reshard_after_forward=reshard), net(ctx)
+        for module, rank in ((model, ctx.rank), (plain, None)):
+            with torch.no_grad():
+                module(data(ctx, rank=rank))
+            change(module)
+            module(data(ctx, rank=rank)).detach()
+            change(module)
+        check_against_one_device(ctx, model, plain)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_conversion_of_a_model_that_shows_whole_parameters(ctx):
+    model = wrap_nested(net(ctx, torch.float32), mesh=mesh_of(ctx))
+    model.unshard()
+    model.blocks[0].unshard()
+    model.double()
+    check_against_one_device(ctx, model, net(ctx, torch.float32).double())
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_whole_parameters_that_forward_changes_are_an_error(ctx):
+    table = fully_shard(nn.Embedding(4, 3, max_norm=1.0).to(ctx.device), mesh=mesh_of(ctx))
+    with pytest.raises(RuntimeError, match=r"forward changed the parameter 'weight' in place.*\n.*max_norm.*\n  try: "):
+        table(torch.arange(4, device=ctx.device))
+
+
+@pytest.mark.sim
+def test_units_that_average_beside_units_that_add_up_are_warned_of():
+    def rank():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parallelize_module(model[0], mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+        for part in (model[0], model):
+            fully_shard(part, mesh=mesh["dp"])
+        return model
+
+    def quiet():
+        model = rank()
+        model.set_reduce_op_type("sum")
+        model[0].set_reduce_op_type("sum")
+        model(torch.ones(1, 4))
+
+    with pytest.warns(UserWarning, match=r"average gradients .*HSDPSequential.* add them up \(HSDPLinear\)"):
+        sim.run(lambda: rank()(torch.ones(1, 4)) is None, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sim.run(quiet, 4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.sim
+def test_compiled_models_train_as_on_one_device(backend):
+    def rank(inner):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, plain = Net().double(), Net().double()
+        plain.load_state_dict(model.state_dict())
+        wrap_nested(model, mesh=init_device_mesh("cpu", (2,)))
+        if inner:
+            for block in model.blocks:
+                block.compile(backend=backend)
+        else:
+            model.compile(backend=backend)
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        loss_of(model, x[dist.get_rank() * 4 :][:4]).backward()
+        loss_of(plain, x).backward()
         assert_close(gradients(model), gradients(plain))
+
+    for inner in (True, False):
+        sim.run(rank, 2, (inner,))

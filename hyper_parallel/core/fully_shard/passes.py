@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-__all__ = ["Pass", "cast", "copy_aliases", "mark_inputs", "tensors_in", "watch_outputs"]
+__all__ = ["Pass", "cast", "copy_aliases", "give_back", "mark_inputs", "tensors_in", "watch_outputs"]
 
 
 class Listener(Protocol):
@@ -30,15 +30,17 @@ class Pass:
         reached_in: Number of the backward that last reached the outputs; -1: none has.
         left_in: Number of the backward that last left through the inputs; -1: none has.
         version: Of the parameters that it has used.
+        lent: What the caller's lists and dictionaries held, while the module sees marked tensors in them.
     """
 
-    __slots__ = ("__weakref__", "left_in", "listener", "reached_in", "version")
+    __slots__ = ("__weakref__", "left_in", "lent", "listener", "reached_in", "version")
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self.reached_in = -1
         self.left_in = -1
         self.version: object = None
+        self.lent: list[Any] = []
 
     def reach(self, *gradients: Any) -> None:
         """The hook on outputs; it leaves their gradients alone."""
@@ -65,7 +67,8 @@ class _EndOfBackward(torch.autograd.Function):
 def mark_inputs(a_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put a node behind the inputs that tells when backward has left the unit.
 
-    A tensor that is given twice stays one object, which modules may test for (attention does).
+    A tensor that is given twice stays one object, which modules may test for (attention does). Lists and dictionaries
+    stay the caller's, and get their own tensors back when the pass is through.
     """
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # as most are, and much cheaper
         if not args[0].requires_grad:
@@ -77,21 +80,47 @@ def mark_inputs(a_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return args, kwargs
     marked = dict(zip(inputs, _EndOfBackward.apply(a_pass, *inputs.values()), strict=True))
     del leaves, spec
-    new_args = tuple(_replaced(argument, lambda x: marked.get(id(x), x)) for argument in args)
-    return new_args, {name: _replaced(argument, lambda x: marked.get(id(x), x)) for name, argument in kwargs.items()}
+
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        return marked.get(id(tensor), tensor)
+
+    undo = a_pass.lent
+    new_args = tuple(_replaced(argument, mark, undo) for argument in args)
+    return new_args, {name: _replaced(argument, mark, undo) for name, argument in kwargs.items()}
 
 
-def _replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
+def give_back(a_pass: Pass) -> None:
+    """Put the caller's own tensors back into its lists and dictionaries, where the module has left the marked ones."""
+    for container, key, own, marked in reversed(a_pass.lent):
+        if type(container) is dict:
+            if container.get(key) is marked:
+                container[key] = own
+            continue
+        for index, item in enumerate(container):
+            if item is marked:
+                container[index] = own
+    a_pass.lent = []
+
+
+def _replaced(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None = None) -> Any:
     """``tree`` with its tensors replaced; a container in which nothing is replaced stays the caller's own object.
 
-    Modules may fill a list or a dictionary that they are given, and the caller looks into it afterwards.
+    Modules may fill a list or a dictionary that they are given, and the caller looks into it afterwards: so with
+    ``undo`` these are changed in place, and what has to be put back is noted there.
     """
     if isinstance(tree, torch.Tensor):
         return replace(tree)
+    if undo is not None and type(tree) in (list, dict):
+        for key, child in list(enumerate(tree) if type(tree) is list else tree.items()):
+            new = _replaced(child, replace, undo)
+            if new is not child:
+                tree[key] = new
+                undo.append((tree, key, child, new))
+        return tree
     children, spec = tree_flatten(tree, is_leaf=lambda node: node is not tree)
     if len(children) == 1 and children[0] is tree:  # no container
         return tree
-    replaced = [_replaced(child, replace) for child in children]
+    replaced = [_replaced(child, replace, undo) for child in children]
     if all(new is old for new, old in zip(replaced, children, strict=True)):
         return tree
     return tree_unflatten(replaced, spec)

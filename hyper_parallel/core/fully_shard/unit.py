@@ -23,6 +23,7 @@ from hyper_parallel.core.fully_shard.passes import (
     Pass,
     cast,
     copy_aliases,
+    give_back,
     mark_inputs,
     tensors_in,
     watch_outputs,
@@ -328,6 +329,8 @@ class Unit:
         if not self._running:
             return output  # the hook before forward has raised
         a_pass = self._running.pop()
+        if a_pass is not None and a_pass.lent:
+            give_back(a_pass)
         if self.options.mp_policy.output_dtype is not None:
             output = cast(output, self.options.mp_policy.output_dtype)
         if a_pass is None:
@@ -448,7 +451,10 @@ class Unit:
             for reducer in self.reducers:
                 reducer.give_back()
             for unit in schedule.next_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
-                unit.start_gather(in_backward=True)
+                # In its first backward a unit is not gathered ahead: if something uses its parameters before it is
+                # reached, their memory is still empty, and torch says so.
+                if unit.counts.backwards > 0:
+                    unit.start_gather(in_backward=True)
 
     def _check_reached(self, gradient: torch.Tensor) -> None:
         """A gradient of a whole parameter arrives: it was computed from freed memory if nothing told of backward."""
