@@ -724,10 +724,10 @@ def test_prefetch_cells(ctx):
 
     first.norm.register_forward_hook(lambda *_: look("first forward"))
     third.down.register_full_backward_pre_hook(lambda *_: look("third backward"))
-    for _ in range(2):
+    for step in range(3):
         model(batch(ctx, rank=ctx.rank)).square().mean().backward()
         assert seen["first forward"] == [True, True, True]
-        assert seen["third backward"] == [True, False, True]
+        assert seen["third backward"] == [step > 0, False, True]  # in its first backward none is gathered ahead
     check_against_one_device(ctx, wrap(net(ctx), threshold=0), net(ctx))
     model.zero_grads()
     check_against_one_device(ctx, model, net(ctx))
