@@ -1529,3 +1529,21 @@ def test_compiled_models_train_as_on_one_device(backend):
 
     for inner in (True, False):
         sim.run(rank, 2, (inner,))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_inputs_go_without_the_garbage_collector(ctx):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for given in (lambda x: ((x,), {}), lambda x: ((), {"x": x})):
+        model = fully_shard(net(ctx, torch.float32), mesh=mesh_of(ctx), mp_policy=policy)
+        x = data(ctx, 0, torch.float32, ctx.rank).to(torch.bfloat16).requires_grad_()
+        args, kwargs = given(x)
+        gc.collect()
+        gc.disable()
+        try:
+            model(*args, **kwargs).square().mean().backward()
+            gone = weakref.ref(x)
+            del x, args, kwargs
+            assert gone() is None
+        finally:
+            gc.enable()

@@ -45,12 +45,10 @@ class Grouping:
     """Which parameters communicate together.
 
     Attributes:
-        each_gather: One gather per parameter, instead of one per dtype and group.
         reduce_bytes: Gradients are reduced in buffers of at most so many bytes; -1: one buffer; 0: one each.
         whole_gradients: Reduce whole gradients on every rank, and take the own part of the result.
     """
 
-    each_gather: bool = False
     reduce_bytes: int = -1
     whole_gradients: bool = False
 
@@ -103,12 +101,12 @@ def make_unit(
     platform = storage.platform
     not_flat = Storage(platform, on_host=storage.on_host, pinned=storage.pinned)
     groups: dict[Any, list[tuple[Found, Home]]] = {}
-    for number, (found, home) in enumerate(placed):
+    for found, home in placed:
         split = home.shard_dim is not None
         dtype = found.parameter.dtype
         if not storage.flat:  # converted when they are packed
             dtype = computed_in(dtype, options.mp_policy.param_dtype)
-        key = (split, home.data if split else home.reduce_groups, dtype, number if grouping.each_gather else None)
+        key = (split, home.data if split else home.reduce_groups, dtype)
         groups.setdefault(key, []).append((found, home))
     buckets: list[Bucket] = []
     reducers: list[GradientReducer] = []

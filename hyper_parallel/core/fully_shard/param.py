@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -144,7 +144,7 @@ class ManagedParam:
         self.sharded.__dict__.update(self.attributes)
         if self.home.view_mesh is not None:
             view = DTensor.from_local(
-                self._whole_for_spec(whole),
+                cast(DTensor, whole)._local_tensor.detach(),
                 self.home.view_mesh,
                 self.home.view_placements,
                 run_check=False,
@@ -152,11 +152,6 @@ class ManagedParam:
                 stride=stride,
             )
             self._view_spec = view._spec
-
-    @staticmethod
-    def _whole_for_spec(whole: nn.Parameter) -> torch.Tensor:
-        assert isinstance(whole, DTensor)
-        return whole._local_tensor.detach()
 
     def make_unsharded(self, whole: torch.Tensor) -> None:
         """Make the whole parameter over ``whole``, a tensor of shape ``shape``."""

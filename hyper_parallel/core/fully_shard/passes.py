@@ -117,7 +117,9 @@ def _replaced(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None =
                 tree[key] = new
                 undo.append((tree, key, child, new))
         return tree
-    children, spec = tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    # One level. By identity: torch's flatten leaves a cycle with this function, which must not hold the tensors.
+    own = id(tree)
+    children, spec = tree_flatten(tree, is_leaf=lambda node: id(node) != own)
     if len(children) == 1 and children[0] is tree:  # no container
         return tree
     replaced = [_replaced(child, replace, undo) for child in children]
