@@ -19,6 +19,20 @@ from hyper_parallel.core.fully_shard import (
 )
 from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
 from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
+from hyper_parallel.core.shard.api import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    ShardingPlan,
+    custom_shard,
+    init_parameters,
+    parallelize_module,
+    parallelize_value_and_grad,
+    shard_module,
+)
+from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.parallel_dims import ParallelDims
 
@@ -42,6 +56,20 @@ __all__ = [
     "full_tensor",
     "redistribute",
     "to_local",
+    # The layouts of a whole model
+    "ShardingPlan",
+    "custom_shard",
+    "init_parameters",
+    "parallelize_value_and_grad",
+    "shard_module",
+    "vocab_parallel_cross_entropy",
+    # torch's tensor-parallel styles, which can be mixed with a plan
+    "ColwiseParallel",
+    "PrepareModuleInput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize_module",
     # Sharded parameters
     "CPUOffloadPolicy",
     "HSDPCell",

@@ -165,7 +165,8 @@ class Llama(nn.Module):
     >>> model(torch.zeros(2, 16, dtype=torch.long)).shape
     torch.Size([2, 16, 256])
 
-    Built under `torch.device("meta")` it takes no memory; `to_empty` and `init_weights` make it real.
+    Built under `torch.device("meta")` it takes no memory. `to_empty` and `init_weights` make it real; so does
+    `hyper_parallel.init_parameters`, also when its parameters are split over ranks by then.
     """
 
     cos: Tensor
@@ -226,6 +227,23 @@ class Llama(nn.Module):
             else:
                 std = residual_std if name.endswith(("attention.wo.weight", "mlp.w2.weight")) else self.config.init_std
                 param.copy_(torch.empty(param.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+        cos, sin = _rope_tables(self.config)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill all weights in place, as `init_weights` distributes them: for `hyper_parallel.init_parameters`.
+
+        That makes the draws the same for any split of the weights; called by itself this draws from torch's generator.
+        """
+        residual_std = self.config.init_std / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, param in self.named_parameters():
+            if param.ndim == 1:
+                param.fill_(1.0)
+            else:
+                std = residual_std if name.endswith(("attention.wo.weight", "mlp.w2.weight")) else self.config.init_std
+                param.normal_(0.0, std)
         cos, sin = _rope_tables(self.config)
         self.cos.copy_(cos)
         self.sin.copy_(sin)

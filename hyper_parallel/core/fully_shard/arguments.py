@@ -227,7 +227,9 @@ def check_parameter(parameter: nn.Parameter, name: str, face: str) -> None:
             f"  seen: a backward before {face}\n"
             "  try: model.zero_grad() first"
         )
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    hooks = (parameter._backward_hooks or {}).values()
+    lost = [hook for hook in hooks if not getattr(hook, "is_made_anew", False)]  # a unit sees to the layout itself
+    if lost or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ValueError(
             f"parameter {name!r} has hooks, which would be lost: the parameter is replaced by a sharded one\n"
             "  seen: register_hook or register_post_accumulate_grad_hook before wrapping\n"

@@ -1,0 +1,339 @@
+"""Hand-written parallel code on local tensors inside a sharded model: `custom_shard`.
+
+torch's `local_map` is the model. What differs: inputs are brought to their layouts, a gradient that could mean two
+things is an error and no guess, the way back is one communication, and parts may be uneven.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.core.dtensor.checks import check_shape
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.shard.agree import agreed_shape
+from hyper_parallel.core.shard.arguments import Arguments, Place
+from hyper_parallel.core.shard.crossing import enter, leave
+from hyper_parallel.core.shard.hooks import spread
+from hyper_parallel.core.shard.local_module import resolved
+from hyper_parallel.core.shard.spelling import LayoutTree, describe, layout_on, leaves, map_tree, read_layouts
+
+
+def custom_shard(
+    fn: Callable[..., Any],
+    device_mesh: DeviceMesh,
+    in_layouts: Any,
+    out_layouts: Any,
+    *,
+    out_shapes: Any = None,
+    in_grad_layouts: Any = None,
+) -> Callable[..., Any]:
+    """Return a function of DTensors that runs `fn` on this rank's parts of them.
+
+        def rows_times_columns(x, w):  # w: this rank's rows of the weight
+            return x @ w
+
+        matmul = custom_shard(
+            rows_times_columns,
+            mesh,
+            [("dp", "tp"), ("tp", "None")],
+            Layout.from_device_mesh(mesh)("dp", "None", partial={"tp": "sum"}),
+            out_shapes=lambda x, w: (x.shape[0], w.shape[1]),
+        )
+        y = matmul(x, w)
+
+    A DTensor is redistributed to its layout, and `fn` gets the part of it that is this rank's. Anything else `fn` gets
+    as it is. What `fn` returns is put together to DTensors, in the container it comes in. If no argument with a layout
+    is a DTensor, the result is returned as it is: the same function runs on one device.
+
+    Gradients. Over each axis of the mesh, the gradient of an input's part is
+
+    | the input is, over the axis | and the outputs | its gradient is |
+    |---|---|---|
+    | split | | the part's |
+    | pending as a sum | | the whole one, alike on all ranks |
+    | held by all ranks | are all held by all ranks | the whole one: the ranks repeat the same work |
+    | held by all ranks | are all split or pending | to be added: each rank has done a share |
+    | held by all ranks | differ in this | refused, before anything runs: say it with `in_grad_layouts` |
+
+    A pending average is like an input that is held and has shares; a pending max, min or prod is refused. Outputs that
+    are left alone have no say, and are refused afterwards if they want a gradient which would depend on it. An output
+    that ranks hold alike, or of which they have copies to add, gives each of them its whole gradient. Parts that `fn`
+    does not get as arguments have no rule: hand weights over as arguments.
+
+    Communication: forward one redistribution per input that is elsewhere; where `out_shapes` does not say how large
+    outputs are, also one exchange of shapes for each that is split. Backward one redistribution per input, straight
+    from what the table says to where the input is, and one per output whose gradient arrives elsewhere.
+
+    Args:
+        fn: the code for one rank.
+        device_mesh: the mesh of all layouts.
+        in_layouts: as in `ShardingPlan`: one layout, for the first argument; a list by position; or a dict by name.
+            None leaves an argument alone, DTensors too.
+        out_layouts: one layout; a list where `fn` returns a list or tuple; a dict where it returns a mapping. None
+            leaves an output alone.
+        out_shapes: sizes of the whole outputs, in elements: one shape, a list or a dict of them, as `out_layouts` is
+            built; or a function of the arguments, as they were given, that returns these. None, also for one of
+            several: the ranks tell each other the shapes of their parts.
+        in_grad_layouts: layouts of gradients, as `in_layouts` is built, for what the table refuses or gets wrong: split
+            as the input is, and `partial={"tp": "sum"}` where gradients are to be added. None: as in the table.
+
+    Raises:
+        TypeError: fn is not callable; `device_mesh` no mesh; an output that is no plain tensor, where there is a layout
+            for it.
+        ValueError: layouts that cannot be read, for arguments that do not exist, or that do not fit a tensor; a
+            gradient that is refused; outputs built otherwise than their layouts, or of another shape than declared.
+    """
+    asked = f"cannot run {_name(fn)} on local parts"
+    _check_callable(asked, fn)
+    base = layout_on(device_mesh)
+    outs = _own(read_layouts(f"{asked} (out_layouts)", out_layouts, base))
+    ins = _read_inputs(asked, Arguments.of(fn), base, in_layouts, in_grad_layouts, list(leaves(outs)))
+    code = _Code(asked, fn, ins, outs, out_shapes)
+    return functools.wraps(fn, updated=())(lambda *args, **kwargs: code(args, kwargs))
+
+
+class _Input(NamedTuple):
+    """What is known about one input.
+
+    Attributes:
+        layout: where it is to be.
+        grad_layout: how the gradients of its parts lie; None: not known.
+        unclear: axes over which that would be a guess.
+        by_rule: whether it follows from the outputs' layouts, and there is an axis over which it does.
+    """
+
+    layout: Layout
+    grad_layout: Layout | None
+    unclear: tuple[str, ...]
+    by_rule: bool
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The places of the inputs, and what is known about each by the identity of its layout: equal ones can differ."""
+
+    places: Sequence[Place]
+    known: Mapping[int, _Input]
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A function, and what goes into and comes out of it."""
+
+    asked: str
+    fn: Callable[..., Any]
+    inputs: _Inputs
+    outputs: LayoutTree
+    shapes: Any
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled() and any(known.unclear for known in self.inputs.known.values()):
+            self._spread(args, kwargs, self._refuse_unclear)
+        entered: list[_Input] = []
+
+        def take(x: Any, layout: Layout) -> Any:
+            if not isinstance(x, DTensor):
+                return x
+            known = self.inputs.known[id(layout)]
+            grad = None if known.grad_layout is None else resolved(known.grad_layout, x.dim())
+            part = enter(x, resolved(layout, x.dim()), grad)
+            entered.append(known if part.requires_grad else known._replace(by_rule=False))
+            return part
+
+        values, named = self._spread(args, kwargs, take)
+        result = self.fn(*values, **named)
+        if not entered:
+            return result
+        if any(known.by_rule for known in entered):
+            self._check_left_alone(result)
+        sizes = _Shapes(self.asked, self.outputs, self.shapes, args, kwargs)
+        return spread("output of " + _name(self.fn), result, self.outputs, sizes.put_together)
+
+    def _spread(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], move: Callable[[Any, Layout], Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with `move` applied to those that have layouts."""
+        values, named = list(args), dict(kwargs)
+        for index, name, tree in self.inputs.places:
+            where: Any = values if index is not None and index < len(values) else named
+            key: Any = index if where is values else name
+            if where is values or key in named:
+                what = f"argument {index if name is None else name!r} of {_name(self.fn)}"
+                where[key] = spread(what, where[key], tree, move)
+            elif name is None:
+                blame = f"there is a layout for argument {index}, and {len(values)} were given"
+                raise ValueError(explain(self.asked, blame, describe(tree), "as many layouts as arguments"))
+        return values, named
+
+    def _refuse_unclear(self, x: Any, layout: Layout) -> Any:
+        unclear = self.inputs.known[id(layout)].unclear
+        if isinstance(x, DTensor) and x.requires_grad and unclear:
+            names = ", ".join(map(repr, unclear))
+            blame = (
+                f"over {names} its gradients could be one gradient, computed alike on all ranks, or shares to be "
+                "added, as some outputs are held by all ranks, and others are not"
+            )
+            if any(layout.partial.get(name, "sum") != "sum" for name in unclear):
+                blame = f"over {names} copies are to be compared or multiplied, and whose counts is not known here"
+            seen = f"layout: {layout}   outputs: {describe(self.outputs)}"
+            hint = "in_grad_layouts=..., with partial={...} where they are to be added; or detach() the input"
+            raise ValueError(explain("cannot differentiate", blame, seen, hint))
+        return x
+
+    def _check_left_alone(self, result: Any) -> None:
+        for leaf in _left_alone(result, self.outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, DTensor):
+                blame = (
+                    "an output without a layout wants a gradient, and it depends on its layout whether the gradients "
+                    "of inputs that all ranks hold are to be added"
+                )
+                seen = f"outputs: {describe(self.outputs)}   left alone: shape {tuple(leaf.shape)}"
+                hint = "a layout for it, in_grad_layouts=..., or detach() for what is only looked at"
+                raise ValueError(explain(self.asked, blame, seen, hint))
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def _own(tree: LayoutTree) -> Any:
+    """Return the tree with a layout object of its own in each place."""
+    return map_tree(tree, lambda layout: layout._with(layout._splits, layout._specs, layout._partial))
+
+
+def _read_inputs(
+    asked: str, arguments: Arguments, base: Layout, in_layouts: Any, in_grad_layouts: Any, outs: Sequence[Layout]
+) -> _Inputs:
+    places = arguments.places(f"{asked} (in_layouts)", _own(read_layouts(f"{asked} (in_layouts)", in_layouts, base)))
+    asked = f"{asked} (in_grad_layouts)"
+    grads = {place[:2]: place.tree for place in arguments.places(asked, read_layouts(asked, in_grad_layouts, base))}
+    known: dict[int, _Input] = {}
+    for place in places:
+        _match(asked, place.tree, grads.pop(place[:2], None), outs, known)
+    for (index, name), tree in grads.items():
+        blame = f"there is none in in_layouts for argument {index if name is None else name!r}"
+        raise ValueError(explain(asked, blame, describe(tree), "gradients of inputs that have layouts"))
+    return _Inputs(places, known)
+
+
+def _match(asked: str, tree: Any, grads: Any, outs: Sequence[Layout], known: dict[int, _Input]) -> None:
+    """Fill in what is known about the inputs of a tree."""
+    if isinstance(tree, Layout) and grads is None:
+        known[id(tree)] = _by_rule(tree, outs)
+    elif isinstance(tree, Layout) and isinstance(grads, Layout):
+        if tree.reset_partial() != grads.reset_partial():
+            blame, hint = "it is split otherwise than the input", "the same splits, and partial={...} where they add"
+            raise ValueError(explain(asked, blame, f"input: {tree}   gradient: {grads}", hint))
+        known[id(tree)] = _Input(tree, grads, (), False)
+    elif isinstance(tree, tuple) and (grads is None or (isinstance(grads, tuple) and len(grads) == len(tree))):
+        for each, grad in zip(tree, grads or (None,) * len(tree), strict=True):
+            _match(asked, each, grad, outs, known)
+    elif isinstance(tree, Mapping) and (grads is None or (isinstance(grads, Mapping) and grads.keys() <= tree.keys())):
+        for name, each in tree.items():
+            _match(asked, each, (grads or {}).get(name), outs, known)
+    elif tree is not None or grads is not None:
+        blame, seen = "it is built otherwise than in_layouts", f"in_layouts: {describe(tree)}   this: {describe(grads)}"
+        raise ValueError(explain(asked, blame, seen, "one gradient per input, None for what the rule says"))
+
+
+def _by_rule(layout: Layout, outs: Sequence[Layout]) -> _Input:
+    """Return what the outputs' layouts say about the gradient of an input; see the table in `custom_shard`."""
+    adding: list[str | None] = [None] * len(layout.mesh_shape)
+    unclear, depends = [], False
+    specs = layout._specs or ()
+    for axis, (name, size) in enumerate(zip(layout.alias_name, layout.mesh_shape, strict=True)):
+        pending = layout._partial[axis]
+        if size == 1 or specs[axis] is not None or pending == "sum":
+            continue
+        held = [(out._specs or ())[axis] is None and out._partial[axis] is None for out in outs]
+        depends = depends or pending is None
+        if pending not in (None, "avg") or (pending is None and any(held) and not all(held)):
+            unclear.append(name)
+        elif pending == "avg" or not any(held):
+            adding[axis] = "sum"
+    grad = layout._with(layout._splits, layout._specs, tuple(adding))
+    return _Input(layout, None if unclear or (depends and not outs) else grad, tuple(unclear), depends)
+
+
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+
+class _Shapes:
+    """Puts outputs together to DTensors, of the shapes that were declared for a call."""
+
+    def __init__(self, asked: str, tree: LayoutTree, shapes: Any, args: Any, kwargs: Any) -> None:
+        self._asked = asked
+        self._declared: dict[int, tuple[int, ...]] = {}
+        self._match(tree, shapes(*args, **kwargs) if callable(shapes) else shapes)
+
+    def put_together(self, part: Any, layout: Layout) -> DTensor:
+        """Return the DTensor of which an output is this rank's part."""
+        if not isinstance(part, torch.Tensor) or isinstance(part, DTensor):
+            blame = f"an output that has a layout is a {type(part).__name__}, not a plain tensor"
+            hint = "local tensors, or None in out_layouts for what is left alone"
+            raise TypeError(explain(self._asked, blame, f"layout: {layout}", hint))
+        shape, known = self._declared.get(id(layout)), resolved(layout, part.dim())
+        if shape is None:
+            live = any(known.mesh_shape[axis] > 1 for chain in known.splits(part.dim()) for axis in chain)
+            shape = agreed_shape(self._asked, part, known) if live else tuple(part.shape)
+        return leave(part, known, shape)
+
+    def _match(self, tree: LayoutTree, shapes: Any) -> None:
+        if shapes is None or tree is None:
+            return
+        if isinstance(tree, Layout):
+            self._declared[id(tree)] = _checked_shape(self._asked, shapes, tree)
+        elif isinstance(tree, Mapping):
+            if not isinstance(shapes, Mapping) or not shapes.keys() <= tree.keys():
+                raise self._unlike(tree, shapes)
+            for name, shape in shapes.items():
+                self._match(tree[name], shape)
+        elif not isinstance(shapes, (list, tuple)) or len(shapes) != len(tree):
+            raise self._unlike(tree, shapes)
+        else:
+            for each, shape in zip(tree, shapes, strict=True):
+                self._match(each, shape)
+
+    def _unlike(self, tree: LayoutTree, shapes: Any) -> ValueError:
+        blame, seen = "out_shapes is built otherwise than out_layouts", f"out_layouts: {describe(tree)}"
+        hint = "one shape per layout, None for one that the ranks shall tell each other"
+        return ValueError(explain(self._asked, blame, f"{seen}   out_shapes: {shapes!r}", hint))
+
+
+def _checked_shape(asked: str, shape: Any, layout: Layout) -> tuple[int, ...]:
+    if isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape):
+        return shape
+    try:
+        return check_shape(shape, f"layout: {layout}")
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{asked} (out_shapes): {error}") from None
+
+
+def _left_alone(value: Any, tree: LayoutTree) -> Iterator[Any]:
+    """Yield the outputs that no layout is for."""
+    if tree is None:
+        yield from tree_leaves(value)
+    elif isinstance(tree, Mapping) and isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _left_alone(each, tree.get(name))
+    elif isinstance(tree, tuple) and isinstance(value, (list, tuple)):
+        for each, part in zip(value, tree):  # noqa: B905 - of different lengths, they are refused right after
+            yield from _left_alone(each, part)
+
+
+def _check_callable(asked: str, fn: object) -> None:
+    if not callable(fn):
+        blame = f"fn is a {type(fn).__name__}, which cannot be called"
+        raise TypeError(explain(asked, blame, f"fn: {fn!r}", "a function of local tensors"))
+
+
+def _name(fn: object) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,293 @@
+"""Modules whose own code computes on local tensors: arguments and parameters are this rank's parts while it runs.
+
+What the gradients of those parts are follows from the layouts of what the code returns. Along an axis over which every
+result is held whole, ranks repeat the same work, and the gradient of a part that they all hold is one gradient. Where
+no result is, each rank has done a share of the work, and its gradients are shares to be added.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.shard.agree import agreed_shape
+from hyper_parallel.core.shard.arguments import Arguments
+from hyper_parallel.core.shard.crossing import enter, leave
+from hyper_parallel.core.shard.hooks import Inputs, remade, spread
+from hyper_parallel.core.shard.inner import Mark, cross, mark_of, marked
+from hyper_parallel.core.shard.local_embedding import Lookup, begin_lookup, end_lookup
+from hyper_parallel.core.shard.local_params import LocalParameters, Region, hide
+from hyper_parallel.core.shard.spelling import LayoutTree, describe, leaves
+
+__all__ = ["LocalModule", "shared_axes"]
+
+
+def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
+    """Return the axes over which ranks do shares of the work, and not the same.
+
+    >>> layout = Layout((2, 4), ("dp", "tp"))
+    >>> sorted(shared_axes("", layout("dp", "None", partial={"tp": "sum"})))
+    ['dp', 'tp']
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        produced: the layouts of what the code returns.
+
+    Raises:
+        ValueError: over some axis one result is held whole, and another is not.
+    """
+    found = list(leaves(produced))
+    shared = set[str]()
+    for axis, name in enumerate(found[0].alias_name if found else ()):
+        whole = [(layout._specs or ())[axis] is None and name not in layout.partial for layout in found]
+        if found[0].mesh_shape[axis] > 1 and any(whole) and not all(whole):
+            blame = (
+                f"over axis {name!r} one result is held whole by every rank, and another one is not, so whether a "
+                "rank's gradients are shares of one cannot be told"
+            )
+            hint = "the same along that axis, or one module for each result"
+            raise ValueError(explain(asked, blame, f"results: {describe(produced)}", hint))
+        if not all(whole):
+            shared.add(name)
+    return frozenset(shared)
+
+
+class _Call(NamedTuple):
+    """A forward that is running: the shapes of its arguments, and where parts stand in front of parameters."""
+
+    key: Any
+    shown: list[tuple[nn.Module, str]]
+    lookup: Lookup | None
+
+
+class LocalModule:
+    """The hooks of one module that computes on local tensors.
+
+    Args:
+        name: the module's path.
+        module: it.
+        produced: the layouts of what its code returns.
+        inputs: the layouts to bring its arguments to.
+        outputs: the layouts to bring its results to.
+        region: the others of the model; inside of another one, plain tensors come and go.
+        wraps: whether a plain tensor is accepted as a part of a declared input, of which nothing says what it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        produced: LayoutTree,
+        inputs: LayoutTree,
+        outputs: LayoutTree,
+        region: Region,
+        *,
+        wraps: bool,
+    ) -> None:
+        self.where = f"module {name!r}" if name else "the model"
+        self.what = f"output of {self.where}"
+        self.produced, self.outputs = produced, outputs
+        self.shared = shared_axes(f"cannot run {self.where} on local tensors", produced)
+        self.inputs = Inputs(self.where, inputs, Arguments.of(module.forward), wrap=False)
+        self.inputs.move = self._enter
+        self.wraps, self.region, self.is_inner = wraps, region, region.has_outer(name)
+        self._parameters = LocalParameters(self._grad_layout, region)
+        self._is_split = any(spec is not None for layout in leaves(produced) for spec in layout._specs or ())
+        self._shapes: dict[Any, tuple[int, ...]] = {}  # global shapes that the ranks have agreed on
+        self._running: list[_Call] = []
+        self._grads: dict[Layout, Layout | None] = {}
+        self._layouts: dict[Any, tuple[DeviceMesh, Layout]] = {}
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take this rank's parts of arguments and parameters."""
+        running = self.region.running
+        key = running[0] if running else None  # outside of all, shapes are global
+        if self._is_split or key is None:
+            key = key, _shapes_of((args, *kwargs.values()))
+        args, kwargs = self.inputs(args, kwargs)
+        args = tuple([self._entered(value) for value in args])
+        kwargs = {name: self._entered(value) for name, value in kwargs.items()}
+        args, kwargs, lookup = begin_lookup(self.where, module, args, kwargs)
+        self._running.append(_Call(key, self._parameters.show(module), lookup))
+        running.append(key)
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """Put DTensors together from the parts that were returned; also called when the code has raised."""
+        if not self._running:  # not even the arguments could be taken
+            return None
+        call = self._running.pop()
+        self.region.running.pop()
+        hide(call.shown)
+        if call.lookup is not None:
+            result = end_lookup(module, call.lookup, result)
+        return None if result is None else self._leave(call, self.what, result, self.produced, self.outputs, ())
+
+    # -- going in ----------------------------------------------------------------------------------------------------
+
+    def _entered(self, value: Any) -> Any:
+        """Take the parts of what no layout was declared for."""
+        if isinstance(value, DTensor):
+            return self._enter_as_it_is(value)
+        if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
+            return value
+        return tree_map_only(DTensor, self._enter_as_it_is, value)
+
+    def _enter(self, x: Any, target: Layout) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        known = resolved(target, x.dim())
+        if isinstance(x, DTensor):
+            return enter(x, known, self._grad_layout(known))
+        mark = mark_of(x)
+        if mark is not None:
+            return cross(x, mark, known, self._grad_layout(known))
+        if self.is_inner and not self.wraps and x.is_floating_point():
+            blame = "it is a plain tensor, and nothing says which part of the whole it is"
+            hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that part already"
+            raise ValueError(explain("cannot take the part", blame, f"layout: {target}", hint))
+        return x  # this rank's part already
+
+    def _enter_as_it_is(self, x: DTensor) -> torch.Tensor:
+        spec = x._spec
+        key = (id(spec.mesh), spec.placements, spec.shape)
+        known = self._layouts.get(key)
+        if known is None:
+            known = self._layouts[key] = spec.mesh, Layout.of(x)  # with the mesh, so that no other one gets its id
+        return enter(x, known[1], self._grad_layout(known[1]))
+
+    def _grad_layout(self, layout: Layout) -> Layout | None:
+        """Return the layout of the gradient of parts: as they are, and shares where the ranks share the work."""
+        known = self._grads.get(layout)
+        if known is None or known.mesh is not layout.mesh:
+            known = self._grads[layout] = grad_layout_of(layout, self.shared)
+        return known
+
+    # -- coming out --------------------------------------------------------------------------------------------------
+
+    def _leave(
+        self, call: _Call, what: str, value: Any, produced: LayoutTree, wanted: LayoutTree, path: tuple[Any, ...]
+    ) -> Any:
+        if produced is None or value is None:
+            return value
+        if isinstance(produced, Layout):
+            return spread(
+                what, value, produced, lambda part, layout: self._whole(call, what, part, layout, wanted, path)
+            )
+        if isinstance(produced, Mapping):
+            names = wanted if isinstance(wanted, Mapping) else {}
+            changed = spread(what, value, produced, lambda part, _: part)
+            changed = copy.copy(value) if changed is value else changed
+            for name, part in produced.items():
+                changed[name] = self._leave(
+                    call, f"entry {name!r} of {what}", value[name], part, names.get(name), (*path, name)
+                )
+            return changed
+        checked = spread(what, value, produced, lambda part, _: part)
+        ends = wanted if isinstance(wanted, tuple) else (None,) * len(produced)
+        return remade(
+            checked,
+            [
+                self._leave(call, f"entry {i} of {what}", each, part, end, (*path, i))
+                for i, (each, part, end) in enumerate(zip(checked, produced, ends, strict=True))
+            ],
+        )
+
+    def _whole(
+        self, call: _Call, what: str, part: Any, layout: Layout, wanted: LayoutTree, path: tuple[Any, ...]
+    ) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
+        if isinstance(part, DTensor):
+            blame, hint = "it is a DTensor already", "no local_plan for a module that returns DTensors"
+            raise ValueError(explain(f"cannot take the {what} as a local part", blame, f"layout: {layout}", hint))
+        layout = resolved(layout, part.dim())
+        target = resolved(wanted, part.dim()) if isinstance(wanted, Layout) else None
+        shape = torch.Size(self._shape(call, what, part, layout, path))
+        if not self.is_inner:
+            return leave(part, layout, shape, target)
+        moved = part if target is None else cross(part, Mark(layout, shape), target, None)
+        return marked(moved, layout if target is None else target, shape)
+
+    def _shape(
+        self, call: _Call, what: str, part: torch.Tensor, layout: Layout, path: tuple[Any, ...]
+    ) -> tuple[int, ...]:
+        """Return the shape of the whole: what the ranks have told each other when it was first asked for."""
+        if not any(layout.splits(part.dim())):
+            return tuple(part.shape)
+        key = (path, call.key)
+        known = self._shapes.get(key)
+        if known is None:
+            known = self._shapes[key] = agreed_shape(f"cannot take the {what} as a local part", part, layout)
+        rank = dist.get_rank()
+        if layout.local_shape(known, rank) != tuple(part.shape):
+            blame = f"rank {rank} returned a part of shape {tuple(part.shape)}, and of {known} it has another one"
+            hint = "code whose shapes follow from those of its arguments"
+            raise ValueError(explain(f"cannot take the {what} as a local part", blame, f"layout: {layout}", hint))
+        return known
+
+
+def grad_layout_of(layout: Layout, shared: frozenset[str]) -> Layout | None:
+    """Return the layout of the gradient of parts; None: as the parts.
+
+    >>> layout = Layout((2, 4), ("dp", "tp"))
+    >>> print(grad_layout_of(layout("dp", "None"), frozenset({"tp"})))
+    (dp) pending sum over tp on dp=2, tp=4
+
+    Of copies to be averaged each gets its share, and shares add up. Of others it depends on all ranks which counts.
+
+    Raises:
+        ValueError: a max, min or product is pending.
+    """
+    specs = layout._specs or ()
+    sizes = dict(zip(layout.alias_name, layout.mesh_shape, strict=True))
+    held = [name for name, spec in zip(layout.alias_name, specs, strict=True) if spec is None]
+    pending = {name: layout.partial.get(name) for name in held if sizes[name] > 1}
+    refused = [f"{kind} over {name!r}" for name, kind in pending.items() if kind in ("max", "min", "prod")]
+    if refused:
+        blame = f"{refused[0]} is pending, and whose copy counts is known only when all are compared"
+        hint = "an input_plan that says where it should be"
+        raise ValueError(explain("cannot take a part for a gradient", blame, f"layout: {layout}", hint))
+    added = {name: "sum" for name, kind in pending.items() if kind == "avg" or (kind is None and name in shared)}
+    if not added and not layout.is_partial():
+        return layout
+    return layout.reset_partial()(*_entries(layout), partial=added)
+
+
+def resolved(layout: Layout, ndim: int) -> Layout:
+    """Return a layout with the dims that it counts from the end counted from the start."""
+    if all(spec is None or spec[0] >= 0 for spec in layout._specs or ()):
+        return layout
+    return layout.placement_to_tensor_map(ndim)
+
+
+def _entries(layout: Layout) -> tuple[Any, ...]:
+    written = layout.alias_placements
+    if written is not None:  # not the last "None"s: what is made of them is kept for equal layouts of fewer dims, too
+        return written[: max((dim + 1 for dim, entry in enumerate(written) if entry != "None"), default=0)]
+    specs = layout._specs or ()
+    ndim = max((spec[0] + 1 for spec in specs if spec is not None), default=0)
+    return layout.reset_partial().placement_to_tensor_map(ndim).alias_placements or ()
+
+
+def _shapes_of(values: Any) -> tuple[Any, ...]:
+    """Return the shapes of tensors, in containers of any depth."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value.shape)
+        elif isinstance(value, (list, tuple)):
+            found.append(_shapes_of(value))
+        elif isinstance(value, Mapping):
+            found.append(_shapes_of(list(value.values())))
+    return tuple(found)

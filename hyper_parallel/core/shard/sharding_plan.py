@@ -1,0 +1,193 @@
+"""The layouts of a whole model as data: of its parameters, and of what goes into and comes out of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.shard.paths import is_glob, matches, resolve
+from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layout, read_layouts
+
+
+@dataclass
+class ShardingPlan:
+    """Which parameter, input and output of a model has which layout; `shard_module` makes it so.
+
+        plan = ShardingPlan(
+            plan={"mlp.w1.weight": ("tp", "None"), "mlp.w2.weight": ("None", "tp")},
+            input_plan={"input": ("dp", "None"), "mlp.input": ("dp", "None", "None")},
+            output_plan={"mlp.output": ("dp", "None", "None"), "output": ("dp", "None")},
+            return_local_tensor=["head"],
+        )
+
+    One layout is a non-empty tuple of axis names, "None", None and tuples of names, one per dim; or of torch's
+    placements, one per axis; or a `Layout`. Several are a list by position, in which None leaves one alone, or a dict
+    by name. A tuple that holds tuples of placements or Layouts is read as a list; `(("dp", "None"), ("None", "tp"))` is
+    one layout, whose dims are split over two axes each.
+
+    In paths `*` stands for one part, or a piece of one, and `**` for any number of parts: `layers.*.mlp.w1.weight`. An
+    exact path counts before one with `*`, and that before one with `**`. None values are skipped.
+
+    Attributes:
+        plan: parameter path -> layout. What is not named stays as it is.
+        input_plan: "<module path>.input", of the model itself "input" -> layouts of the arguments.
+        output_plan: "<module path>.output", of the model itself "output" -> layouts of what it returns.
+        return_local_tensor: paths of modules whose DTensors are returned as this rank's parts; "" is the model itself.
+        wrap_inputs: take a plain tensor at a declared input as that layout's local part.
+        local_plan: module path -> layouts of what the module's own code returns when it computes on local tensors. In
+            such a module DTensor arguments, once in the layouts of `input_plan`, and all parameters are this rank's
+            parts; what it returns is taken as a part of the layout given here, and then brought to that of
+            `output_plan`. Torch's dispatch of DTensors, some 20 us per operation, does not take place inside.
+    """
+
+    plan: dict[str, Any] | None = None
+    input_plan: dict[str, Any] | None = None
+    output_plan: dict[str, Any] | None = None
+    return_local_tensor: list[str] | None = None
+    wrap_inputs: bool = False
+    local_plan: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A plan, read for a model and a mesh; keys are names without globs, the model itself is ""."""
+
+    parameters: Mapping[str, Layout]
+    inputs: Mapping[str, LayoutTree]
+    outputs: Mapping[str, LayoutTree]
+    returned: Sequence[str]
+    local: Mapping[str, LayoutTree]
+    wrap_inputs: bool
+
+
+def read_plan(
+    asked: str,
+    plan: object,
+    mesh: DeviceMesh | Layout,
+    modules: Sequence[str],
+    parameters: Mapping[str, int],
+) -> Reading:
+    """Read a plan for a model.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        plan: a `ShardingPlan`.
+        mesh: the mesh, or a layout of it without an assignment.
+        modules: names of the modules, the model itself as "".
+        parameters: names of the parameters, with their numbers of dims.
+
+    Raises:
+        TypeError: not a `ShardingPlan`, a field of another type.
+        ValueError: what does not exist, is no layout, or has more entries than the parameter has dims.
+    """
+    checked = _check_fields(asked, plan)
+    base = mesh if isinstance(mesh, Layout) else layout_on(mesh)
+    weights = _section(asked, "plan", checked.plan, base, one=True)
+    chosen = resolve(f"{asked}: plan", weights, list(parameters), "parameter")
+    for name, match in chosen.items():
+        _check_entries(asked, name, match.key, match.value, parameters[name])
+    inputs, outputs = (_boundary(asked, checked, word, base, modules) for word in ("input", "output"))
+    results = _section(asked, "local_plan", checked.local_plan, base)
+    local = resolve(f"{asked}: local_plan", results, modules, "module")
+    returned = {path: (path, True) for path in checked.return_local_tensor or []}
+    return Reading(
+        parameters={name: match.value for name, match in chosen.items()},
+        inputs=inputs,
+        outputs=outputs,
+        returned=list(resolve(f"{asked}: return_local_tensor", returned, modules, "module")),
+        local={name: match.value for name, match in local.items()},
+        wrap_inputs=checked.wrap_inputs,
+    )
+
+
+def names_of(model: nn.Module) -> tuple[list[str], dict[str, int]]:
+    """Return the names of a model's modules, and of its parameters, with dims; what is shared under all its names."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return modules, {name: param.dim() for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def _check_fields(asked: str, plan: object) -> ShardingPlan:
+    if not isinstance(plan, ShardingPlan):
+        hint = "ShardingPlan(plan={...})" if not isinstance(plan, Mapping) else "ShardingPlan(plan=<that dict>)"
+        blame = f"the plan is a {type(plan).__name__}, not a ShardingPlan"
+        raise TypeError(explain(asked, blame, f"given: {_short(plan)}", hint))
+    for field in fields(ShardingPlan):
+        value = getattr(plan, field.name)
+        kind: Any = {"return_local_tensor": (list, tuple), "wrap_inputs": bool}.get(field.name, Mapping)
+        if not isinstance(value, kind) and not (value is None and kind is not bool):
+            word = {"return_local_tensor": "list", "wrap_inputs": "bool"}.get(field.name, "dict")
+            blame = f"{field.name} is a {type(value).__name__}, not a {word}"
+            key = {"plan": "mlp.w1.weight", "local_plan": "mlp"}.get(field.name, f"mlp.{field.name.partition('_')[0]}")
+            hint = {"list": '["head"]', "bool": "True", "dict": f'{{"{key}": ("tp", "None")}}'}[word]
+            raise TypeError(explain(asked, blame, f"{field.name}: {_short(value)}", f"{field.name}={hint}"))
+        keys: Sequence[Any] = list(value or []) if kind is not bool else []
+        for key in keys:
+            if not isinstance(key, str):
+                blame = f"a path in {field.name} is a {type(key).__name__}, not a str"
+                raise TypeError(explain(asked, blame, f"{field.name}: {_short(value)}", "'layers.*.mlp'"))
+    return plan
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _section(
+    asked: str, field: str, entries: Mapping[str, Any] | None, base: Layout, *, one: bool = False
+) -> dict[str, tuple[str, Any]]:
+    """Return the entries of a field with their layouts read."""
+    found: dict[str, tuple[str, Any]] = {}
+    for path, value in (entries or {}).items():
+        if value is None:
+            continue
+        here = f"{asked}: {field}[{path!r}]"
+        if one and isinstance(value, (list, Mapping)):
+            blame = "a parameter has one layout"
+            hint = f"{tuple(value)!r}, a tuple" if isinstance(value, list) and value else '("tp", "None")'
+            raise ValueError(explain(here, blame, f"given: {value!r}", hint))
+        found[path] = path, read_layout(here, value, base) if one else read_layouts(here, value, base)
+    return found
+
+
+def _boundary(asked: str, plan: ShardingPlan, word: str, base: Layout, modules: Sequence[str]) -> dict[str, LayoutTree]:
+    """Return the layouts of the inputs, or of the outputs, by module."""
+    field = f"{word}_plan"
+    entries: dict[str, tuple[str, Any]] = {}
+    given = getattr(plan, field)
+    for key in given or {}:
+        path, _, last = key.rpartition(".")
+        if last != word:
+            blame = f"the last part of a key is {word!r}, and {key!r} ends in {last!r}"
+            near = key if matches_any(key, modules) else path
+            hint = f"{near + '.' if near else ''}{word}"
+            raise ValueError(explain(f"{asked}: {field}", blame, f"keys: {_short(list(given))}", repr(hint)))
+    for key, (_, tree) in _section(asked, field, given, base).items():
+        entries[key.rpartition(".")[0]] = key, tree
+    found = resolve(f"{asked}: {field}", entries, modules, "module")
+    return {name: match.value for name, match in found.items()}
+
+
+def matches_any(path: str, names: Sequence[str]) -> bool:
+    """Tell whether a path means any of some names."""
+    return any(matches(path, name) for name in names) if is_glob(path) else path in names
+
+
+def _check_entries(asked: str, name: str, key: str, layout: Layout, ndim: int) -> None:
+    if layout.is_partial():
+        blame = f"parameter {name!r} would be shares of a sum or another reduction, and optimizers change it as values"
+        hint = "a layout without pending reductions: split, or whole"
+        raise ValueError(explain(f"{asked}: plan[{key!r}]", blame, f"layout: {layout}", hint))
+    try:
+        layout.splits(ndim)
+    except ValueError:
+        written = layout.alias_placements or layout.placements or ()
+        blame = f"the layout is for more dims than the {ndim} of parameter {name!r}"
+        hint = "one entry per dim" if layout.alias_placements is not None else f"Shard dims below {ndim}"
+        raise ValueError(explain(f"{asked}: plan[{key!r}]", blame, f"layout: {written!r}", hint)) from None

@@ -1,0 +1,233 @@
+"""Values and gradients of a function of sharded tensors, as on a single device: `parallelize_value_and_grad`."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.placement_types import Replicate
+from hyper_parallel.core.redistribute.api import PendingRedistribute, contiguous_stride, redistribute
+from hyper_parallel.core.shard.hooks import remade
+
+_ASKED = "cannot differentiate"
+
+
+def parallelize_value_and_grad(
+    fn: Callable[..., Any],
+    weights: torch.Tensor | Sequence[torch.Tensor],
+    sens: Sequence[float] | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function of the arguments of `fn` that returns what `fn` does, and its gradients for the weights.
+
+    >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> step = parallelize_value_and_grad(lambda x: (w * x).sum(), w)
+    >>> step(torch.tensor([3.0, 4.0]))
+    (tensor(11.), tensor([3., 4.]))
+    >>> both = parallelize_value_and_grad(lambda x: [(w * x).sum(), w.prod()], [w], sens=[0.5, 10.0])
+    >>> both(torch.tensor([3.0, 4.0]))
+    ([tensor(11.), tensor(2.)], [tensor([21.5000, 12.0000])])
+
+    Gradients are those of a single device, in whatever layout the outputs are: a DTensor that many ranks hold the same
+    of counts once, and so does one of which a reduction is pending. Each output is differentiated with ones. A plain
+    tensor is taken as a value that all ranks have computed alike.
+
+    `fn` runs once per call, with gradients enabled; `.grad` of the weights is neither read nor changed. The value is
+    detached: it is there to be read, and what `fn` saved for the backward pass is freed before the call returns.
+
+    Communication: what the backward pass needs; then the gradients that are still pending, or lie otherwise than their
+    weights, are redistributed, all under way at once.
+
+    Args:
+        fn: returns a tensor, or a list or tuple of them.
+        weights: one tensor, or a list or tuple of them, that want gradients.
+        sens: where `fn` returns several tensors, one number for each, which scales its share of the gradients. None:
+            only the first is differentiated.
+
+    Returns:
+        A function that returns `(value, grads)`. The value is of the type that `fn` returns. The gradients are one
+        tensor, a list or a tuple, as the weights are, each in the layout of its weight and in memory of its own; None
+        for a weight that the outputs do not depend on.
+
+    Raises:
+        TypeError: fn is not callable; weights that are no tensors, that want no gradient, or that are none at all;
+            sens that is no list or tuple of numbers. When called: outputs that are no tensors, that are nested, or that
+            have no gradient, being ints or complex; sens for one output, or for another number of outputs.
+    """
+    chosen = _check_weights(fn, weights)
+    scales = _check_sens(sens)
+    one = isinstance(weights, torch.Tensor)
+
+    @functools.wraps(fn, updated=())  # a module's own attributes stay its own
+    def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        with torch.inference_mode(False), torch.enable_grad():
+            value = fn(*args, **kwargs)
+            outputs = _differentiated(value, scales)
+            grads = _gradients(outputs, chosen)
+            return _map(torch.Tensor.detach, value), grads[0] if one else remade(weights, grads)
+
+    return value_and_grad
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _gradients(
+    outputs: Sequence[tuple[torch.Tensor, float]], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    wanted = [(output, scale) for output, scale in outputs if output.requires_grad]
+    if not wanted:
+        return [None] * len(weights)
+    roots, seeds = [output for output, _ in wanted], [_seed(output, scale) for output, scale in wanted]
+    found = torch.autograd.grad(roots, tuple(weights), seeds, allow_unused=True)
+    with torch.no_grad():
+        under_way = [_start(grad, weight) for grad, weight in zip(found, weights, strict=True)]
+        grads = [each.wait() if isinstance(each, PendingRedistribute) else each for each in under_way]
+        return _apart(grads)
+
+
+def _seed(output: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the gradient of a sum over an output for that output, times a scale.
+
+    A DTensor's gradient is that of the whole tensor. So where a reduction is pending it is the whole gradient on every
+    rank, and the reduction itself need not be taken.
+    """
+    if not isinstance(output, DTensor):
+        return torch.full_like(output, scale)
+    ones = torch.full(output._local_tensor.shape, scale, dtype=output.dtype, device=output._local_tensor.device)
+    placements = [Replicate() if placement.is_partial() else placement for placement in output.placements]
+    strides = contiguous_stride(output.shape)
+    return DTensor.from_local(ones, output.device_mesh, placements, run_check=False, shape=output.shape, stride=strides)
+
+
+def _start(grad: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | PendingRedistribute | None:
+    """Start to bring a gradient to where its weight is."""
+    if not isinstance(grad, DTensor) or not isinstance(weight, DTensor):
+        return grad
+    placements = [Replicate() if placement.is_partial() else placement for placement in weight.placements]
+    if grad.device_mesh == weight.device_mesh and list(grad.placements) == placements:
+        return grad
+    return redistribute(grad, weight.device_mesh, placements, async_op=True)
+
+
+def _apart(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return gradients that can be changed in place: autograd gives two weights that are added the same one, and a
+    weight that is summed one number in every place."""
+    seen: set[int] = set()
+    result: list[torch.Tensor | None] = []
+    for grad in grads:
+        if grad is not None:
+            local = grad._local_tensor if isinstance(grad, DTensor) else grad
+            repeated = any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True))
+            memory = local.untyped_storage()._cdata
+            if repeated or memory in seen:
+                grad = grad.clone(memory_format=torch.contiguous_format)
+            seen.add(memory)
+        result.append(grad)
+    return result
+
+
+# -- containers ------------------------------------------------------------------------------------------------------
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a tensor, or a list or tuple of tensors, with a function applied to each."""
+    return function(value) if isinstance(value, torch.Tensor) else remade(value, [function(each) for each in value])
+
+
+# -- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+def _check_weights(fn: object, weights: object) -> list[torch.Tensor]:
+    if not callable(fn):
+        blame, hint = f"fn is a {type(fn).__name__}, which cannot be called", "a function that returns the loss"
+        raise TypeError(explain(_ASKED, blame, f"fn: {fn!r}", hint))
+    if not isinstance(weights, (torch.Tensor, list, tuple)):
+        blame = f"weights is a {type(weights).__name__}, not a tensor or a list or tuple of them"
+        raise TypeError(explain(_ASKED, blame, f"weights: {weights!r}", "list(model.parameters())"))
+    chosen = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    if not chosen:
+        blame = "weights is empty, so there is nothing to differentiate for"
+        raise TypeError(explain(_ASKED, blame, f"weights: {weights!r}", "list(model.parameters())"))
+    for place, weight in enumerate(chosen):
+        name = "weights" if isinstance(weights, torch.Tensor) else f"weights[{place}]"
+        if not isinstance(weight, torch.Tensor):
+            blame, seen = f"{name} is a {type(weight).__name__}, not a tensor", f"{name}: {weight!r}"
+            raise TypeError(explain(_ASKED, blame, seen, "a flat list of tensors, such as list(model.parameters())"))
+        if not weight.requires_grad:
+            blame, seen = f"{name} wants no gradient", f"{name}: shape {tuple(weight.shape)}, {weight.dtype}"
+            hint = "weight.requires_grad_(), or [w for w in model.parameters() if w.requires_grad]"
+            raise TypeError(explain(_ASKED, blame, seen, hint))
+    return chosen
+
+
+def _check_sens(sens: object) -> tuple[float, ...] | None:
+    if sens is None:
+        return None
+    seen = f"sens: {sens!r}"
+    if not isinstance(sens, (list, tuple)):
+        blame = f"sens is a {type(sens).__name__}, not a list or tuple of floats"
+        raise TypeError(explain(_ASKED, blame, seen, "one float per output, such as [1.0, 0.5]; None for one output"))
+    for place, scale in enumerate(sens):
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+            blame = f"sens[{place}] is a {type(scale).__name__}, not a float"
+            raise TypeError(explain(_ASKED, blame, seen, "one float per output, such as [1.0, 0.5]"))
+    return tuple(float(scale) for scale in sens)
+
+
+def _differentiated(value: object, scales: tuple[float, ...] | None) -> list[tuple[torch.Tensor, float]]:
+    """Return the outputs that are to be differentiated, each with its scale."""
+    several = not isinstance(value, torch.Tensor)
+    outputs = _read_outputs(value)
+    if scales is not None and not several:
+        blame, hint = "fn returned one tensor, and sens is for several", "sens=None, and scale the output in fn"
+        raise TypeError(explain(_ASKED, blame, f"sens: {list(scales)!r}   returned: {_shown(value)}", hint))
+    if scales is not None and len(scales) != len(outputs):
+        blame = f"fn returned {len(outputs)} tensors, and sens has {len(scales)} numbers"
+        hint = "one number per output, 0.0 for one that does not count"
+        raise TypeError(explain(_ASKED, blame, f"sens: {list(scales)!r}", hint))
+    chosen = [(outputs[0], 1.0)] if scales is None else list(zip(outputs, scales, strict=True))
+    for place, (output, _) in enumerate(chosen):
+        if not output.is_floating_point():
+            name = f"output {place}" if several else "the output"
+            blame = f"{name} is of dtype {output.dtype}, which has no gradient of its own"
+            hint = "output.real or output.abs()" if output.is_complex() else "output.float(), or float outputs first"
+            raise TypeError(explain(_ASKED, blame, f"returned: {_shown(output)}", hint))
+    return chosen
+
+
+def _read_outputs(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not isinstance(value, (list, tuple)):
+        blame = f"fn returned a {type(value).__name__}, not a tensor or a list or tuple of them"
+        hint = "return the loss, or (loss, other, ...); 'return' may be missing" if value is None else "return loss"
+        raise TypeError(explain(_ASKED, blame, f"returned: {_shown(value)}", hint))
+    if not value:
+        blame = f"fn returned an empty {type(value).__name__}"
+        raise TypeError(explain(_ASKED, blame, f"returned: {value!r}", "a tensor to differentiate"))
+    for place, entry in enumerate(value):
+        if not isinstance(entry, torch.Tensor):
+            what = "nested outputs are" if isinstance(entry, (list, tuple, dict)) else f"a {type(entry).__name__} is"
+            blame = f"output {place} is a {type(entry).__name__}, and {what} not differentiated"
+            raise TypeError(explain(_ASKED, blame, f"returned: {_shown(value)}", "a flat list or tuple of tensors"))
+    return cast("list[torch.Tensor]", list(value))
+
+
+def _shown(value: object) -> str:
+    """Return what a value is, without its numbers.
+
+    >>> _shown((torch.zeros(2), [None, {"a": 1}]))
+    '(Tensor(2), [NoneType, dict])'
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__}({', '.join(map(str, value.shape))})"
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(map(_shown, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    return type(value).__name__

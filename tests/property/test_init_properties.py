@@ -1,0 +1,138 @@
+"""init_parameters on drawn meshes, layouts and shapes: each part is a slice of what is filled whole."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import sim
+from hyper_parallel import DTensor, Layout
+from hyper_parallel.core.dtensor import to_torch
+from hyper_parallel.core.shard.init import init_parameters
+from hyper_parallel.core.shard.parts import Box, Cut
+from hyper_parallel.core.shard.random import Stream, normal
+from sim.strategies import layouts, meshes, shapes
+
+pytestmark = pytest.mark.sim
+
+
+def examples(share):
+    """Settings for a share of what hypothesis would try."""
+    return settings(
+        max_examples=round(share * settings.default.max_examples),
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+
+def wide(w):
+    """A view with other dims first, some of them left out by a step."""
+    return w.permute(*reversed(range(w.ndim)))[::2] if w.ndim else w
+
+
+# Each works on the parameter and may be followed by any other.
+STEPS = {
+    "normal": lambda w: w.normal_(0.5, 0.1),
+    "uniform": lambda w: w.uniform_(-2, 3),
+    "exponential": lambda w: w.exponential_(2.0),
+    "bernoulli": lambda w: w.bernoulli_(0.3),
+    "integers": lambda w: w.random_(-5, 90),
+    "truncated": lambda w: nn.init.trunc_normal_(w, std=0.5, a=-0.6, b=0.9),
+    "tail": lambda w: nn.init.trunc_normal_(w, mean=3.0, a=4.0, b=6.0),
+    "kaiming": lambda w: nn.init.kaiming_normal_(w) if w.ndim > 1 and w.numel() else w.zero_(),
+    "row": lambda w: w[-1].uniform_() if w.ndim and w.shape[0] else w,
+    "view": lambda w: wide(w).normal_(),
+    "view of a view": lambda w: wide(w).unsqueeze(0)[..., 1:].fill_(2),
+    "nonlinear": lambda w: w.clamp_(-0.99, 0.99).erfinv_(),
+    "scaled sum": lambda w: w.add_(torch.randn_like(w), alpha=0.3),
+    "noise": lambda w: w.add_(torch.empty_like(w).normal_().sigmoid()),
+    "plain": lambda w: w.mul_(torch.rand(w.shape[-1:])),
+    "choice": lambda w: w.copy_(torch.where(w > 0.2, w, torch.rand_like(w) * w.ndim)),
+    "columns": lambda w: [part.mul_(2.0) for part in w.split(2, dim=-1)] if w.ndim and w.shape[-1] else w,
+}
+
+
+class Steps(nn.Module):
+    def __init__(self, shape, dtype, names):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.names = names
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        self.w.normal_()
+        for name in self.names:
+            STEPS[name](self.w)
+
+
+@st.composite
+def cases(draw):
+    mesh, shape = draw(meshes(8, 3)), draw(shapes(0, 3, max_size=13))
+    names = draw(st.lists(st.sampled_from(sorted(STEPS)), max_size=4))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16]))
+    return draw(layouts(mesh, shape)), shape, dtype, names, draw(st.integers(0, 2**70))
+
+
+def filled(layout, shape, dtype, names, seed):
+    mesh = init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=layout.alias_name)
+    with torch.device("meta"):
+        model = Steps(shape, dtype, names)
+        local = torch.empty(layout.local_shape(shape), dtype=dtype)
+    where, placements = to_torch(layout.with_mesh(mesh), shape)
+    stride = model.w.stride()
+    made = DTensor.from_local(local, where, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    model.w = nn.Parameter(made)
+    init_parameters(model, seed)
+    assert Layout.of(model.w).local_slice(shape) == layout.local_slice(shape)
+    return model.w.to_local().detach().clone()
+
+
+@examples(2)
+@given(cases())
+def test_every_part_is_a_slice_of_the_whole(case):
+    layout, shape, dtype, names, seed = case
+    with torch.device("meta"):
+        whole = Steps(shape, dtype, names)
+    expected = init_parameters(whole, seed).w.detach()
+    parts = sim.run(filled, len(layout.rank_list), case)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, sim.scatter_full(expected, layout, rank)), (rank, part, expected)
+
+
+@examples(2)
+@given(st.data())
+def test_a_box_knows_the_places_of_its_elements(data):
+    """Against indexing the whole tensor of indices."""
+    mesh, shape = data.draw(meshes(8, 3)), data.draw(shapes(1, 3, max_size=9))
+    layout = data.draw(layouts(mesh, shape))
+    index = torch.arange(torch.Size(shape).numel()).view(shape)
+    for rank in range(len(mesh.rank_list)):
+        rows = layout.local_slice(shape, rank)
+        start, size = tuple(r.start for r in rows), tuple(r.stop - r.start for r in rows)
+        cuts = tuple(Cut((), 0) if axes else None for axes in layout.splits(len(shape)))
+        box, expected, held = Box(shape, start, size, 0, index.stride(), cuts), index, index[rows]
+        order = data.draw(st.permutations(range(len(shape))))
+        first, last, step = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(1, 3)))
+        last = min(last, shape[order[0]])
+        first = min(first, last)
+        box = box.permute(order).slice(0, first, last, step).unsqueeze(1)
+        expected = expected.permute(order)[first:last:step].unsqueeze(1)
+        held = set(held.flatten().tolist())
+        mine = [place for place in expected.flatten().tolist() if place in held]
+        assert box.shape == tuple(expected.shape)
+        assert box.index(0, torch.Size(box.size).numel()).tolist() == mine
+
+
+@examples(1)
+@given(st.integers(0, 2**63), st.text(max_size=8), st.integers(1, 40), st.integers(1, 40))
+def test_numbers_do_not_depend_on_the_array_that_they_are_in(seed, name, first, last):
+    draw = Stream(seed, name).next()
+    start = 2**32 - 20
+    together = normal(draw, np.arange(start, start + 40, dtype=np.uint64))
+    first, last = min(first, last), max(first, last)
+    apart = normal(draw, np.arange(start + first, start + last, dtype=np.uint64))
+    assert np.array_equal(together[first:last], apart)

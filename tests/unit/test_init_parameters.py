@@ -1,0 +1,551 @@
+"""init_parameters on one process, and on simulated ranks: numbers by counter, what fills what, what is refused."""
+
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import sim
+from hyper_parallel import DTensor, Layout, Partial, fully_shard
+from hyper_parallel.core.dtensor import to_torch
+from hyper_parallel.core.shard.init import init_parameters
+from hyper_parallel.core.shard.random import Stream, exponential, integers, normal, philox, uniform
+from hyper_parallel.models import Llama, LlamaConfig
+
+SMALL = LlamaConfig(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, max_seq_len=8)
+
+
+def on_meta(make, *args, **kwargs):
+    with torch.device("meta"):
+        return make(*args, **kwargs)
+
+
+def split(model, *entries, sizes=(2,), names=("dp",)):
+    """Make the parameters of a model on meta DTensors; dims without an entry are not split."""
+    mesh = Layout.from_device_mesh(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            layout = mesh(*entries[: parameter.ndim])
+            where, placements = to_torch(layout, parameter.shape)
+            local = torch.empty(layout.local_shape(parameter.shape), dtype=parameter.dtype, device="meta")
+            given = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+            made = DTensor.from_local(local, where, placements, **given)
+            module._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    return model
+
+
+def check_parts(model, whole):
+    for name, tensor in model.state_dict().items():
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        expected = sim.scatter_full(whole[name], Layout.of(tensor)) if isinstance(tensor, DTensor) else whole[name]
+        assert torch.equal(part, expected), name
+
+
+class Own(nn.Module):
+    """One parameter, filled by a function."""
+
+    def __init__(self, fill, shape=(6, 10), dtype=torch.float32):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=dtype.is_floating_point)
+        self.fill = fill
+
+    def reset_parameters(self):
+        self.fill(self.w)
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_gives_the_known_answers(counter, key, words):
+    given = tuple(np.full(3, int(word, 16), dtype=np.uint64) for word in counter.split())
+    found = philox(given, tuple(int(word, 16) for word in key.split()))
+    assert [[f"{int(word):08x}" for word in words] for words in zip(*found, strict=True)] == [words.split()] * 3
+
+
+def test_a_number_depends_on_its_place_and_not_on_its_neighbours():
+    draw = Stream(7, "w").next()
+    index = np.arange(2**33 - 500, 2**33 + 500, dtype=np.uint64)
+    for numbers in (uniform, normal, exponential):
+        whole = numbers(draw, index)
+        assert len(set(whole.tolist())) == 1000
+        for first, last in [(0, 1), (3, 20), (500, 1000), (999, 1000)]:
+            assert np.array_equal(numbers(draw, index[first:last]), whole[first:last])
+        assert np.array_equal(numbers(draw, index[::-1].copy()), whole[::-1])
+    assert np.array_equal(integers(draw, index, -3, 4), integers(draw, index[:], -3, 4))
+
+
+def test_seeds_names_and_draws_are_independent():
+    index = np.arange(20_000, dtype=np.uint64)
+    first, again = Stream(0, "a"), Stream(0, "a")
+    draws = [first.next(), first.next(), Stream(0, "b").next(), Stream(1, "a").next(), Stream(0, "a").child().next()]
+    assert draws[0] == again.next()
+    columns = np.stack([normal(draw, index) for draw in draws])
+    between = np.corrcoef(columns) - np.eye(len(draws))
+    assert np.abs(between).max() < 4 / math.sqrt(20_000)
+    shifted = np.corrcoef(columns[0][:-1], columns[0][1:])[0, 1]
+    assert abs(shifted) < 4 / math.sqrt(20_000)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "distribution"),
+    [
+        (normal, lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2)))),
+        (uniform, lambda x: x),
+        (exponential, lambda x: 1 - math.exp(-x)),
+    ],
+)
+def test_numbers_have_their_distribution(numbers, distribution):
+    """Kolmogorov and Smirnov: the distance to the distribution is below 1.63 / sqrt(n) in 99 of 100 cases."""
+    count = 100_000
+    x = np.sort(numbers(Stream(0, "w").next(), np.arange(count, dtype=np.uint64)))
+    expected = np.array([distribution(value) for value in x.tolist()])
+    steps = np.arange(count + 1) / count
+    distance = max(np.abs(expected - steps[1:]).max(), np.abs(expected - steps[:-1]).max())
+    assert 0.1 < distance * math.sqrt(count) < 1.63
+
+
+def test_the_normal_distribution_has_its_moments_and_tails():
+    x = normal(Stream(3, "w").next(), np.arange(1_000_000, dtype=np.uint64))
+    moments = [float((x**power).mean()) for power in (1, 2, 3, 4)]
+    assert np.allclose(moments, [0, 1, 0, 3], atol=0.02)
+    assert (np.abs(x) > 4).mean() == pytest.approx(6.33e-5, rel=0.4)
+
+
+def test_integers_reach_all_values_alike():
+    x = integers(Stream(0, "w").next(), np.arange(70_000, dtype=np.uint64), -3, 4)
+    values, counts = np.unique(x, return_counts=True)
+    assert values.tolist() == [-3, -2, -1, 0, 1, 2, 3]
+    assert np.abs(counts - 10_000).max() < 400
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_upper_end_of_a_uniform_draw_is_not_reached(dtype):
+    low = on_meta(Own, lambda w: w.uniform_(-1, 1.5), (300, 300), dtype)
+    values = init_parameters(low).w.detach()
+    assert -1 <= values.min() < -0.97
+    assert 1.45 < values.max() < 1.5
+
+
+# -- plain models ----------------------------------------------------------------------------------------------------
+
+
+def test_torch_generators_are_neither_read_nor_moved():
+    before = torch.get_rng_state()
+    first = init_parameters(on_meta(Llama, SMALL), 3).state_dict()
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(99)
+    second = init_parameters(on_meta(Llama, SMALL), 3).state_dict()
+    other = init_parameters(on_meta(Llama, SMALL), 4).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first if "norm" not in name)
+
+
+def test_a_model_with_values_gets_the_same_ones_in_place():
+    model, expected = nn.Linear(5, 3), init_parameters(on_meta(nn.Linear, 5, 3), 2)
+    weight, data = model.weight, model.weight.data_ptr()
+    assert init_parameters(model, 2) is model
+    assert model.weight is weight
+    assert weight.data_ptr() == data
+    assert torch.equal(weight, expected.weight)
+    assert torch.equal(model.bias, expected.bias)
+
+
+def test_parameters_stay_the_same_objects():
+    model = on_meta(nn.Linear, 5, 3)
+    model.weight.requires_grad_(False)
+    model.bias.note = "mine"
+    weight, bias = model.weight, model.bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    init_parameters(model)
+    assert model.weight is weight
+    assert model.bias is bias is optimizer.param_groups[0]["params"][1]
+    assert (weight.requires_grad, bias.requires_grad, bias.note) == (False, True, "mine")
+    assert not weight.is_meta
+    model(torch.ones(2, 5)).sum().backward()
+    assert bias.grad.tolist() == [2.0] * 3
+
+
+def test_a_weakly_referenced_parameter_is_replaced():
+    model = on_meta(nn.Linear, 5, 3)
+    old = model.weight
+    reference = weakref.ref(old)
+    init_parameters(model, 2)
+    assert reference() is old
+    assert torch.equal(model.weight, init_parameters(on_meta(nn.Linear, 5, 3), 2).weight)
+
+
+def test_parents_fill_after_their_children():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def reset_parameters(self):
+            self.a.weight.data.fill_(2)
+            with torch.no_grad():
+                self.b.weight.mul_(0).add_(3)
+
+    model = init_parameters(on_meta(Parent))
+    assert torch.equal(model.a.weight, torch.full((4, 4), 2.0))
+    assert torch.equal(model.b.weight, torch.full((4, 4), 3.0))
+    assert 0 < model.a.bias.abs().max() <= 0.5
+
+
+def test_two_modules_of_one_kind_differ():
+    model = init_parameters(on_meta(lambda: nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))))
+    both = torch.stack([model[0].weight.flatten(), model[1].weight.flatten()])
+    assert abs(torch.corrcoef(both)[0, 1].item()) < 0.1
+
+
+def test_a_module_may_make_its_buffers_anew():
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.empty(4))
+
+        def reset_parameters(self):
+            self.table = torch.arange(4).cos()
+
+    with torch.device("meta"):  # a context that is still open does no harm
+        model = init_parameters(Rotary(), device="cpu")
+        weight = init_parameters(nn.Linear(3, 3), device="cpu").weight
+    assert torch.equal(model.table, torch.arange(4).cos())
+    assert not weight.is_meta
+    text = refused(lambda: init_parameters(on_meta(Replacing)))
+    assert "'w' was replaced by a temporary tensor" in text
+
+
+class Replacing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(4))
+
+    def reset_parameters(self):
+        self.w = nn.Parameter(torch.empty_like(self.w).normal_())
+
+
+def test_names_do_not_depend_on_wrappers():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    bare = init_parameters(on_meta(lambda: nn.Sequential(nn.Linear(4, 4))), 1)
+    wrapped = init_parameters(on_meta(lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)))), 1)
+    assert [torch.equal(*pair) for pair in zip(bare.parameters(), wrapped.parameters(), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("tied_first", [True, False])
+def test_a_tied_weight_is_filled_once_by_its_first_module(tied_first):
+    def make():
+        model = nn.Module()
+        first, second = nn.Embedding(6, 4, padding_idx=1), nn.Linear(4, 6, bias=False)
+        model.first, model.second = (first, second) if tied_first else (second, first)
+        model.second.weight = model.first.weight
+        return model
+
+    model = init_parameters(on_meta(make), 5)
+    assert model.second.weight is model.first.weight
+    kind = on_meta(nn.Embedding, 6, 4, padding_idx=1) if tied_first else on_meta(nn.Linear, 4, 6, bias=False)
+    alone = nn.Module()
+    alone.first = kind
+    assert torch.equal(init_parameters(alone, 5).first.weight, model.first.weight)
+    assert bool((model.first.weight[1] == 0).all()) == tied_first
+
+
+def test_init_fn_is_called_for_every_module():
+    seen = []
+
+    def fill(module):
+        seen.append(type(module).__name__)
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+    model = init_parameters(on_meta(lambda: nn.Sequential(nn.Linear(50, 40), nn.ReLU())), init_fn=fill)
+    assert seen == ["Linear", "ReLU", "Sequential"]
+    assert model[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not model[0].bias.any()
+
+
+def test_modules_of_torch_can_be_filled():
+    def make():
+        model = nn.Module()
+        model.norms = nn.ModuleList([nn.LayerNorm(6), nn.RMSNorm(6), nn.GroupNorm(2, 6), nn.BatchNorm1d(6)])
+        model.attention = nn.MultiheadAttention(6, 2, add_bias_kv=True)
+        model.others = nn.ModuleList([nn.LSTM(5, 4), nn.Conv2d(3, 4, 3), nn.Bilinear(2, 3, 4), nn.PReLU()])
+        model.encoder = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+        return model
+
+    model = init_parameters(on_meta(make))
+    assert not any(tensor.isnan().any() for tensor in model.state_dict().values())
+    assert torch.equal(model.norms[3].running_var, torch.ones(6))
+    assert not model.attention.in_proj_bias.any()
+    bound = math.sqrt(6 / (8 + 16))  # nn.Transformer draws all matrices again
+    assert bound * 0.9 < model.encoder.encoder.layers[0].linear1.weight.abs().max() < bound
+
+
+def test_a_whole_parameter_can_be_made_orthogonal():
+    for shape in [(5, 8), (8, 5), (4, 3, 2)]:
+        w = init_parameters(on_meta(Own, nn.init.orthogonal_, shape), 1).w.detach().flatten(1)
+        product = w @ w.T if shape[0] <= w.shape[1] else w.T @ w
+        assert torch.allclose(product, torch.eye(min(w.shape)), atol=1e-5)
+
+
+def test_the_llama_is_drawn_as_its_own_method_does():
+    config = LlamaConfig(num_hidden_layers=8)
+    model = init_parameters(on_meta(Llama, config), 1)
+    own = Llama.build(config, seed=1)
+    for name, tensor in own.state_dict().items():
+        found = model.state_dict()[name]
+        assert found.mean().item() == pytest.approx(tensor.mean().item(), abs=1e-3), name
+        assert found.std().item() == pytest.approx(tensor.std().item(), rel=0.05), name
+    assert torch.equal(model.cos, own.cos)
+    assert torch.equal(model.sin, own.sin)
+    assert torch.equal(model.layers[3].mlp_norm.weight, torch.ones(config.hidden_size))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hugging_face_model(tied):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": tied}
+    config = transformers.LlamaConfig(**sizes, **heads)
+
+    def body():
+        model = on_meta(transformers.LlamaForCausalLM, config)
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        init_parameters(model, 1, init_fn=model._init_weights)
+        return model(torch.arange(8)[None]).logits.detach().clone()
+
+    model = on_meta(transformers.LlamaForCausalLM, config)
+    init_parameters(model, 1, init_fn=model._init_weights)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model.model.embed_tokens.weight[1:].std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(model.model.rotary_emb.inv_freq, torch.tensor([1.0, 0.01]))
+    assert all(torch.equal(logits, model(torch.arange(8)[None]).logits) for logits in sim.run(body, world_size=4))
+
+
+# -- split models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8, 64])
+def test_the_llama_is_the_same_for_any_number_of_ranks(world_size):
+    def body():
+        sizes = (max(world_size // 8, 1), min(world_size, 8))
+        model = split(on_meta(Llama, SMALL), ("tp", "dp"), sizes=sizes, names=("dp", "tp"))
+        check_parts(init_parameters(model, 3), whole)
+
+    whole = init_parameters(on_meta(Llama, SMALL), 3).state_dict()
+    sim.run(body, world_size=world_size)
+
+
+def test_bounds_follow_the_global_shape():
+    def body():
+        model = init_parameters(split(on_meta(nn.Linear, 400, 30), None, "dp", sizes=(4,)))
+        return model.weight.to_local().abs().max().item()
+
+    for bound in sim.run(body, world_size=4):
+        assert 0.99 * 0.05 < bound < 0.05  # 1 / sqrt(400), not 1 / sqrt(100)
+
+
+def test_a_rank_needs_no_more_memory_than_its_part():
+    """The whole is 4 TB, of which rank 1 has nothing."""
+
+    def fill(w):
+        nn.init.trunc_normal_(w, std=0.02)
+        nn.init.trunc_normal_(w, mean=4, std=1, a=5, b=9)
+        nn.init.kaiming_uniform_(w)
+        w.data[0, 5:7].exp_()
+        w.data.t()[3].zero_()
+
+    def body():
+        model = split(on_meta(Own, fill, (1, 2**40)), "dp")
+        if torch.distributed.get_rank() == 1:  # and rank 0 need not take part: nothing is communicated
+            assert init_parameters(model).w.to_local().shape == (0, 2**40)
+
+    sim.run(body, world_size=2)
+
+
+def test_rejected_draws_do_not_move_later_ones():
+    """On one rank the loop of trunc_normal_ ends earlier than on another."""
+
+    def fill(w):
+        for _ in range(3):
+            nn.init.trunc_normal_(w, std=1.0, a=-0.6, b=0.6)
+        w.data.add_(torch.randn_like(w))
+
+    def body():
+        check_parts(init_parameters(split(on_meta(Own, fill), "dp", sizes=(4,)), 5), whole)
+
+    whole = init_parameters(on_meta(Own, fill), 5).state_dict()
+    sim.run(body, world_size=4)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_of_fully_shard(own):
+    """Of this library, and of torch."""
+
+    def body():
+        from torch.distributed.fsdp import fully_shard as of_torch
+
+        wrap = fully_shard if own else of_torch
+        model, mesh = on_meta(Llama, SMALL), init_device_mesh("cpu", (4,))
+        for layer in model.layers:
+            wrap(layer, mesh=mesh)
+        wrap(model, mesh=mesh)
+        check_parts(init_parameters(model, 3), whole)
+        out = model(ids)
+        out.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.reshard()
+        if own:
+            check_parts(init_parameters(model, 4), other)
+            assert torch.equal(model(ids), expected)
+        return out.detach().clone()
+
+    ids = torch.arange(8)[None]
+    plain = init_parameters(on_meta(Llama, SMALL), 3)
+    whole, first = plain.state_dict(), plain(ids)
+    again = init_parameters(on_meta(Llama, SMALL), 4)
+    other, expected = again.state_dict(), again(ids)
+    assert all(torch.equal(out, first) for out in sim.run(body, world_size=4))
+
+
+def test_code_that_mixes_parts_with_plain_tensors():
+    def fill(w):
+        w.data.copy_(torch.arange(60.0).view(6, 10))
+        with torch.no_grad():
+            w += torch.arange(10) * torch.rand(10)
+            w[torch.arange(6)[2]] = 5
+            w[1::2, 3:9:2] = 7
+            w[:, 2:].t()[0].mul_(w[:, 2] + 1)
+            w.clamp_(max=40).div_(3)
+
+    def body():
+        check_parts(init_parameters(split(on_meta(Own, fill), None, "dp", sizes=(3,)), 5), whole)
+
+    whole = init_parameters(on_meta(Own, fill), 5).state_dict()
+    assert whole["w"][1, 3].item() == pytest.approx(7 / 3)
+    sim.run(body, world_size=3)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(call, *, error=ValueError):
+    with pytest.raises(error) as caught:
+        call()
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3, lines
+    assert ": " in lines[0]
+    assert lines[2].startswith("  try: ")
+    return str(caught.value)
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4))
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("table", torch.empty(3))
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(4, 6))
+
+    def reset_parameters(self):
+        self.w.data[:2].normal_()
+
+
+def test_what_nothing_fills_is_named():
+    text = refused(lambda: init_parameters(on_meta(Bare)))
+    assert "nothing fills what was on meta" in text
+    assert "not filled: parameter 'scale' of Bare, buffer 'table' of Bare\n" in text
+    text = refused(lambda: init_parameters(on_meta(lambda: nn.Sequential(Half()))))
+    assert "parameter '0.w' of Half\n" in text
+    text = refused(lambda: init_parameters(on_meta(nn.Linear, 3, 3), init_fn=lambda module: None))
+    assert "init_fn leaves out what was on meta" in text
+    model = Bare()
+    kept = model.scale.detach().clone()
+    assert torch.equal(init_parameters(model).scale, kept), "what was not on meta keeps its values"
+
+
+def test_every_rank_refuses_what_nothing_fills():
+    def body():
+        return refused(lambda: init_parameters(split(on_meta(Half), "dp", sizes=(4,))))
+
+    assert len(set(sim.run(body, world_size=4))) == 1
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [
+        (nn.init.orthogonal_, "orthogonal_ (t_): it needs elements that other ranks hold"),
+        (lambda w: w.data.normal_().div_(w.data.norm()), "it needs elements that other ranks hold"),
+        (lambda w: w.data.copy_(w.data.flatten().view(6, 10)), "it needs elements that other ranks hold"),
+        (lambda w: w.data.log_normal_(), "log_normal_: no numbers by counter are defined for it"),
+        (lambda w: w.data.normal_(generator=torch.Generator()), "it draws from a generator, which knows no parts"),
+        (lambda w: w.data.bernoulli_(torch.rand(6, 10)), "its probabilities are a tensor"),
+        (lambda w: w.data.copy_(w.data.normal_()[:, 4:5]), "its tensors are split in different ways"),
+        (lambda w: w.to_local().normal_(), "a local part of 'w', taken out of its DTensor"),
+        (lambda w: nn.init.sparse_(w, 0.5), "sparse_ (index_put_): it needs elements that other ranks hold"),
+        (lambda w: w.data.copy_(w.data[0, 3]), "only some ranks hold one of its tensors"),
+        (lambda w: torch.empty(6, 10).copy_(w), "would be computed from parts"),
+    ],
+)
+def test_what_parts_do_not_allow_says_so_on_every_rank(fill, message):
+    def body():
+        return refused(lambda: init_parameters(split(on_meta(Own, fill), None, "dp", sizes=(4,))))
+
+    texts = sim.run(body, world_size=4)
+    for text in texts:
+        assert text.startswith("cannot fill the model (Own) shard by shard: ")
+        assert message in text
+
+
+def test_wrong_arguments():
+    model = nn.Linear(2, 2)
+    assert "model is a list, not a module" in refused(lambda: init_parameters([model]), error=TypeError)
+    assert "seed is a float, not an int" in refused(lambda: init_parameters(model, 1.0), error=TypeError)
+    assert "seed is a bool, not an int" in refused(lambda: init_parameters(model, True), error=TypeError)
+    assert "seed is negative" in refused(lambda: init_parameters(model, -1))
+    assert "init_fn is a int" in refused(lambda: init_parameters(model, init_fn=3), error=TypeError)
+    assert "nothing on meta has values" in refused(lambda: init_parameters(model, device="meta"))
+    assert "device: " in refused(lambda: init_parameters(model, device="nowhere"))
+    assert "'weight' has no shape yet" in refused(lambda: init_parameters(nn.LazyLinear(3)))
+
+
+def test_wrong_models():
+    def body():
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
+        pending = refused(lambda: init_parameters(model))
+        model = on_meta(nn.Linear, 4, 4)
+        other = refused(lambda: init_parameters(split(model, "dp"), device="cuda"))
+        assert all(parameter.is_meta for parameter in model.parameters()), "nothing has changed"
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        model.unshard()
+        whole = refused(lambda: init_parameters(model))
+        model.reshard()
+        init_parameters(model)
+        return pending, other, whole
+
+    pending, other, whole = sim.run(body, world_size=2)[1]
+    assert "'weight' has a reduction pending" in pending
+    assert "its DTensors are on a mesh of another device type, 'cpu'" in other
+    assert "the model shows whole parameters" in whole
