@@ -30,6 +30,8 @@ from sim.faults.plan import at_time
 from sim.faults.swarm import SwarmFailed, swarm
 from sim.faults.triggers import region
 from sim.oracle import gather_full, scatter_full
+from sim.prove.infer import infer_layout
+from sim.prove.verify import verify_plan
 from sim.pytest_plugin import RankTest, ranks
 from sim.trace import Event, Row, Span, Trace
 from sim.world import World, run, world
@@ -47,6 +49,8 @@ __all__ = [
     # What they should hold
     "scatter_full",
     "gather_full",
+    "infer_layout",
+    "verify_plan",
     "check_determinism",
     "check_replicas",
     # What goes wrong around them

@@ -1,0 +1,176 @@
+"""From single findings to rows, and to the first place that is to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sim.prove.judge import Finding, pending_words, short
+from sim.prove.record import Entry
+from sim.prove.report import Row
+
+__all__ = ["Event", "Graph", "first_bug", "innermost", "leaf", "nodes_of", "row_of", "settle", "title_of"]
+
+_VERDICTS = {"pending": "pending", "absent": "skipped", "missing": "skipped", "wrong": "bug", "unexplained": "bug"}
+
+
+@dataclass
+class Event:
+    """One tensor that was judged.
+
+    Attributes:
+        module: path of its module.
+        tensor: what it is called there.
+        kind: as in `Row`.
+        finding: what the ranks hold.
+        nodes: where it stands in the graph of the model on one device; () where that is not known.
+        final: nothing comes after it that could take a reduction.
+    """
+
+    module: str
+    tensor: str
+    kind: str
+    finding: Finding
+    nodes: tuple[Any, ...] = ()
+    final: bool = False
+
+    @property
+    def place(self) -> str:
+        """The tensor with its module."""
+        return row_of(self).place
+
+
+def row_of(event: Event) -> Row:
+    """Return what the report says of an event."""
+    found = event.finding
+    verdict = _VERDICTS.get(found.status) or ("exact" if found.error == 0 else "rounding")
+    if found.status == "pending" and event.final:
+        verdict = "bug"
+    return Row(
+        event.module,
+        event.tensor,
+        event.kind,
+        found.declared,
+        short(found.found),
+        found.error,
+        found.bound,
+        found.ratio,
+        verdict,
+        found.sentence,
+        found.suggestion,
+    )
+
+
+def title_of(entry: Entry) -> str:
+    """Name a tensor at a boundary, as "input x" or "output"."""
+    name = entry.title.lstrip(".")
+    return entry.key.side if name in ("", entry.key.side) else f"{entry.key.side} {name}"
+
+
+def settle(events: Sequence[Event], later: Callable[[Event, Event], bool]) -> list[Row]:
+    """Return the rows of events, forgiving what does no harm, with the place to blame marked as a bug.
+
+    A tensor that nothing explains, and from which something right is computed, is a module's private matter. Where a
+    tensor is wrong, and parts of a sum on the way to it were never added up, those are to blame.
+
+    Args:
+        events: in the order in which they happen.
+        later: whether the second of two events is computed from the first.
+    """
+    rows = [row_of(event) for event in events]
+    right = [at for at, event in enumerate(events) if event.finding.status == "right"]
+    ends = [event.finding.status for event in events if event.final]
+    ends_well = bool(ends) and all(status == "right" for status in ends)
+    for at, event in enumerate(events):
+        healed = event.finding.status == "unexplained" and not event.final and (
+            any(other > at and later(event, events[other]) for other in right) if event.nodes else ends_well
+        )
+        if healed:
+            rows[at] = replace(rows[at], verdict="private", suggestion="")
+    bug = next((at for at, row in enumerate(rows) if row.verdict == "bug"), None)
+    if bug is None:
+        return rows
+    for at in range(bug):
+        if rows[at].verdict not in ("pending", "skipped") or not later(events[at], events[bug]):
+            continue
+        if any(at < other and later(events[at], events[other]) for other in right):
+            continue
+        rows[at] = _to_blame(events[at], rows[at], events[bug])
+        break
+    return rows
+
+
+def _to_blame(event: Event, row: Row, harmed: Event) -> Row:
+    found = event.finding.found
+    if event.finding.status != "pending" or found is None:
+        return replace(row, verdict="bug", sentence=f"{event.finding.sentence}, and {harmed.place} is wrong")
+    axes = " and ".join(found.partial)
+    op = "all_reduce (or reduce_scatter)"
+    sentence = f"{pending_words(found)} since {event.place}; nothing reduced it before {harmed.place}"
+    how = "in the backward of its module" if event.kind == "gradient" else "after its module"
+    return replace(row, verdict="bug", sentence=sentence, suggestion=f"{op} over {axes} {how}")
+
+
+def first_bug(rows: Iterable[Row]) -> Row | None:
+    """Return the first row that is a bug."""
+    return next((row for row in rows if row.verdict == "bug"), None)
+
+
+class Graph:
+    """What is computed from what, in autograd's graph of the model on one device.
+
+    A node's ancestors are found once, and only for nodes that somebody asks about.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, frozenset[Any]] = {}
+
+    def depends(self, node: Any, on: Any) -> bool:
+        """Whether a node's value is computed from another's."""
+        return on in self.before(node)
+
+    def before(self, node: Any) -> frozenset[Any]:
+        """Return the node and everything that it is computed from; leaves stand for themselves."""
+        found = self._known.get(node)
+        if found is None:
+            seen, stack = {node}, [node]
+            while stack:
+                for earlier, _ in stack.pop().next_functions:
+                    if earlier is not None and earlier not in seen:
+                        seen.add(earlier)
+                        stack.append(earlier)
+            leaves = {getattr(each, "variable", None) for each in seen}
+            found = self._known[node] = frozenset([*seen, *(id(leaf) for leaf in leaves if leaf is not None)])
+        return found
+
+    def forward(self, earlier: Event, later: Event) -> bool:
+        """Whether the later tensor is computed from the earlier one."""
+        return any(self.depends(node, on) for node in later.nodes for on in earlier.nodes if not isinstance(node, int))
+
+    def backward(self, earlier: Event, later: Event) -> bool:
+        """Whether the later gradient is computed from the earlier one."""
+        return any(self.depends(node, on) for node in earlier.nodes for on in later.nodes if not isinstance(node, int))
+
+
+def nodes_of(entry: Entry) -> tuple[Any, ...]:
+    """Return where a tensor stands in the graph."""
+    return () if entry.node is None else (entry.node,)
+
+
+def leaf(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Return where a parameter stands in the graph: nothing is before it."""
+    return (id(parameter),)
+
+
+def innermost(entries: Sequence[Entry]) -> Entry:
+    """Of the boundaries at which one gradient was seen, return the one that says best who computed it.
+
+    That is the input of the innermost module, or, where several modules share it, whatever gave it to them.
+    """
+    inputs = [entry for entry in entries if entry.key.side == "input"] or list(entries)
+    depth = max(entry.key.path.count(".") for entry in inputs)
+    deepest = [entry for entry in inputs if entry.key.path.count(".") == depth]
+    return deepest[0] if len(deepest) == 1 else entries[0]

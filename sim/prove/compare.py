@@ -1,0 +1,428 @@
+"""Compares what the ranks recorded with what one device did, tensor by tensor, in the order in which things happen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hyper_parallel.core.dtensor.layout import Layout
+from sim.errors import ranks_phrase
+from sim.prove.blame import Event, Graph, first_bug, innermost, leaf, nodes_of, row_of, settle, title_of
+from sim.prove.bounds import Bounds
+from sim.prove.declared import Declarations
+from sim.prove.judge import Finding, Judge, absent, pending_words, short
+from sim.prove.randomness import masks_problem
+from sim.prove.record import Entry, Key, spread_layout
+from sim.prove.report import Report, Row
+from sim.prove.sides import Side, Task
+
+__all__ = ["Comparison"]
+
+
+class Comparison:
+    """Judges everything once all sides have computed.
+
+    Args:
+        task: what was computed.
+        base: the plain run on one device.
+        bounds: how far rounding can go.
+        sides: what each rank did.
+        declared: what was said about plain tensors.
+        judge: finds layouts.
+    """
+
+    def __init__(
+        self, task: Task, base: Side, bounds: Bounds, sides: Sequence[Side], declared: Declarations, judge: Judge
+    ) -> None:
+        self.task, self.base, self.bounds, self.sides = task, base, bounds, sides
+        self.declared, self.judge = declared, judge
+        self.notes: list[str] = []
+        self._memo: dict[Any, Finding] = {}
+        self._graph = Graph()
+        self._forward: dict[Key, Finding] = {}
+        self._parameters: dict[str, Finding] = {}
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def value(self, key: Key) -> Finding | None:
+        """Judge what stands at a boundary; None where no rank has such a boundary."""
+        if key not in self._forward:
+            mine = self.base.recorder.entries[key]
+            held = {
+                rank: side.recorder.entries[key] for rank, side in enumerate(self.sides) if key in side.recorder.entries
+            }
+            if not held:
+                return None
+            if len(held) < len(self.sides):
+                self._forward[key] = absent(list(held), range(len(self.sides)))
+            else:
+                self._forward[key] = self._value(mine, held)
+        return self._forward[key]
+
+    def _value(self, mine: Entry, held: Mapping[int, Entry]) -> Finding:
+        said = {rank: (entry.layout, entry.known) for rank, entry in held.items()}
+        parts = {rank: entry.value for rank, entry in held.items()}
+        bound = self.bounds.of(("value", mine.key), mine.value)
+        shapes = {entry.shape for entry in held.values() if entry.layout is not None}
+        if len(shapes) == 1 and shapes != {mine.shape}:
+            found = self._judge(parts, mine.value, bound, {}, None)
+            told = f"the ranks take it for parts of a tensor of shape {shapes.pop()}, and that has {mine.shape}"
+            declared = next(spread_layout(entry.layout, entry.known) for entry in held.values() if entry.layout)
+            return replace(found, status="wrong", declared=declared, sentence=told, error=math.inf, ratio=math.inf)
+        return self._judge(parts, mine.value, bound, said, self.declared.of(mine.key, mine.title))
+
+    def scale(self) -> float:
+        """Return how many times larger the gradients of activations are than on one device.
+
+        Where each rank's loss is the mean over its own data, they are as many times larger as there are such ranks;
+        parameters are not, once the mean over the ranks has been taken.
+        """
+        sizes = dict(zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True))
+        if self.base.loss is None:
+            return math.prod(sizes[name] for name in self.task.data_axes) if self.sides[0].averages else 1.0
+        found = self.loss().found
+        return math.prod(sizes[name] for name, kind in found.partial.items() if kind == "avg") if found else 1.0
+
+    def output_layout(self, way: str) -> Layout | None:
+        """Return the layout of what the model returned: the declared one, or the one found."""
+        key = Key("", 0, "output", way)
+        found = self.value(key)
+        if found is None:
+            return None
+        if found.status in ("right", "pending"):
+            return found.found
+        said = self.sides[0].recorder.entries.get(key)
+        return (said.layout if said is not None else None) or found.found
+
+    def loss(self) -> Finding:
+        """Judge the loss; over ranks with different data it may be the part of a sum or of a mean."""
+        assert self.base.loss is not None
+        whole = self.base.loss.detach()
+        parts = {rank: side.loss.detach() for rank, side in enumerate(self.sides) if side.loss is not None}
+        if len(parts) < len(self.sides):
+            return absent(list(parts), range(len(self.sides)))
+        found = self._judge(parts, whole, self.bounds.of("loss", whole), {}, None)
+        spread = found.found is not None and set(found.found.partial) <= set(self.task.data_axes)
+        return replace(found, status="right", sentence="") if found.status == "pending" and spread else found
+
+    def _judge(
+        self,
+        parts: Mapping[int, torch.Tensor],
+        whole: torch.Tensor,
+        bound: float,
+        said: Mapping[int, tuple[Layout | None, tuple[str, ...]]],
+        layout: Layout | None,
+    ) -> Finding:
+        """Judge parts by what the ranks' DTensors say, else by a declaration, else by what can be found."""
+        spoken = {rank: each for rank, each in said.items() if each[0] is not None}
+        if len(spoken) == len(parts):
+            first = spoken[min(spoken)]
+            odd = [rank for rank, each in spoken.items() if each[0] != first[0]]
+            if odd:
+                one, other = (str(spoken[rank][0]).partition(" on ")[0] for rank in (min(spoken), odd[0]))
+                told = f"rank {min(spoken)} {one}, {ranks_phrase(odd)} {other}"
+                return Finding(
+                    "wrong", None, one, math.inf, math.inf, bound, f"the ranks declare different layouts: {told}"
+                )
+            layout, known = first
+        else:
+            known = self.task.mesh.alias_name
+        memo = (id(whole), tuple(id(parts[rank]) for rank in sorted(parts)), layout, known if layout else ())
+        if memo not in self._memo:
+            self._memo[memo] = (
+                self.judge.declared(parts, whole, bound, layout, known)
+                if layout is not None
+                else self.judge.undeclared(parts, whole, bound)
+            )
+        return self._memo[memo]
+
+    @cached_property
+    def forward_rows(self) -> list[Row]:
+        """What the report says of forward."""
+        return settle(self.forward_events(), self._graph.forward)
+
+    def forward_events(self) -> list[Event]:
+        """Judge all boundaries, in program order."""
+        events, left = [], 0
+        for key, entry in self.base.recorder.entries.items():
+            found = self.value(key)
+            if found is None:
+                left += 1
+                continue
+            final = key.path == "" and key.side == "output" and not self._is_split_loss(key, found)
+            events.append(Event(key.path, title_of(entry), "forward", found, self._nodes(entry), final))
+        if left:
+            self.notes.append(
+                f"{left} tensors of modules that the ranks do not have, or do not call, were not compared"
+            )
+        if self.base.loss is not None and self.task.loss_fn is not None:
+            node = self.base.loss.grad_fn
+            events.append(Event("", "loss", "forward", self.loss(), (node,) if node else (), True))
+        return events
+
+    def _nodes(self, entry: Entry) -> tuple[Any, ...]:
+        """Return where a tensor stands in the graph; an input without history where its module's results do."""
+        if entry.node is not None or entry.key.side == "output":
+            return nodes_of(entry)
+        there = (entry.key.path, entry.key.call, "output")
+        return tuple(
+            other.node
+            for key, other in self.base.recorder.entries.items()
+            if key[:3] == there and other.node is not None
+        )
+
+    def _is_split_loss(self, key: Key, found: Finding) -> bool:
+        scalar = self.base.recorder.entries[key].value.dim() == 0
+        return scalar and found.found is not None and set(found.found.partial) <= set(self.task.data_axes)
+
+    def random_rows(self) -> Iterator[Row]:
+        """Compare the states of the generators with which the ranks drew random numbers."""
+        drawn = [_by_place(side) for side in self.sides]
+        for place, draw in _by_place(self.base).items():
+            ranks = [side[place] for side in drawn if place in side]
+            if len(ranks) < len(self.sides):
+                continue
+            found = next(
+                (
+                    self.value(key)
+                    for key in self.base.recorder.entries
+                    if key.path == draw.path and key.side == "input"
+                ),
+                None,
+            )
+            split = _splitting(found.found) if found is not None and found.found is not None else []
+            problem = masks_problem(ranks, draw.shape, self.task.mesh, split)
+            word, where = draw.op.rstrip("_"), short(found.found) if found is not None else ""
+            if problem is not None:
+                yield Row(
+                    draw.path, word, "random", found=where, verdict="bug", sentence=problem[0], suggestion=problem[1]
+                )
+            else:
+                yield Row(draw.path, word, "random", found=where)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def gradient_events(self) -> list[Event]:
+        """Judge the gradients of activations, in the order in which they are computed; then those of parameters."""
+        scale = self.scale()
+        if scale != 1:
+            self.notes.append(
+                f"gradients of activations are {scale:g} times those of one device, as each rank's loss "
+                "is the mean over its own data"
+            )
+        groups: dict[int, list[Entry]] = {}
+        for entry in self.base.recorder.entries.values():
+            if entry.grad is not None:
+                groups.setdefault(entry.grad_order, []).append(entry)
+        events = []
+        for order in sorted(groups):
+            judged = [(entry, self._gradient(entry, scale)) for entry in reversed(groups[order])]
+            for entry, found in _best_named_first(judged):
+                events.append(Event(entry.key.path, title_of(entry), "gradient", found, nodes_of(entry)))
+        return events + list(self._parameter_gradients())
+
+    def _gradient(self, entry: Entry, scale: float) -> Finding | None:
+        held = [side.recorder.entries.get(entry.key) for side in self.sides]
+        there = {rank: each for rank, each in enumerate(held) if each is not None}
+        grads = {rank: each.grad for rank, each in there.items() if each.grad is not None}
+        if len(there) < len(self.sides):
+            return None  # forward has said so
+        if not grads:
+            return Finding("missing", sentence="no rank computes it")
+        if len(grads) < len(there):
+            return absent(list(grads), list(there))
+        assert entry.grad is not None
+        whole = entry.grad if scale == 1 else entry.grad * scale
+        bound = self.bounds.of(("grad", entry.key), entry.grad) * scale
+        said = {rank: (each.grad_layout, each.grad_known) for rank, each in there.items()}
+        if any(layout is None for layout, _ in said.values()):
+            forward = self.value(entry.key)
+            declared = self.declared.of(entry.key, entry.title)
+            if declared is not None and forward is not None and forward.status == "right":
+                found = self._judge(grads, whole, bound, {}, declared.reset_partial())
+                if found.status == "right":
+                    return found
+        return self._judge(grads, whole, bound, said, None)
+
+    def _parameter_gradients(self) -> Iterator[Event]:
+        for name, mine in self.base.gradients.items():
+            layout = self._parameters.get(name)
+            if layout is None:
+                continue  # there is no such parameter, as was said before
+            grads = {rank: self._held(side, side.gradients, name) for rank, side in enumerate(self.sides)}
+            there = {rank: grad for rank, grad in grads.items() if grad is not None}
+            yield Event(
+                *_split_name(name),
+                "gradient",
+                self._parameter_gradient(name, mine, there, layout),
+                leaf(self.base.leaves[name]),
+                True,
+            )
+
+    def _parameter_gradient(
+        self, name: str, mine: torch.Tensor | None, there: Mapping[int, torch.Tensor], made: Finding
+    ) -> Finding:
+        if mine is None or not bool(mine.count_nonzero()):
+            if all(not bool(grad.count_nonzero()) for grad in there.values()):
+                return Finding("right", made.found, made.declared)
+            if mine is None:
+                return Finding(
+                    "wrong",
+                    declared=made.declared,
+                    error=math.inf,
+                    ratio=math.inf,
+                    sentence=f"there is no gradient on one device, and one on {ranks_phrase(there)}",
+                )
+        if not there:
+            return Finding(
+                "wrong",
+                declared=made.declared,
+                error=math.inf,
+                ratio=math.inf,
+                sentence="no rank has a gradient, and one device has",
+            )
+        if len(there) < len(self.sides):
+            return replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
+        bound = self.bounds.of(("gradient", name), mine)
+        said = {rank: side.grad_layouts[side.same.get(name, name)] for rank, side in enumerate(self.sides)}
+        layout = made.found.reset_partial() if made.found is not None else None
+        if all(each[0] is not None for each in said.values()):
+            return self._judge(there, mine, bound, said, None)
+        found = self._judge(there, mine, bound, {}, layout)
+        if found.status == "wrong" and found.found is not None and not found.found.is_partial():
+            return replace(found, status="right", sentence="", suggestion="")  # whole, or a part: the update will tell
+        if found.status == "wrong" and found.found is not None:
+            axes = " and ".join(found.found.partial)
+            sentence = f"{pending_words(found.found)}: nothing adds up the gradients of ranks that share the parameter"
+            hint = f"an all_reduce of gradients over {axes}, as DDP or fully_shard would do"
+            return replace(found, sentence=sentence, suggestion=hint)
+        return found
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def parameter_events(self) -> list[Event]:
+        """Judge the parameters as they were made."""
+        events = []
+        for name, mine in self.base.initial.items():
+            found = self._made(name, mine)
+            if found is not None:
+                if found.status in ("right", "pending"):
+                    self._parameters[name] = found
+                events.append(Event(*_split_name(name), "parameter", found))
+        for name, first in self.base.same.items():
+            apart = [
+                rank
+                for rank, side in enumerate(self.sides)
+                if name in side.same and first in side.same and side.same[name] != side.same[first]
+            ]
+            if apart:
+                sentence = f"one tensor with {first} on one device, and a parameter of its own on {ranks_phrase(apart)}"
+                found = Finding("wrong", sentence=sentence, suggestion=f"tie {name} to {first} again")
+                events.append(Event(*_split_name(name), "parameter", found))
+        return events
+
+    def _made(self, name: str, mine: torch.Tensor) -> Finding:
+        parts = {rank: self._held(side, side.initial, name) for rank, side in enumerate(self.sides)}
+        there = {rank: part for rank, part in parts.items() if part is not None}
+        if not there:
+            return Finding(
+                "wrong",
+                error=math.inf,
+                ratio=math.inf,
+                sentence="the parallel model has no parameter of that name, so nothing is known of it",
+                suggestion="keep the names of the single-device model",
+            )
+        if len(there) < len(self.sides):
+            return replace(absent(list(there), range(len(self.sides))), status="wrong")
+        said = {rank: side.layouts[side.same[name]] for rank, side in enumerate(self.sides)}
+        bound = self.bounds.of(("initial", name), mine)
+        return self._judge(there, mine, bound, said, self.declared.parameters.get(name))
+
+    def update_events(self) -> Iterator[Event]:
+        """Judge the parameters after each step."""
+        for step, update in enumerate(self.base.updates):
+            for name, mine in update.items():
+                made = self._parameters.get(name)
+                if made is None or made.found is None or made.status == "pending":
+                    continue
+                parts = {rank: self._held(side, side.updates[step], name) for rank, side in enumerate(self.sides)}
+                there = {rank: part for rank, part in parts.items() if part is not None}
+                if len(there) < len(self.sides):
+                    found = replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
+                else:
+                    bound = self.bounds.of(("update", step, name), mine)
+                    found = self._judge(there, mine, bound, {}, made.found)
+                    found = replace(found, declared=made.declared)
+                module, tensor = _split_name(name)
+                title = tensor if len(self.base.updates) == 1 else f"{tensor} after step {step + 1}"
+                yield Event(module, title, "update", found)
+
+    def _held(self, side: Side, values: Mapping[str, Any], name: str) -> Any:
+        return values.get(side.same.get(name, name))
+
+    # -- all of it ---------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Judge everything, in order."""
+        rows = [row_of(event) for event in self.parameter_events()]
+        rows += self.forward_rows
+        rows += self.random_rows()
+        if all(side.gradients for side in self.sides):
+            rows += settle(self.gradient_events(), self._graph.backward)
+            rows += [row_of(event) for event in self.update_events()]
+        axes = zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True)
+        self._note_calls()
+        return Report(
+            tuple(rows), first_bug(rows), ", ".join(f"{name}={size}" for name, size in axes), tuple(self.notes)
+        )
+
+    def _note_calls(self) -> None:
+        first = self.sides[0].recorder.calls
+        for rank, side in enumerate(self.sides):
+            if side.recorder.calls != first:
+                pairs = zip([*first, "(the end)"], [*side.recorder.calls, "(the end)"], strict=False)
+                at, (one, other) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+                self.notes.append(
+                    f"ranks call modules in different order: call {at} is of {one or '(the model)'} on "
+                    f"rank 0, of {other or '(the model)'} on rank {rank}"
+                )
+                return
+
+
+def _best_named_first(judged: Sequence[tuple[Entry, Finding | None]]) -> Iterator[tuple[Entry, Finding]]:
+    """Yield one gradient's boundaries, consumers first; of those that hold the same, the one that names it best."""
+    groups: dict[int, list[tuple[Entry, Finding]]] = {}
+    for entry, found in judged:
+        if found is not None:
+            groups.setdefault(id(found), []).append((entry, found))
+    for group in groups.values():
+        entries = [entry for entry, _ in group]
+        chosen = innermost(entries[::-1])
+        yield chosen, group[0][1]
+        yield from ((entry, found) for entry, found in group if entry is not chosen)
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    module, _, tensor = name.rpartition(".")
+    return module, tensor
+
+
+def _splitting(layout: Layout) -> list[str]:
+    entries = layout.alias_placements or ()
+    return [name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry) if name != "None"]
+
+
+def _by_place(side: Side) -> dict[tuple[str, str, int], Any]:
+    """Return the random draws by module, operation and how many there were before."""
+    found: dict[tuple[str, str, int], Any] = {}
+    count: dict[tuple[str, str], int] = {}
+    for draw in side.draws:
+        place = (draw.path, draw.op)
+        number = count[place] = count.get(place, -1) + 1
+        found[draw.path, draw.op, number] = draw
+    return found

@@ -1,0 +1,98 @@
+"""What probably went wrong where no layout explains what the ranks hold, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.shards import Splits
+from sim.prove import misplaced, misvalued
+from sim.prove.candidates import splits_by_shape
+from sim.prove.evidence import Bound, Evidence, Mesh, Parts, read
+from sim.prove.fits import fit
+from sim.prove.infer import explanations
+from sim.prove.suspicion import Diagnosis
+
+__all__ = ["Diagnosis", "diagnose"]
+
+_MOST_SPLITS = 32
+
+_CHECKS = (
+    misvalued.not_finite,
+    misvalued.scaled,
+    misplaced.same_values,
+    misplaced.reordered,
+    misvalued.some_ranks,
+    misvalued.scaled_sums,
+    misplaced.blocks,
+    misvalued.added,
+    misvalued.copies_differ,
+)
+
+
+def diagnose(
+    locals: Parts,
+    reference: torch.Tensor,
+    mesh: Mesh,
+    bound: Bound = None,
+    *,
+    declared: Layout | None = None,
+    addends: Mapping[str, torch.Tensor] | None = None,
+) -> Diagnosis | None:
+    """Look for the usual faults in parts that no layout explains, and say the first that is found.
+
+    >>> whole = torch.arange(1.0, 9.0)
+    >>> print(diagnose([whole * 2, whole * 2], whole, "dp=2"))
+    every part is 2 times what it should be: counted once per rank of 'dp'
+    >>> print(diagnose([whole[4:], whole[:4]], whole, "tp=2"))
+    the parts of the ranks along 'tp' are in another order: (1, 0)
+    >>> diagnose([whole, whole], whole, "tp=2") is None
+    True
+
+    Args:
+        locals: what each rank holds, by rank.
+        reference: the whole tensor.
+        mesh: as for `infer_layout`.
+        bound: as for `infer_layout`.
+        declared: who should hold what. Default: every split that gives parts of the shapes that the ranks hold.
+        addends: whole tensors by name, such as a bias or the input of a residual connection, which broadcast to the
+            reference; it is checked whether one of them was added once per rank.
+
+    Returns:
+        None if a layout (the declared one, if there is one; else any, with sums and averages pending at most) explains
+        the parts, or if nothing usual is the matter.
+
+    Raises:
+        TypeError, ValueError: as `infer_layout`.
+    """
+    evidence = read("cannot diagnose parts", locals, reference, mesh, bound)
+    likely = splits_by_shape(evidence)
+    if declared is not None:
+        found = fit(locals, reference, declared, bound)
+        if found.problem is not None and likely:
+            return Diagnosis("shapes", found.problem)
+        explained, likely = found.fits, likely and [declared.splits(evidence.whole.ndim)]
+    else:
+        explained = bool(explanations(locals, reference, mesh, bound))
+    if explained:
+        return None
+    if not likely:
+        return misplaced.shapes(evidence)
+    return _first(evidence, likely[:_MOST_SPLITS], addends or {})
+
+
+def _first(evidence: Evidence, likely: list[Splits], addends: Mapping[str, torch.Tensor]) -> Diagnosis | None:
+    for check in _CHECKS:
+        for splits in likely:
+            told = check(evidence, splits)
+            if told is not None:
+                return told
+        if check is misplaced.blocks:
+            for name, addend in addends.items():
+                for splits in likely:
+                    told = misvalued.added_known(evidence, splits, name, addend)
+                    if told is not None:
+                        return told
+    return None

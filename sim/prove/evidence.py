@@ -1,0 +1,222 @@
+"""What the ranks hold and the whole tensor, checked once and ready to be compared under any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.shards import Splits, all_slices
+from hyper_parallel.core.dtensor.text import parse_mesh
+from sim.prove.gaps import combine, divided, gap, magnitude, ratio_of, ratios, top, unit_roundoff, wide
+
+__all__ = ["Bound", "Evidence", "Mesh", "Parts", "Pending", "Worst", "read", "read_mesh"]
+
+Parts: TypeAlias = Mapping[int, torch.Tensor] | Sequence[torch.Tensor]
+Mesh: TypeAlias = Layout | DeviceMesh | Mapping[str, int] | str
+Bound: TypeAlias = float | torch.Tensor | None
+Pending: TypeAlias = tuple[tuple[int, str], ...]
+"""Axes with a reduction still to be taken, in mesh order: axis index and the reduction."""
+
+Worst: TypeAlias = tuple[float, float, int]
+"""The worst difference, the worst ratio to the bound, and the mesh position that has it."""
+
+_SAFETY = 8
+"""What the default bound leaves room for besides the roundings that it counts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What the ranks hold and the whole tensor, read once and ready to be compared in many ways."""
+
+    mesh: Layout
+    parts: list[torch.Tensor]  # by mesh position, last axis fastest
+    whole: torch.Tensor
+    bound: float | torch.Tensor | None
+    unit: float = field(default=0.0)  # unit roundoff of what is compared; 0 for whole numbers, which must agree exactly
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks along each axis."""
+        return self.mesh.mesh_shape
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axis names."""
+        return self.mesh.alias_name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank at each mesh position."""
+        return self.mesh.rank_list
+
+    @property
+    def exact(self) -> bool:
+        """Whether every difference counts, as it does for whole numbers and booleans."""
+        return self.unit == 0
+
+    @cached_property
+    def size(self) -> float:
+        """The largest finite magnitude in the whole tensor."""
+        return magnitude(self.whole)
+
+    @cached_property
+    def part_sizes(self) -> list[float]:
+        """The largest finite magnitude in each part."""
+        return [magnitude(part) for part in self.parts]
+
+    def groups(self, pending: Pending) -> npt.NDArray[np.int64]:
+        """Mesh positions, one row per result of the pending reductions."""
+        axes = [axis for axis, _ in pending]
+        kept = [axis for axis in range(len(self.sizes)) if axis not in axes]
+        copies = math.prod(self.sizes[axis] for axis in axes)
+        positions = np.arange(math.prod(self.sizes)).reshape(self.sizes)
+        return positions.transpose(kept + axes).reshape(-1, copies)
+
+    def divisor(self, pending: Pending) -> int:
+        """By how much the sum of the copies is divided: the size of the axes that an average is pending over."""
+        return math.prod(self.sizes[axis] for axis, kind in pending if kind == "avg")
+
+    def limit(self, pending: Pending) -> float | torch.Tensor:
+        """The bound for parts that are compared after these reductions."""
+        if self.exact:
+            return 0.0
+        if self.bound is not None:
+            return self.bound
+        groups, size = self.groups(pending), self.size
+        if any(kind in ("sum", "avg") for _, kind in pending):
+            sums = [sum(self.part_sizes[position] for position in group) for group in groups.tolist()]
+            size = max(size, max(sums) / self.divisor(pending))
+        tiny = torch.finfo(torch.float32).tiny if self.unit > 2**-53 else torch.finfo(torch.float64).tiny
+        return max(_SAFETY * (groups.shape[1] + 1) * self.unit * size, tiny)
+
+    def reduced(self, group: Sequence[int], pending: Pending) -> torch.Tensor:
+        """Take the pending reductions over the parts at these positions, in float64."""
+        first = self.parts[group[0]]
+        if not pending:
+            return first
+        dtype = wide(first.dtype)
+        total = first.to(dtype)
+        kind = pending[0][1]
+        for position in group[1:]:
+            total = combine(kind, total, self.parts[position].to(dtype))
+        return divided(total, self.divisor(pending))
+
+    def box(self, boxes: npt.NDArray[np.int64], position: int) -> tuple[slice, ...]:
+        """The part of the whole tensor that belongs to a mesh position."""
+        return tuple(slice(start, stop) for start, stop in boxes[position].tolist())
+
+    def worst(self, splits: Splits, pending: Pending, stop: bool = False) -> Worst:
+        """Compare all parts, which have the right shapes: worst difference, worst ratio, and its mesh position.
+
+        With `stop`, no part is compared after one that does not fit.
+        """
+        boxes, limit = all_slices(self.whole.shape, self.sizes, splits), self.limit(pending)
+        error, ratio, where = 0.0, 0.0, 0
+        for group in self.groups(pending).tolist():
+            box = self.box(boxes, group[0])
+            off = gap(self.reduced(group, pending), self.whole[box])
+            found = top(off)
+            against = ratio_of(found, limit) if not isinstance(limit, torch.Tensor) else top(ratios(off, limit[box]))
+            error = max(error, found)
+            if against > ratio:
+                ratio, where = against, group[0]
+            if stop and ratio > 1:
+                break
+        return error, ratio, where
+
+
+# -- reading what the caller gave --------------------------------------------------------------------------------------
+
+
+def read(asked: str, locals: Parts, reference: torch.Tensor, mesh: Mesh, bound: Bound) -> Evidence:
+    """Check everything a caller can get wrong, and return it ready to be compared.
+
+    Raises:
+        TypeError, ValueError: as `infer_layout` says.
+    """
+    layout = read_mesh(asked, mesh)
+    whole = _tensor(asked, reference, "reference")
+    if isinstance(reference, DTensor):
+        blame = "reference is a DTensor, and should be the whole tensor"
+        raise TypeError(explain(asked, blame, f"reference: {tuple(reference.shape)}", "reference.full_tensor()"))
+    parts = [_part(asked, locals, rank, layout) for rank in layout.rank_list]
+    unit = max(unit_roundoff(part.dtype) for part in (whole, *parts))
+    return Evidence(layout, parts, whole, _bound(asked, bound, whole), unit)
+
+
+def read_mesh(asked: str, mesh: object) -> Layout:
+    """Return a mesh as a `Layout`.
+
+    >>> read_mesh("cannot do it", {"dp": 2, "tp": 4}) == read_mesh("cannot do it", "dp=2,tp=4")
+    True
+
+    Raises:
+        TypeError: a value that is no mesh.
+        ValueError: text or sizes that make none.
+    """
+    if isinstance(mesh, Layout):
+        return mesh
+    if isinstance(mesh, str):
+        return parse_mesh(mesh)
+    if isinstance(mesh, Mapping):
+        return Layout(tuple(mesh.values()), tuple(mesh))
+    if isinstance(mesh, DeviceMesh):
+        return Layout.from_device_mesh(mesh)
+    blame = f"mesh is a {type(mesh).__name__}"
+    raise TypeError(explain(asked, blame, f"mesh: {mesh!r}", '{"dp": 2, "tp": 4}, a Layout or a DeviceMesh'))
+
+
+def _part(asked: str, locals: Any, rank: int, layout: Layout) -> torch.Tensor:
+    if isinstance(locals, torch.Tensor) or not isinstance(locals, (Mapping, Sequence)):
+        blame = f"locals is a {type(locals).__name__}, not one tensor per rank"
+        raise TypeError(explain(asked, blame, f"mesh: {layout}", "what sim.run returned, or {rank: tensor}"))
+    try:
+        part = locals[rank]
+    except (KeyError, IndexError):
+        held = f"{len(locals)} tensors for {len(layout.rank_list)} ranks"
+        blame = f"locals has none for rank {rank} of the mesh"
+        raise ValueError(explain(asked, blame, f"locals: {held}   mesh: {layout}", "one tensor per rank")) from None
+    return _tensor(asked, part, f"locals[{rank}]")
+
+
+def _tensor(asked: str, value: object, name: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        blame = f"{name} is a {type(value).__name__}, not a tensor"
+        raise TypeError(explain(asked, blame, f"{name}: {str(value)[:60]}", "torch.as_tensor(value)"))
+    tensor: torch.Tensor = value._local_tensor if isinstance(value, DTensor) else value
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        raise ValueError(explain(asked, f"{name} is on meta and has no values", f"{name}: {value.shape}", "cpu"))
+    tensor = tensor.cpu() if tensor.device.type != "cpu" else tensor
+    return tensor.to(torch.float32) if tensor.dtype.is_floating_point and tensor.element_size() == 1 else tensor
+
+
+def _bound(asked: str, bound: Any, whole: torch.Tensor) -> float | torch.Tensor | None:
+    if bound is None:
+        return None
+    seen = f"bound: {str(bound)[:60]}   reference: {tuple(whole.shape)}"
+    if isinstance(bound, torch.Tensor):
+        try:
+            limit = bound.detach().to(torch.float64).expand(whole.shape)
+        except RuntimeError:
+            blame = f"bound of shape {tuple(bound.shape)} does not broadcast to the reference"
+            raise ValueError(explain(asked, blame, seen, "one bound per element, or one number")) from None
+        if limit.numel() and not bool((limit >= 0).all()):
+            raise ValueError(explain(asked, "bound holds a negative number or NaN", seen, "bound.abs()"))
+        return limit
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+        raise TypeError(explain(asked, f"bound is a {type(bound).__name__}", seen, "a float, a tensor or None"))
+    if not bound >= 0:
+        raise ValueError(explain(asked, "bound is negative or NaN", seen, "bound=0.0 for exact equality"))
+    return float(bound)

@@ -1,0 +1,175 @@
+"""Random numbers in a model that is compared: taken out of the computation, and looked at instead."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel.core.dtensor.layout import Layout
+from sim.errors import ranks_phrase
+from sim.prove.record import ranks_along
+
+__all__ = ["Draw", "NoRandomness", "masks_problem"]
+
+_aten = torch.ops.aten
+
+
+class Draw(NamedTuple):
+    """One use of random numbers.
+
+    Attributes:
+        path: the innermost module that was running.
+        op: torch's name of the operation.
+        shape: of what was drawn.
+        state: a fingerprint of the generator before it.
+    """
+
+    path: str
+    op: str
+    shape: tuple[int, ...]
+    state: str
+
+
+class NoRandomness(TorchDispatchMode):
+    """Lets random operations draw as they would, and puts what they are on average in place of the result.
+
+    So dropout does nothing, and uniform numbers are 1/2; one device and many ranks can be compared.
+
+    Args:
+        path: returns the module that is running.
+    """
+
+    def __init__(self, path: Callable[[], str]) -> None:
+        super().__init__()
+        self.path = path
+        self.draws: list[Draw] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carry out an operation."""
+        kwargs = kwargs or {}
+        calm = _CALM.get(func.overloadpacket)
+        if calm is None:
+            return func(*args, **kwargs)
+        state = "" if any(issubclass(kind, DTensor) for kind in types) else _fingerprint(kwargs.get("generator"))
+        result = func(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple) else result
+        if state:  # torch itself looks after the random numbers of DTensors
+            op = func.overloadpacket.__name__
+            self.draws.append(Draw(self.path(), op, tuple(first.shape), state))
+        with torch.no_grad():
+            return calm(result, args, kwargs)
+
+
+def masks_problem(
+    draws: Sequence[Draw], whole: tuple[int, ...], mesh: Layout, split: Sequence[str]
+) -> tuple[str, str] | None:
+    """Say what is wrong with the random numbers that the ranks drew at one place, and what to do; None: nothing.
+
+    >>> tp = Layout((2,), ("tp",))
+    >>> same = Draw("mlp.drop", "bernoulli_", (4,), "a")
+    >>> masks_problem([same, same], (8,), tp, ["tp"])[0]
+    'bernoulli_ draws the same numbers on ranks 0-1, which hold different parts over tp'
+    >>> masks_problem([same, same._replace(state="b")], (8,), tp, ["tp"])
+    >>> masks_problem([same, same._replace(state="b")], (4,), tp, [])[0]
+    'bernoulli_ draws different numbers on ranks 0-1, which hold the same over tp'
+
+    Args:
+        draws: one per rank.
+        whole: the shape of what one device draws there.
+        mesh: all ranks.
+        split: the axes over which the module's input is split, as far as that is known.
+    """
+    parts = _split_axes(draws[0].shape, whole, mesh, split)
+    if parts is None:
+        return None
+    for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True):
+        if size == 1:
+            continue
+        for rank in mesh.rank_list:
+            line = ranks_along(mesh, (name,), rank)
+            states = {draws[other].state for other in line}
+            if name in parts and len(states) < len(line):
+                what = f"draws the same numbers on {ranks_phrase(line)}, which hold different parts over {name}"
+                return f"{draws[0].op} {what}", f"a seed that differs along {name} for it"
+            if name not in parts and len(states) > 1:
+                what = f"draws different numbers on {ranks_phrase(line)}, which hold the same over {name}"
+                return f"{draws[0].op} {what}", f"the same seed on all ranks along {name}"
+    return None
+
+
+def _split_axes(
+    local: tuple[int, ...], whole: tuple[int, ...], mesh: Layout, split: Sequence[str]
+) -> tuple[str, ...] | None:
+    """Return the axes over which a tensor of some local size is split; None where that is not certain."""
+    sizes = {name: size for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True) if size > 1}
+    if not math.prod(local):
+        return None
+    times = math.prod(whole) / math.prod(local)
+    fits = [
+        chosen
+        for number in range(len(sizes) + 1)
+        for chosen in itertools.combinations(sizes, number)
+        if math.prod(sizes[name] for name in chosen) == times
+    ]
+    given = {name for name in split if name in sizes}
+    near = [chosen for chosen in fits if given <= set(chosen)] or [chosen for chosen in fits if set(chosen) <= given]
+    return near[0] if len(near) == 1 else None
+
+
+def _fingerprint(generator: torch.Generator | None) -> str:
+    state = (generator or torch.default_generator).get_state()
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+# -- what a random operation gives on average --------------------------------------------------------------------------
+
+
+def _filled(value: float) -> Callable[..., Any]:
+    return lambda result, args, kwargs: result.fill_(value)
+
+
+def _bernoulli(result: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """`bernoulli(p)` draws by a tensor of probabilities, the other forms by a number or a tensor beside it."""
+    chance = args[1] if len(args) > 1 else kwargs.get("p", None)
+    chance = args[0] if chance is None else chance
+    if chance is result:  # in place: the probabilities are gone
+        return result.fill_(0.5)
+    return result.copy_(chance) if isinstance(chance, torch.Tensor) else result.fill_(chance)
+
+
+def _dropout(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`native_dropout` returns what is left, scaled, and the mask; backward scales the mask in the same way."""
+    out, mask = result
+    chance = args[1] if len(args) > 1 else kwargs["p"]
+    return out.copy_(args[0]).mul_(1 / (1 - chance) if chance < 1 else 0.0), mask.fill_(True)
+
+
+def _normal(result: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    mean = kwargs.get("mean", args[1] if len(args) > 1 and isinstance(args[1], (int, float)) else 0.0)
+    return result.fill_(mean)
+
+
+_CALM: Mapping[Any, Callable[..., Any]] = {
+    _aten.native_dropout: _dropout,
+    _aten.bernoulli: _bernoulli,
+    _aten.bernoulli_: _bernoulli,
+    _aten.rand: _filled(0.5),
+    _aten.rand_like: _filled(0.5),
+    _aten.uniform_: lambda result, args, kwargs: result.fill_(
+        (kwargs.get("from", args[1] if len(args) > 1 else 0.0) + kwargs.get("to", args[2] if len(args) > 2 else 1.0))
+        / 2
+    ),
+    _aten.randn: _filled(0.0),
+    _aten.randn_like: _filled(0.0),
+    _aten.normal_: _normal,
+    _aten.exponential_: _filled(1.0),
+}

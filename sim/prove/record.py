@@ -1,0 +1,357 @@
+"""What goes into and comes out of every module, forward and backward, in the order in which it happens."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.core.dtensor.layout import Layout
+
+__all__ = ["Entry", "Key", "Recorder", "local_of", "named_modules", "named_parameters", "spread_layout", "tensors_in"]
+
+_INNER = {  # what a wrapper calls the module that it wraps, by the wrapper's class
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+
+
+class Key(NamedTuple):
+    """Which tensor it is: the same on one device and on every rank.
+
+    Attributes:
+        path: the module, without the names that wrappers add.
+        call: how often the module has been called before.
+        side: "input" or "output".
+        name: the argument's position or name, and the way to the tensor inside of it; "" for a lone output.
+    """
+
+    path: str
+    call: int
+    side: str
+    name: str
+
+
+@dataclass
+class Entry:
+    """One tensor at one boundary.
+
+    Attributes:
+        key: which tensor.
+        title: the argument as a person names it.
+        value: a copy of the tensor, or of the rank's part of it.
+        layout: what a DTensor declares; None for a plain tensor, and for one whose placements no layout can say.
+        known: the axes that the declaration speaks of.
+        order: when the value was seen.
+        node: what computed the tensor, in autograd's graph.
+        shape: the shape of the tensor; of a DTensor, of all of it.
+        grad: a copy of the gradient with respect to it.
+        grad_layout: what that declares, if it is a DTensor.
+        grad_known: the axes that this speaks of.
+        grad_order: when the gradient was seen; -1: never.
+    """
+
+    key: Key
+    title: str
+    value: torch.Tensor
+    layout: Layout | None = None
+    known: tuple[str, ...] = ()
+    order: int = 0
+    node: Any = None
+    shape: tuple[int, ...] = ()
+    grad: torch.Tensor | None = None
+    grad_layout: Layout | None = None
+    grad_known: tuple[str, ...] = ()
+    grad_order: int = -1
+
+
+@dataclass
+class _Seen:
+    """A tensor that was copied already, and the entries that show it."""
+
+    tensor: torch.Tensor  # kept, so that no other tensor gets its id
+    version: int
+    value: torch.Tensor
+    layout: Layout | None
+    known: tuple[str, ...]
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Recorder:
+    """Watches a model while it is the target of a ``with`` statement; gradients are watched for as long as they come.
+
+    Args:
+        model: the model, parallel or not.
+        mesh: axes for the layouts of DTensors; None on one device.
+        rank: whose part is recorded.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Layout | None = None, rank: int = 0) -> None:
+        self.entries: dict[Key, Entry] = {}
+        self.calls: list[str] = []
+        self.inside: list[str] = []  # the modules that are running, outermost first
+        self.modules = named_modules(model)
+        self._mesh, self._rank = mesh, rank
+        self._layouts = AxesOf(mesh, rank) if mesh is not None else None
+        self._count: dict[str, int] = {}
+        self._clock = itertools.count()
+        self._seen: dict[int, _Seen] = {}
+        self._names = {path: _argument_names(module) for path, module in self.modules.items()}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Recorder:
+        for path, module in self.modules.items():
+            self._hooks += [
+                module.register_forward_pre_hook(self._before(path), with_kwargs=True),
+                module.register_forward_hook(self._after(path)),
+            ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._seen.clear()
+
+    def _before(self, path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            self.inside.append(path)
+            self.calls.append(path)
+            call = self._count[path] = self._count.get(path, -1) + 1
+            views: dict[int, torch.Tensor] = {}
+            args, kwargs = _own(args, views), _own(kwargs, views)
+            names = self._names[path]
+            given = [(str(index), value) for index, value in enumerate(args)]
+            given += [(str(names.index(name)) if name in names else name, value) for name, value in kwargs.items()]
+            for place, value in given:
+                title = names[int(place)] if place.isdigit() and int(place) < len(names) else place
+                for way, tensor in tensors_in(value):
+                    self._note(Key(path, call, "input", place + way), title + way, tensor)
+            return args, kwargs
+
+        return hook
+
+    def _after(self, path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            while self.inside and self.inside.pop() != path:
+                pass  # a module that an exception has ended, caught on the way
+            for way, tensor in tensors_in(output):
+                self._note(Key(path, self._count.get(path, 0), "output", way), way, tensor)
+
+        return hook
+
+    def _note(self, key: Key, title: str, tensor: torch.Tensor) -> None:
+        seen = self._look(tensor)
+        node = None if self._mesh is not None else tensor.grad_fn
+        entry = Entry(key, title, seen.value, seen.layout, seen.known, next(self._clock), node, tuple(tensor.shape))
+        seen.entries.append(entry)
+        self.entries[key] = entry
+
+    def _look(self, tensor: torch.Tensor) -> _Seen:
+        """Return the copy of a tensor, made once for all the boundaries that it passes."""
+        known = self._seen.get(id(tensor))
+        if known is not None and known.version == tensor._version:
+            return known
+        layout, axes = self._declared(tensor)
+        seen = _Seen(tensor, tensor._version, local_of(tensor).clone(), layout, axes)
+        self._seen[id(tensor)] = seen
+        if tensor.requires_grad:
+            tensor.register_hook(self._grad_hook(seen.entries))
+        return seen
+
+    def _grad_hook(self, entries: list[Entry]) -> Any:
+        def hook(grad: torch.Tensor) -> None:
+            value, (layout, known), order = local_of(grad).clone(), self._declared(grad), next(self._clock)
+            for entry in entries:
+                entry.grad = value if entry.grad is None else entry.grad + value  # of a second backward
+                entry.grad_layout, entry.grad_known, entry.grad_order = layout, known, order
+
+        return hook
+
+    def _declared(self, tensor: torch.Tensor) -> tuple[Layout | None, tuple[str, ...]]:
+        if self._layouts is None or not isinstance(tensor, DTensor):
+            return None, ()
+        return self._layouts.declared(tensor)
+
+
+class AxesOf:
+    """Reads layouts of DTensors on any mesh as layouts on the one mesh of all ranks.
+
+    A DTensor may live on a slice of the mesh, on axes that were flattened, or on a mesh without names: an axis is
+    recognised by the ranks along it.
+
+    Args:
+        mesh: the mesh of all ranks.
+        rank: the rank that reads.
+    """
+
+    def __init__(self, mesh: Layout, rank: int) -> None:
+        self.mesh, self.rank = mesh, rank
+        names = mesh.alias_name
+        self._by_ranks: dict[tuple[int, ...], tuple[str, ...]] = {}
+        for number in range(len(names) + 1):
+            for chosen in itertools.combinations(names, number):
+                self._by_ranks.setdefault(ranks_along(mesh, chosen, rank), chosen)
+        self._single = tuple(name for name, size in zip(names, mesh.mesh_shape, strict=True) if size == 1)
+        self._cache: dict[Layout, tuple[Layout | None, tuple[str, ...]]] = {}
+
+    def declared(self, tensor: DTensor) -> tuple[Layout | None, tuple[str, ...]]:
+        """Return the layout on the whole mesh, replicated where nothing is said, and the axes that it speaks of."""
+        try:
+            layout = Layout.of(tensor)
+        except ValueError:  # a masked partial, a strided shard that comes from a view
+            return None, ()
+        found = self._cache.get(layout)
+        if found is None:
+            found = self._cache[layout] = self._read(layout)
+        return found
+
+    def _read(self, layout: Layout) -> tuple[Layout | None, tuple[str, ...]]:
+        axes: dict[str, tuple[str, ...]] = {}
+        for name in layout.alias_name:
+            if self.rank not in layout.rank_list:
+                return None, ()
+            chosen = self._by_ranks.get(ranks_along(layout, (name,), self.rank))
+            if chosen is None:
+                return None, ()
+            axes[name] = chosen
+        entries = []
+        for entry in layout.alias_placements or ():
+            split = (entry,) if isinstance(entry, str) else entry
+            entries.append(tuple(part for name in split for part in axes.get(name, ())) or None)
+        while entries and entries[-1] is None:  # equal layouts differ in how many of these they have
+            entries.pop()
+        partial = {part: kind for name, kind in layout.partial.items() for part in axes[name]}
+        spoken = {part for chosen in axes.values() for part in chosen}
+        known = tuple(name for name in self.mesh.alias_name if name in spoken or name in self._single)
+        return self.mesh(*entries, partial=partial), known
+
+
+def ranks_along(mesh: Layout, axes: Sequence[str], rank: int) -> tuple[int, ...]:
+    """Return the ranks that differ from one only along some axes of a mesh, in mesh order.
+
+    >>> ranks_along(Layout((2, 3), ("dp", "tp")), ("tp",), 4), ranks_along(Layout((2, 3), ("dp", "tp")), ("dp",), 4)
+    ((3, 4, 5), (1, 4))
+    """
+    ranks, sizes = mesh.rank_list, mesh.mesh_shape
+    index = ranks.index(rank)
+    positions, stride = [0], 1
+    fixed = 0
+    for name, size in zip(reversed(mesh.alias_name), reversed(sizes), strict=True):
+        here = index // stride % size
+        if name in axes:
+            positions = [step * stride + place for step in range(size) for place in positions]
+        else:
+            fixed += here * stride
+        stride *= size
+    return tuple(ranks[fixed + place] for place in positions)
+
+
+def spread_layout(layout: Layout, known: Sequence[str]) -> str:
+    """Write a declared layout, with the axes that it does not speak of.
+
+    >>> spread_layout(Layout((2, 2), ("dp", "tp"))("tp"), ("tp",))
+    '(tp), nothing said of dp'
+    """
+    text = str(layout).partition(" on ")[0]
+    silent = [name for name in layout.alias_name if name not in known]
+    return f"{text}, nothing said of {', '.join(silent)}" if silent else text
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by name, without the wrappers around them; one under several names has the first."""
+    found: dict[str, nn.Module] = {}
+    known: set[int] = set()
+    for path, module in _walk(model, ""):
+        if id(module) not in known:
+            known.add(id(module))
+            found[path] = module
+    return found
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by name, shared ones under each of their names."""
+    return {
+        f"{path}.{name}" if path else name: parameter
+        for path, module in _walk(model, "")
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    inner = next((_INNER[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in _INNER), None)
+    if inner is not None:
+        yield from _walk(getattr(module, inner), path)
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _walk(child, f"{path}.{name}" if path else name)
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    """Return the names of the positional arguments of a module's forward."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def tensors_in(value: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers, each with the way to it.
+
+    >>> [way for way, _ in tensors_in({"a": [torch.ones(1), 2], "b": torch.ones(1)})]
+    ['.a.0', '.b']
+    """
+    if isinstance(value, torch.Tensor):
+        yield way, value
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from tensors_in(entry, f"{way}.{name}")
+    elif isinstance(value, (tuple, list)):
+        for index, entry in enumerate(value):
+            yield from tensors_in(entry, f"{way}.{index}")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from tensors_in(getattr(value, part.name), f"{way}.{part.name}")
+
+
+def _own(value: Any, views: dict[int, torch.Tensor]) -> Any:
+    """Return arguments with a view in place of each tensor that is differentiated.
+
+    So the gradient of a module's input is what this module gives to it. Others that have the same input on one device
+    may have another tensor on a rank, such as one that was converted for each of them.
+    """
+    if isinstance(value, torch.Tensor):
+        if not value.requires_grad or isinstance(value, nn.Parameter):
+            return value
+        if id(value) not in views:
+            views[id(value)] = value.view_as(value)
+        return views[id(value)]
+    if type(value) in (tuple, list):
+        return type(value)(_own(entry, views) for entry in value)
+    if type(value) is dict:
+        return {key: _own(entry, views) for key, entry in value.items()}
+    return value
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rank's own part of a tensor, waited for, without history."""
+    found = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    wait = getattr(found, "wait", None)  # what an asynchronous collective will deliver
+    found = wait() if wait is not None else found
+    found = found.detach()
+    return found.to_dense() if found.is_sparse else found

@@ -1,0 +1,171 @@
+"""What a proof found, tensor by tensor, and the first place where a parallel model errs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = ["Report", "Row"]
+
+_WIDTH = 120
+_HEAD = ("module", "tensor", "kind", "declared", "found", "error", "bound", "ratio", "verdict")
+_LIMITS = (38, 16, 9, 30, 30, 8, 8, 8, 8)  # how wide a column may get, in letters
+
+Verdict: TypeAlias = str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor that was compared.
+
+    Args:
+        module: path of the module, or of the one that holds the parameter; "" is the model.
+        tensor: "input x", "output", or the parameter's name.
+        kind: "parameter" (as it was made), "forward", "random", "gradient" or "update".
+        declared: the layout that it should have; "" where nobody said.
+        found: the layout that explains what the ranks hold; "" where none does.
+        error: worst |difference| from the whole tensor on one device, in that layout.
+        bound: what rounding can make of it.
+        ratio: error / bound at the worst element; rounding explains the difference up to 1.
+        verdict: "exact", "rounding", "pending" (parts of a sum that was taken later), "private" (no layout explains
+            it, and what was computed from it is right), "skipped" (some ranks did not compute it) or "bug".
+        sentence: what is the matter, in words.
+        suggestion: what would be true or right.
+    """
+
+    module: str
+    tensor: str
+    kind: str
+    declared: str = ""
+    found: str = ""
+    error: float = 0.0
+    bound: float = 0.0
+    ratio: float = 0.0
+    verdict: Verdict = "exact"
+    sentence: str = ""
+    suggestion: str = ""
+
+    @property
+    def place(self) -> str:
+        """The tensor with its module, for messages."""
+        prefix = "the gradient of " if self.kind == "gradient" else ""
+        joint = "." if self.module else ""
+        return f"{prefix}{self.module}{joint}{self.tensor.replace('put ', 'put.')}"
+
+    def __str__(self) -> str:
+        about = self.place if self.kind == "gradient" else f"{self.kind}: {self.place}"
+        layouts = [f"declared: {self.declared}" if self.declared else "", f"found: {self.found}" if self.found else ""]
+        numbers = f"error: {self.error:.2e}   bound: {self.bound:.2e}   ratio: {self.ratio:.2g}"
+        lines = [f"{about}: {self.sentence}" if self.sentence else about]
+        lines.append("  " + "   ".join(part for part in [*layouts, numbers] if part))
+        lines += [f"  try: {self.suggestion}"] if self.suggestion else []
+        return "\n".join(_wrapped(line, _WIDTH - 2) for line in lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of `sim.verify_plan`; printing it shows the first divergence and what surrounds it.
+
+    Args:
+        rows: every tensor that was compared, in the order in which things happen.
+        first: the row to look at first; None when all is well.
+        mesh: the axes, such as "dp=2, tp=4".
+        notes: what was not compared, and why.
+    """
+
+    rows: tuple[Row, ...]
+    first: Row | None
+    mesh: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the ranks compute what one device computes."""
+        return self.first is None
+
+    def table(self, verbose: bool = False) -> str:
+        """Return the report as text, at most 120 letters wide.
+
+        Args:
+            verbose: one line for every tensor; else those that are right are only counted.
+        """
+        lines = [self._headline()]
+        if self.first is not None:
+            lines += ["", textwrap.indent(str(self.first), "  "), ""]
+        shown = [row for row in self.rows if verbose or row.verdict == "bug"]
+        if not verbose and len(shown) > 20:
+            shown = shown[:20]
+        if shown:
+            lines += _table(shown)
+            left = sum(row.verdict == "bug" for row in self.rows) - len(shown)
+            if not verbose and left > 0:
+                lines.append(f"... and {left} more that are wrong")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(_wrapped(line, _WIDTH) for text in lines for line in text.split("\n"))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def raise_if_bug(self) -> Report:
+        """Return the report, if all is well.
+
+        Raises:
+            AssertionError: it is not; the message is the report.
+        """
+        if self.first is not None:
+            raise AssertionError(self.table())
+        return self
+
+    def _headline(self) -> str:
+        counts = Counter(row.verdict for row in self.rows)
+        told = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
+        worst = max((row.ratio for row in self.rows if row.verdict == "rounding"), default=0.0)
+        if self.ok:
+            return (
+                f"the model on {self.mesh} computes what it computes on one device: {told} of {len(self.rows)} tensors"
+                + (f"; the worst rounding is {worst:.2g} of its bound" if worst else "")
+            )
+        return f"the model on {self.mesh} does not compute what it computes on one device ({told})"
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Break a line that is too long; what follows is indented.
+
+    >>> print(_wrapped("one two three", 8))
+    one two
+        three
+    """
+    if len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip())] + "    "
+    return "\n".join(textwrap.wrap(line, width, subsequent_indent=indent))
+
+
+def _table(rows: list[Row]) -> list[str]:
+    cells = [_HEAD, *(_cells(row) for row in rows)]
+    widths = [min(limit, max(len(row[at]) for row in cells)) for at, limit in enumerate(_LIMITS)]
+    over = sum(widths) + 2 * (len(widths) - 1) - _WIDTH
+    widths[0] = max(12, widths[0] - max(0, over))
+    return [
+        "  ".join(_cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    numbers = (f"{row.error:.1e}", f"{row.bound:.1e}", f"{row.ratio:.1e}")
+    return (row.module or "(model)", row.tensor, row.kind, row.declared, row.found, *numbers, row.verdict)
+
+
+def _cut(text: str, width: int) -> str:
+    """Shorten a text in its middle.
+
+    >>> _cut("layers.0.attention.wq", 12)
+    'layer...n.wq'
+    """
+    if len(text) <= width:
+        return text
+    head = (width - 3 + 1) // 2
+    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"

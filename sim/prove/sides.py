@@ -1,0 +1,369 @@
+"""The two sides of a proof: the model on one device, and the parallel model on simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.shard.spelling import LayoutTree, leaves
+from sim.errors import RankFailed, SimError
+from sim.prove.randomness import Draw, NoRandomness
+from sim.prove.record import AxesOf, Recorder, local_of, named_parameters, tensors_in
+from sim.world import World
+
+__all__ = ["Ranks", "Side", "Task", "cotangents", "cut", "run_reference"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is computed, on both sides.
+
+    Attributes:
+        inputs: whole values, by name or position.
+        positional: the inputs are positional.
+        apply: makes a model parallel, on the calling rank.
+        cuts: which part of each input a rank is given.
+        wrapped: inputs that are given as DTensors.
+        optimizer_fn: None for no optimizer.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    inputs: Mapping[str, Any]
+    positional: bool
+    mesh: Layout
+    apply: Callable[[nn.Module, DeviceMesh], nn.Module | None]
+    cuts: Mapping[str, LayoutTree]
+    wrapped: frozenset[str]
+    loss_fn: Callable[..., torch.Tensor] | None
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
+    dtype: torch.dtype
+    seed: int
+    steps: int
+    train: bool
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which plain inputs are split: ranks along them see different data."""
+        split = {
+            name
+            for key, tree in self.cuts.items()
+            if key not in self.wrapped
+            for layout in leaves(tree)
+            for entry in layout.alias_placements or ()
+            for name in ((entry,) if isinstance(entry, str) else entry)
+        }
+        return tuple(name for name in self.mesh.alias_name if name in split)
+
+
+@dataclass
+class Side:
+    """What one device, or one rank, has computed.
+
+    Attributes:
+        recorder: what went in and out of modules.
+        initial: parameters as they were made parallel, by name.
+        layouts: what parameters that are DTensors declare, and for which axes.
+        same: for each name of a parameter, the first name of the same tensor.
+        leaves: the parameters themselves.
+        draws: random numbers in the first forward.
+        outputs: the tensors that the model returned, with the way to each.
+        loss: what was differentiated, if it is one number.
+        gradients: after the first backward.
+        updates: parameters after each step.
+        averages: some wrapper takes the mean of gradients over ranks.
+    """
+
+    recorder: Recorder
+    initial: dict[str, torch.Tensor]
+    layouts: dict[str, tuple[Layout | None, tuple[str, ...]]]
+    same: dict[str, str]
+    leaves: dict[str, nn.Parameter]
+    draws: list[Draw] = field(default_factory=list)
+    outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    grad_layouts: dict[str, tuple[Layout | None, tuple[str, ...]]] = field(default_factory=dict)
+    updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    averages: bool = False
+
+
+class _Session:
+    """A model that computes forward, backward and optimizer steps; each a call of its own."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mesh: Layout | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.task, self.model, self.args, self.kwargs = task, model, args, kwargs
+        model.train(task.train)
+        named = named_parameters(model)
+        axes = AxesOf(mesh, rank) if mesh is not None else None
+        first: dict[int, str] = {}
+        same = {name: first.setdefault(id(parameter), name) for name, parameter in named.items()}
+        kept = {name: parameter for name, parameter in named.items() if same[name] == name}
+        self.axes = axes
+        self.side = Side(
+            Recorder(model, mesh, rank),
+            {name: local_of(parameter).clone() for name, parameter in kept.items()},
+            {name: _declared(axes, parameter) for name, parameter in kept.items()},
+            same,
+            kept,
+            averages=_averages(model),
+        )
+        # Before forward, which may leave other tensors in the place of parameters for a while.
+        chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = task.optimizer_fn(chosen) if task.optimizer_fn is not None and chosen else None
+        self.quiet = NoRandomness(lambda: self.side.recorder.inside[-1] if self.side.recorder.inside else "")
+
+    def forward(self) -> None:
+        """Compute the outputs, and the loss if there is a function for it."""
+        with self.quiet:
+            with self.side.recorder:
+                output = self.model(*self.args, **self.kwargs)
+                self.side.draws = self.quiet.draws[:]
+            self.side.outputs, self.side.loss = self._finish(output)
+
+    def _finish(self, output: Any) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
+        loss_fn = self.task.loss_fn
+        outputs = list(tensors_in(output))
+        if loss_fn is not None:
+            loss = loss_fn(output, *self.args, **self.kwargs)
+            return outputs, loss.full_tensor() if isinstance(loss, DTensor) else loss
+        scalar = len(outputs) == 1 and outputs[0][1].dim() == 0 and _can_be_differentiated(outputs[0][1])
+        found = outputs[0][1] if scalar else None
+        return outputs, found.full_tensor() if isinstance(found, DTensor) else found
+
+    def backward(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Differentiate, and take the optimizer's steps."""
+        optimizer, outputs, loss = self.optimizer, self.side.outputs, self.side.loss
+        with self.quiet:
+            for step in range(self.task.steps):
+                if step:
+                    outputs, loss = self._finish(self.model(*self.args, **self.kwargs))
+                self._differentiate(outputs, loss, grads)
+                if not step:
+                    self._keep_gradients()
+                if optimizer is not None:
+                    with _disable_current_modes() if _is_elementwise(optimizer) else nullcontext():
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    self.side.updates.append({name: local_of(leaf).clone() for name, leaf in self._leaves().items()})
+
+    def _differentiate(
+        self, outputs: Sequence[tuple[str, torch.Tensor]], loss: torch.Tensor | None, grads: Mapping[str, torch.Tensor]
+    ) -> None:
+        if loss is not None:
+            loss.backward()
+            return
+        chosen = [(tensor, grads[way]) for way, tensor in outputs if way in grads and tensor.requires_grad]
+        if chosen:
+            torch.autograd.backward([tensor for tensor, _ in chosen], [_like(tensor, grad) for tensor, grad in chosen])
+
+    def _keep_gradients(self) -> None:
+        for name, leaf in self._leaves().items():
+            grad = leaf.grad
+            self.side.gradients[name] = None if grad is None else local_of(grad).clone()
+            self.side.grad_layouts[name] = (None, ()) if grad is None else _declared(self.axes, grad)
+
+    def _leaves(self) -> dict[str, nn.Parameter]:
+        """Return the parameters as they are now: an engine may replace them."""
+        named = named_parameters(self.model)
+        return {name: named[name] for name in self.side.leaves if name in named}
+
+
+def run_reference(task: Task, around: AbstractContextManager[Any] | None = None) -> Side:
+    """Compute everything on one device.
+
+    Args:
+        task: what to compute.
+        around: a mode that forward, backward and steps run under.
+    """
+    dtype = torch.float64 if task.dtype.itemsize < 8 else task.dtype
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(task.seed)
+        model = build(task).to(dtype)
+        torch.manual_seed(task.seed + 1)
+        args, kwargs = _given(task, {name: _whole(value, task.dtype, dtype) for name, value in task.inputs.items()})
+        session = _Session(task, model, args, kwargs)
+        with around if around is not None else nullcontext():
+            session.forward()
+            session.backward(cotangents(session.side, task.seed))
+    return session.side
+
+
+def build(task: Task) -> nn.Module:
+    """Call the user's function for a model, and round its values to the dtype of the ranks."""
+    return task.model_fn().to(task.dtype)
+
+
+def cotangents(side: Side, seed: int) -> dict[str, torch.Tensor]:
+    """Return a random tensor for each output that can be differentiated: the gradient of what would follow."""
+    drawn = {}
+    for index, (way, tensor) in enumerate(side.outputs):
+        if _can_be_differentiated(tensor):
+            generator = torch.Generator().manual_seed(seed + 7 * index)
+            drawn[way] = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+    return drawn
+
+
+class Ranks:
+    """The parallel side, rank by rank, within a world.
+
+    Args:
+        task: what to compute.
+        world: where.
+    """
+
+    def __init__(self, task: Task, world: World) -> None:
+        self.task, self.world = task, world
+        self._sessions: dict[int, _Session] = {}
+
+    def forward(self) -> list[Side]:
+        """Make the model parallel and compute forward on every rank."""
+        with self._located("forward"):
+            self.world.run(self._forward)
+        return [self._sessions[rank].side for rank in range(self.world.world_size)]
+
+    def backward(self, grads: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Differentiate and take the steps, from each rank's gradients of its outputs."""
+        with self._located("backward"):
+            self.world.run(lambda: self._sessions[dist.get_rank()].backward(grads[dist.get_rank()]))
+
+    def _forward(self) -> None:
+        task, rank = self.task, dist.get_rank()
+        mesh = init_device_mesh("cpu", task.mesh.mesh_shape, mesh_dim_names=task.mesh.alias_name)
+        torch.manual_seed(task.seed)
+        model = build(task)
+        torch.manual_seed(task.seed + 1 + self._part(mesh))
+        model = task.apply(model, mesh) or model
+        given = {}
+        for name, value in task.inputs.items():
+            given[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, name in task.wrapped)
+        args, kwargs = _given(task, given)
+        self._sessions[rank] = _Session(task, model, args, kwargs, task.mesh, rank)
+        self._sessions[rank].forward()
+
+    def _part(self, mesh: DeviceMesh) -> int:
+        """Return a number that is the same on ranks that see the same data, as a training script would seed them."""
+        number = 0
+        for name, size in zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True):
+            if name in self.task.data_axes:
+                number = number * size + mesh.get_local_rank(name)
+        return number
+
+    @contextmanager
+    def _located(self, phase: str) -> Iterator[None]:
+        """Add to an error the modules in which the ranks were."""
+        try:
+            yield
+        except (RankFailed, SimError) as error:
+            shown = [error.rank] if isinstance(error, RankFailed) else sorted(self._sessions)
+            lines = []
+            for rank in shown:
+                inside = self._sessions[rank].side.recorder.inside if rank in self._sessions else None
+                if inside:
+                    lines.append(f"  rank {rank} was in module {inside[-1] or '(the model)'!r}, {phase}")
+                elif rank in self._sessions:
+                    lines.append(f"  rank {rank} was in the {phase} of the model")
+                else:
+                    lines.append(f"  rank {rank} was making the model parallel")
+            error.args = ("\n".join([str(error.args[0]) if error.args else "", *lines]), *error.args[1:])
+            raise
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def cut(value: Any, tree: LayoutTree, mesh: DeviceMesh, wrapped: bool) -> Any:
+    """Return the calling rank's part of a whole value, with the same containers.
+
+    Args:
+        value: a tensor, a container of them, or anything else, which stays whole.
+        tree: layouts; None: the whole.
+        mesh: the mesh of all ranks.
+        wrapped: return DTensors.
+    """
+    if isinstance(value, torch.Tensor):
+        if not isinstance(tree, Layout):
+            return value
+        grad = value.requires_grad
+        part = value.detach()[tree.local_slice(value.shape)].clone()
+        if wrapped:
+            part = from_local(part, tree.with_mesh(mesh), shape=value.shape)
+        return part.detach().requires_grad_(grad)
+    if isinstance(value, Mapping):
+        return {key: cut(entry, _at(tree, key), mesh, wrapped) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [cut(entry, _at(tree, index), mesh, wrapped) for index, entry in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _at(tree: LayoutTree, place: Any) -> LayoutTree:
+    if isinstance(tree, Mapping):
+        return tree.get(place)
+    return tree[place] if isinstance(tree, tuple) and place < len(tree) else tree if isinstance(tree, Layout) else None
+
+
+def _whole(value: Any, rounded: torch.dtype, dtype: torch.dtype) -> Any:
+    """Copy a whole input, floating values rounded to one dtype and held in another."""
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().clone()
+        copy = copy.to(rounded).to(dtype) if copy.is_floating_point() else copy
+        return copy.requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _whole(entry, rounded, dtype) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_whole(entry, rounded, dtype) for entry in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _given(task: Task, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (tuple(values.values()), {}) if task.positional else ((), dict(values))
+
+
+def _can_be_differentiated(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_floating_point()
+
+
+def _like(output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a rank's part of a gradient as what autograd wants for this output."""
+    if not isinstance(output, DTensor):
+        return grad
+    placements = [Replicate() if placement.is_partial() else placement for placement in output.placements]
+    return DTensor.from_local(
+        grad, output.device_mesh, placements, run_check=False, shape=output.shape, stride=output.stride()
+    )
+
+
+def _declared(axes: AxesOf | None, tensor: torch.Tensor) -> tuple[Layout | None, tuple[str, ...]]:
+    return axes.declared(tensor) if axes is not None and isinstance(tensor, DTensor) else (None, ())
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's own rounding is that of a few operations; what it makes of the gradients' is measured."""
+    names = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"}
+    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in names
+
+
+def _averages(model: nn.Module) -> bool:
+    """Whether a wrapper takes the mean of gradients, as data parallelism does."""
+    names = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "HSDPModule", "HSDPCell"}
+    return any(kind.__name__ in names for module in model.modules() for kind in type(module).__mro__)

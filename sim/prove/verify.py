@@ -1,0 +1,272 @@
+"""Proves on simulated ranks that a parallel model computes what the model on one device computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from sim.errors import RankFailed, SimError
+from sim.prove.blame import first_bug
+from sim.prove.bound import Perturbed
+from sim.prove.bounds import Bounds
+from sim.prove.compare import Comparison
+from sim.prove.declared import named_inputs, read_cuts, read_declared
+from sim.prove.fits import read_mesh
+from sim.prove.judge import Judge
+from sim.prove.record import named_parameters
+from sim.prove.report import Report
+from sim.prove.sides import Ranks, Side, Task, cotangents, run_reference
+from sim.world import world
+
+__all__ = ["verify_plan"]
+
+_ASKED = "cannot verify a plan"
+_RUNS = 3
+
+
+def verify_plan(
+    model_fn: Callable[[], nn.Module],
+    inputs: Sequence[Any] | Mapping[str, Any],
+    mesh_shape: Mapping[str, int] | str | Layout,
+    plan: ShardingPlan | None = None,
+    *,
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = None,
+    declared: Mapping[str, Any] | None = None,
+    input_layouts: Any = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool | None = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    steps: int = 1,
+    train: bool = True,
+) -> Report:
+    """Compare a parallel model, rank by rank, with the same model on one device; name the first place where they part.
+
+    >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    >>> def model():
+    ...     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    >>> def tensor_parallel(model, mesh):
+    ...     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    >>> report = verify_plan(model, (torch.randn(3, 4),), "tp=2", parallelize=tensor_parallel)
+    >>> report.ok
+    True
+    >>> def forgetful(model, mesh):  # the second weight is split, and nothing adds up what the ranks compute
+    ...     rank = mesh.get_local_rank()
+    ...     for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1)):
+    ...         layer, kind = model[int(name[0])], name[2:]
+    ...         setattr(layer, kind, nn.Parameter(getattr(layer, kind).detach().chunk(2, dim)[rank].clone()))
+    ...     model[2].bias.data.div_(2)
+    >>> wrong = verify_plan(model, (torch.randn(3, 4),), "tp=2", parallelize=forgetful)
+    >>> wrong.first.module, wrong.first.sentence
+    ('2', 'the ranks hold parts of a sum over tp')
+
+    Compared are the parameters as they are made, what goes into and comes out of every module, the gradients of all
+    that and of the parameters, and the parameters after each optimizer step. What a DTensor declares must be true.
+    Plain tensors declare nothing, so that any layout that explains them will do; parts of a sum may be passed on from
+    module to module, as long as they are added up before something else is computed from them. Dropout does nothing
+    here; instead, the ranks' generators are compared where they are used.
+
+    The bound for an error is measured, not guessed: one device repeats everything with all operations off by their
+    rounding (`sim.prove.bound`). In float64 that leaves about 1e-14, and no fault hides below it. The gradients are
+    those of a random linear function of the outputs, the same on both sides, unless there is a `loss_fn`.
+
+    Args:
+        model_fn: makes the whole model for one device; called several times, from the same seed, and once per rank.
+        inputs: whole arguments of the model: a tuple, or a dict by name.
+        mesh_shape: {"dp": 2, "tp": 4}, "dp=2,tp=4", or a `Layout` without an assignment.
+        plan: what `shard_module` makes parallel.
+        parallelize: makes it parallel in place of a plan: called with the model and the mesh on each rank, it returns
+            the parallel model, or None for the same. torch's styles, FSDP2, `fully_shard`, DDP, and code of one's own
+            on plain local tensors alike.
+        declared: layouts of plain tensors, in a plan's spelling: "<module path>.input", "<module path>.output" or a
+            parameter's path -> layouts. They must be true.
+        input_layouts: which part of each input a rank is given: by position or name, in a plan's spelling. Default:
+            what the plan says of its "input", as DTensors; else all of it.
+        loss_fn: called with the output and the inputs, returns a scalar: on one device for the whole batch, on a rank
+            for its part. Ranks with different data then have the loss of their part, and the mean or the sum of these
+            must be that of the whole batch. A model that returns a scalar needs none.
+        optimizer_fn: called with a list of parameters. True: AdamW with lr=1e-3; None or False: no steps.
+        dtype: what floating-point parameters, buffers and inputs are converted to. In float32 the ranks are held
+            against one device in float64, with the bounds of float32.
+        seed: of the model, and of what follows.
+        steps: how many optimizer steps; activations and gradients are compared in the first.
+        train: whether models are in training mode.
+
+    Returns:
+        The rows that were compared and the first that is wrong; print it, or call `raise_if_bug()`.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: both or neither of plan and parallelize; layouts that do not fit the mesh, the inputs or the model;
+            a model_fn that does not make the same model twice.
+        RankFailed: a rank raised; the message ends with the module that it was in. So do those of deadlocks and
+            collectives that do not match.
+    """
+    mesh = _read_mesh(mesh_shape)
+    _check_callables(model_fn, plan, parallelize, loss_fn, optimizer_fn, dtype, steps)
+    positional = not isinstance(inputs, Mapping)
+    model = _make(model_fn, seed)
+    values = named_inputs(_ASKED, model, inputs)
+    reading, said = read_declared(_ASKED, model, mesh, plan, declared)
+    cuts, wrapped = read_cuts(_ASKED, mesh, values, input_layouts, plan, reading)
+    chosen = _adamw if optimizer_fn is True else optimizer_fn or None
+    task = Task(
+        model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
+        loss_fn, chosen, dtype, seed, steps, train,
+    )  # fmt: skip
+    base, bounds = _references(task, model)
+    judge = Judge(mesh)
+    with world(math.prod(mesh.mesh_shape), seed=seed) as w:
+        ranks = Ranks(task, w)
+        compared = Comparison(task, base, bounds, ranks.forward(), said, judge)
+        grads = _grads(task, base, compared)
+        if grads is not None:
+            _backward(ranks, grads, compared)
+        return compared.report()
+
+
+def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> None:
+    """Go backward; what a wrong forward leads to there does not hide the report of that."""
+    try:
+        ranks.backward(grads)
+    except (RankFailed, SimError) as error:
+        if first_bug(compared.forward_rows) is None:
+            raise
+        for side in compared.sides:
+            side.gradients.clear()
+        compared.notes.append(f"backward was not compared: {str(error).splitlines()[0]}")
+
+
+def _references(task: Task, made: nn.Module) -> tuple[Side, Bounds]:
+    """Run one device plainly and perturbed."""
+    base = run_reference(task)
+    floor = 2.0**-24 if task.dtype == torch.float32 else None if task.dtype == torch.float64 else _unit(task.dtype)
+    others = []
+    for index in range(_RUNS):
+        other = run_reference(task, Perturbed(floor, seed=index))
+        _check_same(base, other)
+        others.append(other)
+    return base, Bounds(base, others, task.dtype)
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def _grads(task: Task, base: Side, compared: Comparison) -> list[dict[str, torch.Tensor]] | None:
+    """Return each rank's part of the gradients of its outputs; None where it cannot be known what its outputs are."""
+    number = math.prod(task.mesh.mesh_shape)
+    if base.loss is not None:
+        if any(side.loss is None for side in compared.sides):
+            compared.notes.append("backward was not compared: some ranks have no loss")
+            return None
+        return [{} for _ in range(number)]
+    scale = compared.scale()
+    grads: list[dict[str, torch.Tensor]] = [{} for _ in range(number)]
+    for way, whole in cotangents(base, task.seed).items():
+        layout = compared.output_layout(way)
+        if layout is None:
+            compared.notes.append("backward was not compared: no layout explains the output, or is declared for it")
+            return None
+        for rank in range(number):
+            part = whole[layout.reset_partial().local_slice(whole.shape, rank)]
+            grads[rank][way] = (part * scale).to(task.dtype).clone()
+    return grads
+
+
+# -- what the caller gave ----------------------------------------------------------------------------------------------
+
+
+def _read_mesh(mesh_shape: Any) -> Layout:
+    mesh = read_mesh(_ASKED, mesh_shape)
+    if mesh.rank_list != tuple(range(len(mesh.rank_list))):
+        blame, hint = "the mesh is of other ranks than 0, 1, 2, ...", "a Layout without a rank_list"
+        raise ValueError(explain(_ASKED, blame, f"mesh_shape: {mesh_shape!r}", hint))
+    return Layout(mesh.mesh_shape, mesh.alias_name)
+
+
+def _check_callables(
+    model_fn: Any, plan: Any, parallelize: Any, loss_fn: Any, optimizer_fn: Any, dtype: Any, steps: Any
+) -> None:
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        blame = f"model_fn is a {type(model_fn).__name__}, and has to make a new model at each call"
+        raise TypeError(explain(_ASKED, blame, "model_fn: a function without arguments", "lambda: Model(config)"))
+    if (plan is None) == (parallelize is None):
+        blame = (
+            f"{'neither' if plan is None else 'both'} of plan and parallelize {'is' if plan is None else 'are'} given"
+        )
+        hint = "plan=ShardingPlan(...), or parallelize=a function of the model and the mesh"
+        raise ValueError(explain(_ASKED, blame, "one of them makes the model parallel", hint))
+    if plan is not None and not isinstance(plan, ShardingPlan):
+        blame = f"plan is a {type(plan).__name__}, not a ShardingPlan"
+        raise TypeError(explain(_ASKED, blame, f"plan: {plan!r:.80}", "parallelize=... for a function"))
+    for name, value in (("parallelize", parallelize), ("loss_fn", loss_fn)):
+        if value is not None and not callable(value):
+            raise TypeError(
+                explain(_ASKED, f"{name} is a {type(value).__name__}", f"{name}: {value!r:.80}", "a function")
+            )
+    if not isinstance(optimizer_fn, (bool, type(None))) and not callable(optimizer_fn):
+        blame = f"optimizer_fn is a {type(optimizer_fn).__name__}"
+        hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
+        raise TypeError(explain(_ASKED, blame, f"optimizer_fn: {optimizer_fn!r:.80}", hint))
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(explain(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(explain(_ASKED, "steps is no whole number from 1 up", f"steps: {steps!r}", "steps=1"))
+
+
+def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
+    """Make a model to look at, without changing the caller's random state."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_fn()
+        again = model_fn()
+    if not isinstance(model, nn.Module):
+        blame = f"model_fn returned a {type(model).__name__}, not a module"
+        raise TypeError(explain(_ASKED, blame, f"model: {model!r:.80}", "a function that returns the model"))
+    if model is again:
+        blame = "model_fn returned the same model twice, and each rank needs one of its own"
+        raise ValueError(explain(_ASKED, blame, f"model: a {type(model).__name__}", "lambda: Model(config)"))
+    lacking = [name for name, parameter in named_parameters(model).items() if parameter.is_meta]
+    if lacking:
+        blame = f"parameters of the model are on meta, and have no values: {', '.join(lacking[:3])}"
+        raise ValueError(explain(_ASKED, blame, f"{len(lacking)} parameters", "make them on the CPU"))
+    return model
+
+
+def _check_same(base: Side, other: Side) -> None:
+    odd = [
+        name
+        for name, value in base.initial.items()
+        if name not in other.initial
+        or value.shape != other.initial[name].shape
+        or not torch.equal(value, other.initial[name])
+    ]
+    if odd or len(base.initial) != len(other.initial):
+        blame = f"model_fn made different models from one seed: parameter {odd[0] if odd else '?'!r} differs"
+        hint = "let all random numbers in it come from torch's default generator"
+        raise ValueError(explain(_ASKED, blame, f"{len(odd)} of {len(base.initial)} parameters differ", hint))
+
+
+def _application(plan: ShardingPlan | None, parallelize: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module | None]:
+    if plan is None:
+        return parallelize
+
+    def apply(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        from hyper_parallel.core.shard.api import shard_module
+
+        return shard_module(model, mesh, plan)
+
+    return apply
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)

@@ -1,0 +1,430 @@
+"""verify_plan: silent where a parallel model is right, and at the place where it is wrong otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import sim
+from hyper_parallel import fully_shard
+
+X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """Norm and a feed-forward, added back; what surrounds the collectives of hand-written tensor parallelism."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        h = self.enter(self.norm(x))
+        return x + self.leave(self.down(self.drop(F.gelu(self.up(h)))))
+
+    def enter(self, h):
+        return h
+
+    def leave(self, y):
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=2, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def take(module, name, dim, rank, size):
+    whole = getattr(module, name).detach()
+    setattr(module, name, nn.Parameter(whole.chunk(size, dim)[rank].clone()))
+
+
+def split(model, mesh, *, enter=True, leave=True, bias=True, only=None):
+    """Megatron by hand on plain tensors, with any of its parts left out."""
+    tp = mesh["tp"] if mesh.ndim > 1 else mesh
+    rank, size, group = tp.get_local_rank(), tp.size(), tp.get_group()
+    for index, block in enumerate(model.blocks):
+        here = only is None or index == only
+        take(block.up, "weight", 0, rank, size)
+        take(block.up, "bias", 0, rank, size)
+        take(block.down, "weight", 1, rank, size)
+        if bias or not here:
+            block.down.bias.data.div_(size)
+        if enter or not here:
+            block.enter = lambda h: Enter.apply(h, group)
+        if leave or not here:
+            block.leave = lambda y: Leave.apply(y, group)
+
+
+def styles():
+    plan = {}
+    for index in range(2):
+        at = f"blocks.{index}"
+        plan[f"{at}.up"] = ColwiseParallel()
+        plan[f"{at}.down"] = RowwiseParallel()
+    return plan
+
+
+def tensor_parallel(model, mesh):
+    parallelize_module(model, mesh["tp"] if mesh.ndim > 1 else mesh, styles())
+
+
+def verify(parallelize=tensor_parallel, mesh="tp=2", model=Net, inputs=(X,), **options):
+    report = sim.verify_plan(model, inputs, mesh, parallelize=parallelize, **options)
+    assert all(len(line) <= 120 for line in report.table(verbose=True).splitlines())
+    assert (report.first is None) == report.ok
+    return report
+
+
+def place(report):
+    assert not report.ok, str(report)
+    return report.first.kind, report.first.module, report.first.tensor
+
+
+# -- right models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_torch_styles_are_right(dtype):
+    report = verify(dtype=dtype)
+    assert report.ok, str(report)
+    kinds = {row.kind for row in report.rows}
+    assert kinds == {"parameter", "forward", "gradient", "update"}
+    assert {row.verdict for row in report.rows} <= {"exact", "rounding"}
+    assert "rounding" in {row.verdict for row in report.rows}
+
+
+def test_hand_written_code_is_right_and_its_sums_are_said_to_be_pending():
+    report = verify(split)
+    assert report.ok, str(report)
+    pending = [row for row in report.rows if row.verdict == "pending" and row.kind == "forward"]
+    assert {row.module for row in pending} == {"blocks.0.down", "blocks.1.down"}
+    assert all("parts of a sum over tp" in row.sentence for row in pending)
+
+
+def fsdp(model, mesh):
+    for block in model.blocks:
+        fsdp2(block, mesh=mesh)
+    fsdp2(model, mesh=mesh)
+
+
+def ours(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def ddp(model, mesh):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize("wrap", [fsdp, ours, ddp])
+@pytest.mark.parametrize("loss_fn", [None, lambda y, x: y.square().mean()])
+def test_data_parallel_wrappers_are_right(wrap, loss_fn):
+    report = verify(wrap, "dp=2", input_layouts=[("dp",)], loss_fn=loss_fn, steps=2)
+    assert report.ok, str(report)
+    assert any(row.module == "blocks.0.up" and row.tensor == "weight" and row.kind == "gradient" for row in report.rows)
+
+
+def both(model, mesh):
+    tensor_parallel(model, mesh)
+    fsdp(model, mesh["dp"])
+
+
+def test_two_axes_are_right():
+    report = verify(both, {"dp": 2, "tp": 2}, input_layouts=[("dp",)])
+    assert report.ok, str(report)
+
+
+# -- wrong models --------------------------------------------------------------------------------------------------
+
+
+def test_a_reduction_that_is_missing_after_a_row_split_weight():
+    report = verify(lambda m, mesh: split(m, mesh, leave=False, only=0))
+    assert place(report) == ("forward", "blocks.0.down", "output")
+    assert "parts of a sum over tp since blocks.0.down.output; nothing reduced it" in report.first.sentence
+    assert "all_reduce" in report.first.suggestion
+    with pytest.raises(AssertionError, match=r"blocks\.0\.down"):
+        report.raise_if_bug()
+
+
+def test_a_reduction_that_is_missing_in_backward():
+    report = verify(lambda m, mesh: split(m, mesh, enter=False, only=1))
+    assert place(report) == ("gradient", "blocks.1.up", "input")
+    assert "parts of a sum over tp" in report.first.sentence
+
+
+def test_a_bias_that_every_rank_adds():
+    report = verify(lambda m, mesh: split(m, mesh, bias=False, only=1))
+    assert place(report)[:2] == ("forward", "blocks.1.down")
+    assert "as by a bias that each of the 2 ranks adds" in report.first.sentence
+
+
+def test_data_parallel_gradients_that_nobody_adds_up():
+    report = verify(lambda m, mesh: None, "dp=2", input_layouts=[("dp",)])
+    assert place(report)[0] == "gradient"
+    assert "nothing adds up the gradients" in report.first.sentence
+
+
+def test_the_gradient_of_a_bias_that_every_rank_divides():
+    """Each rank holds a share of the bias: its sum is right, and one that is added whole on each rank is not."""
+    report = verify(split)
+    made = [row for row in report.rows if row.module == "blocks.0.down" and row.tensor == "bias"]
+    assert [row.kind for row in made][:2] == ["parameter", "gradient"]
+
+
+def same_seed(model, mesh):
+    """Each rank draws its shard of a weight itself, from the same seed."""
+    tensor_parallel(model, mesh)
+    torch.manual_seed(1)
+    for block in model.blocks:
+        nn.init.normal_(block.up.weight.to_local())
+
+
+def test_shards_that_were_drawn_from_the_same_seed():
+    report = verify(same_seed)
+    assert place(report) == ("parameter", "blocks.0.up", "weight")
+    assert "same" in report.first.sentence
+
+
+def test_a_dropout_mask_that_is_the_same_on_different_shards():
+    report = verify(split, model=lambda: Net(dropout=0.5))
+    assert place(report)[:2] == ("random", "blocks.0.drop")
+    assert "draws the same numbers on ranks 0-1, which hold different parts over tp" in report.first.sentence
+
+
+def test_a_dropout_mask_that_differs_where_it_should_be_the_same():
+    class Dropped(Net):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.last(super().forward(x))
+
+    def seeded(model, mesh):
+        split(model, mesh)
+        torch.manual_seed(7 + mesh.get_local_rank())
+
+    report = verify(seeded, model=Dropped)
+    assert place(report)[:2] == ("random", "last")
+    assert "draws different numbers on ranks 0-1, which hold the same over tp" in report.first.sentence
+
+
+@pytest.mark.parametrize("wrap", [fsdp, ddp])
+def test_dropout_in_data_parallel_models_is_right(wrap):
+    report = verify(wrap, "dp=2", model=lambda: Net(dropout=0.5), input_layouts=[("dp",)])
+    assert report.ok, str(report)
+    assert any(row.kind == "random" for row in report.rows)
+
+
+def test_dropout_that_draws_from_its_own_generator_on_shards_is_right():
+    def seeded(model, mesh):
+        split(model, mesh)
+        torch.manual_seed(7 + mesh.get_local_rank())
+
+    report = verify(seeded, model=lambda: Net(dropout=0.5))
+    assert report.ok, str(report)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x).tanh())
+
+
+TOKENS = torch.arange(12).reshape(2, 6) % 10
+
+
+def test_tied_weights_are_right_as_long_as_they_stay_tied():
+    assert verify(ddp, "dp=2", Tied, (TOKENS,), input_layouts=[("dp",)]).ok
+
+    def untie(model, mesh):
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        return nn.parallel.DistributedDataParallel(model)
+
+    report = verify(untie, "dp=2", Tied, (TOKENS,), input_layouts=[("dp",)])
+    assert place(report) == ("parameter", "head", "weight")
+    assert "one tensor with embed.weight on one device" in report.first.sentence
+
+
+def test_a_declaration_of_a_dtensor_that_is_not_true():
+    class Lie(nn.Module):
+        def forward(self, x):
+            return x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.lie, self.b = nn.Linear(8, 8, bias=False), Lie(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.b(self.lie(self.a(x)))
+
+    def parallel(model, mesh):
+        rank = mesh.get_local_rank()
+        take(model.a, "weight", 1, rank, 2)
+        plain = model.a.forward
+        model.a.forward = lambda x: plain(x.chunk(2, -1)[rank])  # parts of a sum
+        model.lie.forward = lambda x: DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        whole = model.b.forward
+        model.b.forward = lambda x: whole(x.to_local())
+
+    report = verify(parallel, model=Model)
+    assert place(report) == ("forward", "a", "output")
+    row = next(row for row in report.rows if row.module == "lie" and row.tensor == "output")
+    assert "declared Replicate over tp, but the ranks hold parts of a sum over tp" in row.sentence
+    assert "all_reduce over tp" in row.suggestion
+    assert "Partial(sum)" in row.suggestion
+
+
+def test_declared_plain_tensors_are_held_to_their_word():
+    truth = {"blocks.*.up.output": ("None", "None", "tp"), "blocks.*.up.weight": ("tp", "None"), "output": ("None",)}
+    assert verify(split, declared=truth).ok
+    report = verify(split, declared={**truth, "blocks.1.up.output": ("None", "tp", "None")})
+    assert place(report) == ("forward", "blocks.1.up", "output")
+    assert report.first.declared == "(-, tp, -)"
+    assert report.first.found == "(-, -, tp)"
+    assert "('None', 'None', 'tp')" in report.first.suggestion
+
+
+def test_a_loss_that_is_the_sum_where_gradients_are_averaged():
+    assert verify(fsdp, "dp=2", input_layouts=[("dp",)], loss_fn=lambda y, x: y.square().mean()).ok
+    report = verify(fsdp, "dp=2", input_layouts=[("dp",)], loss_fn=lambda y, x: y.square().sum())
+    assert place(report)[0] == "gradient"
+    assert "0.5 times" in report.first.sentence or "1/2" in report.first.sentence
+
+
+def test_an_update_on_one_rank_only():
+    class Lazy(torch.optim.SGD):
+        def step(self, closure=None):
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                super().step(closure)
+
+    report = verify(ddp, "dp=2", input_layouts=[("dp",)], optimizer_fn=lambda p: Lazy(p, lr=0.1))
+    assert place(report)[0] == "update"
+    assert "rank" in report.first.sentence
+
+
+def test_a_norm_of_gradients_that_is_taken_of_one_shard():
+    class Clipped(torch.optim.SGD):
+        def step(self, closure=None):
+            params = [p for group in self.param_groups for p in group["params"]]
+            local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
+            norm = torch.stack([grad.norm() for grad in local]).norm()
+            for grad in local:
+                grad.mul_(0.1 / norm)
+            super().step(closure)
+
+    report = verify(fsdp, "dp=2", input_layouts=[("dp",)], optimizer_fn=lambda p: Clipped(p, lr=0.1))
+    assert place(report)[0] == "update"
+
+
+def test_a_rank_that_raises_names_its_module():
+    def broken(model, mesh):
+        def forward(x):
+            if dist.get_rank() == 1:
+                raise RuntimeError("out of memory")
+            return x
+
+        model.blocks[1].drop.forward = forward
+
+    with pytest.raises(RuntimeError, match=r"out of memory(.|\n)*rank 1 was in module 'blocks.1.drop', forward"):
+        verify(broken)
+
+
+def test_a_parameter_that_is_lost():
+    def lose(model, mesh):
+        model.head.bias = None
+
+    report = verify(lose, declared={"head.weight": ("None", "None")})
+    assert place(report) == ("parameter", "head", "bias")
+    assert "no parameter of that name" in report.first.sentence
+
+
+# -- what is asked for wrongly ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"parallelize": None}, ValueError, "neither of plan and parallelize is given"),
+        ({"model": Net()}, TypeError, "has to make a new model at each call"),
+        ({"model": lambda: 3}, TypeError, "model_fn returned a int"),
+        ({"inputs": X}, TypeError, "with the comma"),
+        ({"inputs": {"y": X}, "input_layouts": {"x": ("tp",)}}, ValueError, "there is no input 'x'"),
+        ({"input_layouts": [("tp",), ("tp",)]}, ValueError, "2 layouts for 1 inputs"),
+        ({"input_layouts": [("dp",)]}, ValueError, "dp"),
+        ({"input_layouts": [("None",) * 3 + ("tp",)]}, ValueError, "does not fit a tensor of shape"),
+        ({"declared": {"blocks.7.output": ("tp",)}}, ValueError, "blocks"),
+        ({"declared": 3}, TypeError, "declared is a int"),
+        ({"dtype": torch.int64}, TypeError, "dtype is no floating-point dtype"),
+        ({"steps": 0}, ValueError, "steps"),
+        ({"mesh": "tp"}, ValueError, "tp"),
+        ({"optimizer_fn": 3}, TypeError, "optimizer_fn is a int"),
+        ({"loss_fn": 3}, TypeError, "loss_fn is a int"),
+    ],
+)
+def test_bad_arguments(options, kind, text):
+    with pytest.raises(kind, match=text) as caught:
+        verify(**options)
+    assert str(caught.value).count("\n") >= 2
+
+
+def test_a_model_that_is_made_differently_each_time():
+    calls = []
+
+    def moody():
+        model = Net()
+        calls.append(1)
+        model.head.weight.data.add_(len(calls))
+        return model
+
+    with pytest.raises(ValueError, match=r"made different models from one seed: parameter 'head.weight' differs"):
+        verify(model=moody)
