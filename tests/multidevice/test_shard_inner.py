@@ -1,0 +1,280 @@
+"""Modules with a local_plan inside of others that have one: plain tensors between them, and no DTensor is made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import sim
+from hyper_parallel import Layout, ShardingPlan, distribute_tensor, full_tensor, fully_shard, shard_module
+from hyper_parallel.core.shard.inner import mark_of
+
+WIDTH, HIDDEN, TOKENS = 8, 16, 13
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.rand(1) + 0.5)  # held whole, used in a share of the work
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)) * self.scale)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(WIDTH), FeedForward()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH, padding_idx=padding_idx)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.recompute = False
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(self.norm(x))
+
+
+def make(padding_idx: int | None = None) -> Model:
+    torch.manual_seed(0)
+    return Model(padding_idx).double()
+
+
+def batch(rows: int = 4, length: int = 6) -> torch.Tensor:
+    return torch.randint(0, TOKENS, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def plan(sequence: bool, *, root: bool = False, dp: str = "dp") -> ShardingPlan:
+    """The residual stream split over the sequence or whole; DTensors between blocks, or none at all (root)."""
+    between, whole = (dp, "tp" if sequence else "None", "None"), (dp, "None", "None")
+    share = (Shard(0), Partial())
+    local = {
+        "embed": share,
+        "blocks.*": between,
+        "**.norm": between,
+        "blocks.*.mlp": share,
+        "head": (dp, "None", "tp"),
+        **({"": whole} if root else {}),
+    }
+    return ShardingPlan(
+        plan={
+            "embed.weight": ("tp", "None"),
+            "**.up.weight": ("tp", "None"),
+            "**.down.weight": ("None", "tp"),
+            "**.scale": ("None",),
+            "**.norm.weight": ("None",),
+            "head.weight": ("tp", "None"),
+        },
+        input_plan={"blocks.*.mlp.input": whole, "head.input": whole, "embed.input": (dp, "None")},
+        output_plan={
+            "embed.output": between,
+            "blocks.*.output": between,
+            "blocks.*.mlp.output": between,
+            "head.output": whole,
+        },
+        local_plan=local,
+        wrap_inputs=True,
+    )
+
+
+def compare(model: nn.Module, reference: nn.Module) -> None:
+    for (name, param), (_, whole) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert param.grad.placements == param.placements, name
+        torch.testing.assert_close(full_tensor(param.grad), whole.grad, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_of_blocks_with_modules_inside(sequence, root):
+    reference, tokens = make(), batch()
+    expected = reference(tokens)
+    expected.square().mean().backward()
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        model = shard_module(make(), mesh, plan(sequence, root=root))
+        rows = tokens.chunk(2)[mesh["dp"].get_local_rank()]
+        logits = model(rows)
+        assert isinstance(logits, DTensor)
+        assert logits.shape == expected.shape
+        logits.square().mean().backward()
+        torch.testing.assert_close(full_tensor(logits), expected, rtol=1e-11, atol=1e-12)
+        compare(model, reference)
+
+    sim.run(body, world_size=8)
+
+
+@sim.ranks(4)
+def test_inner_modules_on_every_kind_of_rank(ctx):
+    reference, tokens = make(), batch()
+    reference(tokens).square().mean().backward()
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard_module(make().to(ctx.device), mesh, plan(True))
+    rows = tokens.chunk(2)[mesh["dp"].get_local_rank()].to(ctx.device)
+    model(rows).square().mean().backward()
+    compare(model, reference.to(ctx.device))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_with_fully_shard_over_another_axis(recompute):
+    reference, tokens = make(), batch()
+    reference(tokens).square().mean().backward()
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = make()
+        model.recompute = recompute
+        model = shard_module(model, mesh["tp"], _without_dp(plan(True)))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        for _ in range(2):
+            model.zero_grad()
+            logits = model(tokens.chunk(2)[mesh["dp"].get_local_rank()])
+            (logits.square().mean() / 2).backward()
+        for (name, param), (_, whole) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(param.grad), whole.grad, rtol=1e-11, atol=1e-12, msg=name)
+
+    sim.run(body, world_size=4)
+
+
+def _without_dp(whole: ShardingPlan) -> ShardingPlan:
+    def strip(value):
+        if any(isinstance(entry, (Shard, Replicate, Partial)) for entry in value):
+            return tuple(value[1:])
+        return tuple("None" if entry == "dp" else entry for entry in value)
+
+    fields = {
+        name: {key: strip(value) for key, value in getattr(whole, name).items()}
+        for name in ("plan", "input_plan", "output_plan", "local_plan")
+    }
+    return ShardingPlan(**fields, wrap_inputs=True)
+
+
+def test_nothing_is_dispatched_to_dtensors_between_inner_modules():
+    def body():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = shard_module(make(), mesh, plan(True, root=True))
+        seen: list[str] = []
+        for name, module in model.named_modules():
+            module.register_forward_hook(
+                lambda module, args, result, name=name: seen.append(name) if isinstance(result, DTensor) else None
+            )
+        model(batch())
+        return seen
+
+    assert sim.run(body, world_size=2) == [[""], [""]]
+
+
+def test_a_sequence_that_does_not_divide():
+    reference, tokens = make(), batch(length=7)
+    reference(tokens).square().mean().backward()
+
+    def body():
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+        model = shard_module(make(), mesh, plan(True, root=True))
+        model(tokens).square().mean().backward()
+        compare(model, reference)
+        for length in (5, 7, 6):  # shapes are agreed on anew where they change
+            assert model(batch(length=length)).shape == (4, length, TOKENS)
+
+    sim.run(body, world_size=4)
+
+
+@pytest.mark.parametrize("padding_idx", [0, 5, TOKENS - 1])
+def test_the_padding_row_of_a_split_embedding_learns_nothing(padding_idx):
+    reference, tokens = make(padding_idx), batch()
+    reference(tokens).square().mean().backward()
+    assert not reference.embed.weight.grad[padding_idx].any()
+
+    def body():
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+        model = shard_module(make(padding_idx), mesh, plan(False))
+        model(tokens).square().mean().backward()
+        compare(model, reference)
+        assert model.embed.padding_idx == padding_idx
+
+    sim.run(body, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "change", "message"),
+    [
+        (3, 4, {}, "some rank has none of the 3 rows"),
+        (8, 2, {"max_norm": 1.0}, "max_norm changes them in each forward"),
+    ],
+)
+def test_embeddings_that_cannot_be_split(tokens, ranks, change, message):
+    def body():
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        embed = shard_module(
+            nn.Embedding(tokens, 4, **change),
+            mesh,
+            ShardingPlan(plan={"weight": ("tp", "None")}, local_plan={"": (Partial(),)}),
+        )
+        with pytest.raises(ValueError, match=message):
+            embed(torch.zeros(2, dtype=torch.long))
+
+    sim.run(body, world_size=ranks)
+
+
+class Loose(nn.Module):
+    """What goes into `inner` comes out of no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.inner(x * 2)
+
+
+def test_a_plain_tensor_of_which_nothing_says_what_it_is():
+    loose = ShardingPlan(
+        plan={"inner.weight": ("tp", "None")},
+        input_plan={"inner.input": ("None", "None")},
+        local_plan={"inner": ("None", "tp"), "": ("None", "tp")},
+    )
+
+    def body():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = shard_module(Loose(), mesh, loose)
+        whole = distribute_tensor(torch.ones(2, 4), Layout.from_device_mesh(mesh)("None", "None"))
+        with pytest.raises(ValueError, match=r"input 'input' of module 'inner'(.|\n)*nothing says which part"):
+            model(whole)
+        model = shard_module(Loose(), mesh, replace(loose, wrap_inputs=True))
+        assert full_tensor(model(whole)).shape == (2, 4)
+
+    sim.run(body, world_size=2)
+
+
+def test_marks_say_what_a_part_is_of():
+    def body():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = shard_module(make(), mesh, plan(True))
+        marks = []
+        model.blocks[0].norm.register_forward_hook(lambda module, args, result: marks.append(mark_of(result)))
+        model(batch())
+        (mark,) = marks
+        return str(mark.layout), tuple(mark.shape)
+
+    assert sim.run(body, world_size=2)[0] == ("(dp, tp, -) on dp=1, tp=2", (4, 6, WIDTH))
