@@ -36,17 +36,16 @@ class Inputs:
     def __init__(self, where: str, tree: LayoutTree, arguments: Arguments, *, wrap: bool) -> None:
         self.where, self.tree = where, tree
         self.places = arguments.places(f"cannot lay out the inputs of {where}", tree)
+        self.names = [f"input {place.name or place.index!r} of {where}" for place in self.places]
         self.move: Move = _redistributed_or_wrapped if wrap else _redistributed
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments in their layouts."""
         values, named = list(args), kwargs
-        for place in self.places:
+        for place, what in zip(self.places, self.names, strict=True):
             if place.index is not None and place.index < len(values):
-                what = f"input {place.name or place.index!r} of {self.where}"
                 values[place.index] = spread(what, values[place.index], place.tree, self.move)
             elif place.name is not None and place.name in named:
-                what = f"input {place.name!r} of {self.where}"
                 named = {**named, place.name: spread(what, named[place.name], place.tree, self.move)}
             elif place.name is None:
                 self._refuse(place, len(values))

@@ -22,7 +22,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.shard.agree import agreed_shape
 from hyper_parallel.core.shard.arguments import Arguments
-from hyper_parallel.core.shard.crossing import enter, leave
+from hyper_parallel.core.shard.crossing import _part_shape, enter, leave
 from hyper_parallel.core.shard.hooks import Inputs, remade, spread
 from hyper_parallel.core.shard.inner import Mark, cross, mark_of, marked
 from hyper_parallel.core.shard.local_embedding import Lookup, begin_lookup, end_lookup
@@ -63,7 +63,7 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
 
 
 class _Call(NamedTuple):
-    """A forward that is running: the shapes of its arguments, and where parts stand in front of parameters."""
+    """A forward that is running: what shapes follow from, and where parts stand in front of parameters."""
 
     key: Any
     shown: list[tuple[nn.Module, str]]
@@ -110,16 +110,13 @@ class LocalModule:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take this rank's parts of arguments and parameters."""
-        running = self.region.running
-        key = running[0] if running else None  # outside of all, shapes are global
-        if self._is_split or key is None:
-            key = key, _shapes_of((args, *kwargs.values()))
+        key = self._key((args, *kwargs.values()))
         args, kwargs = self.inputs(args, kwargs)
         args = tuple([self._entered(value) for value in args])
         kwargs = {name: self._entered(value) for name, value in kwargs.items()}
         args, kwargs, lookup = begin_lookup(self.where, module, args, kwargs)
         self._running.append(_Call(key, self._parameters.show(module), lookup))
-        running.append(key)
+        self.region.running.append(key)
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
@@ -132,6 +129,21 @@ class LocalModule:
         if call.lookup is not None:
             result = end_lookup(module, call.lookup, result)
         return None if result is None else self._leave(call, self.what, result, self.produced, self.outputs, ())
+
+    def _key(self, values: tuple[Any, ...]) -> Any:
+        """Return what shapes follow from, the same on all ranks or another one on all; None: nothing of that kind.
+
+        Outside of all such modules these are the arguments' global shapes, which plain tensors alone do not tell: of
+        the parts of 7 and of 8 rows, those on rank 0 are alike. Inside, it is also how many calls came before.
+        """
+        running = self.region.running
+        if not running:
+            self.region.calls = 0
+            return _shapes_of(values) if not self._is_split or _holds_dtensor(values) else None
+        self.region.calls += 1
+        if running[0] is None:
+            return None
+        return (running[0], self.region.calls, _shapes_of(values)) if self._is_split else running[0]
 
     # -- going in ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +168,16 @@ class LocalModule:
             blame = "it is a plain tensor, and nothing says which part of the whole it is"
             hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that part already"
             raise ValueError(explain("cannot take the part", blame, f"layout: {target}", hint))
-        return x  # this rank's part already
+        return self._wrapped(x, known) if self.wraps else x  # this rank's part already
+
+    def _wrapped(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return a plain tensor that is a part in a layout; where the ranks do shares, its gradients are added."""
+        grad_layout = self._grad_layout(layout)
+        if grad_layout is None or not grad_layout.is_partial() or not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        split = any(layout.splits(x.dim()))
+        shape = agreed_shape(f"cannot take an input of {self.where}", x, layout) if split else tuple(x.shape)
+        return cross(x, Mark(layout, torch.Size(shape)), layout, grad_layout)
 
     def _enter_as_it_is(self, x: DTensor) -> torch.Tensor:
         spec = x._spec
@@ -181,6 +202,8 @@ class LocalModule:
         if produced is None or value is None:
             return value
         if isinstance(produced, Layout):
+            if type(value) is torch.Tensor:
+                return self._whole(call, what, value, produced, wanted, path)
             return spread(
                 what, value, produced, lambda part, layout: self._whole(call, what, part, layout, wanted, path)
             )
@@ -226,11 +249,13 @@ class LocalModule:
         if not any(layout.splits(part.dim())):
             return tuple(part.shape)
         key = (path, call.key)
-        known = self._shapes.get(key)
+        known = None if call.key is None else self._shapes.get(key)
         if known is None:
             known = self._shapes[key] = agreed_shape(f"cannot take the {what} as a local part", part, layout)
+        if not self.is_inner:  # `leave` looks at it
+            return known
         rank = dist.get_rank()
-        if layout.local_shape(known, rank) != tuple(part.shape):
+        if _part_shape(layout, torch.Size(known), rank) != tuple(part.shape):
             blame = f"rank {rank} returned a part of shape {tuple(part.shape)}, and of {known} it has another one"
             hint = "code whose shapes follow from those of its arguments"
             raise ValueError(explain(f"cannot take the {what} as a local part", blame, f"layout: {layout}", hint))
@@ -291,3 +316,16 @@ def _shapes_of(values: Any) -> tuple[Any, ...]:
         elif isinstance(value, Mapping):
             found.append(_shapes_of(list(value.values())))
     return tuple(found)
+
+
+def _holds_dtensor(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found = isinstance(value, DTensor)
+        elif isinstance(value, (list, tuple)):
+            found = _holds_dtensor(value)
+        else:
+            found = isinstance(value, Mapping) and _holds_dtensor(value.values())
+        if found:
+            return True
+    return False

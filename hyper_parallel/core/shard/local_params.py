@@ -14,6 +14,7 @@ from hyper_parallel.core.dtensor.convert import layout_of_spec
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.torch_form import is_strided
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.boundary import _FromLocal
 from hyper_parallel.core.shard.crossing import _moved, _ready, _wrapped
@@ -34,13 +35,15 @@ class Region:
     Attributes:
         taken: whose memory the gradients of parameters are in.
         paths: by module, the path of each of them.
-        running: shapes that the calls now running were made with, the outermost first.
+        running: what shapes follow from in the calls now running, the outermost first.
+        calls: how many began inside of the outermost one.
     """
 
     def __init__(self) -> None:
         self.taken = Taken()
         self.paths: dict[nn.Module, str] = {}
         self.running: list[Any] = []
+        self.calls = 0
 
     def has_outer(self, path: str) -> bool:
         """Tell whether another one of them holds the module at a path."""
@@ -91,6 +94,7 @@ class _Known(NamedTuple):
     spec: DTensorSpec
     layout: Layout
     grad_layout: Layout | None
+    is_plain: bool
 
 
 class LocalParameters:
@@ -104,13 +108,16 @@ class LocalParameters:
     def __init__(self, grad_layout: Callable[[Layout], Layout | None], region: Region) -> None:
         self._grad_layout, self._region = grad_layout, region
         self._known: dict[tuple[int, str], _Known] = {}
+        self._owners: list[nn.Module] | None = None  # known when first needed: `fully_shard` may be called until then
 
     def show(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
         """Put parts in front of the parameters, and return where; attributes of an instance come before parameters."""
         places: list[tuple[nn.Module, str]] = []
         wanting: list[DTensor] = []
         known: list[_Known] = []
-        for owner in self._region.owners(module):
+        if self._owners is None:
+            self._owners = [owner for owner in self._region.owners(module) if owner._parameters]
+        for owner in self._owners:
             for name, param in _parameters(owner):
                 if not isinstance(param, DTensor) or name in owner.__dict__:
                     continue
@@ -131,7 +138,8 @@ class LocalParameters:
         found = self._known.get((id(owner), name))
         if found is None or found.spec is not param._spec:
             layout = layout_of_spec(param._spec)
-            found = self._known[id(owner), name] = _Known(param._spec, layout, self._grad_layout(layout))
+            is_plain = param.is_contiguous() and not any(map(is_strided, param.placements))
+            found = self._known[id(owner), name] = _Known(param._spec, layout, self._grad_layout(layout), is_plain)
         return found
 
 
@@ -170,5 +178,8 @@ def _back(grad: torch.Tensor, known: _Known, taken: Taken) -> DTensor:
     if torch.is_grad_enabled():  # someone differentiates what happens here
         whole = _FromLocal.apply(grad.clone(), given, shape, given.reset_partial())
         return redistribute(whole, layout)
-    moved = _moved(grad, given, layout, shape)
-    return _wrapped(taken.own(moved), layout, shape)
+    moved = taken.own(_moved(grad, given, layout, shape))
+    meta = known.spec.tensor_meta
+    if moved.is_contiguous() and meta is not None and moved.dtype == meta.dtype and known.is_plain:
+        return DTensor(moved, known.spec, requires_grad=False)  # what torch keeps about the parameter fits
+    return _wrapped(moved, layout, shape)

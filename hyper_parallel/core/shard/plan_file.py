@@ -1,0 +1,299 @@
+"""A `ShardingPlan` as a TOML file, which can be shown, edited and read back.
+
+    return_local_tensor = ["head"]
+
+    [plan]
+    "layers.*.mlp.w1.weight" = "tp,None"
+    "layers.*.mlp.w2.weight" = "None,tp"
+
+    [input_plan]
+    "layers.*.mlp.input" = "dp,None,None"       # one layout
+    "attention.input" = ["dp,None,None", "-"]   # several by position, "-" leaves one alone
+    "loss.input" = {logits = "dp,None,tp"}      # several by name
+
+    [local_plan]
+    "layers.*.mlp" = "dp,None,None; tp=sum"     # parts of a sum over tp
+
+A layout has one entry per dim, as on the command line of `hyper-parallel plan`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.dtensor.text import parse_layout, parse_mesh, write_layout
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layouts
+
+__all__ = ["load_plan", "plan_text", "write_plan"]
+
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+MeshLike = DeviceMesh | Layout | str
+
+TABLES = ("plan", "input_plan", "output_plan", "local_plan")
+SETTINGS = ("return_local_tensor", "wrap_inputs")
+ALONE = "-"
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_HEADER = re.compile(r"\s*\[\s*([\w-]+)\s*(?:\.\s*(.+?))?\s*\]\s*(?:#.*)?$")
+
+
+def load_plan(path: str | Path, mesh: MeshLike) -> ShardingPlan:
+    """Read a plan from a TOML file.
+
+        plan = load_plan("plan.toml", mesh)
+        model = shard_module(model, mesh, plan)
+
+    Args:
+        path: the file.
+        mesh: the mesh that the layouts are on; a `Layout` without an assignment or "dp=2,tp=4" will do.
+
+    Returns:
+        The plan, its layouts as `Layout`s on the mesh. Whether a model has what it names is known to `shard_module`.
+
+    Raises:
+        ValueError: the file is missing or is not TOML, a table or setting that does not exist (with the closest name),
+            a value of another type, a layout that does not parse, or not on this mesh. The message names the line.
+    """
+    file, base = _File.read(Path(path)), _base(mesh)
+    fields: dict[str, Any] = {}
+    for name, value in file.table().items():
+        if name not in (*TABLES, *SETTINGS):
+            raise file.unknown(name, value)
+        fields[name] = _entries(file, name, value, base) if name in TABLES else _setting(file, name, value)
+    return ShardingPlan(**fields)
+
+
+def write_plan(plan: ShardingPlan, mesh: MeshLike, path: str | Path) -> None:
+    """Write a plan to a TOML file, from which `load_plan` reads the same.
+
+    Args:
+        plan: the layouts of a model.
+        mesh: the mesh that the names of the plan are of; a `Layout` without an assignment or "dp=2,tp=4" will do.
+        path: the file; what is there is replaced.
+
+    Raises:
+        ValueError: as for `plan_text`.
+        OSError: the file cannot be written.
+    """
+    Path(path).write_text(plan_text(plan, mesh), encoding="utf-8")
+
+
+def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
+    r"""Write a plan as TOML.
+
+    >>> print(plan_text(ShardingPlan({"w.weight": (("dp", "tp"), None)}, {"input": [("dp",), None]}), "dp=2,tp=4"))
+    # on a mesh dp=2, tp=4
+    <BLANKLINE>
+    [plan]
+    "w.weight" = "dp+tp,None"
+    <BLANKLINE>
+    [input_plan]
+    input = ["dp", "-"]
+    <BLANKLINE>
+
+    Args:
+        plan: the layouts of a model.
+        mesh: the mesh that the names of the plan are of; a `Layout` without an assignment or "dp=2,tp=4" will do.
+
+    Raises:
+        ValueError: an entry that is no layout on the mesh, or one that only torch's placements can say: a `Shard`
+            counted from the last dim.
+    """
+    base = _base(mesh)
+    axes = ", ".join(f"{name}={size}" for name, size in zip(base.alias_name, base.mesh_shape, strict=True))
+    lines = [f"# on a mesh {axes}"]
+    if plan.return_local_tensor:
+        lines.append(f"return_local_tensor = {json.dumps(list(plan.return_local_tensor))}")
+    if plan.wrap_inputs:
+        lines.append("wrap_inputs = true")
+    for name in TABLES:
+        entries = {key: value for key, value in (getattr(plan, name) or {}).items() if value is not None}
+        if entries:
+            lines += ["", f"[{name}]"]
+        for key, value in entries.items():
+            asked = f"cannot write the plan: {name}[{key!r}]"
+            lines.append(f"{_key(key)} = {_written(asked, read_layouts(asked, value, base))}")
+    return "\n".join(lines) + "\n"
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _File:
+    """A plan file, to read and to point at."""
+
+    path: Path
+    text: str
+
+    @classmethod
+    def read(cls, path: Path) -> _File:
+        """Read the text of a file."""
+        asked = f"cannot read the plan '{path}'"
+        try:
+            return cls(path, path.read_bytes().decode("utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(explain(asked, "it is no UTF-8 text", f"file: {path}", "a TOML file")) from None
+        except OSError as error:
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
+            there = sorted(other.name for other in path.parent.glob("*.toml"))
+            near = nearest(path.name, there) if there else "hyper-parallel verify --show-plan > plan.toml"
+            raise ValueError(explain(asked, reason, f"TOML files there: {', '.join(there) or 'none'}", near)) from None
+
+    def table(self) -> dict[str, Any]:
+        """Return what the TOML says."""
+        try:
+            return dict(tomllib.loads(self.text))
+        except tomllib.TOMLDecodeError as error:
+            place, reason = re.search(r"line (\d+)", str(error)), str(error).split(" (at ")[0]
+            blame = f"not TOML: {reason[:1].lower()}{reason[1:]}"
+            hint = '"layers.*.mlp.w1.weight" = "tp,None", path and layout both in quotes'
+            raise self.mistake(blame, hint, int(place[1]) if place else None) from None
+
+    def mistake(self, blame: str, hint: str, number: int | None = None, key: str = "") -> ValueError:
+        """Return an error that shows a line."""
+        lines = self.text.splitlines()
+        seen = lines[number - 1].strip() if number and number <= len(lines) else key or "the end of the file"
+        return ValueError(explain(f"cannot read the plan {self.place(number)}", blame, seen, hint))
+
+    def place(self, number: int | None) -> str:
+        """Name the file, and the line if it is known."""
+        return f"'{self.path}'" + (f", line {number}" if number else "")
+
+    def line(self, table: str | None, key: str | None = None) -> int | None:
+        """Find the line of a table, or of a key in one."""
+        current: str | None = None
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            header = _HEADER.match(line)
+            if header:
+                current = header[1]
+                if current == table and (key is None or (header[2] or "").strip("\"'") == key):
+                    return number
+            elif key is not None and current == table and re.match(rf"\s*([\"']?){re.escape(key)}\1\s*[=.]", line):
+                return number
+        return None
+
+    def unknown(self, name: str, value: object) -> ValueError:
+        """Return the error for a table or a setting that does not exist."""
+        if isinstance(value, dict):
+            near = nearest(name, TABLES)
+            hint = near if near.startswith("one of ") else f"[{near[1:-1]}]"
+            return self.mistake(f"there is no table [{name}]", hint, self.line(name), f"[{name}]")
+        number = self.line(None, name)
+        near = nearest(name, SETTINGS)
+        if "." in name or near.startswith("one of "):
+            near = "below [plan], [input_plan], [output_plan] or [local_plan]"
+            return self.mistake(f"{name!r} stands above all tables", near, number, name)
+        return self.mistake(f"there is no setting {name!r}", near, number, name)
+
+
+def _setting(file: _File, name: str, value: Any) -> Any:
+    number = file.line(None, name)
+    if name == "wrap_inputs" and not isinstance(value, bool):
+        raise file.mistake(f"wrap_inputs is true or false, and not {value!r}", "wrap_inputs = true", number, name)
+    if name == "return_local_tensor" and not _is_list_of_str(value):
+        blame = f"return_local_tensor is a list of module paths, and not {value!r}"
+        raise file.mistake(blame, 'return_local_tensor = ["head"]', number, name)
+    return value
+
+
+def _entries(file: _File, table: str, value: Any, base: Layout) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        blame = f"{table} is a table, and not {value!r}"
+        raise file.mistake(blame, f"a line [{table}], and the entries below it", file.line(None, table), table)
+    read = {}
+    for key, entry in value.items():
+        number = file.line(table, key)
+        _check_key(file, table, key, entry, number)
+        if table == "plan" and not isinstance(entry, str):
+            blame = f"parameter {key!r} has one layout, in quotes, and not {entry!r}"
+            raise file.mistake(blame, f'{_key(key)} = "{base.alias_name[-1]},None"', number, key)
+        read[key] = _layouts(f"{file.place(number)}, [{table}] {key!r}", entry, base)
+    return read
+
+
+def _check_key(file: _File, table: str, key: str, entry: Any, number: int | None) -> None:
+    """Refuse a path without quotes, which TOML takes apart at its dots, and what belongs above or elsewhere."""
+    lines = file.text.splitlines()
+    if isinstance(entry, dict) and number and re.match(rf"\s*{re.escape(key)}\s*\.", lines[number - 1]):
+        path = re.sub(r"\s", "", lines[number - 1].partition("=")[0])
+        raise file.mistake("a path with dots is in quotes", f'"{path}" = ...', number, key)
+    if key in SETTINGS:
+        raise file.mistake(f"{key!r} is no path in [{table}]", f"{key} above the first table", number, key)
+    word = table.partition("_")[0]
+    if word in ("input", "output") and key.rpartition(".")[2] != word:
+        other = {"input": "output", "output": "input"}[word]
+        hint = f"[{other}_plan]" if key.rpartition(".")[2] == other else _key(f"{key}.{word}" if key else word)
+        raise file.mistake(f"the last part of a path in [{table}] is {word!r}", hint, number, key)
+
+
+def _layouts(place: str, value: Any, base: Layout) -> Any:
+    """Read a layout, several by position, or several by name, as a plan holds them."""
+    if isinstance(value, str):
+        return _layout(place, value, base)
+    if isinstance(value, (list, dict)) and value:
+        if isinstance(value, list):
+            return [None if each == ALONE else _layouts(place, each, base) for each in value]
+        return {name: None if each == ALONE else _layouts(place, each, base) for name, each in value.items()}
+    blame = "it is empty" if isinstance(value, (list, dict)) else f"{json.dumps(value, default=str)} is no layout"
+    hint = f'"{base.alias_name[0]},None"; ["{base.alias_name[0]},None", "-"] for several, "-" leaves one alone'
+    raise ValueError(explain(f"cannot read the plan {place}", blame, f"given: {value!r}", hint))
+
+
+def _layout(place: str, text: str, base: Layout) -> Layout:
+    try:
+        return parse_layout(base, text)
+    except ValueError as error:
+        said = str(error).removeprefix("cannot read a layout: ")
+        raise ValueError(f"cannot read the plan {place}: {said}") from None
+
+
+def _is_list_of_str(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+def _base(mesh: MeshLike) -> Layout:
+    if isinstance(mesh, DeviceMesh):
+        return layout_on(mesh)
+    return mesh if isinstance(mesh, Layout) else parse_mesh(mesh)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _key(path: str) -> str:
+    return path if _BARE.fullmatch(path) else json.dumps(path, ensure_ascii=False)
+
+
+def _written(asked: str, tree: LayoutTree) -> str:
+    if tree is None:
+        return json.dumps(ALONE)
+    if isinstance(tree, Layout):
+        return json.dumps(write_layout(_alias_form(asked, tree)))
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{_key(name)} = {_written(asked, entry)}" for name, entry in tree.items()) + "}"
+    return f"[{', '.join(_written(asked, entry) for entry in tree)}]"
+
+
+def _alias_form(asked: str, layout: Layout) -> Layout:
+    """Return a layout with one entry per dim, up to the last that is split."""
+    if layout.alias_placements is not None:
+        return layout
+    dims = [placement.dim for placement in layout.placements or () if hasattr(placement, "dim")]
+    if any(dim < 0 for dim in dims):
+        blame = "it counts a dim from the last one, and the number of dims is not known here"
+        raise ValueError(explain(asked, blame, f"layout: {layout}", "Shard(1) for the second of two dims"))
+    return layout.placement_to_tensor_map(max(dims, default=-1) + 1)
