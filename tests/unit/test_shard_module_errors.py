@@ -1,0 +1,746 @@
+"""What a new user does wrong with a plan: four parts, on every rank alike, before anything is communicated."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import sim
+from hyper_parallel import distribute_tensor, from_local, fully_shard
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.shard.api import ShardingPlan, shard_module
+
+MESH = Layout((2, 2), ("dp", "tp"))
+CANNOT = "cannot shard the model"
+ONE = '("dp", "None"), one entry per dim; or one placement per axis'
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x, mask=None, *, scale=1.0):
+        return self.w2(self.w1(x)) * scale
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([MLP(), MLP()])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def function(x, /, y, *, k=None):
+    return x
+
+
+PARAMETERS = "parameters: " + ", ".join(name for name, _ in Model().named_parameters())
+MODULES = "modules: " + ", ".join(name for name, _ in Model().named_modules() if name)
+
+
+def plan(**fields):
+    return ShardingPlan(**fields)
+
+
+def weight(layout):
+    return plan(plan={"head.weight": layout})
+
+
+def entry(layout):
+    return plan(input_plan={"layers.0.input": layout})
+
+
+PLANNED, INPUTS = f"{CANNOT}: plan['head.weight']", f"{CANNOT}: input_plan['layers.0.input']"
+OF_LAYER, OF_F = "cannot lay out the inputs of module 'layers.0'", "cannot lay out the inputs of function 'function'"
+
+# What was given; the error's type; what was asked, what is to blame, what was seen, what to try.
+MISTAKES = {
+    # the plan itself
+    "a dict": ({"w": 1}, TypeError, CANNOT, "a dict, not a ShardingPlan", "{'w': 1}", "ShardingPlan(plan=<that dict>)"),
+    "None": (None, TypeError, CANNOT, "the plan is a NoneType, not a ShardingPlan", "None", "ShardingPlan(plan={...})"),
+    "a field that is a list": (
+        plan(plan=[("head.weight", ("tp",))]),
+        TypeError,
+        CANNOT,
+        "plan is a list, not a dict",
+        "plan: [('head.weight', ('tp',))]",
+        'plan={"mlp.w1.weight": ("tp", "None")}',
+    ),
+    "inputs that are a list": (
+        plan(input_plan=[("dp",)]),
+        TypeError,
+        CANNOT,
+        "input_plan is a list, not a dict",
+        "input_plan: [('dp',)]",
+        'input_plan={"mlp.input": ("tp", "None")}',
+    ),
+    "outputs that are a tuple": (
+        plan(output_plan=("dp",)),
+        TypeError,
+        CANNOT,
+        "output_plan is a tuple, not a dict",
+        "output_plan: ('dp',)",
+        'output_plan={"mlp.output": ("tp", "None")}',
+    ),
+    "local modules that are a list": (
+        plan(local_plan=["layers.0"]),
+        TypeError,
+        CANNOT,
+        "local_plan is a list, not a dict",
+        "local_plan: ['layers.0']",
+        'local_plan={"mlp": ("tp", "None")}',
+    ),
+    "paths to return local tensors that are a str": (
+        plan(return_local_tensor="head"),
+        TypeError,
+        CANNOT,
+        "return_local_tensor is a str, not a list",
+        "return_local_tensor: 'head'",
+        'return_local_tensor=["head"]',
+    ),
+    "a dict of paths": (
+        plan(return_local_tensor={"head": True}),
+        TypeError,
+        CANNOT,
+        "return_local_tensor is a dict, not a list",
+        "return_local_tensor: {'head': True}",
+        'return_local_tensor=["head"]',
+    ),
+    "wrap_inputs None": (
+        plan(wrap_inputs=None),
+        TypeError,
+        CANNOT,
+        "wrap_inputs is a NoneType, not a bool",
+        "wrap_inputs: None",
+        "wrap_inputs=True",
+    ),
+    "a path that is an int": (
+        plan(plan={0: ("tp",)}),
+        TypeError,
+        CANNOT,
+        "a path in plan is a int, not a str",
+        "plan: {0: ('tp',)}",
+        "'layers.*.mlp'",
+    ),
+    # paths
+    "a parameter misspelt": (
+        plan(plan={"layers.0.w1.wieght": ("tp",)}),
+        ValueError,
+        f"{CANNOT}: plan",
+        "'layers.0.w1.wieght' is no parameter of the model",
+        PARAMETERS,
+        "'layers.0.w1.weight'",
+    ),
+    "a module among parameters": (
+        plan(plan={"layers.0.w1": ("tp",)}),
+        ValueError,
+        f"{CANNOT}: plan",
+        "'layers.0.w1' is no parameter of the model",
+        PARAMETERS,
+        "one of 'layers.0.w1.weight', 'layers.0.w1.bias'",
+    ),
+    "a glob that matches nothing": (
+        plan(plan={"layers.*.w3.weight": ("tp",)}),
+        ValueError,
+        f"{CANNOT}: plan",
+        "'layers.*.w3.weight' means no parameter of the model",
+        PARAMETERS,
+        "'layers.0.w1.weight'",
+    ),
+    "a star for several parts": (
+        plan(input_plan={"*.w1.input": ("dp",)}),
+        ValueError,
+        f"{CANNOT}: input_plan",
+        "'*.w1.input' means no module of the model",
+        MODULES,
+        "'**.*.w1.input', as '*' stands for one part of a path only",
+    ),
+    "a module misspelt": (
+        plan(input_plan={"layer.0.input": ("dp",)}),
+        ValueError,
+        f"{CANNOT}: input_plan",
+        "'layer.0' is no module of the model",
+        MODULES,
+        "'layers.0.input'",
+    ),
+    "a module whose tensors are returned": (
+        plan(return_local_tensor=["haed"]),
+        ValueError,
+        f"{CANNOT}: return_local_tensor",
+        "'haed' is no module of the model",
+        MODULES,
+        "'head'",
+    ),
+    "a local module misspelt": (
+        plan(local_plan={"layers.2": ("dp",)}),
+        ValueError,
+        f"{CANNOT}: local_plan",
+        "'layers.2' is no module of the model",
+        MODULES,
+        "'layers.",
+    ),
+    "two globs that disagree": (
+        plan(plan={"layers.*.w2.weight": ("tp",), "layers.0.*.weight": ("dp",)}),
+        ValueError,
+        f"{CANNOT}: plan",
+        "parameter 'layers.0.w2.weight' is meant by 'layers.*.w2.weight' and by 'layers.0.*.weight'",
+        "layers.*.w2.weight: (tp) on dp=2, tp=2   layers.0.*.weight: (dp) on dp=2, tp=2",
+        "an entry for 'layers.0.w2.weight' as well, which counts before both",
+    ),
+    "a key without .input": (
+        plan(input_plan={"layers.0": ("dp",)}),
+        ValueError,
+        f"{CANNOT}: input_plan",
+        "the last part of a key is 'input', and 'layers.0' ends in '0'",
+        "keys: ['layers.0']",
+        "'layers.0.input'",
+    ),
+    "inputs": (
+        plan(input_plan={"layers.*.inputs": ("dp",)}),
+        ValueError,
+        f"{CANNOT}: input_plan",
+        "and 'layers.*.inputs' ends in 'inputs'",
+        "keys: ['layers.*.inputs']",
+        "'layers.*.input'",
+    ),
+    "Output": (
+        plan(output_plan={"Output": ("dp",)}),
+        ValueError,
+        f"{CANNOT}: output_plan",
+        "and 'Output' ends in 'Output'",
+        "keys: ['Output']",
+        "'output'",
+    ),
+    "an input among outputs": (
+        plan(output_plan={"head.input": ("dp",)}),
+        ValueError,
+        f"{CANNOT}: output_plan",
+        "and 'head.input' ends in 'input'",
+        "keys: ['head.input']",
+        "'head.output'",
+    ),
+    # layouts
+    "()": (weight(()), ValueError, PLANNED, "() is no layout: it has no entries", "given: ()", ONE),
+    "mixed": (
+        weight((Shard(0), "tp")),
+        ValueError,
+        PLANNED,
+        "placements and axis names are mixed ('tp' is no placement)",
+        "given: (Shard(dim=0), 'tp')   mesh: dp=2, tp=2",
+        ONE,
+    ),
+    "placements and None": (weight((Shard(0), None)), ValueError, PLANNED, "(None is no placement)", "given", ONE),
+    "a str": (weight("tp"), ValueError, PLANNED, "a layout is a tuple of them: ('tp',)", "given: 'tp'", ONE),
+    "a placement": (weight(Shard(0)), ValueError, PLANNED, "a tuple of them: (Shard(dim=0),)", "given: Shard", ONE),
+    "an int": (weight(3), ValueError, PLANNED, "a int is no layout", "given: 3", ONE),
+    "True": (weight(True), ValueError, PLANNED, "a bool is no layout", "given: True", ONE),
+    "a set": (weight({"tp"}), ValueError, PLANNED, "a set is no layout", "given: {'tp'}", ONE),
+    "ints": (weight((1, 2)), ValueError, PLANNED, "an axis name, a tuple of names, or None", "given: (1, 2)", ONE),
+    "a list of names": (
+        weight(["tp", "None"]),
+        ValueError,
+        PLANNED,
+        "a parameter has one layout",
+        "given: ['tp', 'None']",
+        "('tp', 'None'), a tuple",
+    ),
+    "a dict for a parameter": (
+        weight({"x": ("tp",)}),
+        ValueError,
+        PLANNED,
+        "a parameter has one layout",
+        "given: {'x': ('tp',)}",
+        '("tp", "None")',
+    ),
+    "two layouts for a parameter": (
+        weight(((Shard(0), Replicate()), (Replicate(), Shard(1)))),
+        ValueError,
+        PLANNED,
+        "it holds several layouts, and there is one tensor",
+        "given: ((Shard",
+        ONE,
+    ),
+    "an axis misspelt": (
+        weight(("tpp", "None")),
+        ValueError,
+        f"{PLANNED}: cannot split dim 0 over 'tpp'",
+        "no axis is called 'tpp'",
+        "mesh: dp=2, tp=2",
+        "'tp'",
+    ),
+    "an axis twice": (
+        weight(("tp", "tp")),
+        ValueError,
+        f"{PLANNED}: cannot split dim 1 over 'tp'",
+        "axis 'tp' already splits dim 0",
+        "layout: ('tp', 'tp')",
+        '"None" in one of the two places',
+    ),
+    "too few placements": (
+        weight((Shard(0),)),
+        ValueError,
+        PLANNED,
+        "there are 1 placements for 2 axes",
+        "placements: (Shard(dim=0),)   mesh: dp=2, tp=2",
+        "one for each of dp, tp",
+    ),
+    "more entries than dims": (
+        weight(("tp", "None", "None")),
+        ValueError,
+        PLANNED,
+        "the layout is for more dims than the 2 of parameter 'head.weight'",
+        "layout: ('tp', 'None', 'None')",
+        "one entry per dim",
+    ),
+    "a pending parameter": (
+        weight((Partial(), Replicate())),
+        ValueError,
+        PLANNED,
+        "parameter 'head.weight' would be shares of a sum",
+        "pending sum over dp",
+        "a layout without pending reductions: split, or whole",
+    ),
+    "a layout of another mesh": (
+        weight(Layout((4,), ("tp",))("tp")),
+        ValueError,
+        PLANNED,
+        "the layout is for another mesh",
+        "layout: (tp) on tp=4   mesh: dp=2, tp=2",
+        "a layout on the mesh given, or names, which are read on it",
+    ),
+    "a mesh for a layout": (
+        weight(MESH),
+        ValueError,
+        PLANNED,
+        "the layout is a mesh without an assignment",
+        "layout: (no assignment) on dp=2, tp=2",
+        ONE,
+    ),
+    "a tuple of tuples of names for several layouts": (
+        entry((("dp", "None"), ("None", "tp"))),
+        ValueError,
+        f"{INPUTS}: cannot split dim 0 over 'None'",
+        '"None" is no axis',
+        "layout: (('dp', 'None'), ('None', 'tp'))",
+        "one entry per dim, without the inner brackets: ('dp', 'None'); "
+        "[('dp', 'None'), ('None', 'tp')], a list, for several layouts",
+    ),
+    "a list for one layout": (
+        entry(["dp", "None"]),
+        ValueError,
+        INPUTS,
+        "a list holds one layout per tensor, and 'dp' is one entry of a layout",
+        "given: ['dp', 'None']",
+        "('dp', 'None') for one layout, [('dp', 'None')] for one in a list",
+    ),
+    "an empty list": (entry([]), ValueError, INPUTS, "it is empty", "given: []", ONE),
+    "an empty dict": (
+        entry({}),
+        ValueError,
+        INPUTS,
+        "it is empty",
+        "given: {}",
+        '{"x": ("dp", "None")}, a layout for each name',
+    ),
+    "a number for a name": (
+        entry({0: ("dp",)}),
+        ValueError,
+        INPUTS,
+        "a name is a str, and 0 is a int",
+        "given: {0: ('dp',)}",
+        '{"x": ("dp", "None")}, a layout for each name',
+    ),
+    "an axis misspelt under a name": (
+        entry({"x": ("dq",)}),
+        ValueError,
+        f"{INPUTS} ('x'): cannot split dim 0 over 'dq'",
+        "no axis is called 'dq'",
+        "mesh: dp=2, tp=2",
+        "'dp'",
+    ),
+    # arguments
+    "an argument misspelt": (
+        entry({"msak": ("dp",)}),
+        ValueError,
+        OF_LAYER,
+        "the signature has no argument 'msak'",
+        "signature: (x, mask=None, *, scale=1.0)",
+        "'mask'",
+    ),
+    "more layouts than arguments": (
+        entry([("dp",), None, ("tp",)]),
+        ValueError,
+        OF_LAYER,
+        "there are more layouts (3) than arguments by position (2)",
+        "layouts: [(dp), None, (tp)]   signature: (x, mask=None, *, scale=1.0)",
+        "at most one layout per argument, or a dict by name",
+    ),
+    "results that are whole and not": (
+        plan(local_plan={"layers.0": [("dp",), ("dp", "tp")]}),
+        ValueError,
+        "cannot run module 'layers.0' on local tensors",
+        "over axis 'tp' one result is held whole by every rank, and another one is not",
+        "results: [(dp), (dp, tp)]",
+        "the same along that axis, or one module for each result",
+    ),
+}
+
+MISTAKES_WITH_FUNCTIONS = {
+    "parameters": (
+        plan(plan={"w": ("tp",)}),
+        ValueError,
+        CANNOT,
+        "'function' is a function, which has no parameters or modules, and plan is given",
+        "plan: {'w': ('tp',)}",
+        'input_plan={"input": ...} and output_plan={"output": ...}',
+    ),
+    "return_local_tensor": (
+        plan(return_local_tensor=[""]),
+        ValueError,
+        CANNOT,
+        "and return_local_tensor is given",
+        "return_local_tensor: ['']",
+        'input_plan={"input": ...} and output_plan={"output": ...}',
+    ),
+    "local_plan": (
+        plan(local_plan={"": ("tp",)}),
+        ValueError,
+        CANNOT,
+        "and local_plan is given",
+        "local_plan: {'': ('tp',)}",
+        'input_plan={"input": ...} and output_plan={"output": ...}',
+    ),
+    "a path": (
+        plan(input_plan={"x.input": ("tp",)}),
+        ValueError,
+        f"{CANNOT}: input_plan",
+        "'x.input' is for a module inside, and there is none",
+        "modules: none",
+        "'input', for the whole",
+    ),
+    "an argument by its name": (
+        plan(input_plan={"input": {"x": ("tp",)}}),
+        ValueError,
+        OF_F,
+        "argument 'x' is given by position only",
+        "signature: (x, /, y, *, k=None)",
+        "a list of layouts by position, that of 'x' at index 0",
+    ),
+    "an argument misspelt": (
+        plan(input_plan={"input": {"z": ("tp",)}}),
+        ValueError,
+        OF_F,
+        "the signature has no argument 'z'",
+        "signature: (x, /, y, *, k=None)",
+        "one of 'y', 'k'",
+    ),
+    "no plan": (None, TypeError, CANNOT, "the plan is a NoneType", "given: None", "ShardingPlan(plan={...})"),
+}
+
+
+def refuse(make, given, kind, asked, blame, seen, hint, shape):
+    """On every rank: the message has its four parts, and the model is as it was."""
+    model = make()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    before = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    with pytest.raises(kind) as caught:
+        shard_module(model, mesh, given)
+    message = str(caught.value)
+    first, *middle, last = message.split("\n")
+    assert type(caught.value) is kind
+    assert first.startswith(f"{asked}: "), message
+    assert blame in first, message
+    assert seen in "\n".join(middle), message
+    assert last.startswith(f"  try: {hint}"), message
+    if isinstance(model, nn.Module):
+        assert all(param is before[name] for name, param in model.named_parameters())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+CASES = [(name, Model, *rest) for name, rest in MISTAKES.items()] + [
+    (f"function: {name}", lambda: function, *rest) for name, rest in MISTAKES_WITH_FUNCTIONS.items()
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_a_mistake_is_explained_before_anything_is_sent(case):
+    with sim.world(4) as world:
+        world.run(refuse, args=(*case[1:], (2, 2)))
+        assert world.trace.bytes() == 0
+
+
+ON_ONE_RANK = [
+    "a dict", "a field that is a list", "a parameter misspelt", "a glob that matches nothing", "inputs", "()", "mixed",
+    "an axis misspelt", "more entries than dims", "an argument misspelt", "more layouts than arguments",
+    "function: parameters", "function: an argument misspelt", "function: no plan",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in ON_ONE_RANK], ids=lambda case: case[0])
+def test_the_checks_come_first_on_one_rank_too(case):
+    _, make, given, kind, asked, blame, *_ = case
+    sim.run(refuse, world_size=1, args=(make, given, kind, asked, blame, "", "", (1, 1)))
+
+
+def test_on_one_rank_the_model_is_returned_as_it_is():
+    def body():
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        model = Model()
+        before = dict(model.named_parameters())
+        everything = plan(
+            plan={"**.weight": ("tp",)},
+            input_plan={"input": ("dp",)},
+            output_plan={"output": ("dp",)},
+            return_local_tensor=["head"],
+            local_plan={"layers.*": ("dp",)},
+        )
+        assert shard_module(model, mesh, everything) is model
+        assert all(param is before[name] for name, param in model.named_parameters())
+        assert type(model(torch.ones(2, 8))) is torch.Tensor
+        assert shard_module(function, mesh, plan(input_plan={"input": ("dp",)})) is function
+
+    sim.run(body, world_size=1)
+
+
+# -- models that do not fit ------------------------------------------------------------------------------------------
+
+
+def mesh_of():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    shard_module(model, mesh_of(), plan(plan={"0.weight": ("tp", "None"), "1.weight": ("None", "tp")}))
+
+
+def one_module_twice():
+    layer = nn.Linear(4, 4)
+    given = plan(input_plan={"0.input": ("tp", "None"), "1.input": ("None", "tp")})
+    shard_module(nn.Sequential(layer, layer), mesh_of(), given)
+
+
+def wrapped_before():
+    model = Model()
+    fully_shard(model.layers[0])
+    shard_module(model, mesh_of(), plan(plan={"layers.0.w1.weight": ("tp",)}))
+
+
+def on_another_mesh():
+    model, mesh = Model(), mesh_of()
+    shard_module(model, mesh["tp"], plan(plan={"head.weight": ("tp",)}))
+    shard_module(model, mesh, plan(plan={"head.weight": ("dp",)}))
+
+
+MODELS = {
+    "a str": (
+        lambda: shard_module("model", mesh_of(), plan()),
+        TypeError,
+        "model is a str, not a module or a function",
+        "shard_module(model, mesh, plan)",
+    ),
+    "a layout for a mesh": (
+        lambda: shard_module(Model(), MESH, plan()),
+        TypeError,
+        "device_mesh is a Layout, not a DeviceMesh",
+        'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
+    ),
+    "plan and mesh in the wrong order": (
+        lambda: shard_module(Model(), plan(), mesh_of()),
+        TypeError,
+        "device_mesh is a ShardingPlan, not a DeviceMesh",
+        'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
+    ),
+    "two layouts for one parameter": (
+        tied,
+        ValueError,
+        "'1.weight' and '0.weight' are one parameter, and the plan has two layouts for it",
+        "the same layout for both, or one of them only",
+    ),
+    "two plans for one module": (
+        one_module_twice,
+        ValueError,
+        "'1' and '0' are one module, and the plan says different things of it",
+        "one of the two",
+    ),
+    "fully_shard first": (
+        wrapped_before,
+        ValueError,
+        "fully_shard or hsdp has parameter 'layers.0.w1.weight' already, with module 'layers.0'",
+        "shard_module first, fully_shard after it",
+    ),
+    "another mesh first": (
+        on_another_mesh,
+        ValueError,
+        "parameter 'head.weight' is a DTensor on another mesh",
+        "its mesh, or a model whose parameters are whole",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_cannot_be_sharded(name):
+    call, kind, blame, hint = MODELS[name]
+
+    def body():
+        with pytest.raises(kind, match=re.escape(blame)) as caught:
+            call()
+        assert str(caught.value).startswith(f"{CANNOT}: ")
+        assert str(caught.value).endswith(f"  try: {hint}")
+
+    sim.run(body, world_size=4)
+
+
+# -- calls that do not fit -------------------------------------------------------------------------------------------
+
+
+class Returns(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x, *rest):
+        return self.make(x)
+
+
+WHOLE = torch.arange(32.0).reshape(4, 8)
+AS_A_LIST, ROWS = ("list", 2), ("dp", "None")
+
+# fields of the plan; what the model makes of its input; arguments; what is asked, to blame, seen, tried
+CALLS = {
+    "one layout for two results": (
+        {"output_plan": {"output": ROWS}},
+        lambda x: (x, x),
+        1,
+        "cannot lay out the output of the model: it is a tuple of 2, and the layouts are for something else",
+        "layouts: (dp, -)",
+        "a list of 2 layouts",
+    ),
+    "one layout too few": (
+        {"output_plan": {"output": [ROWS]}},
+        lambda x: [x, x],
+        1,
+        "cannot lay out the output of the model: it is a list of 2, and the layouts are for something else",
+        "layouts: [(dp, -)]",
+        "a list of 2 layouts",
+    ),
+    "a list for one result": (
+        {"output_plan": {"output": [ROWS]}},
+        lambda x: x,
+        1,
+        "cannot lay out the output of the model: it is a DTensor, and the layouts are for something else",
+        "layouts: [(dp, -)]",
+        "one layout",
+    ),
+    "a name that is not returned": (
+        {"output_plan": {"output": {"hiden": ROWS}}},
+        lambda x: {"hidden": x},
+        1,
+        "cannot lay out the output of the model: it is a dict of 'hidden', and the layouts are for something else",
+        "layouts: {hiden: (dp, -)}",
+        "a dict of layouts by its names",
+    ),
+    "more entries than dims of a result": (
+        {"output_plan": {"output": [None, ("dp", "None", "tp")]}},
+        lambda x: (x, x),
+        1,
+        "cannot lay out the entry 1 of output of the model: ",
+        "entry 2, 'tp', is for a dim that a tensor of ndim 2 does not have",
+        "one entry per dim at most",
+    ),
+    "a list where one tensor was declared": (
+        {"input_plan": {"input": ROWS}},
+        lambda x: x,
+        [1],
+        "cannot lay out the input 'x' of the model: it is a list of 1, and the layouts are for something else",
+        "layouts: (dp, -)",
+        "a list of 1 layouts",
+    ),
+    "fewer arguments than layouts": (
+        {"input_plan": {"input": [ROWS, ROWS, ROWS]}},
+        lambda x: x,
+        1,
+        "cannot lay out the inputs of the model: there are more layouts than arguments: 1 were given",
+        "layouts: [(dp, -), (dp, -), (dp, -)]",
+        "1 layouts, or 2 arguments",
+    ),
+    "more entries than dims of an argument": (
+        {"input_plan": {"input": ("None", "None", "tp")}},
+        lambda x: x,
+        1,
+        "cannot lay out the input 'x' of the model: ",
+        "entry 2, 'tp', is for a dim that a tensor of ndim 2 does not have",
+        "one entry per dim at most",
+    ),
+    "a local module that returns DTensors": (
+        {"local_plan": {"": ROWS}},
+        lambda x: distribute_tensor(WHOLE, mesh_of(), ROWS, src_data_rank=None),
+        1,
+        "cannot take the output of the model as a local part: it is a DTensor already",
+        "layout: (dp, -)",
+        "no local_plan for a module that returns DTensors",
+    ),
+    "a local module whose parts are none": (
+        {"local_plan": {"": ("tp", "None")}},
+        lambda x: x[: 1 + 2 * (torch.distributed.get_rank() % 2)],
+        1,
+        "cannot take the output of the model as a local part: the parts add up to (4, 8), of which rank 0 would have",
+        "rank 1: (3, 8)",
+        "a layout that the parts have, with dims split as torch.chunk does it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_does_not_fit_a_call(name):
+    fields, make, given, first, seen, hint = CALLS[name]
+
+    def body():
+        mesh = mesh_of()
+        model = shard_module(Returns(make), mesh, plan(**fields))
+        x = distribute_tensor(WHOLE, mesh, (None,), src_data_rank=None)
+        with pytest.raises(ValueError, match=re.escape(first)) as caught:
+            model([x] if isinstance(given, list) else x)
+        message = str(caught.value)
+        assert seen in message, message
+        assert message.split("\n")[-1].startswith(f"  try: {hint}"), message
+
+    sim.run(body, world_size=4)
+
+
+def test_parts_that_differ_are_not_wrapped():
+    def body():
+        model = shard_module(Returns(lambda x: x), mesh_of(), plan(input_plan={"input": ROWS}, wrap_inputs=True))
+        with pytest.raises(ValueError, match=r"cannot lay out the input 'x' of the model: .* the parts have different"):
+            model(WHOLE[: torch.distributed.get_rank() + 1])
+        with pytest.raises(ValueError, match="cannot lay out the input 'x' of the model"):
+            model(WHOLE[0])
+
+    sim.run(body, world_size=4)
+
+
+def test_the_hints_work_when_they_are_followed():
+    def body():
+        mesh = mesh_of()
+        for given in (
+            plan(plan={"layers.0.w1.weight": ("tp", "None"), "layers.0.*.weight": ("dp",), "**.w2.weight": ("tp",)}),
+            plan(input_plan={"**.*.w1.input": ("dp", "None"), "layers.0.input": [("dp", "None")]}),
+            plan(input_plan={"layers.0.input": {"mask": ("dp", "None")}}, return_local_tensor=["head"]),
+            plan(plan={"head.weight": MESH("tp", "None")}, output_plan={"head.output": ("dp", "None")}),
+        ):
+            shard_module(Model(), mesh, given)
+        shard_module(function, mesh, plan(input_plan={"input": [("dp",), None]}))
+        wrapped = from_local(torch.ones(2, 8), mesh, ROWS)
+        assert tuple(wrapped.shape) == (4, 8)
+
+    sim.run(body, world_size=4)
