@@ -1,5 +1,7 @@
-"""Small, readable reference models."""
+"""Small, readable reference models, and ready plans for them and for models of transformers."""
 
+from hyper_parallel.models.huggingface import huggingface_plan, parallelize_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.plans import llama_loss, llama_plan
 
-__all__ = ["Llama", "LlamaConfig"]
+__all__ = ["Llama", "LlamaConfig", "huggingface_plan", "llama_loss", "llama_plan", "parallelize_huggingface"]
