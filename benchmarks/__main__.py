@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import engine, engine_counts, links, redistribute, simulator, wrapping
+from benchmarks import engine, engine_counts, links, redistribute, shard, simulator, verify, wrapping
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
@@ -60,6 +60,10 @@ def _wrapping() -> dict[str, str]:
     return {"wrapping": f"{_conditions()}.\n\n{wrapping.table()}"}
 
 
+def _shard() -> dict[str, str]:
+    return {"shard": f"{_conditions()}, fp32, fused AdamW.\n\n{shard.table()}"}
+
+
 def _redistribute() -> dict[str, str]:
     planning = redistribute.planning_table()
     _, gloo = redistribute.on_gloo(4)
@@ -85,6 +89,10 @@ def _step() -> dict[str, str]:
     return {"step": f"{_conditions()}, fp32, fused AdamW.\n\n{simulator.step_table()}"}
 
 
+def _verify() -> dict[str, str]:
+    return {"verify": f"{_conditions()}; the median of {verify.ROUNDS} proofs.\n\n{verify.table()}"}
+
+
 def _links() -> dict[str, str]:
     return {"links": f"{_conditions()}.\n\n{links.table()}"}
 
@@ -93,8 +101,10 @@ PARTS = {
     "engine": _engine,
     "counts": _counts,
     "wrapping": _wrapping,
+    "shard": _shard,
     "redistribute": _redistribute,
     "links": _links,
+    "verify": _verify,
     "reduce": _reduce,
     "start": _start,
     "step": _step,

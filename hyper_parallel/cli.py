@@ -5,8 +5,10 @@ This is the one place that may import `sim`, and only where something is simulat
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_me
 from hyper_parallel.core.redistribute import plan as plan_redistribution
 from hyper_parallel.core.redistribute import topology
 from hyper_parallel.core.redistribute.show import show
+from hyper_parallel.core.shard.plan_file import plan_text
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.config_file import load_config
@@ -41,6 +44,7 @@ from hyper_parallel.trainer.report import (
     traffic_table,
 )
 from hyper_parallel.trainer.trainer import train as train_rank
+from hyper_parallel.trainer.verify import LlamaSizes, Subject, llama_subject, own_subject, painted
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -175,6 +179,90 @@ def plan(
     _console().print(drawn)
 
 
+@app.command()
+def verify(
+    model: Annotated[
+        str, typer.Option(help="llama, or module:function of your own, where the function returns the model.")
+    ] = "llama",
+    mesh: Annotated[str, typer.Option(help="Axes and their sizes, the last one fastest.")] = "dp=2,tp=4",
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="TOML file, see --show-plan; default: the plan that ships with llama.")
+    ] = None,
+    parallelize: Annotated[
+        str | None, typer.Option(help="module:function, called with model and mesh, in place of a plan.")
+    ] = None,
+    show_plan: Annotated[
+        bool, typer.Option("--show-plan", help="Print the plan as TOML, and compare nothing.")
+    ] = False,
+    layers: Annotated[int, typer.Option(help="Blocks of the llama.")] = 2,
+    hidden: Annotated[int | None, typer.Option(help="Width of its residual stream.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: at least two per rank along tp.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Number of tokens.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences, over all ranks together.")] = None,
+    tied: Annotated[bool, typer.Option("--tied", help="The embedding is the head, too.")] = False,
+    tp: Annotated[str, typer.Option(help="Axis that splits heads, width and vocabulary; None: none does.")] = "tp",
+    sequence_parallel: Annotated[bool, typer.Option(help="Split the residual stream over the sequence.")] = True,
+    vocab_parallel: Annotated[bool, typer.Option(help="Split embedding and head.")] = True,
+    dtensors: Annotated[bool, typer.Option("--dtensors", help="Compute on DTensors, not on local tensors.")] = False,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="Argument of a model of your own: 4,16 floats, 4,16:100 numbers below 100."),
+    ] = None,
+    input_layout: Annotated[
+        list[str] | None, typer.Option(help="Which part of an argument a rank has: dp,None; default: as the plan says.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="What ranks compute in: float64, or float32.")] = "float64",
+    seed: Annotated[int, typer.Option(help="Of weights, inputs and simulated interleaving.")] = 0,
+    everything: Annotated[bool, typer.Option("--all", help="Print all tensors, not only the wrong ones.")] = False,
+) -> None:
+    """Prove on simulated ranks that a plan computes what one device computes; else name the first module that errs.
+
+    hyper-parallel verify --show-plan > plan.toml; hyper-parallel verify --plan plan.toml
+
+    Exit code 0: right; 1: the plan is wrong, or ranks failed; 2: a mistake in what was asked.
+    """
+    with _before_ranks_start():
+        subject: Subject
+        if model == "llama":
+            if inputs or parallelize is not None:
+                raise ValueError(
+                    f"cannot verify the llama: {'--input' if inputs else '--parallelize'} is for a model of your own\n"
+                    f"  --model {model}\n  try: --model module:function, or --batch and --seq-len, or --plan"
+                )
+            subject = llama_subject(
+                mesh,
+                LlamaSizes(layers, hidden, heads, kv_heads, vocab, seq_len, batch, tied),
+                plan_path=plan_file,
+                tp=tp,
+                options={
+                    "sequence_parallel": sequence_parallel,
+                    "vocab_parallel": vocab_parallel,
+                    "local": not dtensors,
+                },
+                input_layouts=input_layout or (),
+                dtype=dtype,
+                seed=seed,
+            )
+        else:
+            subject = own_subject(
+                model,
+                mesh,
+                inputs or (),
+                plan_path=plan_file,
+                parallelize=parallelize,
+                input_layouts=input_layout or (),
+                dtype=dtype,
+                seed=seed,
+            )
+        if show_plan:
+            _console().file.write(plan_text(subject.shown_plan(), subject.mesh))
+            raise typer.Exit()
+        correct = _verify(_console(), subject, everything)
+    raise typer.Exit(0 if correct else FAILURE)
+
+
 @app.command(
     add_help_option=False,  # sim's own parser has the options, and shows them
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
@@ -210,6 +298,36 @@ def _run_simulated(console: Console, title: str, run: Config, world_size: int) -
         return results[0], list(world.trace.by_axis())
 
 
+def _verify(console: Console, subject: Subject, everything: bool) -> bool:
+    """Compare the ranks with one device, and print the report; return whether all is well."""
+    from sim import SimError, verify_plan
+
+    console.print("\n".join(subject.lines()))
+    console.file.flush()
+    start = time.perf_counter()
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
+    try:
+        with _one_thread():
+            report = verify_plan(
+                subject.model_fn,
+                subject.inputs,
+                subject.mesh,
+                subject.plan,
+                parallelize=subject.parallelize,
+                input_layouts=subject.input_layouts,
+                dtype=subject.dtype,
+                seed=subject.seed,
+            )
+    except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
+        told = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
+        _error_console().print(f"[red]the ranks failed:[/red] {escape(told)}")
+        return False
+    console.print()
+    console.print(painted(report.table(verbose=everything)))
+    console.print(f"took {time.perf_counter() - start:.1f} s")
+    return report.ok
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Compute on one core, as each simulated rank does: the comparison is then the same on every machine."""
@@ -233,7 +351,7 @@ def _before_ranks_start() -> Iterator[None]:
         if isinstance(error, TypeError) and "\n  try: " not in str(error):
             raise  # a mistake of ours, and not in what was asked
         if _is_first_rank():  # every rank finds the same mistake
-            Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+            _error_console().print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(USER_ERROR) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -246,7 +364,7 @@ def _while_ranks_run(left: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if _is_first_rank():
-            Console(stderr=True, soft_wrap=True).print(f"interrupted; {left}", highlight=False)
+            _error_console().print(f"interrupted; {escape(left)}")
         raise typer.Exit(INTERRUPTED) from None
     except Exception:
         traceback.print_exc()
@@ -293,7 +411,12 @@ def _is_first_rank() -> bool:
 
 def _console() -> Console:
     """Write to the real stdout from the first rank; the others stay silent."""
-    return Console(file=sys.stdout, quiet=not _is_first_rank(), highlight=False, markup=False, soft_wrap=True)
+    quiet = not _is_first_rank()
+    return Console(file=sys.stdout, quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def _error_console() -> Console:
+    return Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _describe(console: Console, run: Config, sim: int | None) -> None:

@@ -161,8 +161,7 @@ def _plan(
     streams.add_along(plan, ("model.layers.*", *norms))
     streams.add_shares(plan, "model.layers.*.self_attn", {"hidden_states": streams.whole}, several=True)
     streams.add_shares(plan, "model.layers.*.mlp", streams.whole)
-    tied = parameters["model.embed_tokens.weight"] is parameters["lm_head.weight"]
-    streams.add_embedding(plan, "model.embed_tokens", split=vocab_parallel, tied=tied)
+    streams.add_embedding(plan, "model.embed_tokens", split=vocab_parallel)
     axis = streams.tp or "None"
     add_entries(plan, plan={"lm_head.weight": (axis if vocab_parallel else "None", "None")})
     streams.add_head(plan, "lm_head", split=vocab_parallel, logits=logits)

@@ -34,6 +34,7 @@ MeshLike = DeviceMesh | Layout | Mapping[str, int] | str
 """What has axes with names and sizes: a mesh, a layout of one, {"dp": 2, "tp": 4}, "dp=2,tp=4"."""
 
 LOGITS = ("split", "whole", "local")
+EMBEDDINGS = ("vocabulary", "width")
 
 
 def llama_plan(
@@ -44,6 +45,7 @@ def llama_plan(
     dp: str | Sequence[str] | None = None,
     sequence_parallel: bool = True,
     vocab_parallel: bool = True,
+    embedding: str = "vocabulary",
     logits: str = "split",
     local: bool = True,
 ) -> ShardingPlan:
@@ -75,8 +77,10 @@ def llama_plan(
         tp: the axis that splits heads, inner width and vocabulary; None: no axis does.
         dp: the axis, or axes, that split the batch. Default: all others.
         sequence_parallel: split the residual stream over the sequence, along tp; its length need not divide evenly.
-        vocab_parallel: split embedding and head. The head by tokens of the vocabulary, the embedding by its width,
-            which needs no masks; where they are one parameter, both by tokens.
+        vocab_parallel: split embedding and head over the vocabulary.
+        embedding: "vocabulary": split it with the head; every rank looks up the tokens it has rows of. "width": split
+            it by its width, which moves fewer bytes (an all_to_all in place of a reduce_scatter, or an all_gather in
+            place of an all_reduce); not where head and embedding are one parameter.
         logits: "split": as the head computes them, for `llama_loss`. "whole": gathered over tp. "local": gathered, and
             a plain tensor of this rank's rows.
         local: let modules compute on local tensors (see `ShardingPlan.local_plan`); False: only attention, which not
@@ -93,6 +97,11 @@ def llama_plan(
         hint = "llama_plan(model, mesh); huggingface_plan(model, mesh) for a model of transformers"
         raise TypeError(explain(asked, blame, f"model: {type(model)!r}", hint))
     check_choice(asked, "logits", logits, LOGITS)
+    check_choice(asked, "embedding", embedding, EMBEDDINGS)
+    if embedding == "width" and config.tie_embeddings:
+        blame = "the embedding is the head's weight too, which is split over the vocabulary"
+        seen = "tie_embeddings: True   embedding: 'width'"
+        raise ValueError(explain(asked, blame, seen, 'embedding="vocabulary"'))
     streams = Streams.on(asked, mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}
     check_heads(asked, heads, streams)
@@ -111,7 +120,7 @@ def llama_plan(
     streams.add_along(plan, ("layers.*", "layers.*.attention_norm", "layers.*.mlp_norm", "norm"))
     streams.add_shares(plan, "layers.*.attention", streams.whole)
     streams.add_shares(plan, "layers.*.mlp", streams.whole)
-    streams.add_embedding(plan, "embed", split=vocab_parallel, tied=config.tie_embeddings)
+    streams.add_embedding(plan, "embed", split=vocab_parallel, by_width=embedding == "width")
     streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
     if not local:
         plan.local_plan = {"layers.*.attention": streams.pending}
@@ -228,10 +237,10 @@ class Streams:
         produced: Any = [self.pending, None] if several else self.pending
         add_module(plan, path, inputs, produced, [self.residual, None] if several else self.residual)
 
-    def add_embedding(self, plan: ShardingPlan, path: str, *, split: bool, tied: bool) -> None:
-        """Look tokens up in a table that is split by its width; one that is the head's too is split by its rows."""
+    def add_embedding(self, plan: ShardingPlan, path: str, *, split: bool, by_width: bool = False) -> None:
+        """Look tokens up in a table that is split over the vocabulary, or by its width."""
         tokens, axis = (self.rows, "None"), self.tp or "None"
-        if split and tied:
+        if split and not by_width:
             add_entries(plan, plan={f"{path}.weight": (axis, "None")})
             add_module(plan, path, tokens, self.pending, self.residual)
         else:

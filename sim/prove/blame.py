@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,14 @@ from sim.prove.report import Row
 
 __all__ = ["Event", "Graph", "first_bug", "innermost", "leaf", "nodes_of", "row_of", "settle", "title_of"]
 
-_VERDICTS = {"pending": "pending", "absent": "skipped", "missing": "skipped", "wrong": "bug", "unexplained": "bug"}
+_VERDICTS = {
+    "pending": "pending",
+    "private": "private",
+    "absent": "skipped",
+    "missing": "skipped",
+    "wrong": "bug",
+    "unexplained": "bug",
+}
 
 
 @dataclass
@@ -74,19 +82,23 @@ def settle(events: Sequence[Event], later: Callable[[Event, Event], bool]) -> li
     """Return the rows of events, forgiving what does no harm, with the place to blame marked as a bug.
 
     A tensor that nothing explains, and from which something right is computed, is a module's private matter. Where a
-    tensor is wrong, and parts of a sum on the way to it were never added up, those are to blame.
+    tensor is wrong, and parts of a sum on the way to it were never added up, those are to blame. They were added up, in
+    whatever way, where all ranks came to hold the same.
 
     Args:
         events: in the order in which they happen.
         later: whether the second of two events is computed from the first.
     """
     rows = [row_of(event) for event in events]
-    right = [at for at, event in enumerate(events) if event.finding.status == "right"]
+    # What is zero, but for rounding, comes out right whatever went wrong before it.
+    right = [at for at, event in enumerate(events) if event.finding.status == "right" and not event.finding.is_zero]
     ends = [event.finding.status for event in events if event.final]
     ends_well = bool(ends) and all(status == "right" for status in ends)
     for at, event in enumerate(events):
-        healed = event.finding.status == "unexplained" and not event.final and (
-            any(other > at and later(event, events[other]) for other in right) if event.nodes else ends_well
+        healed = (
+            event.finding.status == "unexplained"
+            and not event.final
+            and (any(other > at and later(event, events[other]) for other in right) if event.nodes else ends_well)
         )
         if healed:
             rows[at] = replace(rows[at], verdict="private", suggestion="")
@@ -98,9 +110,30 @@ def settle(events: Sequence[Event], later: Callable[[Event, Event], bool]) -> li
             continue
         if any(at < other and later(events[at], events[other]) for other in right):
             continue
-        rows[at] = _to_blame(events[at], rows[at], events[bug])
+        reduced = [e for e in range(at, bug + 1) if _was_reduced(events[at], events[e])]
+        reduced = [e for e in reduced if e == bug or (later(events[at], events[e]) and later(events[e], events[bug]))]
+        if not reduced:
+            rows[at] = _to_blame(events[at], rows[at], events[bug])
+        elif reduced[0] != bug:
+            rows[reduced[0]] = _divided(rows[reduced[0]], events[reduced[0]], events[bug])
         break
     return rows
+
+
+def _was_reduced(event: Event, other: Event) -> bool:
+    """Whether all ranks hold the same of a tensor, along the axes along which another one is pending."""
+    found = event.finding.found
+    return found is not None and found.is_partial() and set(found.partial) <= set(other.finding.alike)
+
+
+def _divided(row: Row, event: Event, harmed: Event) -> Row:
+    """Blame equal copies that would be right if they were added up."""
+    found = event.finding.found
+    assert found is not None
+    axes = " and ".join(found.partial)
+    copies = math.prod(found.mesh_shape[found.alias_name.index(name)] for name in found.partial)
+    sentence = f"every part is 1/{copies} of what it should be: averaged once too often over {axes!r}"
+    return replace(row, verdict="bug", sentence=f"{sentence}; and {harmed.place} is wrong")
 
 
 def _to_blame(event: Event, row: Row, harmed: Event) -> Row:

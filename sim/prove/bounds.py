@@ -12,7 +12,7 @@ from sim.prove.bound import SAFETY
 from sim.prove.fits import gap, unit_roundoff
 from sim.prove.sides import Side
 
-__all__ = ["Bounds"]
+__all__ = ["Bounds", "largest"]
 
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
 
@@ -43,7 +43,7 @@ class Bounds:
         """Return the bound for one tensor."""
         size = self._sizes.get(id(whole))
         if size is None:
-            size = self._sizes[id(whole)] = _largest(whole)
+            size = self._sizes[id(whole)] = largest(whole)
         tiny = torch.finfo(torch.float64).tiny
         return max(SAFETY * self._moves.get(name, 0.0), _FEW * self._unit * size, tiny)
 
@@ -58,6 +58,8 @@ def _tensors(side: Side) -> Iterator[tuple[Any, torch.Tensor]]:
     for name, grad in side.gradients.items():
         if grad is not None:
             yield ("gradient", name), grad
+    for name, tensor in side.changed_buffers.items():
+        yield ("changed buffer", name), tensor
     for step, update in enumerate(side.updates):
         for name, tensor in update.items():
             yield ("update", step, name), tensor
@@ -72,7 +74,7 @@ def _furthest(one: torch.Tensor, other: torch.Tensor) -> float:
     return move if math.isfinite(move) else 0.0
 
 
-def _largest(whole: torch.Tensor) -> float:
+def largest(whole: torch.Tensor) -> float:
     """Return the largest finite magnitude."""
     if not whole.numel() or not whole.is_floating_point():
         return 0.0

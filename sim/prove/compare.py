@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -12,16 +12,19 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.errors import ranks_phrase
+from sim.prove.arranged import Order, furthest, order_of
 from sim.prove.blame import Event, Graph, first_bug, innermost, leaf, nodes_of, row_of, settle, title_of
-from sim.prove.bounds import Bounds
+from sim.prove.bounds import Bounds, largest
 from sim.prove.declared import Declarations
-from sim.prove.judge import Finding, Judge, absent, pending_words, short
+from sim.prove.judge import Finding, Judge, absent, pending_words, short, spelling
 from sim.prove.randomness import masks_problem
 from sim.prove.record import Entry, Key, spread_layout
 from sim.prove.report import Report, Row
 from sim.prove.sides import Side, Task
 
 __all__ = ["Comparison"]
+
+_MOST_ADDENDS = 16
 
 
 class Comparison:
@@ -46,6 +49,12 @@ class Comparison:
         self._graph = Graph()
         self._forward: dict[Key, Finding] = {}
         self._parameters: dict[str, Finding] = {}
+        self._orders: dict[str, Order] = {}
+        self.stopped = False  # forward has not come to its end on all ranks
+        self._buffers: dict[str, Finding] = {}
+        self._events: list[Event] = []
+        self._keys: list[Key] = []  # of the boundaries in forward, in order
+        self._private: set[Key] = set()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -68,13 +77,39 @@ class Comparison:
         said = {rank: (entry.layout, entry.known) for rank, entry in held.items()}
         parts = {rank: entry.value for rank, entry in held.items()}
         bound = self.bounds.of(("value", mine.key), mine.value)
-        shapes = {entry.shape for entry in held.values() if entry.layout is not None}
+        every = len(self.task.mesh.alias_name)  # a DTensor on a slice of the mesh may be a part itself
+        shapes = {entry.shape for entry in held.values() if entry.layout is not None and len(entry.known) == every}
         if len(shapes) == 1 and shapes != {mine.shape}:
             found = self._judge(parts, mine.value, bound, {}, None)
             told = f"the ranks take it for parts of a tensor of shape {shapes.pop()}, and that has {mine.shape}"
             declared = next(spread_layout(entry.layout, entry.known) for entry in held.values() if entry.layout)
-            return replace(found, status="wrong", declared=declared, sentence=told, error=math.inf, ratio=math.inf)
-        return self._judge(parts, mine.value, bound, said, self.declared.of(mine.key, mine.title))
+            whole = [
+                name
+                for name, value in self.task.inputs.items()
+                if isinstance(value, torch.Tensor) and name not in self.task.cuts
+            ]
+            hint = f"declare {spelling(found.found)}" if found.found is not None else ""
+            if whole:
+                hint = f"input_layouts={{{whole[0]!r}: ...}}, as each rank was given the whole of it"
+            return replace(
+                found, status="wrong", declared=declared, sentence=told, suggestion=hint, error=math.inf, ratio=math.inf
+            )
+        layout = self.declared.of(mine.key, mine.title)
+        return self._judge(parts, mine.value, bound, said, layout, lambda: self._addends(mine))
+
+    def _addends(self, mine: Entry) -> dict[str, torch.Tensor]:
+        """Return what may have been added once per rank: what went into a module and into those within it."""
+        if mine.key.side != "output":
+            return {}
+        prefix = f"{mine.key.path}." if mine.key.path else ""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for key, entry in self.base.recorder.entries.items():
+            within = key.path == mine.key.path or key.path.startswith(prefix)
+            if key.side == "input" and within and entry.shape == mine.shape and entry.value.is_floating_point():
+                found.setdefault(id(entry.value), (f"the input of {key.path or 'the model'}", entry.value))
+            if len(found) == _MOST_ADDENDS:
+                break
+        return dict(found.values())
 
     def scale(self) -> float:
         """Return how many times larger the gradients of activations are than on one device.
@@ -108,7 +143,13 @@ class Comparison:
             return absent(list(parts), range(len(self.sides)))
         found = self._judge(parts, whole, self.bounds.of("loss", whole), {}, None)
         spread = found.found is not None and set(found.found.partial) <= set(self.task.data_axes)
-        return replace(found, status="right", sentence="") if found.status == "pending" and spread else found
+        if found.status == "pending" and spread:
+            return replace(found, status="right", sentence="")
+        if found.status == "unexplained" and self.task.data_axes:
+            told = "neither the mean nor the sum of the ranks' losses is that of the whole batch"
+            hint = "weigh each rank's loss by its share of the data: a mean over unequal parts is no mean over all"
+            return replace(found, sentence=told, suggestion=hint)
+        return found
 
     def _judge(
         self,
@@ -117,6 +158,7 @@ class Comparison:
         bound: float,
         said: Mapping[int, tuple[Layout | None, tuple[str, ...]]],
         layout: Layout | None,
+        addends: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> Finding:
         """Judge parts by what the ranks' DTensors say, else by a declaration, else by what can be found."""
         spoken = {rank: each for rank, each in said.items() if each[0] is not None}
@@ -134,33 +176,39 @@ class Comparison:
             known = self.task.mesh.alias_name
         memo = (id(whole), tuple(id(parts[rank]) for rank in sorted(parts)), layout, known if layout else ())
         if memo not in self._memo:
-            self._memo[memo] = (
+            found = (
                 self.judge.declared(parts, whole, bound, layout, known)
                 if layout is not None
-                else self.judge.undeclared(parts, whole, bound)
+                else self.judge.undeclared(parts, whole, bound, addends)
             )
+            self._memo[memo] = replace(found, is_zero=largest(whole) <= bound)
         return self._memo[memo]
 
     @cached_property
     def forward_rows(self) -> list[Row]:
         """What the report says of forward."""
-        return settle(self.forward_events(), self._graph.forward)
+        self._events = self.forward_events()
+        rows = settle(self._events, self._graph.forward)
+        self._private = {key for key, row in zip(self._keys, rows, strict=False) if row.verdict == "private"}
+        return rows
 
     def forward_events(self) -> list[Event]:
         """Judge all boundaries, in program order."""
         events, left = [], 0
         for key, entry in self.base.recorder.entries.items():
             found = self.value(key)
-            if found is None:
+            if found is None or (self.stopped and found.status == "absent"):
                 left += 1
                 continue
+            self._keys.append(key)
+            found = self._forward[key] = self._batch_norm(key, found)
             final = key.path == "" and key.side == "output" and not self._is_split_loss(key, found)
             events.append(Event(key.path, title_of(entry), "forward", found, self._nodes(entry), final))
-        if left:
+        if left and not self.stopped:
             self.notes.append(
                 f"{left} tensors of modules that the ranks do not have, or do not call, were not compared"
             )
-        if self.base.loss is not None and self.task.loss_fn is not None:
+        if self.base.loss is not None and self.task.loss_fn is not None and not self.stopped:
             node = self.base.loss.grad_fn
             events.append(Event("", "loss", "forward", self.loss(), (node,) if node else (), True))
         return events
@@ -175,6 +223,20 @@ class Comparison:
             for key, other in self.base.recorder.entries.items()
             if key[:3] == there and other.node is not None
         )
+
+    def _batch_norm(self, key: Key, found: Finding) -> Finding:
+        """Say what is the matter with a batch norm that sees only a rank's own rows."""
+        module = self.base.recorder.modules.get(key.path)
+        if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or found.status != "unexplained":
+            return found
+        given = self.value(key._replace(side="input", name="0"))
+        count = self.base.recorder.entries[key].value.ndim
+        rows = given.found.splits(count)[0] if given is not None and given.found is not None else ()
+        if not module.training or not rows:
+            return found
+        axes = " and ".join(self.task.mesh.alias_name[axis] for axis in rows)
+        told = f"each rank along {axes} normalises with the mean and the variance of its own rows, not of all"
+        return replace(found, sentence=told, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
 
     def _is_split_loss(self, key: Key, found: Finding) -> bool:
         scalar = self.base.recorder.entries[key].value.dim() == 0
@@ -247,7 +309,10 @@ class Comparison:
                 found = self._judge(grads, whole, bound, {}, declared.reset_partial())
                 if found.status == "right":
                     return found
-        return self._judge(grads, whole, bound, said, None)
+        found = self._judge(grads, whole, bound, said, None)
+        if found.status == "unexplained" and entry.key in self._private:  # as its value was
+            return replace(found, status="private")
+        return found
 
     def _parameter_gradients(self) -> Iterator[Event]:
         for name, mine in self.base.gradients.items():
@@ -289,6 +354,8 @@ class Comparison:
         if len(there) < len(self.sides):
             return replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
         bound = self.bounds.of(("gradient", name), mine)
+        if name in self._orders:
+            return self._in_order(name, there, mine, bound)
         said = {rank: side.grad_layouts[side.same.get(name, name)] for rank, side in enumerate(self.sides)}
         layout = made.found.reset_partial() if made.found is not None else None
         if all(each[0] is not None for each in said.values()):
@@ -311,7 +378,7 @@ class Comparison:
         for name, mine in self.base.initial.items():
             found = self._made(name, mine)
             if found is not None:
-                if found.status in ("right", "pending"):
+                if found.status in ("right", "pending", "private"):
                     self._parameters[name] = found
                 events.append(Event(*_split_name(name), "parameter", found))
         for name, first in self.base.same.items():
@@ -325,6 +392,37 @@ class Comparison:
                 found = Finding("wrong", sentence=sentence, suggestion=f"tie {name} to {first} again")
                 events.append(Event(*_split_name(name), "parameter", found))
         return events
+
+    def buffer_rows(self) -> Iterator[Row]:
+        """Judge buffers as they were made; ranks may have their own where forward is right."""
+        for name, mine in self.base.buffers.items():
+            found = self._buffer("buffer", name, mine, [side.buffers for side in self.sides])
+            if found is not None:
+                self._buffers[name] = found
+                row = row_of(Event(*_split_name(name), "buffer", found))
+                private = row.verdict == "bug" and first_bug(self.forward_rows) is None
+                yield replace(row, verdict="private") if private else row
+
+    def changed_buffer_rows(self) -> Iterator[Row]:
+        """Judge buffers that forward has changed, if they were right before it."""
+        for name, mine in self.base.changed_buffers.items():
+            pairs = [(side.buffers.get(name), side.changed_buffers.get(name)) for side in (self.base, *self.sides)]
+            changed = any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+            made = self._buffers.get(name)
+            if not changed or made is None or made.status != "right":
+                continue
+            found = self._buffer("changed buffer", name, mine, [side.changed_buffers for side in self.sides])
+            if found is not None:
+                module, tensor = _split_name(name)
+                yield row_of(Event(module, f"{tensor} after forward", "buffer", found))
+
+    def _buffer(
+        self, kind: str, name: str, mine: torch.Tensor, sides: Sequence[Mapping[str, torch.Tensor]]
+    ) -> Finding | None:
+        parts = {rank: buffers[name] for rank, buffers in enumerate(sides) if name in buffers}
+        if len(parts) < len(sides):
+            return None
+        return self._judge(parts, mine, self.bounds.of((kind, name), mine), {}, None)
 
     def _made(self, name: str, mine: torch.Tensor) -> Finding:
         parts = {rank: self._held(side, side.initial, name) for rank, side in enumerate(self.sides)}
@@ -341,14 +439,28 @@ class Comparison:
             return replace(absent(list(there), range(len(self.sides))), status="wrong")
         said = {rank: side.layouts[side.same[name]] for rank, side in enumerate(self.sides)}
         bound = self.bounds.of(("initial", name), mine)
-        return self._judge(there, mine, bound, said, self.declared.parameters.get(name))
+        found = self._judge(there, mine, bound, said, self.declared.parameters.get(name))
+        order = order_of(there, mine) if found.status == "unexplained" else None
+        if order is None:
+            return found
+        self._orders[name] = order
+        self.notes.append(f"{name} is held in an order that no layout says, and compared in that: {found.sentence}")
+        return replace(found, status="private", error=0.0, ratio=0.0)
+
+    def _in_order(self, name: str, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float) -> Finding:
+        """Compare parts of a parameter, or of its gradient, in the order in which the ranks hold it."""
+        error = furthest(parts, whole, self._orders[name])
+        if error <= bound:
+            return Finding("right", error=error, ratio=error / bound, bound=bound)
+        told = "it is not that of one device, in the order in which the ranks hold the parameter"
+        return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=told)
 
     def update_events(self) -> Iterator[Event]:
         """Judge the parameters after each step."""
         for step, update in enumerate(self.base.updates):
             for name, mine in update.items():
                 made = self._parameters.get(name)
-                if made is None or made.found is None or made.status == "pending":
+                if made is None or made.status == "pending":
                     continue
                 parts = {rank: self._held(side, side.updates[step], name) for rank, side in enumerate(self.sides)}
                 there = {rank: part for rank, part in parts.items() if part is not None}
@@ -356,11 +468,25 @@ class Comparison:
                     found = replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
                 else:
                     bound = self.bounds.of(("update", step, name), mine)
-                    found = self._judge(there, mine, bound, {}, made.found)
-                    found = replace(found, declared=made.declared)
+                    found = (
+                        self._in_order(name, there, mine, bound)
+                        if name in self._orders
+                        else replace(self._judge(there, mine, bound, {}, made.found), declared=made.declared)
+                    )
+                    if found.status == "wrong" and self._unmoved(name, step):
+                        told, hint = "no rank has changed it, and one device has", "a step on the parameters themselves"
+                        found = replace(found, sentence=told, suggestion=hint)
                 module, tensor = _split_name(name)
                 title = tensor if len(self.base.updates) == 1 else f"{tensor} after step {step + 1}"
                 yield Event(module, title, "update", found)
+
+    def _unmoved(self, name: str, step: int) -> bool:
+        """Whether a parameter is on all ranks what it was before a step."""
+        pairs = []
+        for side in self.sides:
+            before = side.updates[step - 1] if step else side.initial
+            pairs.append((self._held(side, before, name), self._held(side, side.updates[step], name)))
+        return all(one is not None and other is not None and torch.equal(one, other) for one, other in pairs)
 
     def _held(self, side: Side, values: Mapping[str, Any], name: str) -> Any:
         return values.get(side.same.get(name, name))
@@ -369,8 +495,10 @@ class Comparison:
 
     def report(self) -> Report:
         """Judge everything, in order."""
-        rows = [row_of(event) for event in self.parameter_events()]
+        rows = self._with_orders([row_of(event) for event in self.parameter_events()])
+        rows += self.buffer_rows()
         rows += self.forward_rows
+        rows += self.changed_buffer_rows()
         rows += self.random_rows()
         if all(side.gradients for side in self.sides):
             rows += settle(self.gradient_events(), self._graph.backward)
@@ -380,6 +508,19 @@ class Comparison:
         return Report(
             tuple(rows), first_bug(rows), ", ".join(f"{name}={size}" for name, size in axes), tuple(self.notes)
         )
+
+    def _with_orders(self, rows: list[Row]) -> list[Row]:
+        """Blame parameters in an order of their own, where forward goes wrong and nothing right is made of them."""
+        if first_bug(self.forward_rows) is None:
+            return rows
+        right = [event for event in self._events if event.finding.status == "right" and not event.finding.is_zero]
+        fine = [event for event in right if event.tensor.startswith("output")]
+        for name in self._orders:
+            made = Event("", "", "parameter", Finding("right"), leaf(self.base.leaves[name]))
+            if not any(self._graph.forward(made, event) for event in fine):
+                place = _split_name(name)
+                rows = [replace(row, verdict="bug") if (row.module, row.tensor) == place else row for row in rows]
+        return rows
 
     def _note_calls(self) -> None:
         first = self.sides[0].recorder.calls

@@ -22,8 +22,10 @@ _MOST_SPLITS = 32
 _CHECKS = (
     misvalued.not_finite,
     misvalued.scaled,
+    misvalued.coarse,
     misplaced.same_values,
     misplaced.reordered,
+    misplaced.permuted,
     misvalued.some_ranks,
     misvalued.scaled_sums,
     misplaced.blocks,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,9 +15,9 @@ from sim.errors import ranks_phrase
 from sim.prove.diagnose import diagnose
 from sim.prove.fits import Fit, fit
 from sim.prove.infer import explanations
-from sim.prove.record import spread_layout
+from sim.prove.record import ranks_along, spread_layout
 
-__all__ = ["Finding", "Judge", "short", "use_of"]
+__all__ = ["Finding", "Judge", "short", "spelling", "use_of"]
 
 _WORDS = {
     "sum": "parts of a sum",
@@ -40,6 +41,8 @@ class Finding:
         bound: what rounding can do.
         sentence: what is the matter.
         suggestion: what would be right.
+        alike: the axes along which all ranks hold the same, to the last bit; looked for where something is odd.
+        is_zero: rounding may make all of the tensor.
     """
 
     status: str
@@ -50,6 +53,8 @@ class Finding:
     bound: float = 0.0
     sentence: str = ""
     suggestion: str = ""
+    alike: tuple[str, ...] = ()
+    is_zero: bool = False
 
 
 class Judge:
@@ -76,6 +81,8 @@ class Judge:
             layout: the declaration.
             known: the axes that it speaks of; over the others any layout will do.
         """
+        with suppress(ValueError):  # one entry per dim
+            layout = layout.placement_to_tensor_map(whole.ndim)
         text = spread_layout(layout, known)
         best: Fit | None = None
         for full in self._extended(layout, known, whole.ndim):
@@ -96,8 +103,21 @@ class Judge:
             Finding("wrong", None, text, best.error, best.ratio, bound, f"declared {text}, and {best}"),
         )
 
-    def undeclared(self, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float) -> Finding:
-        """Find a layout that explains the parts; pending reductions come last."""
+    def undeclared(
+        self,
+        parts: Mapping[int, torch.Tensor],
+        whole: torch.Tensor,
+        bound: float,
+        addends: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    ) -> Finding:
+        """Find a layout that explains the parts; pending reductions come last.
+
+        Args:
+            parts: what the ranks hold.
+            whole: what one device holds.
+            bound: what rounding can do to an element.
+            addends: returns whole tensors by name, of which one may have been added once per rank.
+        """
         for layout in self._recent.get(whole.ndim, []):
             found = self._fit(parts, whole, layout, bound)
             if found is not None and found.fits:
@@ -110,12 +130,27 @@ class Judge:
                 self._remember(whole.ndim, best.layout)
                 return Finding("right", best.layout, "", best.error, best.ratio, bound)
             sentence = f"the ranks hold {pending_words(best.layout)}"
-            return Finding("pending", best.layout, "", best.error, best.ratio, bound, sentence)
-        return self._unexplained(parts, whole, bound)
+            alike = self._alike(parts)
+            return Finding("pending", best.layout, "", best.error, best.ratio, bound, sentence, alike=alike)
+        return self._unexplained(parts, whole, bound, addends())
 
-    def _unexplained(self, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float) -> Finding:
+    def _alike(self, parts: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
+        """Return the axes along which all ranks hold the same, to the last bit."""
+        return tuple(name for name in self._sizes if self._are_copies(parts, name))
+
+    def _are_copies(self, parts: Mapping[int, torch.Tensor], axis: str) -> bool:
+        lines = {rank: ranks_along(self.mesh, (axis,), rank)[0] for rank in parts}
+        return all(torch.equal(part, parts[lines[rank]]) for rank, part in parts.items())
+
+    def _unexplained(
+        self,
+        parts: Mapping[int, torch.Tensor],
+        whole: torch.Tensor,
+        bound: float,
+        addends: Mapping[str, torch.Tensor],
+    ) -> Finding:
         near = self._nearest(parts, whole, bound)
-        told = diagnose(parts, whole, self.mesh, bound)
+        told = diagnose(parts, whole, self.mesh, bound, addends=addends)
         shapes = sorted({tuple(part.shape) for part in parts.values()})
         if told is not None:
             sentence = told.sentence
@@ -125,7 +160,7 @@ class Judge:
         else:
             sentence = f"no layout explains what the ranks hold; as {short(near.layout)}, {near}"
         error, ratio = (near.error, near.ratio) if near is not None else (math.inf, math.inf)
-        return Finding("unexplained", None, "", error, ratio, bound, sentence)
+        return Finding("unexplained", None, "", error, ratio, bound, sentence, alike=self._alike(parts))
 
     def _explain_wrong(
         self,
@@ -138,6 +173,8 @@ class Judge:
     ) -> Finding:
         """Say what the parts are instead of what was declared."""
         fits = explanations(parts, whole, self.mesh, bound)
+        alike = self._alike(parts)  # equal copies of 1/n are rather divided once too often than parts of a sum
+        fits = [each for each in fits if not any(name in alike for name in each.layout.partial)]
         if not fits:
             full = layout if set(known) == set(self._sizes) else None
             told = diagnose(parts, whole, self.mesh, bound, declared=full)
@@ -149,6 +186,8 @@ class Judge:
             if was != truly:
                 sentences.append(f"declared {was} over {name}, but the ranks hold {_held(found, name, whole.ndim)}")
                 hints.append(_hint(was, truly, name))
+        if not sentences and len(known) < len(self._sizes):  # true, and over the other axes no usual split
+            return replace(finding, status="right", found=found, error=0.0, ratio=0.0, sentence="")
         if not sentences:
             sentences = [f"declared {finding.declared}, but the ranks hold {short(found)}"]
         hint = "; ".join(hint for hint in hints if hint)
@@ -190,7 +229,7 @@ class Judge:
             split, partial = [list(entry) for entry in entries], dict(layout.partial)
             for name, use in zip(silent, uses, strict=True):
                 if isinstance(use, int) and use < len(split):
-                    split[use].insert(0, name)
+                    split[use].insert(sum(other in silent for other in split[use]), name)  # outside, in mesh order
                 elif isinstance(use, str):
                     partial[name] = use
             made = self.mesh(*(tuple(entry) or None for entry in split), partial=partial)

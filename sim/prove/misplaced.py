@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import combinations
 
 import torch
 
 from hyper_parallel.core.dtensor.shards import Splits
 from sim.prove.evidence import Evidence
-from sim.prove.suspicion import Case, Diagnosis, coordinates
+from sim.prove.gaps import gap
+from sim.prove.suspicion import Case, Diagnosis, coordinates, quoted
 
-__all__ = ["blocks", "reordered", "same_values", "shapes"]
+__all__ = ["blocks", "permuted", "reordered", "same_values", "shapes"]
 
 
 def same_values(evidence: Evidence, splits: Splits) -> Diagnosis | None:
@@ -87,6 +89,38 @@ def _same_place(evidence: Evidence, splits: Splits, left: int, right: int) -> bo
     return all(here[axis] == there[axis] for axes in splits for axis in axes)
 
 
+def permuted(evidence: Evidence, splits: Splits) -> Diagnosis | None:
+    """Every part has the right pieces in another order, as after an all_gather that put them together wrongly."""
+    case = Case(evidence, splits)
+    large = [axis for axis, size in enumerate(evidence.sizes) if size > 1]
+    for axes in (some for count in range(1, len(large) + 1) for some in combinations(large, count)):
+        ranks = math.prod(evidence.sizes[axis] for axis in axes)
+        for dim, size in enumerate(evidence.parts[0].shape):
+            if size % ranks or not size:
+                continue
+            orders = {_order(case, position, dim, ranks) for position in range(len(evidence.parts))}
+            order = next(iter(orders))
+            if len(orders) == 1 and order is not None and order != tuple(range(ranks)):
+                names = [evidence.names[axis] for axis in axes]
+                sentence = f"the {ranks} pieces of dim {dim} are in another order: {order}"
+                sentence += f", as if gathered over {quoted(names)} in another order of ranks"
+                return Diagnosis("permuted", sentence, names[0] if len(names) == 1 else None, order=order)
+    return None
+
+
+def _order(case: Case, position: int, dim: int, count: int) -> tuple[int, ...] | None:
+    """Which piece of what a position should hold stands in each place; None where some piece is no such piece."""
+    held, want = (each.chunk(count, dim) for each in (case.evidence.parts[position], case.want(position)))
+    limit = case.evidence.limit(())
+    if isinstance(limit, torch.Tensor):  # pieces have moved, and their bounds with them
+        limit = float(limit.max())
+    order = []
+    for place, piece in enumerate(held):
+        likely = [place, *(other for other in range(count) if other != place)]
+        order.append(next((at for at in likely if bool((gap(piece, want[at]) <= limit).all())), -1))
+    return tuple(order) if sorted(order) == list(range(count)) else None
+
+
 def blocks(evidence: Evidence, splits: Splits) -> Diagnosis | None:
     """One dim is cut into blocks, each of which is split over the axis: fused weights, or elements dealt in turn."""
     case = Case(evidence, splits)
@@ -143,8 +177,33 @@ def shapes(evidence: Evidence) -> Diagnosis:
             if equal and size % ranks and held == -(-size // ranks):
                 sentence = f"dim {dim} of size {size} does not split evenly over {name!r}, and the last part is padded"
                 return Diagnosis("padded", f"{sentence}: every rank holds {held}", name)
+    whose = _pieces(evidence) if equal else None
+    if whose is not None:
+        return whose
     held_shapes = {tuple(each.shape): position for position, each in reversed(list(enumerate(evidence.parts)))}
     found = [f"rank {evidence.ranks[position]} holds {shape}" for shape, position in sorted(held_shapes.items())]
     mesh = ", ".join(f"{name}={size}" for name, size in zip(evidence.names, evidence.sizes, strict=True))
     sentence = f"no split of {whole} over {mesh} gives these parts: {', '.join(found[:4])}"
     return Diagnosis("shapes", sentence + f" ({math.prod(evidence.sizes)} ranks)")
+
+
+def _pieces(evidence: Evidence) -> Diagnosis | None:
+    """Say which piece of one dim each rank holds, where there are not as many pieces as ranks along any axis."""
+    whole, part = evidence.whole, evidence.parts[0]
+    odd = [dim for dim, size in enumerate(part.shape) if size != whole.shape[dim]]
+    if len(odd) != 1 or not part.numel() or whole.shape[odd[0]] % part.shape[odd[0]]:
+        return None
+    pieces = whole.split(part.shape[odd[0]], odd[0])
+    limit = evidence.limit(())
+    limit = float(limit.max()) if isinstance(limit, torch.Tensor) else limit
+    held: dict[int, list[str]] = {}
+    for rank, each in zip(evidence.ranks, evidence.parts, strict=True):
+        found = [at for at, piece in enumerate(pieces) if bool((gap(each, piece) <= limit).all())]
+        if not found:
+            return None
+        held.setdefault(found[0], []).append(str(rank))
+    words = [f"ranks {', '.join(ranks[:8])} hold piece {at}" for at, ranks in sorted(held.items())]
+    sentence = (
+        f"dim {odd[0]} is held in {len(pieces)} pieces, which no split over the mesh gives: {'; '.join(words[:4])}"
+    )
+    return Diagnosis("pieces", sentence)

@@ -14,9 +14,10 @@ from sim.prove.evidence import Evidence
 from sim.prove.gaps import gap
 from sim.prove.suspicion import Case, Diagnosis, coordinates, named_ranks, quoted, sums
 
-__all__ = ["added", "added_known", "copies_differ", "not_finite", "scaled", "scaled_sums", "some_ranks"]
+__all__ = ["added", "added_known", "coarse", "copies_differ", "not_finite", "scaled", "scaled_sums", "some_ranks"]
 
 _MOST_DENOMINATOR = 256
+_MANY = 8
 
 
 def not_finite(evidence: Evidence, splits: Splits) -> Diagnosis | None:
@@ -48,6 +49,33 @@ def _scaled(case: Case) -> Diagnosis | None:
         return None
     cause, axis = _cause(case.evidence, case.splits, factor)
     return Diagnosis("scaled", f"{case.what} is {_times(factor)}{cause}", axis, factor)
+
+
+def coarse(evidence: Evidence, splits: Splits) -> Diagnosis | None:
+    """Parts are nearly right, and numbers of a coarser dtype than that of the ranks."""
+    case, own = Case(evidence, splits), evidence.parts[0].dtype
+    bad = [position for position in range(len(evidence.parts)) if not case.fits(position)]
+    if evidence.exact or not own.is_floating_point or not bad:
+        return None
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        few = 64 * torch.finfo(dtype).eps * float(evidence.whole.abs().max())
+        if dtype.itemsize >= own.itemsize or not all(_is_of(evidence.parts[position], dtype) for position in bad):
+            continue
+        if sum(len(evidence.parts[position].unique()) for position in bad) < _MANY:  # such as ones, which any dtype has
+            return None
+        if any(_is_of(case.want(p), dtype) or bool((gap(evidence.parts[p], case.want(p)) > few).any()) for p in bad):
+            return None
+        who = "the ranks hold" if len(bad) == len(evidence.parts) else named_ranks(evidence, bad)
+        who += "" if len(bad) == len(evidence.parts) else " holds" if len(bad) == 1 else " hold"
+        word = str(dtype).removeprefix("torch.")
+        sentence = f"{who} numbers that {word} has, near the right ones: they were computed in {word} or cast to it"
+        return Diagnosis("coarse", sentence, ranks=tuple(evidence.ranks[position] for position in bad))
+    return None
+
+
+def _is_of(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a coarser dtype has all of the numbers of a tensor."""
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def some_ranks(evidence: Evidence, splits: Splits) -> Diagnosis | None:
@@ -105,6 +133,13 @@ def added_known(evidence: Evidence, splits: Splits, name: str, addend: torch.Ten
         sentence = f"{case.what} is the reference plus {often}" if times > 0 else f"{case.what} has {often}"
         if copies > 1 and times == copies - 1:
             sentence += f": each of the {copies} ranks adds it; add it once, after the reduction"
+        alone = [axis for axis in free_axes(evidence, splits) if copies == 1 and times == evidence.sizes[axis] - 1]
+        if alone:
+            name = evidence.names[alone[0]]
+            sentence += (
+                f", as if each of the {times + 1} ranks along {name!r} adds it; add it once, after the reduction"
+            )
+            return Diagnosis("added", sentence, name, times)
         return Diagnosis("added", sentence, _only(evidence, case), times)
     return None
 

@@ -14,7 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
 
-__all__ = ["Entry", "Key", "Recorder", "local_of", "named_modules", "named_parameters", "spread_layout", "tensors_in"]
+__all__ = [
+    "Entry",
+    "Key",
+    "Recorder",
+    "local_of",
+    "named_buffers",
+    "named_modules",
+    "named_parameters",
+    "spread_layout",
+    "tensors_in",
+]
 
 _INNER = {  # what a wrapper calls the module that it wraps, by the wrapper's class
     "DistributedDataParallel": "module",
@@ -287,6 +297,16 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for path, module in _walk(model, "")
         for name, parameter in module._parameters.items()
         if parameter is not None
+    }
+
+
+def named_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's buffers that have values, by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in _walk(model, "")
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
     }
 
 

@@ -10,8 +10,8 @@ from typing import TypeAlias
 __all__ = ["Report", "Row"]
 
 _WIDTH = 120
-_HEAD = ("module", "tensor", "kind", "declared", "found", "error", "bound", "ratio", "verdict")
-_LIMITS = (38, 16, 9, 30, 30, 8, 8, 8, 8)  # how wide a column may get, in letters
+_HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
+_LIMITS = (56, 9, 30, 30, 8, 8, 8)  # how wide a column may get, in letters
 
 Verdict: TypeAlias = str
 
@@ -22,15 +22,17 @@ class Row:
 
     Args:
         module: path of the module, or of the one that holds the parameter; "" is the model.
-        tensor: "input x", "output", or the parameter's name.
-        kind: "parameter" (as it was made), "forward", "random", "gradient" or "update".
+        tensor: "input x", "output", or the name of a parameter or buffer.
+        kind: "parameter", "buffer" (as they were made; "size after forward" is a buffer after the first), "forward",
+            "random", "gradient" or "update".
         declared: the layout that it should have; "" where nobody said.
         found: the layout that explains what the ranks hold; "" where none does.
         error: worst |difference| from the whole tensor on one device, in that layout.
         bound: what rounding can make of it.
         ratio: error / bound at the worst element; rounding explains the difference up to 1.
         verdict: "exact", "rounding", "pending" (parts of a sum that was taken later), "private" (no layout explains
-            it, and what was computed from it is right), "skipped" (some ranks did not compute it) or "bug".
+            it, and what was computed from it is right; or a parameter in an order of its own), "skipped" (some ranks
+            did not compute it) or "bug".
         sentence: what is the matter, in words.
         suggestion: what would be true or right.
     """
@@ -51,7 +53,7 @@ class Row:
     def place(self) -> str:
         """The tensor with its module, for messages."""
         prefix = "the gradient of " if self.kind == "gradient" else ""
-        joint = "." if self.module else ""
+        joint = "." if self.module else "the model's " if self.kind in ("forward", "gradient") else ""
         return f"{prefix}{self.module}{joint}{self.tensor.replace('put ', 'put.')}"
 
     def __str__(self) -> str:
@@ -133,7 +135,7 @@ class Report:
 def _wrapped(line: str, width: int) -> str:
     """Break a line that is too long; what follows is indented.
 
-    >>> print(_wrapped("one two three", 8))
+    >>> print(_wrapped("one two three", 9))
     one two
         three
     """
@@ -146,8 +148,9 @@ def _wrapped(line: str, width: int) -> str:
 def _table(rows: list[Row]) -> list[str]:
     cells = [_HEAD, *(_cells(row) for row in rows)]
     widths = [min(limit, max(len(row[at]) for row in cells)) for at, limit in enumerate(_LIMITS)]
-    over = sum(widths) + 2 * (len(widths) - 1) - _WIDTH
-    widths[0] = max(12, widths[0] - max(0, over))
+    while sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
+        widest = max((0, 2, 3), key=lambda at: widths[at])
+        widths[widest] -= 1
     return [
         "  ".join(_cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in cells
@@ -155,17 +158,15 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    numbers = (f"{row.error:.1e}", f"{row.bound:.1e}", f"{row.ratio:.1e}")
-    return (row.module or "(model)", row.tensor, row.kind, row.declared, row.found, *numbers, row.verdict)
+    where = f"{row.module}.{row.tensor}" if row.module else row.tensor
+    layouts = (text.replace(" pending ", " ") for text in (row.declared, row.found))
+    return (where, row.kind, *layouts, f"{row.error:.1e}", f"{row.bound:.1e}", row.verdict)
 
 
 def _cut(text: str, width: int) -> str:
-    """Shorten a text in its middle.
+    """Shorten a text, of which the end says most.
 
     >>> _cut("layers.0.attention.wq", 12)
-    'layer...n.wq'
+    '...ention.wq'
     """
-    if len(text) <= width:
-        return text
-    head = (width - 3 + 1) // 2
-    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+    return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"

@@ -15,14 +15,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.redistribute.boundary import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
 from sim.errors import RankFailed, SimError
 from sim.prove.randomness import Draw, NoRandomness
-from sim.prove.record import AxesOf, Recorder, local_of, named_parameters, tensors_in
+from sim.prove.record import AxesOf, Recorder, local_of, named_buffers, named_parameters, tensors_in
 from sim.world import World
 
-__all__ = ["Ranks", "Side", "Task", "cotangents", "cut", "run_reference"]
+ASKED = "cannot verify a plan"
+
+__all__ = ["ASKED", "Ranks", "Side", "Task", "cotangents", "cut", "run_reference"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Task:
     inputs: Mapping[str, Any]
     positional: bool
     mesh: Layout
-    apply: Callable[[nn.Module, DeviceMesh], nn.Module | None]
+    apply: Callable[[nn.Module, DeviceMesh], Any]
     cuts: Mapping[str, LayoutTree]
     wrapped: frozenset[str]
     loss_fn: Callable[..., torch.Tensor] | None
@@ -81,6 +84,8 @@ class Side:
         loss: what was differentiated, if it is one number.
         gradients: after the first backward.
         updates: parameters after each step.
+        buffers: as they were made.
+        changed_buffers: after the first forward.
         averages: some wrapper takes the mean of gradients over ranks.
     """
 
@@ -95,6 +100,8 @@ class Side:
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     grad_layouts: dict[str, tuple[Layout | None, tuple[str, ...]]] = field(default_factory=dict)
     updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    changed_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: bool = False
 
 
@@ -124,6 +131,7 @@ class _Session:
             {name: _declared(axes, parameter) for name, parameter in kept.items()},
             same,
             kept,
+            buffers=self._buffers(),
             averages=_averages(model),
         )
         # Before forward, which may leave other tensors in the place of parameters for a while.
@@ -137,13 +145,21 @@ class _Session:
             with self.side.recorder:
                 output = self.model(*self.args, **self.kwargs)
                 self.side.draws = self.quiet.draws[:]
+            self.side.changed_buffers = self._buffers()
             self.side.outputs, self.side.loss = self._finish(output)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: local_of(buffer).clone() for name, buffer in named_buffers(self.model).items()}
 
     def _finish(self, output: Any) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
         loss_fn = self.task.loss_fn
         outputs = list(tensors_in(output))
         if loss_fn is not None:
             loss = loss_fn(output, *self.args, **self.kwargs)
+            if not isinstance(loss, torch.Tensor) or loss.dim():
+                seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+                hint = "a loss of one number, such as output.square().mean()"
+                raise TypeError(explain(ASKED, "loss_fn returned no scalar tensor", f"loss: {seen}", hint))
             return outputs, loss.full_tensor() if isinstance(loss, DTensor) else loss
         scalar = len(outputs) == 1 and outputs[0][1].dim() == 0 and _can_be_differentiated(outputs[0][1])
         found = outputs[0][1] if scalar else None
@@ -238,7 +254,13 @@ class Ranks:
         """Make the model parallel and compute forward on every rank."""
         with self._located("forward"):
             self.world.run(self._forward)
-        return [self._sessions[rank].side for rank in range(self.world.world_size)]
+        return self.sides
+
+    @property
+    def sides(self) -> list[Side]:
+        """What the ranks have done; of a forward that has stopped, what came before. Empty: not all have begun it."""
+        every = range(self.world.world_size)
+        return [self._sessions[rank].side for rank in every] if all(rank in self._sessions for rank in every) else []
 
     def backward(self, grads: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Differentiate and take the steps, from each rank's gradients of its outputs."""
@@ -251,10 +273,15 @@ class Ranks:
         torch.manual_seed(task.seed)
         model = build(task)
         torch.manual_seed(task.seed + 1 + self._part(mesh))
-        model = task.apply(model, mesh) or model
+        made = task.apply(model, mesh)
+        if made is not None and not isinstance(made, nn.Module):
+            blame = f"parallelize returned a {type(made).__name__}, not a module"
+            raise TypeError(explain(ASKED, blame, f"returned: {made!r:.80}", "return the parallel model, or None"))
+        model = model if made is None else made
         given = {}
         for name, value in task.inputs.items():
-            given[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, name in task.wrapped)
+            wrapped = name in task.wrapped and mesh.size() > 1  # `shard_module` leaves a model on one rank as it is
+            given[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, wrapped)
         args, kwargs = _given(task, given)
         self._sessions[rank] = _Session(task, model, args, kwargs, task.mesh, rank)
         self._sessions[rank].forward()
@@ -280,7 +307,7 @@ class Ranks:
                 if inside:
                     lines.append(f"  rank {rank} was in module {inside[-1] or '(the model)'!r}, {phase}")
                 elif rank in self._sessions:
-                    lines.append(f"  rank {rank} was in the {phase} of the model")
+                    lines.append(f"  rank {rank} was in no module, {phase}")
                 else:
                     lines.append(f"  rank {rank} was making the model parallel")
             error.args = ("\n".join([str(error.args[0]) if error.args else "", *lines]), *error.args[1:])

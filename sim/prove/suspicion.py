@@ -27,12 +27,12 @@ class Diagnosis:
 
     Args:
         kind: "not_finite", "scaled", "same_values", "reordered", "some_ranks", "blocks", "added", "copies_differ",
-            "gathered", "padded" or "shapes".
+            "coarse", "permuted", "pieces", "gathered", "padded" or "shapes".
         sentence: what happened, for a person.
         axis: the axis to blame, if it is one.
         factor: by what the parts, or how often an addend, is too large.
         ranks: the ranks to blame, if they are not all.
-        order: per coordinate along the axis, whose part is held there.
+        order: per coordinate along the axis, whose part (of a gathered tensor: piece) is held there.
     """
 
     kind: str

@@ -23,12 +23,11 @@ from sim.prove.fits import read_mesh
 from sim.prove.judge import Judge
 from sim.prove.record import named_parameters
 from sim.prove.report import Report
-from sim.prove.sides import Ranks, Side, Task, cotangents, run_reference
+from sim.prove.sides import ASKED, Ranks, Side, Task, cotangents, run_reference
 from sim.world import world
 
 __all__ = ["verify_plan"]
 
-_ASKED = "cannot verify a plan"
 _RUNS = 3
 
 
@@ -65,8 +64,8 @@ def verify_plan(
     ...         setattr(layer, kind, nn.Parameter(getattr(layer, kind).detach().chunk(2, dim)[rank].clone()))
     ...     model[2].bias.data.div_(2)
     >>> wrong = verify_plan(model, (torch.randn(3, 4),), "tp=2", parallelize=forgetful)
-    >>> wrong.first.module, wrong.first.sentence
-    ('2', 'the ranks hold parts of a sum over tp')
+    >>> wrong.first.module, wrong.first.tensor, wrong.first.sentence
+    ('2', 'output', "parts of a sum over tp since 2.output; nothing reduced it before the model's output")
 
     Compared are the parameters as they are made, what goes into and comes out of every module, the gradients of all
     that and of the parameters, and the parameters after each optimizer step. What a DTensor declares must be true.
@@ -114,9 +113,9 @@ def verify_plan(
     _check_callables(model_fn, plan, parallelize, loss_fn, optimizer_fn, dtype, steps)
     positional = not isinstance(inputs, Mapping)
     model = _make(model_fn, seed)
-    values = named_inputs(_ASKED, model, inputs)
-    reading, said = read_declared(_ASKED, model, mesh, plan, declared)
-    cuts, wrapped = read_cuts(_ASKED, mesh, values, input_layouts, plan, reading)
+    values = named_inputs(ASKED, model, inputs)
+    reading, said = read_declared(ASKED, model, mesh, plan, declared)
+    cuts, wrapped = read_cuts(ASKED, mesh, values, input_layouts, plan, reading)
     chosen = _adamw if optimizer_fn is True else optimizer_fn or None
     task = Task(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
@@ -126,11 +125,29 @@ def verify_plan(
     judge = Judge(mesh)
     with world(math.prod(mesh.mesh_shape), seed=seed) as w:
         ranks = Ranks(task, w)
-        compared = Comparison(task, base, bounds, ranks.forward(), said, judge)
+        try:
+            ranks.forward()
+        except (RankFailed, SimError) as error:
+            report = _until(error, Comparison(task, base, bounds, ranks.sides, said, judge))
+            if report is None:
+                raise
+            return report
+        compared = Comparison(task, base, bounds, ranks.sides, said, judge)
         grads = _grads(task, base, compared)
         if grads is not None:
             _backward(ranks, grads, compared)
         return compared.report()
+
+
+def _until(error: Exception, compared: Comparison) -> Report | None:
+    """Return the report of a forward that has stopped, if something was wrong before it did."""
+    if not compared.sides:
+        return None
+    compared.stopped = True
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    compared.notes.append(f"forward has stopped: {lines[0]}; {lines[-1]}")
+    report = compared.report()
+    return None if report.ok else report
 
 
 def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> None:
@@ -148,6 +165,10 @@ def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comp
 def _references(task: Task, made: nn.Module) -> tuple[Side, Bounds]:
     """Run one device plainly and perturbed."""
     base = run_reference(task)
+    known = {id(parameter) for parameter in made.parameters()}
+    if any(id(parameter) in known for parameter in base.leaves.values()):
+        blame = "model_fn returned the same model twice, and each rank needs one of its own"
+        raise ValueError(explain(ASKED, blame, f"model: a {type(made).__name__}", "lambda: Model(config)"))
     floor = 2.0**-24 if task.dtype == torch.float32 else None if task.dtype == torch.float64 else _unit(task.dtype)
     others = []
     for index in range(_RUNS):
@@ -176,9 +197,11 @@ def _grads(task: Task, base: Side, compared: Comparison) -> list[dict[str, torch
         if layout is None:
             compared.notes.append("backward was not compared: no layout explains the output, or is declared for it")
             return None
+        sizes = dict(zip(task.mesh.alias_name, task.mesh.mesh_shape, strict=True))
+        shares = math.prod(sizes[name] for name, kind in layout.partial.items() if kind == "avg")
         for rank in range(number):
             part = whole[layout.reset_partial().local_slice(whole.shape, rank)]
-            grads[rank][way] = (part * scale).to(task.dtype).clone()
+            grads[rank][way] = (part * (scale / shares)).to(task.dtype).clone()
     return grads
 
 
@@ -186,10 +209,10 @@ def _grads(task: Task, base: Side, compared: Comparison) -> list[dict[str, torch
 
 
 def _read_mesh(mesh_shape: Any) -> Layout:
-    mesh = read_mesh(_ASKED, mesh_shape)
+    mesh = read_mesh(ASKED, mesh_shape)
     if mesh.rank_list != tuple(range(len(mesh.rank_list))):
         blame, hint = "the mesh is of other ranks than 0, 1, 2, ...", "a Layout without a rank_list"
-        raise ValueError(explain(_ASKED, blame, f"mesh_shape: {mesh_shape!r}", hint))
+        raise ValueError(explain(ASKED, blame, f"mesh_shape: {mesh_shape!r}", hint))
     return Layout(mesh.mesh_shape, mesh.alias_name)
 
 
@@ -198,29 +221,29 @@ def _check_callables(
 ) -> None:
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         blame = f"model_fn is a {type(model_fn).__name__}, and has to make a new model at each call"
-        raise TypeError(explain(_ASKED, blame, "model_fn: a function without arguments", "lambda: Model(config)"))
+        raise TypeError(explain(ASKED, blame, "model_fn: a function without arguments", "lambda: Model(config)"))
     if (plan is None) == (parallelize is None):
         blame = (
             f"{'neither' if plan is None else 'both'} of plan and parallelize {'is' if plan is None else 'are'} given"
         )
         hint = "plan=ShardingPlan(...), or parallelize=a function of the model and the mesh"
-        raise ValueError(explain(_ASKED, blame, "one of them makes the model parallel", hint))
+        raise ValueError(explain(ASKED, blame, "one of them makes the model parallel", hint))
     if plan is not None and not isinstance(plan, ShardingPlan):
         blame = f"plan is a {type(plan).__name__}, not a ShardingPlan"
-        raise TypeError(explain(_ASKED, blame, f"plan: {plan!r:.80}", "parallelize=... for a function"))
+        raise TypeError(explain(ASKED, blame, f"plan: {plan!r:.80}", "parallelize=... for a function"))
     for name, value in (("parallelize", parallelize), ("loss_fn", loss_fn)):
         if value is not None and not callable(value):
             raise TypeError(
-                explain(_ASKED, f"{name} is a {type(value).__name__}", f"{name}: {value!r:.80}", "a function")
+                explain(ASKED, f"{name} is a {type(value).__name__}", f"{name}: {value!r:.80}", "a function")
             )
     if not isinstance(optimizer_fn, (bool, type(None))) and not callable(optimizer_fn):
         blame = f"optimizer_fn is a {type(optimizer_fn).__name__}"
         hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
-        raise TypeError(explain(_ASKED, blame, f"optimizer_fn: {optimizer_fn!r:.80}", hint))
+        raise TypeError(explain(ASKED, blame, f"optimizer_fn: {optimizer_fn!r:.80}", hint))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(explain(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
+        raise TypeError(explain(ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(explain(_ASKED, "steps is no whole number from 1 up", f"steps: {steps!r}", "steps=1"))
+        raise ValueError(explain(ASKED, "steps is no whole number from 1 up", f"steps: {steps!r}", "steps=1"))
 
 
 def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
@@ -228,17 +251,13 @@ def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_fn()
-        again = model_fn()
     if not isinstance(model, nn.Module):
         blame = f"model_fn returned a {type(model).__name__}, not a module"
-        raise TypeError(explain(_ASKED, blame, f"model: {model!r:.80}", "a function that returns the model"))
-    if model is again:
-        blame = "model_fn returned the same model twice, and each rank needs one of its own"
-        raise ValueError(explain(_ASKED, blame, f"model: a {type(model).__name__}", "lambda: Model(config)"))
+        raise TypeError(explain(ASKED, blame, f"model: {model!r:.80}", "a function that returns the model"))
     lacking = [name for name, parameter in named_parameters(model).items() if parameter.is_meta]
     if lacking:
         blame = f"parameters of the model are on meta, and have no values: {', '.join(lacking[:3])}"
-        raise ValueError(explain(_ASKED, blame, f"{len(lacking)} parameters", "make them on the CPU"))
+        raise ValueError(explain(ASKED, blame, f"{len(lacking)} parameters", "make them on the CPU"))
     return model
 
 
@@ -253,7 +272,7 @@ def _check_same(base: Side, other: Side) -> None:
     if odd or len(base.initial) != len(other.initial):
         blame = f"model_fn made different models from one seed: parameter {odd[0] if odd else '?'!r} differs"
         hint = "let all random numbers in it come from torch's default generator"
-        raise ValueError(explain(_ASKED, blame, f"{len(odd)} of {len(base.initial)} parameters differ", hint))
+        raise ValueError(explain(ASKED, blame, f"{len(odd)} of {len(base.initial)} parameters differ", hint))
 
 
 def _application(plan: ShardingPlan | None, parallelize: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module | None]:

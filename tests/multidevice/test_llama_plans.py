@@ -191,8 +191,9 @@ def test_tokens_may_be_a_dtensor() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_what_a_step_communicates(sequence_parallel: bool) -> None:
-    case = Case({"tp": 2}, options={"sequence_parallel": sequence_parallel})
+@pytest.mark.parametrize("embedding", ["vocabulary", "width"])
+def test_what_a_step_communicates(sequence_parallel: bool, embedding: str) -> None:
+    case = Case({"tp": 2}, options={"sequence_parallel": sequence_parallel, "embedding": embedding})
 
     def body(steps: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -209,9 +210,13 @@ def test_what_a_step_communicates(sequence_parallel: bool) -> None:
     layers, loss = CONFIG.num_hidden_layers, 2
     if sequence_parallel:  # attention and feed-forward both ways, the head; norms' gradients; the embedding both ways
         ends = 4 * layers + 1
-        wanted = {"all_gather": ends, "reduce_scatter": ends, "all_reduce": 2 * layers + 1 + loss, "all_to_all": 2}
+        wanted = {"all_gather": ends + 1, "reduce_scatter": ends + 1, "all_reduce": 2 * layers + 1 + loss}
+        if embedding == "width":
+            wanted |= {"all_gather": ends, "reduce_scatter": ends, "all_to_all": 2}
     else:
-        wanted = {"all_reduce": 4 * layers + 1 + loss, "all_gather": 1}
+        wanted = {"all_reduce": 4 * layers + 2 + loss}
+        if embedding == "width":
+            wanted = {"all_reduce": 4 * layers + 1 + loss, "all_gather": 1}
     assert count(2) - count(1) == wanted  # without what is told once
 
 
@@ -248,6 +253,14 @@ def test_what_a_step_communicates(sequence_parallel: bool) -> None:
             {"dp": 2, "tp": 2},
             {"dp": ("dp", "tp")},
             "cannot plan the Llama: axis 'tp' is in both tp and dp\n  mesh: dp=2, tp=2\n  try: dp=('dp',)",
+        ),
+        (
+            ValueError,
+            {"tp": 2},
+            {"embedding": "rows"},
+            "cannot plan the Llama: there is no kind of embedding 'rows'\n"
+            "  embedding: 'rows'\n"
+            "  try: embedding=one of 'vocabulary', 'width'",
         ),
         (
             ValueError,

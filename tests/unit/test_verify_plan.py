@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sim
 from hyper_parallel import fully_shard
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -388,6 +391,152 @@ def test_a_parameter_that_is_lost():
     assert "no parameter of that name" in report.first.sentence
 
 
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+        self.qkv = nn.Linear(8, 24, bias=False)
+        self.out = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 2)).permute(2, 0, 3, 1, 4)
+        return self.leave(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+    def leave(self, y):
+        return y
+
+
+def fused(model, mesh, blocks=True, factor=1.0):
+    rank, group = mesh.get_local_rank(), mesh.get_group()
+    if blocks:
+        whole = model.qkv.weight.detach().unflatten(0, (3, 8))
+        model.qkv.weight = nn.Parameter(whole.chunk(2, 1)[rank].flatten(0, 1).clone())
+    else:
+        take(model.qkv, "weight", 0, rank, 2)
+    take(model.out, "weight", 1, rank, 2)
+    model.heads = 2
+    model.leave = lambda y: Leave.apply(y, group)
+    if factor != 1:
+        model.qkv.weight.register_hook(lambda grad: grad * factor)
+
+
+def test_fused_weights_are_right_when_each_of_them_is_split():
+    report = verify(fused, model=Fused)
+    assert report.ok, str(report)
+    held = [row for row in report.rows if row.module == "qkv" and row.tensor == "weight"]
+    assert [row.kind for row in held] == ["parameter", "gradient", "update"]
+    assert held[0].verdict == "private"
+    assert any("fused weights" in note for note in report.notes)
+
+
+def test_fused_weights_that_are_split_as_if_they_were_one():
+    report = verify(lambda m, mesh: fused(m, mesh, blocks=False), model=Fused)
+    assert place(report) == ("forward", "out", "input")
+
+
+def test_gradients_are_compared_in_the_order_in_which_fused_weights_are_held():
+    report = verify(lambda m, mesh: fused(m, mesh, factor=1 + 1e-9), model=Fused)
+    assert place(report) == ("gradient", "qkv", "weight")
+
+
+def test_positions_that_start_at_0_on_each_rank_of_a_split_sequence():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.position = nn.Embedding(10, 8), nn.Embedding(16, 8)
+            self.start = 0
+
+        def forward(self, tokens):
+            return self.embed(tokens) + self.position(torch.arange(tokens.shape[1]) + self.start)
+
+    def shifted(model, mesh):
+        model.start = 3 * mesh.get_local_rank()
+        return ddp(model, mesh)
+
+    assert verify(shifted, "cp=2", Positions, (TOKENS,), input_layouts=[(None, "cp")]).ok
+    report = verify(ddp, "cp=2", Positions, (TOKENS,), input_layouts=[(None, "cp")])
+    assert place(report) == ("forward", "position", "input")
+    assert "the same values where each should hold its own part" in report.first.sentence
+
+
+def test_experts_that_get_other_tokens_on_each_rank_are_right():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(8, 3, bias=False)
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = x.flatten(0, 1)
+            weight, index = self.gate(x).softmax(-1).topk(1, -1)
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                rows = (index[:, 0] == number).nonzero()[:, 0]
+                out = out.index_add(0, rows, expert(x[rows]) * weight[rows])
+            return self.head(out)
+
+    report = verify(ddp, "dp=2", Experts, (X,), input_layouts=[("dp",)], seed=1)
+    assert report.ok, str(report)
+    assert any(row.verdict == "private" and row.module.startswith("experts") for row in report.rows)
+
+
+def test_inputs_by_name_outputs_in_containers_and_losses_of_the_model():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x, *, target=None, scale=1):
+            y = self.net(x) * scale
+            return {"y": y, "parts": [y.tanh(), y.mean()]} if target is None else F.mse_loss(y, target)
+
+    target = torch.zeros(4, 6, 5)
+    for inputs in ({"x": X, "scale": 2}, {"x": X, "target": target, "scale": 2}):
+        layouts = {name: ("dp",) for name in inputs if name != "scale"}
+        report = verify(ddp, "dp=2", Named, inputs, input_layouts=layouts)
+        assert report.ok, str(report)
+    assert place(verify(lambda m, mesh: None, "dp=2", Named, inputs, input_layouts=layouts))[0] == "gradient"
+
+
+def test_faults_are_found_in_float32_too():
+    report = verify(lambda m, mesh: split(m, mesh, enter=False, only=1), dtype=torch.float32)
+    assert place(report) == ("gradient", "blocks.1.up", "input")
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+PLAN = {
+    "blocks.*.up.weight": ("tp", "None"),
+    "blocks.*.up.bias": ("tp",),
+    "blocks.*.down.weight": ("None", "tp"),
+}
+WHOLE = {"**.norm.weight", "**.norm.bias", "**.down.bias", "head.*"}
+STREAM = ("dp", "None", "None")
+
+
+def test_a_plan_is_right():
+    plan = ShardingPlan(
+        plan={**PLAN, **dict.fromkeys(WHOLE, ("None",))},
+        input_plan={"input": STREAM},
+        output_plan={"blocks.*.down.output": STREAM, "output": STREAM},
+    )
+    report = sim.verify_plan(Net, (X,), "dp=2,tp=2", plan)
+    assert report.ok, str(report)
+    stream = next(row for row in report.rows if row.module == "blocks.0.down" and row.tensor == "output")
+    assert stream.declared == stream.found == "(dp, -, -)"
+
+
+def test_rows_given_to_a_plan_that_takes_them_for_one_rank_s_part():
+    plan = ShardingPlan(
+        plan={**PLAN, **dict.fromkeys(WHOLE, ("None",))}, input_plan={"input": STREAM}, wrap_inputs=True
+    )
+    assert sim.verify_plan(Net, (X,), "dp=2,tp=2", plan).ok
+    report = sim.verify_plan(Net, (X,), "dp=2,tp=2", plan, input_layouts=[(None,)])
+    assert place(report)[:2] == ("forward", "")
+    assert "the ranks take it for parts of a tensor of shape (8, 6, 8)" in report.first.sentence
+
+
 # -- what is asked for wrongly ---------------------------------------------------------------------------------------
 
 
@@ -396,6 +545,7 @@ def test_a_parameter_that_is_lost():
     [
         ({"parallelize": None}, ValueError, "neither of plan and parallelize is given"),
         ({"model": Net()}, TypeError, "has to make a new model at each call"),
+        ({"model": functools.cache(Net)}, ValueError, "returned the same model twice"),
         ({"model": lambda: 3}, TypeError, "model_fn returned a int"),
         ({"inputs": X}, TypeError, "with the comma"),
         ({"inputs": {"y": X}, "input_layouts": {"x": ("tp",)}}, ValueError, "there is no input 'x'"),
@@ -428,3 +578,50 @@ def test_a_model_that_is_made_differently_each_time():
 
     with pytest.raises(ValueError, match=r"made different models from one seed: parameter 'head.weight' differs"):
         verify(model=moody)
+
+
+def test_losses_of_unequal_parts_whose_mean_is_not_that_of_all():
+    rows = torch.cat([X, X[:1] + 1])
+    report = verify(ddp, "dp=2", inputs=(rows,), input_layouts=[("dp",)], loss_fn=lambda y, x: y.square().mean())
+    assert place(report) == ("forward", "", "loss")
+    assert "neither the mean nor the sum" in report.first.sentence
+
+
+def test_a_deadlock_says_where_the_ranks_were():
+    def skipping(model, mesh):
+        split(model, mesh)
+        leave = model.blocks[1].leave
+        model.blocks[1].leave = lambda y: leave(y) if mesh.get_local_rank() else y
+
+    with pytest.raises(sim.Deadlock, match=r"rank 1 was in module 'blocks.1', forward"):
+        verify(skipping)
+
+
+def test_a_graph_that_is_cut():
+    def cut(model, mesh):
+        split(model, mesh)
+        leave = model.blocks[1].leave
+        model.blocks[1].leave = lambda y: leave(y.detach())
+
+    report = verify(cut)
+    assert place(report) == ("gradient", "blocks.1.down", "output")
+    assert "no rank computes it" in report.first.sentence
+
+
+def test_a_weight_whose_rows_are_in_another_order():
+    def reordered(model, mesh):
+        split(model, mesh)
+        weight = model.blocks[1].up.weight
+        weight.data = weight.data.flip(0).clone()
+
+    assert place(verify(reordered)) == ("parameter", "blocks.1.up", "weight")
+
+
+def test_a_forward_that_stops_is_reported_up_to_there_if_something_was_wrong_before():
+    def stopping(model, mesh):
+        split(model, mesh, leave=False, only=0)
+        model.head.forward = lambda x: x @ torch.zeros(7, 7)
+
+    report = verify(stopping)
+    assert place(report) == ("forward", "blocks.0.down", "output")
+    assert any("forward has stopped: rank" in note and "module 'head'" in note for note in report.notes)

@@ -75,6 +75,10 @@ class Taken:
         self._held: dict[int, StorageWeakRef] = {}
         self._tidy_at = _FEWEST_TO_TIDY
 
+    def __reduce__(self) -> Any:
+        # The copy of a model has gradients of its own; and a reference that is copied is freed twice.
+        return Taken, ()
+
     def own(self, grad: torch.Tensor) -> torch.Tensor:
         """Return a gradient in memory that no other one of a parameter lives in."""
         storage = grad.untyped_storage()

@@ -1,0 +1,103 @@
+"""How long a proof takes: the Llama of 10 million parameters on 8 simulated ranks, and where the time goes.
+
+The stages are timed from inside, by functions of `sim.prove` that are wrapped for the time of one proof.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.plans import llama_plan
+from sim.prove import verify as prove
+from sim.prove.bound import Perturbed
+from sim.prove.report import Report
+from sim.prove.sides import Ranks
+
+CONFIG = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_seq_len=64,
+)
+MESH = "dp=2,tp=4"
+AIM = 30.0
+ROUNDS = 3
+
+_STAGES = ("one device", "perturbed", "ranks", "comparison")
+
+
+def proof(config: LlamaConfig = CONFIG, mesh: str = MESH, dtype: torch.dtype = torch.float64) -> Report:
+    """Verify the shipped plan with 4 sequences of 32 tokens."""
+    tokens = torch.randint(config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0))
+    plan = llama_plan(config, mesh)
+    layouts = None if "input" in (plan.input_plan or {}) else [("dp", "None")]
+    return prove.verify_plan(
+        lambda: Llama.build(config, seed=0), (tokens,), mesh, plan, input_layouts=layouts, dtype=dtype
+    )
+
+
+def table() -> str:
+    """Time proofs, and write the medians as a table."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [_row("float64", torch.float64), _row("float32", torch.float32)]
+    finally:
+        torch.set_num_threads(threads)
+    title = f"{CONFIG.num_parameters() / 1e6:.1f} million parameters, {CONFIG.num_hidden_layers} layers, {MESH}"
+    head = [
+        f"| {title} | tensors | seconds | aim | {' | '.join(f'{stage}, s' for stage in _STAGES)} |",
+        "|---|--:|--:|--:|" + "--:|" * len(_STAGES),
+    ]
+    return "\n".join([*head, *rows])
+
+
+def _row(name: str, dtype: torch.dtype) -> str:
+    runs = []
+    for _ in range(ROUNDS):
+        with _stages() as spent:
+            start = time.perf_counter()
+            report = proof(dtype=dtype).raise_if_bug()
+            total = time.perf_counter() - start
+        runs.append((total, dict(spent), len(report.rows)))
+    total, spent_in, number = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+    spent_in["comparison"] = total - sum(spent_in.values())  # and what else there is, such as making models to look at
+    stages = " | ".join(f"{spent_in.get(stage, 0.0):.1f}" for stage in _STAGES)
+    return f"| {name} | {number} | {total:.1f} | {AIM:.0f} | {stages} |"
+
+
+@contextmanager
+def _stages() -> Iterator[Counter[str]]:
+    """Add up the seconds of the stages of a proof."""
+    spent: Counter[str] = Counter()
+
+    def timed(function: Callable[..., Any], stage: Callable[..., str]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[stage(*args)] += time.perf_counter() - start
+
+        return call
+
+    def of_reference(_: Any, around: Any = None) -> str:
+        return "perturbed" if isinstance(around, Perturbed) else "one device"
+
+    with ExitStack() as stack:
+        patched = [(prove, "run_reference", of_reference)]
+        patched += [(Ranks, name, lambda *_: "ranks") for name in ("forward", "backward")]
+        for owner, name, stage in patched:
+            stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), stage)))
+        yield spent

@@ -1,0 +1,182 @@
+"""`hyper-parallel verify`: right and wrong plans, exit codes, and one message for every mistake."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from hyper_parallel import cli
+from hyper_parallel.core.shard.plan_file import load_plan, plan_text
+from hyper_parallel.models import LlamaConfig, llama_plan
+
+SMALL = ("--mesh", "tp=2", "--layers", "1", "--hidden", "16", "--seq-len", "4", "--batch", "2")
+OWN = """
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+def tensor_parallel(model, mesh):
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+def forgetful(model, mesh):  # the second layer's sum is not taken
+    for index, dim in ((0, 0), (2, 1)):
+        part = model[index].weight.detach().chunk(2, dim)[mesh.get_local_rank()].clone()
+        model[index].weight = nn.Parameter(part)
+    model[0].bias = nn.Parameter(model[0].bias.detach().chunk(2)[mesh.get_local_rank()].clone())
+    model[2].bias.data.div_(2)
+    return model
+
+three = 3
+"""
+
+
+def invoke(*words):
+    result = CliRunner().invoke(cli.app, ["verify", *words])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of the user's own in the working folder; its name is new each time, as Python keeps modules."""
+    name = f"own_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Return a function that changes a line of the shipped plan."""
+
+    def edit(old, new):
+        code, text = invoke(*SMALL, "--show-plan")
+        assert code == 0
+        assert text.count(f"\n{old}\n") == 1, text
+        path = tmp_path / "plan.toml"
+        path.write_text(text.replace(f"\n{old}\n", f"\n{new}\n"))
+        return str(path)
+
+    return edit
+
+
+# Right and wrong
+
+
+def test_the_shipped_plan_is_right():
+    code, output = invoke(*SMALL)
+    assert code == 0, output
+    assert output.startswith("Llama, ")
+    assert "\n2 simulated ranks on tp=2 beside one device, in float64 ...\n" in output
+    assert "\nthe model on tp=2 computes what it computes on one device: " in output
+    assert "layers.0" not in output
+
+
+def test_all_tensors_on_request_and_in_float32():
+    code, output = invoke(*SMALL, "--all", "--dtype", "float32", "--no-sequence-parallel", "--kv-heads", "2")
+    assert code == 0, output
+    assert "in float32 ..." in output
+    assert len(re.findall(r"^layers.*weight.*gradient", output, re.MULTILINE)) == 9
+
+
+def test_the_plan_shown_is_the_plan_that_is_read(tmp_path):
+    code, text = invoke("--show-plan")
+    assert code == 0
+    assert text == plan_text(llama_plan(LlamaConfig(num_key_value_heads=4), "dp=2,tp=4"), "dp=2,tp=4")
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    assert plan_text(load_plan(path, "dp=2,tp=4"), "dp=2,tp=4") == text
+    assert invoke("--show-plan", "--plan", str(path)) == (0, text)
+    assert "tp,None" not in invoke("--show-plan", "--no-sequence-parallel")[1].partition("[input_plan]")[2]
+
+
+def test_a_sum_that_is_forgotten_is_named(edited):
+    path = edited('"layers.*.mlp" = "; tp=sum"', '"layers.*.mlp" = "None"')
+    code, output = invoke(*SMALL, "--plan", path)
+    assert code == cli.FAILURE, output
+    assert "does not compute what it computes on one device" in output
+    assert re.search(r"^ *\S*.*layers\.0\.mlp\.output", output, re.MULTILINE), output
+
+
+def test_a_plan_on_which_ranks_raise_names_the_module(edited):
+    path = edited('"layers.*.attention.wo.weight" = "None,tp"', '"layers.*.attention.wo.weight" = "tp,None"')
+    code, output = invoke(*SMALL, "--plan", path)
+    assert code == cli.FAILURE, output
+    assert "layers.0.attention.wo" in output
+    assert "Traceback" not in output
+
+
+def test_a_model_of_one_s_own(own):
+    usual = ("--model", f"{own}:build", "--input", "3,4", "--mesh", "tp=2")
+    code, output = invoke(*usual, "--parallelize", f"{own}:tensor_parallel")
+    assert code == 0, output
+    assert f"{own}:build, {own}:tensor_parallel\ninputs: 3 x 4 float64\n" in output
+    code, output = invoke(*usual, "--parallelize", f"{own}:forgetful")
+    assert code == cli.FAILURE, output
+    assert "parts of a sum over tp" in output
+
+
+def test_a_model_of_one_s_own_with_a_plan(own, tmp_path):
+    (tmp_path / "plan.toml").write_text(
+        '[plan]\n"0.weight" = "tp,None"\n"0.bias" = "tp"\n"2.weight" = "None,tp"\n"2.bias" = "None"\n'
+        '[input_plan]\ninput = "dp,None"\n[output_plan]\noutput = "dp,None"\n'
+    )
+    usual = ("--model", f"{own}:build", "--mesh", "dp=2,tp=2", "--plan", "plan.toml", "--input", "4,4")
+    code, output = invoke(*usual)
+    assert code == 0, output
+    assert "inputs: 4 x 4 float64\n" in output
+    code, output = invoke(*usual, "--input-layout", "tp,None")  # brought to the plan's layout
+    assert code == 0, output
+    assert "inputs: 4 x 4 float64 as tp,None\n" in output
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (["--mesh", "dp=2,tp"], ["cannot read a mesh: 'tp' has no '='", "try: tp=2"]),
+        (["--mesh", "dp=2,pt=4"], ["tp='tp' is no axis of the mesh", "try: tp='pt'"]),
+        (["--mesh", "tp=3", "--heads", "8"], ["the 3 ranks along 'tp' cannot share num_attention_heads=8", "tp=4"]),
+        (["--heads", "8", "--hidden", "30"], ["cannot split hidden_size=30 into num_attention_heads=8", "=32"]),
+        (["--batch", "0"], ["--batch is below 1", "try: --batch 4"]),
+        (["--dtype", "int32"], ["models do not compute in int32", "try: float64"]),
+        (["--dtype", "flaot32"], ["no dtype is called 'flaot32'", "try: 'float32'"]),
+        (["--plan", "nowhere/plan.toml"], ["there is no such file", "try: hyper-parallel verify --show-plan"]),
+        (["--input-layout", "dq"], ["no axis is called 'dq'", "try: 'dp'"]),
+        (["--input-layout", "dp", "--input-layout", "dp"], ["there are 2 of them for 1 input"]),
+        (["--input", "3,4"], ["--input is for a model of your own", "--batch and --seq-len"]),
+        (["--parallelize", "a:b"], ["--parallelize is for a model of your own"]),
+        (["--model", "lama"], ["--model lama: it is not of the form module:function, and not 'llama'"]),
+        (["--model", "OWN:build"], ["neither of --plan and --parallelize given", "try: --plan plan.toml"]),
+        (["--model", "OWN:build", "--parallelize", "OWN:forgetful"], ["no --input says what", "try: --input 4,16"]),
+        (["--model", "OWN:biuld"], ["has no 'biuld'", "functions: build, tensor_parallel, forgetful", "OWN:build"]),
+        (["--model", "OWN:three"], ["OWN:three: 'three' cannot be called", "try: one of 'build', 'tensor_p"]),
+        (["--model", "OWN.py:build"], ["there is no module 'OWN.py'", "here: OWN.py", "try: --model OWN:build"]),
+        (["--model", "nowhere.at.all:x"], ["there is no module 'nowhere'", "try: a module that is there"]),
+        (["--model", "OWN:build", "--parallelize", "OWN:forgetful", "--input", "4,4:x"], ["'x' is no whole number"]),
+        (["--model", "OWN:build", "--parallelize", "OWN:forgetful", "--input", "4,k"], ["cannot read a shape"]),
+        (
+            ["--model", "OWN:build", "--parallelize", "OWN:forgetful", "--input", "4,4", "--show-plan"],
+            ["cannot --show-plan: --parallelize makes the model parallel"],
+        ),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(own, words, messages):
+    code, output = invoke(*(word.replace("OWN", own) for word in words))
+    assert code == cli.USER_ERROR, output
+    assert output.startswith("error: ")
+    assert "\n  try: " in output
+    assert [message for message in messages if message.replace("OWN", own) not in output] == [], output
+    assert "Traceback" not in output
+
+
+def test_a_plan_for_another_model_is_a_mistake(own, tmp_path):
+    (tmp_path / "plan.toml").write_text('[plan]\n"0.wieght" = "tp,None"\n')
+    code, output = invoke("--model", f"{own}:build", "--mesh", "tp=2", "--plan", "plan.toml", "--input", "4,4")
+    assert code == cli.USER_ERROR, output
+    assert "'0.wieght' is no parameter of the model" in output
+    assert "try: '0.weight'" in output

@@ -1,0 +1,843 @@
+"""A zoo of right parallel models: verify_plan finds nothing wrong with any, and no error near its bound."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+from zoo_kit import (
+    VOCAB,
+    WIDTH,
+    Block,
+    Collect,
+    Enter,
+    Gather,
+    Leave,
+    Mlp,
+    Net,
+    Scatter,
+    axis,
+    draw,
+    megatron,
+    take,
+    tokens,
+)
+
+import sim
+from hyper_parallel import ShardingPlan, custom_shard, fully_shard, hsdp, shard_module
+from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
+from hyper_parallel.models import huggingface_plan, llama_loss, llama_plan, parallelize_huggingface
+from hyper_parallel.models.llama import Llama, LlamaConfig
+
+PENDING = ("pending",)  # sums that hand-written code takes after a module, or a mean of losses that nobody takes
+PENDING_OR_PRIVATE = ("pending", "private")
+
+X = draw(4, 6, WIDTH)
+IDS, LABELS = tokens(seed=0), tokens(seed=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Small tensors gain nothing from several threads, and ranks that wait for each other lose."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def is_right(model, inputs, mesh, *, also=(), near=0.5, **options):
+    """Verify a model, and that the report leaves nothing out."""
+    report = sim.verify_plan(model, inputs, mesh, **options)
+    assert report.ok, str(report)
+    odd = [row for row in report.rows if row.verdict not in ("exact", "rounding", *also)]
+    assert not odd, "\n".join(f"{row.verdict}: {row}" for row in odd)
+    close = [row for row in report.rows if row.verdict in ("exact", "rounding") and row.ratio >= near]
+    assert not close, "\n".join(map(str, close))
+    assert not any("not compared" in note for note in report.notes), report.notes
+    kinds = {row.kind for row in report.rows}
+    assert kinds >= {"parameter", "forward", "gradient"}
+    return report
+
+
+# -- plans, with DTensor operations and with local ones ---------------------------------------------------------------
+
+
+def feed_forward(axis="tp", *, local=False, rows="None", sequence=False, bias=True):
+    """The plan of an Mlp on (rows, length, width)."""
+    residual = (rows, axis, "None") if sequence else (rows, "None", "None")
+    whole, inner = (rows, "None", "None"), (rows, "None", axis)
+    plan = ShardingPlan(
+        plan={"up.weight": (axis, "None"), "down.weight": ("None", axis)},
+        input_plan={"input": residual, "up.input": whole, "down.input": inner},
+        output_plan={"output": residual},
+    )
+    if bias:
+        plan.plan |= {"up.bias": (axis,), "down.bias": ("None",)}
+    if local:
+        names = {name for each in (rows, axis) for name in ((each,) if isinstance(each, str) else each)} - {"None"}
+        assert names
+        plan.local_plan = {"up": inner, "drop": inner}
+        plan.input_plan["drop.input"] = inner
+    return plan
+
+
+PLANS = {
+    "split in and out": ("tp=2", {}),
+    "sequence parallel": ("tp=2", {"sequence": True}),
+    "without biases": ("tp=4", {"bias": False}),
+    "data and tensor": ("dp=2,tp=2", {"rows": "dp"}),
+    "data over two axes": ("a=2,b=2", {"rows": ("a", "b"), "axis": "None"}),
+    "width over two axes": ("a=2,b=2", {"axis": ("a", "b")}),
+    "width over two axes, the other way round": ("a=2,b=2", {"axis": ("b", "a")}),
+    "sequence over two axes": ("a=2,b=2", {"axis": ("a", "b"), "sequence": True}),
+    "an axis of one rank": ("dp=1,tp=2", {"rows": "dp"}),
+    "eight ranks": ("dp=2,tp=4", {"rows": "dp", "sequence": True}),
+}
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name, local):
+    mesh, options = PLANS[name]
+    plan = feed_forward(**options, local=local)
+    is_right(partial(Mlp, bias=options.get("bias", True)), (X,), mesh, plan=plan)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("mesh", ["tp=4", "tp=3", "tp=2"])
+def test_uneven_parts(mesh, local):
+    """Inner width 10, 5 tokens; on 4 ranks some parts are smaller, or empty."""
+    is_right(partial(Mlp, inner=10), (draw(2, 5, WIDTH),), mesh, plan=feed_forward(local=local, sequence=True))
+
+
+class Table(nn.Module):
+    """An embedding and a head, which may be one parameter, and a norm between."""
+
+    def __init__(self, tied=False, vocab=VOCAB):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(vocab, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embed(ids)))
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 25])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_heads_split_by_the_vocabulary(tied, vocab):
+    plan = ShardingPlan(
+        plan={"embed.weight": ("tp", "None"), "head.weight": ("tp", "None"), "norm.*": ("None",)},
+        input_plan={"input": ("None", "None")},
+        output_plan={"embed.output": ("None", "None", "None")},
+    )
+
+    def loss(logits, ids):
+        return vocab_parallel_cross_entropy(logits, LABELS)
+
+    is_right(partial(Table, tied, vocab), (IDS,), "tp=2", plan=plan, loss_fn=loss)
+
+
+def cross_entropy(logits, ids):
+    return F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+
+
+def test_a_plan_that_returns_local_tensors():
+    plan = ShardingPlan(
+        plan={"embed.weight": ("None", "tp"), "head.weight": ("tp", "None"), "norm.*": ("None",)},
+        input_plan={"input": ("None", "None"), "norm.input": ("None", "None", "None")},
+        output_plan={"output": ("None", "None", "None")},
+        return_local_tensor=[""],
+    )
+    is_right(Table, (IDS,), "tp=2", plan=plan, loss_fn=cross_entropy)
+
+
+def test_code_of_ones_own_in_a_sharded_model():
+    def parallel(model, mesh):
+        shard_module(model, mesh, feed_forward())
+        local = custom_shard(
+            lambda x, weight: F.gelu(x) @ weight.t(),
+            mesh,
+            [(Replicate(),), (Shard(0),)],
+            (Shard(2),),
+            out_shapes=lambda x, weight: (*x.shape[:-1], weight.shape[0]),
+        )
+        model.up.forward = lambda x: local(x, model.up.weight) + model.up.bias
+
+    class Odd(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.up.forward = lambda x: F.gelu(x) @ self.up.weight.t() + self.up.bias
+
+    is_right(Odd, (X,), "tp=2", parallelize=parallel)
+
+
+# -- the library's plans of whole models -------------------------------------------------------------------------------
+
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_seq_len": 8,
+}
+
+
+LLAMAS = [
+    ("tp=2", {}, {}),
+    ("tp=2", {"sequence_parallel": False}, {}),
+    ("tp=2", {"vocab_parallel": False}, {}),
+    ("tp=2", {"sequence_parallel": False, "vocab_parallel": False, "logits": "whole"}, {}),
+    ("tp=2", {"local": False}, {}),
+    ("tp=2", {}, {"tie_embeddings": True}),
+    ("dp=2,tp=2", {}, {}),
+    ("dp=2,tp=2", {"logits": "local", "sequence_parallel": False}, {"tie_embeddings": True}),
+    ("dp=2", {"tp": None}, {}),
+    ("tp=4", {}, {"num_key_value_heads": 4}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options", "config"), LLAMAS)
+def test_llamas(mesh, options, config):
+    config = LlamaConfig(**{**LLAMA, **config})
+
+    def loss(out, ids):
+        """Local logits know of this rank's rows only."""
+        parts = 2 if dist.is_initialized() and not isinstance(out, DTensor) and "dp" in mesh else 1
+        return llama_loss(out, ids) / parts
+
+    is_right(
+        lambda: Llama.build(config),
+        (IDS[:, :5],),  # 5 tokens: uneven over tp
+        mesh,
+        plan=llama_plan(config, mesh, **options),
+        input_layouts=[("dp",)] if "dp" in mesh else None,
+        loss_fn=loss,
+        also=PENDING,
+    )
+
+
+def test_a_llama_of_twelve_layers():
+    config = LlamaConfig(**{**LLAMA, "num_hidden_layers": 12})
+    is_right(lambda: Llama.build(config), (IDS[:1, :4],), "tp=2", plan=llama_plan(config, "tp=2"), also=PENDING)
+
+
+# -- torch's styles ----------------------------------------------------------------------------------------------------
+
+
+def styles(model, mesh, sequence=False):
+    """Split a Net by torch's styles; with its residual stream split over the sequence or not."""
+    between = Shard(1) if sequence else Replicate()
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "norm": SequenceParallel() if sequence else PrepareModuleInput(),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for index in range(len(model.blocks)):
+        at = f"blocks.{index}"
+        for part in ("attn.q", "attn.k", "attn.v", "mlp.up"):
+            plan[f"{at}.{part}"] = ColwiseParallel()
+        for part in ("attn.o", "mlp.down"):
+            plan[f"{at}.{part}"] = RowwiseParallel(output_layouts=between)
+        if sequence:
+            for norm, part in (("norm1", "attn"), ("norm2", "mlp")):
+                plan[f"{at}.{norm}"] = SequenceParallel()
+                plan[f"{at}.{part}"] = PrepareModuleInput(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+                )
+    if not sequence:
+        del plan["norm"]
+    return parallelize_module(model, mesh, plan)
+
+
+def of_parts(logits, ids):
+    """The mean loss, of logits that are split over the vocabulary too."""
+    return vocab_parallel_cross_entropy(logits, LABELS)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("loss_fn", [None, of_parts])
+def test_torchs_styles(sequence, loss_fn):
+    is_right(Net, (IDS,), "tp=2", parallelize=partial(styles, sequence=sequence), loss_fn=loss_fn, also=PENDING)
+
+
+def test_torchs_styles_without_a_rest():
+    """Whole outputs as DTensors at every boundary, by PrepareModuleOutput."""
+
+    def parallel(model, mesh):
+        plan = {
+            "up": ColwiseParallel(use_local_output=False),
+            "drop": PrepareModuleOutput(
+                output_layouts=Shard(-1), desired_output_layouts=Shard(-1), use_local_output=False
+            ),
+            "down": RowwiseParallel(use_local_output=False),
+        }
+        return parallelize_module(model, mesh, plan)
+
+    is_right(Mlp, (X,), "tp=2", parallelize=parallel)
+
+
+# -- code of one's own on plain tensors --------------------------------------------------------------------------------
+
+MEGATRON = {
+    "blocks.*.attn.q.weight": ("tp", "None"),
+    "blocks.*.attn.o.weight": ("None", "tp"),
+    "blocks.*.attn.q.output": ("None", "None", "tp"),
+    "blocks.*.mlp.up.output": ("None", "None", "tp"),
+    "blocks.*.mlp.down.input": ("None", "None", "tp"),
+    "blocks.*.output": ("None", "None", "None"),
+    "output": ("None",),
+}
+
+
+@pytest.mark.parametrize("declared", [None, MEGATRON])
+@pytest.mark.parametrize("bias", [False, True])
+def test_plain_tensors(declared, bias):
+    is_right(partial(Net, bias=bias), (IDS,), "tp=2", parallelize=megatron, declared=declared, also=PENDING)
+
+
+def over_the_sequence(model, mesh):
+    """Megatron's sequence parallelism: the ranks' norms see parts, and their gradients are added up."""
+    rank, size, group = axis(mesh)
+    megatron(model, mesh)
+    for block in model.blocks:
+        for part in (block.attn, block.mlp):
+            part.enter = lambda x: Gather.apply(x, 1, group)
+            part.leave = lambda y: Scatter.apply(y, 1, group)
+    embed = model.embed.forward
+    model.embed.forward = lambda ids: embed(ids.chunk(size, 1)[rank])
+    head = model.head.forward
+    model.head.forward = lambda x: head(Collect.apply(x, 1, group))
+
+    def added(grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=group)
+        return grad
+
+    norms = [norm for block in model.blocks for norm in (block.norm1, block.norm2)] + [model.norm]
+    for module in [*norms, model.embed]:
+        for parameter in module.parameters():
+            parameter.register_hook(added)
+
+
+def test_plain_tensors_split_over_the_sequence():
+    is_right(Net, (IDS,), "tp=2", parallelize=over_the_sequence, also=PENDING_OR_PRIVATE)
+
+
+def over_the_vocabulary(model, mesh):
+    """Embedding and head split by tokens; other ranks' tokens are masked, and logits gathered."""
+    rank, size, group = axis(mesh)
+    number = model.embed.num_embeddings // size
+    take(model.embed, "weight", 0, rank, size)
+    take(model.head, "weight", 0, rank, size)
+    embed, head = model.embed, model.head.forward
+
+    def look_up(ids):
+        own = (ids >= rank * number) & (ids < (rank + 1) * number)
+        found = F.embedding((ids - rank * number).clamp(0, number - 1), embed.weight)
+        return Leave.apply(found * own.unsqueeze(-1), group)
+
+    embed.forward = look_up
+    model.head.forward = lambda x: Collect.apply(head(Enter.apply(x, group)), -1, group)
+
+
+def test_plain_tensors_split_over_the_vocabulary():
+    is_right(Net, (IDS,), "tp=2", parallelize=over_the_vocabulary, loss_fn=cross_entropy)
+
+
+def drawing_apart(model, mesh):
+    """Dropout between split weights has a generator of its own on each rank, the other is the same on all."""
+    megatron(model, mesh)
+    rank = axis(mesh)[0]
+    for number, block in enumerate(model.blocks):
+        own = torch.Generator().manual_seed(100 + rank + 10 * number).get_state()
+        block.mlp.drop.forward = partial(_drawn_apart, block.mlp.drop.forward, own)
+
+
+def _drawn_apart(forward, state, x):
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        return forward(x)
+    finally:
+        torch.set_rng_state(before)
+
+
+def test_dropout_on_split_and_on_whole_activations():
+    report = is_right(partial(Net, dropout=0.3), (IDS,), "tp=2", parallelize=drawing_apart, also=PENDING)
+    assert {row.module for row in report.rows if row.kind == "random"} == {
+        f"blocks.{index}.{name}" for index in range(2) for name in ("drop", "mlp.drop")
+    }
+
+
+def test_plain_tensors_split_over_both_axes():
+    def parallel(model, mesh):
+        megatron(model, mesh)
+        group = mesh["dp"].get_group()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: _mean(grad, group))
+
+    is_right(
+        partial(Net, 1),
+        (IDS,),
+        "dp=2,tp=2",
+        parallelize=parallel,
+        input_layouts=[("dp",)],
+        also=PENDING,
+        loss_fn=of_own,
+    )
+
+
+def _mean(grad, group):
+    grad = grad / group.size()
+    dist.all_reduce(grad, group=group)
+    return grad
+
+
+def of_own(logits, ids):
+    """The mean loss of a rank's own rows, whose labels are their ids."""
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+# -- data parallel wrappers --------------------------------------------------------------------------------------------
+
+
+def ddp(model, mesh, **options):
+    """DDP, with buckets small enough that there are several."""
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002, **options)
+
+
+def each(wrap, *, rest=True, **options):
+    """Wrap every block, then the model."""
+
+    def parallel(model, mesh):
+        for block in model.blocks:
+            wrap(block, **options, **({"mesh": mesh} if wrap is not hsdp else {}))
+        wrap(model, **options, **({"mesh": mesh} if wrap is not hsdp else {}))
+        return model
+
+    return parallel
+
+
+WRAPPERS = {
+    "DDP": ("dp=2", ddp),
+    "DDP, as views": ("dp=3", partial(ddp, gradient_as_bucket_view=True, static_graph=True)),
+    "FSDP2": ("dp=2", each(fsdp2)),
+    "FSDP2 kept": ("dp=2", each(fsdp2, reshard_after_forward=False)),
+    "FSDP2 over replicas": ("r=2,s=2", each(fsdp2)),
+    "fully_shard": ("dp=2", each(fully_shard)),
+    "fully_shard fused": ("dp=4", each(fully_shard, comm_fusion=True)),
+    "fully_shard over replicas": ("r=2,s=2", each(fully_shard, reshard_after_forward=False)),
+    "hsdp level1": ("dp=2", each(hsdp, threshold=0)),
+    "hsdp level2": ("dp=4", each(hsdp, threshold=0, shard_size=2, optimizer_level="level2")),
+    "hsdp level3": ("dp=2", each(hsdp, threshold=0, optimizer_level="level3")),
+    "hsdp with small ones whole": ("dp=2", each(hsdp, threshold=4, optimizer_level="level3")),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_data_parallel_wrappers(name):
+    mesh, wrap = WRAPPERS[name]
+    rows = tokens(12 if "3" in mesh else 4)
+    split = ("r", "s") if "r=" in mesh else "dp"
+    steps = {"optimizer_fn": partial(torch.optim.AdamW, lr=1e-2), "steps": 2}
+    is_right(partial(Net, 1), (rows,), mesh, parallelize=wrap, input_layouts=[(split,)], loss_fn=of_own, **steps)
+
+
+@pytest.mark.parametrize("wrap", [fsdp2, fully_shard])
+def test_tensor_parallel_within_data_parallel(wrap):
+    """Each rank's loss is divided by the ranks along dp, where the engine adds gradients of DTensors up."""
+    shards = wrap is fully_shard
+
+    def parallel(model, mesh):
+        styles(model, mesh["tp"], sequence=True)
+        wrap(model.blocks[0], mesh=mesh["dp"])
+        wrap(model, mesh=mesh["dp"])
+
+    def loss(logits, ids):
+        own = vocab_parallel_cross_entropy(logits, ids)
+        return own / 2 if dist.is_initialized() and shards else own
+
+    is_right(
+        partial(Net, 1), (IDS,), "dp=2,tp=2", parallelize=parallel, input_layouts=[("dp",)], loss_fn=loss, also=PENDING
+    )
+
+
+def test_three_axes():
+    def parallel(model, mesh):
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fsdp2(model, mesh=mesh["r", "s"])
+
+    def loss(y, x):
+        return y.square().mean()
+
+    how = {"parallelize": parallel, "input_layouts": [(("r", "s"),)], "loss_fn": loss}
+    is_right(Mlp, (X,), "r=2,s=2,tp=2", **how, also=PENDING)
+
+
+@pytest.mark.parametrize("wrap", [ddp, each(fsdp2), each(fully_shard)])
+def test_plain_tensors_within_data_parallel(wrap):
+    """The wrappers know of this rank's parts only, and take them for whole parameters."""
+
+    def parallel(model, mesh):
+        megatron(model, mesh)
+        if wrap is ddp:
+            return ddp(model, mesh, process_group=mesh["dp"].get_group())
+        return wrap(model, mesh["dp"])
+
+    how = {"parallelize": parallel, "input_layouts": [("dp",)], "loss_fn": of_own}
+    is_right(partial(Net, 1), (IDS,), "dp=2,tp=2", **how, also=PENDING)
+
+
+# -- what a model may do -----------------------------------------------------------------------------------------------
+
+
+class Checkpointed(Net):
+    """Computes its blocks again in backward."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def test_activations_that_are_computed_again():
+    is_right(Checkpointed, (IDS,), "tp=2", parallelize=megatron, also=PENDING)
+
+
+def test_a_wrapper_that_computes_again():
+    def parallel(model, mesh):
+        megatron(model, mesh)
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = checkpoint_wrapper(block)
+
+    is_right(Net, (IDS,), "tp=2", parallelize=parallel, also=PENDING)
+
+
+def test_gradients_that_add_up_over_micro_batches():
+    def loss(logits, ids):
+        parts = zip(logits.chunk(2), ids.chunk(2), strict=True)
+        return sum(of_own(*part) for part in parts) / 2
+
+    is_right(partial(Net, 1), (tokens(8),), "dp=2", parallelize=ddp, input_layouts=[("dp",)], loss_fn=loss)
+
+
+class Rms(nn.Module):
+    """A norm that computes in float32, whatever it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+def normed():
+    model = Net()
+    for block in model.blocks:
+        block.norm1, block.norm2 = Rms(), Rms()
+    return model
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
+def test_a_part_in_float32(mesh):
+    if mesh == "tp=2":
+        is_right(normed, (IDS,), mesh, parallelize=megatron, also=PENDING)
+    else:
+        is_right(normed, (IDS,), mesh, parallelize=each(fully_shard), input_layouts=[("dp",)], loss_fn=of_own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parallelize", [megatron, partial(styles, sequence=True)])
+def test_all_of_it_in_less(dtype, parallelize):
+    is_right(Net, (IDS,), "tp=2", parallelize=parallelize, dtype=dtype, also=PENDING_OR_PRIVATE)
+
+
+class Experts(nn.Module):
+    """Each token goes to the 2 best of 4 experts; a rank has some of the experts, and adds up what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, 8) / 4), nn.Parameter(torch.randn(4, 8, WIDTH) / 4)
+        self.first = 0
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        share = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, chosen, weights)
+        share, x, out = self.enter(share), self.enter(x), torch.zeros_like(x)
+        for index, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            mine = share[..., self.first + index]
+            row = mine.nonzero(as_tuple=True)
+            out = out.index_put(row, mine[row].unsqueeze(-1) * (F.silu(x[row] @ up) @ down), accumulate=True)
+        return self.leave(out)
+
+    def enter(self, x):
+        return x
+
+    def leave(self, y):
+        return y
+
+
+def test_experts_of_the_best():
+    def parallel(model, mesh):
+        rank, size, group = axis(mesh)
+        take(model, "up", 0, rank, size)
+        take(model, "down", 0, rank, size)
+        model.first = rank * 4 // size
+        model.enter = lambda x: Enter.apply(x, group)
+        model.leave = lambda y: Leave.apply(y, group)
+
+    is_right(Experts, (X,), "ep=2", parallelize=parallel)
+    is_right(Experts, (X,), "ep=4", parallelize=parallel)
+
+
+class Several(nn.Module):
+    """Takes tensors by name, whole numbers among them; returns containers; some parameters are frozen or not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, WIDTH)
+        self.embed.weight.requires_grad_(False)
+        self.mlp = Mlp()
+        self.spare = nn.Linear(WIDTH, 3)
+        self.gate = nn.Parameter(torch.zeros(()))
+        self.zero = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.linspace(-1, 1, WIDTH))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x, *, kind, options=None):
+        self.seen += 1
+        y = self.mlp(x - self.mean) + self.embed(kind).unsqueeze(1)
+        y = y + self.gate * x + 0 * self.zero(x)
+        return {"y": y, "rest": (y.mean(), [kind + 1, None]), "scale": options["scale"] * y.detach()}
+
+
+def two_ways(model, mesh):
+    return megatron_mlp(model.mlp, mesh)
+
+
+def megatron_mlp(mlp, mesh):
+    rank, size, group = axis(mesh)
+    take(mlp.up, "weight", 0, rank, size)
+    take(mlp.up, "bias", 0, rank, size)
+    take(mlp.down, "weight", 1, rank, size)
+    mlp.down.bias.data.div_(size)
+    mlp.enter = lambda x: Enter.apply(x, group)
+    mlp.leave = lambda y: Leave.apply(y, group)
+
+
+SEVERAL = {"x": X.clone().requires_grad_(), "kind": torch.arange(4), "options": {"scale": draw(WIDTH, seed=3)}}
+
+
+def test_containers_names_whole_numbers_frozen_and_unused_parameters():
+    report = is_right(Several, SEVERAL, "tp=2", parallelize=two_ways, also=PENDING)
+    assert any(row.tensor == "output rest.0" for row in report.rows)
+
+
+def test_containers_with_data_split():
+    def loss(out, x, kind, options):
+        return out["y"].square().mean() + out["rest"][0]
+
+    how = {"parallelize": partial(ddp, find_unused_parameters=True), "loss_fn": loss}
+    is_right(Several, {**SEVERAL, "x": X}, "dp=2", **how, input_layouts={"x": ("dp",), "kind": ("dp",)}, also=PENDING)
+
+
+class WithLoss(Net):
+    """Returns its loss, as models of transformers do."""
+
+    def forward(self, ids, labels=None):
+        return F.cross_entropy(super().forward(ids).flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+@pytest.mark.parametrize("wrap", [ddp, each(fully_shard)])
+def test_a_loss_that_the_model_returns(wrap):
+    labels = LABELS.clamp(min=1)
+    rows = [("dp",), ("dp",)]
+    is_right(WithLoss, {"ids": IDS, "labels": labels}, "dp=2", parallelize=wrap, input_layouts=rows, also=PENDING)
+
+
+def test_a_batch_of_one():
+    is_right(Net, (IDS[:1, :1],), "tp=2", parallelize=megatron, also=PENDING)
+
+
+class Normalised(nn.Module):
+    """Batch normalisation by statistics that were kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.linear(self.norm(x)).square().mean()
+
+
+def test_buffers_in_evaluation():
+    how = {"parallelize": ddp, "input_layouts": [("dp",)], "train": False}
+    is_right(Normalised, (draw(8, WIDTH),), "dp=2", **how, also=PENDING)
+
+
+def test_synchronised_batch_normalisation():
+    class Synchronised(nn.BatchNorm1d):
+        def forward(self, x):
+            total, square = x.sum(0), x.square().sum(0)
+            count = len(x)
+            if dist.is_initialized():
+                total, square = (Both.apply(each, dist.group.WORLD) for each in (total, square))
+                count *= dist.get_world_size()
+            mean = total / count
+            return (x - mean) * (square / count - mean * mean + self.eps).rsqrt() * self.weight + self.bias
+
+    def model():
+        model = Normalised()
+        model.norm = Synchronised(WIDTH)
+        return model
+
+    is_right(model, (draw(8, WIDTH),), "dp=2", parallelize=ddp, input_layouts=[("dp",)], also=PENDING)
+
+
+class Both(torch.autograd.Function):
+    """An all_reduce each way."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Cancelling(nn.Module):
+    """What remains of large sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        large = 1e6 * self.up(x)
+        y = self.down(large)
+        return (y + 1e9) - 1e9 - y.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sums_that_cancel(dtype):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    is_right(
+        Cancelling,
+        (X,),
+        "tp=4",
+        parallelize=lambda m, mesh: parallelize_module(m, mesh, plan),
+        dtype=dtype,
+        also=PENDING,
+    )
+
+
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "AdamW one by one": partial(torch.optim.AdamW, lr=1e-2, foreach=False),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "Adam with amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    """The key's bias has no gradient but rounding, and Adam divides it by its own size."""
+    is_right(Block, (X,), "dp=2", parallelize=ddp, input_layouts=[("dp",)], optimizer_fn=OPTIMIZERS[name], steps=3)
+
+
+def test_optimizers_of_groups_and_clipped_gradients():
+    def optimizer(params):
+        groups = [
+            {"params": [p for p in params if p.dim() > 1]},
+            {"params": [p for p in params if p.dim() < 2], "lr": 1e-3},
+        ]
+        made = torch.optim.SGD(groups, lr=0.1)
+        made.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(params, 0.01) and None)
+        return made
+
+    is_right(
+        Block,
+        (X,),
+        "dp=2",
+        parallelize=lambda m, mesh: fsdp2(m, mesh=mesh),
+        input_layouts=[("dp",)],
+        optimizer_fn=optimizer,
+    )
+
+
+# -- models of transformers --------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8,
+    "use_cache": False,
+    "attn_implementation": "eager",
+}
+TRANSFORMERS = [
+    ("Llama", "tp=2", {}, {}),
+    ("Llama", "dp=2,tp=2", {"sequence_parallel": False}, {"tie_word_embeddings": True}),
+    ("Qwen2", "tp=2", {"vocab_parallel": False}, {}),
+    ("Qwen3", "tp=2", {}, {"head_dim": 8}),
+    ("Mixtral", "tp=2", {}, {"num_local_experts": 4, "experts_implementation": "eager"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "options", "config"), TRANSFORMERS)
+def test_models_of_transformers(kind, mesh, options, config):
+    transformers = pytest.importorskip("transformers", "5.0", reason="transformers 5 or later is not installed")
+    transformers.logging.set_verbosity_error()
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **config})
+    inputs = {"input_ids": IDS, "labels": IDS}
+    rows = dict.fromkeys(inputs, ("dp",)) if "dp" in mesh else None
+
+    def loss(out, input_ids, labels):
+        return out.loss / (2 if rows and dist.is_initialized() else 1)
+
+    def model():
+        return getattr(transformers, f"{kind}ForCausalLM")(copy.deepcopy(config))
+
+    how = {"parallelize": partial(parallelize_huggingface, **options)}
+    if kind == "Llama" and not rows:
+        how = {"plan": huggingface_plan(model(), mesh, **options)}
+    is_right(model, inputs, mesh, **how, input_layouts=rows, loss_fn=loss, also=(*PENDING_OR_PRIVATE, "skipped"))

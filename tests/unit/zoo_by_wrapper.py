@@ -1,0 +1,410 @@
+"""Broken data parallelism: DDP, FSDP2, fully_shard and hsdp, and losses, optimizers and buffers that do not fit."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+from zoo_case import Case, register
+from zoo_kit import WIDTH, draw, summed, tokens
+
+from hyper_parallel import fully_shard, hsdp
+
+CASES: list[Case] = []
+case = register(CASES)
+
+ROWS = {"input_layouts": [("dp", "None")]}
+"""Ranks along dp have rows of their own."""
+
+
+def mean(logits, ids):
+    """The loss of a language model whose ids are its targets too."""
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def ddp(model):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def unsynced(model, **options):
+    """DDP that leaves buffers alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **options)
+
+
+def units(wrap, model, mesh):
+    """Wrap each block, then the rest."""
+    for block in model.blocks:
+        wrap(block, mesh=mesh)
+    return wrap(model, mesh=mesh)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+@case(
+    "a loss that is divided by dp where gradients are averaged too",
+    ("gradient", "embed", "weight"),
+    "1/2 of what it should be",
+    "averaged once too often over 'dp'",
+    mesh="dp=2",
+    varied=lambda broken: {
+        "input_layouts": ROWS["input_layouts"],
+        "loss_fn": lambda y, ids: mean(y, ids) / (dist.get_world_size() if broken and dist.is_initialized() else 1),
+    },
+)
+def _(model, mesh, broken):
+    return ddp(model)
+
+
+class Averaged(torch.autograd.Function):
+    """The mean over all ranks; its gradient is added up over them, as torch.distributed.nn does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return average(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return average(grad)
+
+
+@case(
+    "a loss that is averaged over dp, and gradients that are added up",
+    ("gradient", "head", "output"),
+    "2 times what it should be",
+    "counted once per rank of 'dp'",
+    mesh="dp=2",
+    options={**ROWS, "loss_fn": lambda y, ids: Averaged.apply(mean(y, ids)) if dist.is_initialized() else mean(y, ids)},
+)
+def _(model, mesh, broken):
+    units(fsdp2, model, mesh)
+    if broken:
+        for unit in (model, *model.blocks):
+            unit.set_gradient_divide_factor(1.0)
+
+
+def padded(broken):
+    """Not all tokens count, and not as many on each rank."""
+
+    def loss(logits, ids):
+        lost = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), ignore_index=0, reduction="sum")
+        count = (ids != 0).sum()
+        ranks = 1
+        if dist.is_initialized() and not broken:
+            ranks = dist.get_world_size()
+            dist.all_reduce(count)
+        return lost * ranks / count
+
+    return {**ROWS, "loss_fn": loss}
+
+
+@case(
+    "a mean of local means where ranks have different numbers of tokens",
+    ("forward", "", "loss"),
+    "neither the mean nor the sum of the ranks' losses is that of the whole batch",
+    mesh="dp=2",
+    inputs=(torch.cat([tokens(2), tokens(2) * torch.tensor([1, 0, 1, 0, 0, 0])]),),
+    varied=padded,
+)
+def _(model, mesh, broken):
+    return ddp(model)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@case(
+    "a last backward without synchronisation",
+    ("gradient", "embed", "weight"),
+    "nothing adds up the gradients",
+    hint="over dp",
+    mesh="dp=2",
+    options={**ROWS, "loss_fn": mean},
+)
+def _(model, mesh, broken):
+    model = ddp(model)
+    model.require_backward_grad_sync = not broken
+    return model
+
+
+@case(
+    "replicas of shards whose gradients are not reduced",
+    ("gradient", "blocks.1.norm1", "weight"),
+    "no rank has a gradient, and one device has",
+    mesh="replicate=2,shard=2",
+    options={"input_layouts": [(("replicate", "shard"), "None")], "loss_fn": mean},
+)
+def _(model, mesh, broken):
+    units(fsdp2, model, mesh)
+    if broken:
+        model.blocks[1].set_requires_all_reduce(False)
+
+
+@case(
+    "a block that is in no unit, and whose gradients stay on their rank",
+    ("gradient", "blocks.1.norm2", "weight"),
+    "over dp",
+    mesh="dp=2",
+    options={**ROWS, "loss_fn": mean},
+)
+def _(model, mesh, broken):
+    norm = model.blocks[1].norm2
+    ignored = list(norm.parameters()) if broken else []
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, ignored_params=ignored)
+    fully_shard(model, mesh=mesh, ignored_params=ignored)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+class Sgd(torch.optim.SGD):
+    """Plain steps, with something before them."""
+
+    def __init__(self, params, before):
+        super().__init__(params, lr=0.1)
+        self.before = before
+
+    def step(self, closure=None):
+        self.before([parameter for group in self.param_groups for parameter in group["params"]])
+        super().step(closure)
+
+
+def optimizer(before):
+    """Options with steps that have something before them, broken or not."""
+    return lambda broken: {
+        **ROWS,
+        "loss_fn": mean,
+        "optimizer_fn": lambda params: Sgd(params, lambda ps: before(ps, broken)),
+    }
+
+
+def clip(params, broken):
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
+    square = sum(grad.square().sum() for grad in local)
+    if dist.is_initialized() and not broken:
+        dist.all_reduce(square)
+    for grad in local:
+        grad.mul_(0.1 / square.sqrt())
+
+
+@case(
+    "gradients that are clipped by the norm of this rank's shards",
+    ("update", "embed", "weight"),
+    "declared (dp), and rank",
+    "x the bound",
+    mesh="dp=2",
+    varied=optimizer(clip),
+)
+def _(model, mesh, broken):
+    units(fully_shard, model, mesh)
+
+
+def decay(params, broken):
+    if not broken or not dist.is_initialized() or dist.get_rank() == 0:
+        for parameter in params:
+            parameter.data.mul_(0.9)
+
+
+@case(
+    "weight decay on one rank only",
+    ("update", "embed", "weight"),
+    "rank 1 (dp=1) is wrong, and the other one holds what it should",
+    mesh="dp=2",
+    varied=optimizer(decay),
+)
+def _(model, mesh, broken):
+    return ddp(model)
+
+
+def skip(params, broken):
+    if broken and dist.is_initialized() and dist.get_rank() == 1:
+        for parameter in params:
+            if parameter.shape == (WIDTH,):
+                parameter.grad = None
+
+
+@case(
+    "norm weights that are updated on one rank only",
+    ("update", "blocks.0.norm1", "weight"),
+    "rank 1 (dp=1) is wrong, and the other one holds what it should",
+    mesh="dp=2",
+    varied=optimizer(skip),
+)
+def _(model, mesh, broken):
+    return ddp(model)
+
+
+class Masters(torch.optim.SGD):
+    """Steps on copies that are written back to the parameters."""
+
+    def __init__(self, params, back):
+        self.own, self.back = list(params), back
+        super().__init__([parameter.detach().clone().requires_grad_() for parameter in self.own], lr=0.1)
+
+    def step(self, closure=None):
+        copies = self.param_groups[0]["params"]
+        for own, copy in zip(self.own, copies, strict=True):
+            copy.grad = own.grad
+        super().step(closure)
+        for own, copy in zip(self.own, copies, strict=True):
+            if self.back:
+                own.data.copy_(copy.data)
+
+    def zero_grad(self, set_to_none=True):
+        for own in self.own:
+            own.grad = None
+
+
+@case(
+    "a step on a copy of the weights that is never written back",
+    ("update", "embed", "weight"),
+    "no rank has changed it, and one device has",
+    mesh="dp=2",
+    varied=lambda broken: {
+        **ROWS,
+        "loss_fn": mean,
+        "optimizer_fn": lambda params: Masters(params, not (broken and dist.is_initialized())),
+    },
+)
+def _(model, mesh, broken):
+    for block in model.blocks:
+        hsdp(block, threshold=0)
+    hsdp(model, threshold=0)
+
+
+# -- what ranks hold and see -------------------------------------------------------------------------------------------
+
+
+@case(
+    "the same rows on all ranks along dp",
+    ("forward", "", "input ids"),
+    "the ranks along 'dp' hold the same values where each should hold its own part: all hold the first one's",
+    mesh="dp=2",
+)
+def _(model, mesh, broken):
+    rank = 0 if broken else mesh.get_local_rank()
+    model.register_forward_pre_hook(lambda module, args: args[0].chunk(2)[rank])
+    for parameter in model.parameters():
+        parameter.register_hook(summed)
+
+
+@case(
+    "weights that one rank has loaded in another order",
+    ("parameter", "blocks.0.mlp.up", "weight"),
+    "rank 1 (dp=1)",
+    mesh="dp=2",
+    options={**ROWS, "loss_fn": mean},
+)
+def _(model, mesh, broken):
+    if broken and dist.get_rank() == 1:
+        first, second = (block.mlp.up.weight for block in model.blocks)
+        first.data, second.data = second.data.clone(), first.data.clone()
+    return nn.parallel.DistributedDataParallel(model, init_sync=False)
+
+
+class Scaled(nn.Module):
+    """Divides by a running size of what it sees, as of the step before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x):
+        y = x / self.size.clone()
+        with torch.no_grad():
+            self.size.mul_(0.9).add_(0.1 * self.all(x.detach().abs().mean()))
+        return y
+
+    def all(self, x):
+        return x
+
+
+class Buffered(nn.Module):
+    """Two layers with a buffer between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.scale(self.first(x)))
+
+
+BUFFERED = {"mesh": "dp=2", "model": Buffered, "inputs": (draw(4, WIDTH),)}
+
+
+def average(x):
+    return summed(x) / dist.get_world_size()
+
+
+@case(
+    "a buffer that is not broadcast",
+    ("buffer", "scale", "size"),
+    "rank 1 (dp=1) is wrong, and the other one holds what it should",
+    options=ROWS,
+    **BUFFERED,
+)
+def _(model, mesh, broken):
+    if broken and dist.get_rank() == 1:
+        model.scale.size.fill_(1.5)
+    model.scale.all = average
+    return unsynced(model, init_sync=False)
+
+
+@case(
+    "a replicated buffer that one rank changes in place",
+    ("buffer", "scale", "size after forward"),
+    "rank 1 (dp=1) is wrong, and the other one holds what it should",
+    options=ROWS,
+    **BUFFERED,
+)
+def _(model, mesh, broken):
+    model.scale.all = average
+    if broken and dist.get_rank() == 1:
+        model.scale.register_forward_hook(lambda module, args, y: module.size.add_(1) and None)
+    return unsynced(model)
+
+
+class Normed(nn.Module):
+    """Two layers with batch norm between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+@case(
+    "batch norm with the statistics of this rank's rows",
+    ("forward", "norm", "output"),
+    "each rank along dp normalises with the mean and the variance of its own rows, not of all",
+    hint="SyncBatchNorm",
+    mesh="dp=2",
+    model=Normed,
+    inputs=(draw(8, WIDTH),),
+    options={"input_layouts": [("dp", "None")]},
+)
+def _(model, mesh, broken):
+    norm = model.norm
+
+    def forward(x):
+        middle = Averaged.apply(x.mean(0))
+        spread = Averaged.apply((x - middle).square().mean(0))
+        norm.running_mean.mul_(0.9).add_(0.1 * middle.detach())
+        norm.running_var.mul_(0.9).add_(0.1 * spread.detach() * 8 / 7)
+        norm.num_batches_tracked.add_(1)
+        return (x - middle) / (spread + norm.eps).sqrt() * norm.weight + norm.bias
+
+    if not broken:
+        norm.forward = forward
+    return unsynced(model)

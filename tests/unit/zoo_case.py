@@ -1,0 +1,65 @@
+"""A case of the zoo of broken parallel models: one fault, where it must be found, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from zoo_kit import Net, tokens
+
+import sim
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that is made parallel in a way that has one fault; `broken=False` takes out that one.
+
+    Args:
+        name: the fault.
+        apply: called with the model, the mesh and `broken`, makes the model parallel.
+        kind, module, tensor: of the first row that is wrong.
+        words: what must stand in its sentence.
+        hint: what must stand in its suggestion.
+        model: makes the whole model.
+        inputs: whole inputs.
+        mesh: the axes.
+        options: of `verify_plan`.
+        varied: called with `broken`, returns more of them.
+    """
+
+    name: str
+    apply: Callable[..., Any]
+    kind: str
+    module: str
+    tensor: str
+    words: tuple[str, ...]
+    hint: str = ""
+    model: Callable[[], nn.Module] = Net
+    inputs: tuple[Any, ...] = field(default_factory=lambda: (tokens(),))
+    mesh: str = "tp=2"
+    options: dict[str, Any] = field(default_factory=dict)
+    varied: Callable[[bool], dict[str, Any]] = lambda broken: {}
+
+    def verify(self, broken: bool) -> sim.Report:
+        """Prove the model, with its fault or without."""
+        options = {"optimizer_fn": None, **self.options, **self.varied(broken)}
+
+        def parallelize(model, mesh):
+            return self.apply(model, mesh, broken)
+
+        return sim.verify_plan(self.model, self.inputs, self.mesh, parallelize=parallelize, **options)
+
+
+def register(cases: list[Case]) -> Callable[..., Any]:
+    """Return a decorator that makes a case of a function and adds it to a list."""
+
+    def case(name: str, place: tuple[str, str, str], *words: str, **options: Any) -> Callable[..., Any]:
+        def add(apply: Callable[..., Any]) -> Callable[..., Any]:
+            cases.append(Case(name, apply, *place, words, **options))
+            return apply
+
+        return add
+
+    return case

@@ -1,0 +1,232 @@
+"""Small models and hand-written collectives for the zoos of right and of broken parallel models."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, VOCAB = 16, 24
+
+
+def draw(*shape, seed=0):
+    """Normal numbers that depend on the seed only."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tokens(rows=4, length=6, vocab=VOCAB, seed=0):
+    """Ids of tokens."""
+    return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal attention of grouped heads; `enter` and `leave` are where hand-written parallel code has collectives."""
+
+    def __init__(self, width=WIDTH, heads=4, kv_heads=2, bias=True):
+        super().__init__()
+        self.size = width // heads
+        self.q = nn.Linear(width, heads * self.size, bias=bias)
+        self.k = nn.Linear(width, kv_heads * self.size, bias=bias)
+        self.v = nn.Linear(width, kv_heads * self.size, bias=bias)
+        self.o = nn.Linear(heads * self.size, width, bias=bias)
+
+    def forward(self, x):
+        x = self.enter(x)
+        batch, length, _ = x.shape
+        q, k, v = (each(x).view(batch, length, -1, self.size).transpose(1, 2) for each in (self.q, self.k, self.v))
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        scores = q @ k.transpose(-1, -2) / self.size**0.5
+        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(future, -1e30).softmax(-1)
+        return self.leave(self.o((weights @ v).transpose(1, 2).reshape(batch, length, -1)))
+
+    def enter(self, x):
+        return x
+
+    def leave(self, y):
+        return y
+
+
+class Mlp(nn.Module):
+    """A feed-forward with the same seams."""
+
+    def __init__(self, width=WIDTH, inner=2 * WIDTH, bias=True, dropout=0.0):
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x):
+        return self.leave(self.down(self.drop(F.gelu(self.up(self.enter(x))))))
+
+    def enter(self, x):
+        return x
+
+    def leave(self, y):
+        return y
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added back after."""
+
+    def __init__(self, width=WIDTH, heads=4, kv_heads=2, inner=2 * WIDTH, bias=True, dropout=0.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads, kv_heads, bias)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = Mlp(width, inner, bias, dropout)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.drop(self.attn(self.norm1(x)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class Net(nn.Module):
+    """A language model: ids in, logits out."""
+
+    def __init__(self, blocks=2, *, vocab=VOCAB, width=WIDTH, tied=False, **options):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Block(width, **options) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+# -- collectives for code on local tensors -----------------------------------------------------------------------------
+
+
+class Enter(torch.autograd.Function):
+    """Forward nothing, backward an all_reduce: before weights that are split by what comes out."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Leave(torch.autograd.Function):
+    """Forward an all_reduce, backward nothing: after weights that are split by what goes in."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Gather(torch.autograd.Function):
+    """Forward an all_gather along a dim, backward a reduce_scatter: before split weights, from a split sequence."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].clone(), None, None
+
+
+class Collect(torch.autograd.Function):
+    """Forward an all_gather along a dim, backward this rank's part: for what all ranks use alike afterwards."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].clone(), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """Forward a reduce_scatter along a dim, backward an all_gather: after split weights, to a split sequence."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x.chunk(group.size(), dim)[group.rank()].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        parts = [torch.empty_like(grad) for _ in range(ctx.group.size())]
+        dist.all_gather(parts, grad.contiguous(), group=ctx.group)
+        return torch.cat(parts, ctx.dim), None, None
+
+
+def summed(x, group=None):
+    """The sum over the ranks of a group, without history."""
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def take(module, name, dim, rank, size):
+    """Replace a parameter by this rank's part of it."""
+    whole = getattr(module, name)
+    if whole is not None:
+        setattr(module, name, nn.Parameter(whole.detach().chunk(size, dim)[rank].clone(), whole.requires_grad))
+
+
+def share(module, name, size):
+    """Replace a parameter by 1/size of it, for a bias that each rank adds to its part of a sum."""
+    if getattr(module, name) is not None:
+        getattr(module, name).data.div_(size)
+
+
+def axis(mesh, name="tp"):
+    """One axis of a mesh: rank along it, size, group."""
+    mesh = mesh[name] if mesh.ndim > 1 else mesh
+    return mesh.get_local_rank(), mesh.size(), mesh.get_group()
+
+
+def split_block(block, rank, size, group):
+    """Megatron by hand: heads and inner width split, two collectives each way."""
+    for name in ("q", "k", "v"):
+        take(getattr(block.attn, name), "weight", 0, rank, size)
+        take(getattr(block.attn, name), "bias", 0, rank, size)
+    take(block.mlp.up, "weight", 0, rank, size)
+    take(block.mlp.up, "bias", 0, rank, size)
+    for part, last in ((block.attn, block.attn.o), (block.mlp, block.mlp.down)):
+        take(last, "weight", 1, rank, size)
+        share(last, "bias", size)
+        part.enter = lambda x: Enter.apply(x, group)
+        part.leave = lambda y: Leave.apply(y, group)
+
+
+def megatron(model, mesh):
+    """Split all blocks of a Net."""
+    for block in model.blocks:
+        split_block(block, *axis(mesh))
