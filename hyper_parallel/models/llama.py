@@ -6,6 +6,7 @@ Read it top to bottom. The model knows nothing about ranks: `fully_shard` wraps 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -220,16 +221,11 @@ class Llama(nn.Module):
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight  # again: moving a model off the meta device unties it
         generator = torch.Generator("cpu").manual_seed(seed)
-        residual_std = self.config.init_std / math.sqrt(2 * self.config.num_hidden_layers)
-        for name, param in self.named_parameters():
-            if param.ndim == 1:
-                param.fill_(1.0)
-            else:
-                std = residual_std if name.endswith(("attention.wo.weight", "mlp.w2.weight")) else self.config.init_std
-                param.copy_(torch.empty(param.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
-        cos, sin = _rope_tables(self.config)
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
+        self._fill(
+            lambda param, std: param.copy_(
+                torch.empty(param.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+            )
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -237,13 +233,17 @@ class Llama(nn.Module):
 
         That makes the draws the same for any split of the weights; called by itself this draws from torch's generator.
         """
+        self._fill(lambda param, std: param.normal_(0.0, std))
+
+    def _fill(self, draw: Callable[[Tensor, float], Tensor]) -> None:
+        """Fill matrices by `draw`, given their standard deviation, one after the other, and the rest with constants."""
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_hidden_layers)
         for name, param in self.named_parameters():
             if param.ndim == 1:
                 param.fill_(1.0)
             else:
-                std = residual_std if name.endswith(("attention.wo.weight", "mlp.w2.weight")) else self.config.init_std
-                param.normal_(0.0, std)
+                is_residual = name.endswith(("attention.wo.weight", "mlp.w2.weight"))
+                draw(param, residual_std if is_residual else self.config.init_std)
         cos, sin = _rope_tables(self.config)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
