@@ -138,14 +138,14 @@ def llama_loss(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int
 
     Args:
         logits: (batch, seq, vocab).
-        targets: ids (batch, seq): the rows that the model was given, or a DTensor.
+        targets: ids (batch, seq): the rows that the model was given, all rows, or a DTensor.
         ignore_index: the target of positions that do not count.
 
     Communication: see `vocab_parallel_cross_entropy`.
     """
     if not isinstance(logits, DTensor):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
-    if not isinstance(targets, DTensor):
+    if not isinstance(targets, DTensor) and targets.shape != logits.shape[:-1]:
         layout = Layout.of(logits)
         entries = layout.alias_placements or ()
         rows = layout.reset_partial()(entries[0], "None")
