@@ -322,6 +322,11 @@ def _verify(console: Console, subject: Subject, everything: bool) -> bool:
         told = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
         _error_console().print(f"[red]the ranks failed:[/red] {escape(told)}")
         return False
+    except (ValueError, TypeError):
+        raise
+    except Exception:  # the model fails on one device, too
+        traceback.print_exc()
+        return False
     console.print()
     console.print(painted(report.table(verbose=everything)))
     console.print(f"took {time.perf_counter() - start:.1f} s")

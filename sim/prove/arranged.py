@@ -8,9 +8,11 @@ from typing import TypeAlias
 
 import torch
 
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.fits import gap
 
-__all__ = ["Order", "furthest", "order_of"]
+__all__ = ["Order", "furthest", "order_of", "order_said"]
 
 Order: TypeAlias = Mapping[int, torch.Tensor]
 """For each rank, where each of its elements is in the whole tensor, flattened."""
@@ -39,6 +41,18 @@ def order_of(parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> Order | 
         found[rank] = order[places]
         covered[found[rank]] = True
     return found if bool(covered.all()) else None
+
+
+def order_said(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
+    """Return where a rank's part of a DTensor is in the whole tensor, flattened, by its own mesh; None: unknown."""
+    try:
+        layout = Layout.of(tensor) if isinstance(tensor, DTensor) else None
+    except ValueError:  # placements that no layout can say
+        return None
+    if layout is None or layout.is_partial() or rank not in layout.rank_list:
+        return None
+    places = torch.arange(tensor.numel()).reshape(tensor.shape)
+    return places[layout.local_slice(tensor.shape, rank)].flatten()
 
 
 def furthest(parts: Mapping[int, torch.Tensor], whole: torch.Tensor, order: Order) -> float:

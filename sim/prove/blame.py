@@ -13,7 +13,19 @@ from sim.prove.judge import Finding, pending_words, short
 from sim.prove.record import Entry
 from sim.prove.report import Row
 
-__all__ = ["Event", "Graph", "first_bug", "innermost", "leaf", "nodes_of", "row_of", "settle", "title_of"]
+__all__ = [
+    "CUT_OFF",
+    "Event",
+    "Graph",
+    "advised",
+    "first_bug",
+    "innermost",
+    "leaf",
+    "nodes_of",
+    "row_of",
+    "settle",
+    "title_of",
+]
 
 _VERDICTS = {
     "pending": "pending",
@@ -23,6 +35,8 @@ _VERDICTS = {
     "wrong": "bug",
     "unexplained": "bug",
 }
+
+CUT_OFF = "look for what cuts it off: detach, no_grad, a collective in place, gradients that are not synchronised"
 
 
 @dataclass
@@ -36,6 +50,7 @@ class Event:
         finding: what the ranks hold.
         nodes: where it stands in the graph of the model on one device; () where that is not known.
         final: nothing comes after it that could take a reduction.
+        given: it has no history of its own, such as a table of constants; its nodes are of what is made with it.
     """
 
     module: str
@@ -44,6 +59,7 @@ class Event:
     finding: Finding
     nodes: tuple[Any, ...] = ()
     final: bool = False
+    given: bool = False
 
     @property
     def place(self) -> str:
@@ -91,7 +107,8 @@ def settle(events: Sequence[Event], later: Callable[[Event, Event], bool]) -> li
     """
     rows = [row_of(event) for event in events]
     # What is zero, but for rounding, comes out right whatever went wrong before it.
-    right = [at for at, event in enumerate(events) if event.finding.status == "right" and not event.finding.is_zero]
+    told = [not event.finding.is_zero and not event.given for event in events]
+    right = [at for at, event in enumerate(events) if event.finding.status == "right" and told[at]]
     ends = [event.finding.status for event in events if event.final]
     ends_well = bool(ends) and all(status == "right" for status in ends)
     for at, event in enumerate(events):
@@ -105,6 +122,8 @@ def settle(events: Sequence[Event], later: Callable[[Event, Event], bool]) -> li
     bug = next((at for at, row in enumerate(rows) if row.verdict == "bug"), None)
     if bug is None:
         return rows
+    if not rows[bug].suggestion:
+        rows[bug] = replace(rows[bug], suggestion=_window(events, bug, later))
     for at in range(bug):
         if rows[at].verdict not in ("pending", "skipped") or not later(events[at], events[bug]):
             continue
@@ -120,6 +139,19 @@ def settle(events: Sequence[Event], later: Callable[[Event, Event], bool]) -> li
     return rows
 
 
+def _window(events: Sequence[Event], bug: int, later: Callable[[Event, Event], bool]) -> str:
+    """Say where to look: from the last right tensor that leads to the wrong one."""
+    harmed = events[bug]
+    before = [
+        event
+        for event in events[:bug]
+        if event.finding.status == "right"
+        and (later(event, harmed) or (event.module == harmed.module and event.tensor.startswith("input")))
+    ]
+    last = next((event for event in reversed(before) if not event.finding.is_zero), before[-1] if before else None)
+    return f"look at what is computed from {last.place}, which is right, to this" if last is not None else ""
+
+
 def _was_reduced(event: Event, other: Event) -> bool:
     """Whether all ranks hold the same of a tensor, along the axes along which another one is pending."""
     found = event.finding.found
@@ -133,18 +165,38 @@ def _divided(row: Row, event: Event, harmed: Event) -> Row:
     axes = " and ".join(found.partial)
     copies = math.prod(found.mesh_shape[found.alias_name.index(name)] for name in found.partial)
     sentence = f"every part is 1/{copies} of what it should be: averaged once too often over {axes!r}"
-    return replace(row, verdict="bug", sentence=f"{sentence}; and {harmed.place} is wrong")
+    hint = f"the sum over {axes} there, and no mean or division"
+    return replace(row, verdict="bug", sentence=f"{sentence}; and {harmed.place} is wrong", suggestion=hint)
 
 
 def _to_blame(event: Event, row: Row, harmed: Event) -> Row:
     found = event.finding.found
     if event.finding.status != "pending" or found is None:
-        return replace(row, verdict="bug", sentence=f"{event.finding.sentence}, and {harmed.place} is wrong")
+        hint = CUT_OFF if event.kind == "gradient" else row.suggestion
+        told = f"{event.finding.sentence}, and {harmed.place} is wrong"
+        return replace(row, verdict="bug", sentence=told, suggestion=hint)
     axes = " and ".join(found.partial)
     op = "all_reduce (or reduce_scatter)"
-    sentence = f"{pending_words(found)} since {event.place}; nothing reduced it before {harmed.place}"
+    sentence = f"the ranks hold {pending_words(found)}, and nothing reduced it before {harmed.place}"
     how = "in the backward of its module" if event.kind == "gradient" else "after its module"
     return replace(row, verdict="bug", sentence=sentence, suggestion=f"{op} over {axes} {how}")
+
+
+_ADVICE = {
+    "parameter": "look at how the ranks make, load or split it",
+    "buffer": "a broadcast of it, or the same change on all ranks",
+    "forward": "look at what the ranks are given",
+    "gradient": "look at the loss, and at whether the ranks' losses are added up or averaged",
+    "update": "the gradients are right: look at what the optimizer does on each rank",
+}
+
+
+def advised(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with advice in the first that is a bug, where nobody knows anything better."""
+    bug = first_bug(rows)
+    return [
+        replace(row, suggestion=_ADVICE.get(row.kind, "")) if row is bug and not row.suggestion else row for row in rows
+    ]
 
 
 def first_bug(rows: Iterable[Row]) -> Row | None:

@@ -13,7 +13,19 @@ import torch
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.errors import ranks_phrase
 from sim.prove.arranged import Order, furthest, order_of
-from sim.prove.blame import Event, Graph, first_bug, innermost, leaf, nodes_of, row_of, settle, title_of
+from sim.prove.blame import (
+    CUT_OFF,
+    Event,
+    Graph,
+    advised,
+    first_bug,
+    innermost,
+    leaf,
+    nodes_of,
+    row_of,
+    settle,
+    title_of,
+)
 from sim.prove.bounds import Bounds, largest
 from sim.prove.declared import Declarations
 from sim.prove.judge import Finding, Judge, absent, pending_words, short, spelling
@@ -83,14 +95,10 @@ class Comparison:
             found = self._judge(parts, mine.value, bound, {}, None)
             told = f"the ranks take it for parts of a tensor of shape {shapes.pop()}, and that has {mine.shape}"
             declared = next(spread_layout(entry.layout, entry.known) for entry in held.values() if entry.layout)
-            whole = [
-                name
-                for name, value in self.task.inputs.items()
-                if isinstance(value, torch.Tensor) and name not in self.task.cuts
-            ]
             hint = f"declare {spelling(found.found)}" if found.found is not None else ""
-            if whole:
-                hint = f"input_layouts={{{whole[0]!r}: ...}}, as each rank was given the whole of it"
+            whole = [name for name in self.task.inputs if name not in self.task.cuts]
+            if whole and found.found is not None and not any(found.found.splits(mine.value.ndim)):
+                hint += f"; or split it before; or give each rank its part of {whole[0]!r}, by input_layouts"
             return replace(
                 found, status="wrong", declared=declared, sentence=told, suggestion=hint, error=math.inf, ratio=math.inf
             )
@@ -142,10 +150,10 @@ class Comparison:
         if len(parts) < len(self.sides):
             return absent(list(parts), range(len(self.sides)))
         found = self._judge(parts, whole, self.bounds.of("loss", whole), {}, None)
-        spread = found.found is not None and set(found.found.partial) <= set(self.task.data_axes)
+        spread = found.found is not None and set(found.found.partial) <= set(self.task.input_axes)
         if found.status == "pending" and spread:
             return replace(found, status="right", sentence="")
-        if found.status == "unexplained" and self.task.data_axes:
+        if found.status == "unexplained" and self.task.input_axes:
             told = "neither the mean nor the sum of the ranks' losses is that of the whole batch"
             hint = "weigh each rank's loss by its share of the data: a mean over unequal parts is no mean over all"
             return replace(found, sentence=told, suggestion=hint)
@@ -203,7 +211,8 @@ class Comparison:
             self._keys.append(key)
             found = self._forward[key] = self._batch_norm(key, found)
             final = key.path == "" and key.side == "output" and not self._is_split_loss(key, found)
-            events.append(Event(key.path, title_of(entry), "forward", found, self._nodes(entry), final))
+            given = entry.node is None and key.side == "input"
+            events.append(Event(key.path, title_of(entry), "forward", found, self._nodes(entry), final, given))
         if left and not self.stopped:
             self.notes.append(
                 f"{left} tensors of modules that the ranks do not have, or do not call, were not compared"
@@ -240,7 +249,7 @@ class Comparison:
 
     def _is_split_loss(self, key: Key, found: Finding) -> bool:
         scalar = self.base.recorder.entries[key].value.dim() == 0
-        return scalar and found.found is not None and set(found.found.partial) <= set(self.task.data_axes)
+        return scalar and found.found is not None and set(found.found.partial) <= set(self.task.input_axes)
 
     def random_rows(self) -> Iterator[Row]:
         """Compare the states of the generators with which the ranks drew random numbers."""
@@ -350,6 +359,7 @@ class Comparison:
                 error=math.inf,
                 ratio=math.inf,
                 sentence="no rank has a gradient, and one device has",
+                suggestion=CUT_OFF,
             )
         if len(there) < len(self.sides):
             return replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
@@ -359,7 +369,11 @@ class Comparison:
         said = {rank: side.grad_layouts[side.same.get(name, name)] for rank, side in enumerate(self.sides)}
         layout = made.found.reset_partial() if made.found is not None else None
         if all(each[0] is not None for each in said.values()):
-            return self._judge(there, mine, bound, said, None)
+            found = self._judge(there, mine, bound, said, None)
+            known = next(iter(said.values()))[1]
+            silent = found.found is not None and any(name not in known for name in found.found.partial)
+            if made.status != "right" or found.status != "right" or not silent:
+                return found  # else it is a part of a sum, along an axis that the gradient says nothing of
         found = self._judge(there, mine, bound, {}, layout)
         if found.status == "wrong" and found.found is not None and not found.found.is_partial():
             return replace(found, status="right", sentence="", suggestion="")  # whole, or a part: the update will tell
@@ -394,14 +408,15 @@ class Comparison:
         return events
 
     def buffer_rows(self) -> Iterator[Row]:
-        """Judge buffers as they were made; ranks may have their own where forward is right."""
+        """Judge buffers as they were made; ranks may have their own where their module's forward is right."""
+        bug = first_bug(self.forward_rows)
         for name, mine in self.base.buffers.items():
             found = self._buffer("buffer", name, mine, [side.buffers for side in self.sides])
             if found is not None:
                 self._buffers[name] = found
                 row = row_of(Event(*_split_name(name), "buffer", found))
-                private = row.verdict == "bug" and first_bug(self.forward_rows) is None
-                yield replace(row, verdict="private") if private else row
+                to_blame = bug is not None and f"{bug.module}.".startswith(f"{row.module}." if row.module else "")
+                yield row if to_blame or row.verdict != "bug" else replace(row, verdict="private")
 
     def changed_buffer_rows(self) -> Iterator[Row]:
         """Judge buffers that forward has changed, if they were right before it."""
@@ -440,7 +455,14 @@ class Comparison:
         said = {rank: side.layouts[side.same[name]] for rank, side in enumerate(self.sides)}
         bound = self.bounds.of(("initial", name), mine)
         found = self._judge(there, mine, bound, said, self.declared.parameters.get(name))
-        order = order_of(there, mine) if found.status == "unexplained" else None
+        if found.status != "unexplained":
+            return found
+        places = {rank: self._held(side, side.places, name) for rank, side in enumerate(self.sides)}
+        said_places = {rank: place for rank, place in places.items() if place is not None}
+        if len(said_places) == len(self.sides) and furthest(there, mine, said_places) == 0:
+            self._orders[name] = said_places
+            return Finding("right", bound=bound)
+        order = order_of(there, mine)
         if order is None:
             return found
         self._orders[name] = order
@@ -460,7 +482,7 @@ class Comparison:
         for step, update in enumerate(self.base.updates):
             for name, mine in update.items():
                 made = self._parameters.get(name)
-                if made is None or made.status == "pending":
+                if made is None:
                     continue
                 parts = {rank: self._held(side, side.updates[step], name) for rank, side in enumerate(self.sides)}
                 there = {rank: part for rank, part in parts.items() if part is not None}
@@ -473,7 +495,11 @@ class Comparison:
                         if name in self._orders
                         else replace(self._judge(there, mine, bound, {}, made.found), declared=made.declared)
                     )
-                    if found.status == "wrong" and self._unmoved(name, step):
+                    if found.status == "wrong" and made.status == "pending":
+                        told = "each rank holds a share of it and took a step on that; the sum is not what it should be"
+                        hint = "hold it whole on every rank, and add up its gradients"
+                        found = replace(found, sentence=told, suggestion=hint)
+                    elif found.status == "wrong" and self._unmoved(name, step):
                         told, hint = "no rank has changed it, and one device has", "a step on the parameters themselves"
                         found = replace(found, sentence=told, suggestion=hint)
                 module, tensor = _split_name(name)
@@ -504,6 +530,7 @@ class Comparison:
             rows += settle(self.gradient_events(), self._graph.backward)
             rows += [row_of(event) for event in self.update_events()]
         axes = zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True)
+        rows = advised(rows)
         self._note_calls()
         return Report(
             tuple(rows), first_bug(rows), ", ".join(f"{name}={size}" for name, size in axes), tuple(self.notes)
@@ -518,8 +545,10 @@ class Comparison:
         for name in self._orders:
             made = Event("", "", "parameter", Finding("right"), leaf(self.base.leaves[name]))
             if not any(self._graph.forward(made, event) for event in fine):
-                place = _split_name(name)
-                rows = [replace(row, verdict="bug") if (row.module, row.tensor) == place else row for row in rows]
+                odd = (*_split_name(name), "private")  # not those whose DTensors say their order
+                rows = [
+                    replace(row, verdict="bug") if (row.module, row.tensor, row.verdict) == odd else row for row in rows
+                ]
         return rows
 
     def _note_calls(self) -> None:

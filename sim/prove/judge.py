@@ -158,7 +158,9 @@ class Judge:
             held = ", ".join(map(str, shapes[:4]))
             sentence = f"no layout gives the ranks parts of shape {held} of a tensor of shape {tuple(whole.shape)}"
         else:
-            sentence = f"no layout explains what the ranks hold; as {short(near.layout)}, {near}"
+            agree = all(size == 1 or name in self._alike(parts) for name, size in self._sizes.items())
+            what = "all ranks hold the same, and it is wrong" if agree else "no layout explains what the ranks hold"
+            sentence = f"{what}; as {short(near.layout)}, {near}"
         error, ratio = (near.error, near.ratio) if near is not None else (math.inf, math.inf)
         return Finding("unexplained", None, "", error, ratio, bound, sentence, alike=self._alike(parts))
 

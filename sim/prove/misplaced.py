@@ -170,6 +170,10 @@ def shapes(evidence: Evidence) -> Diagnosis:
         for name, ranks in axes:
             if size and held == size * ranks:
                 sentence = f"dim {dim} is {ranks} times as long as it should be: gathered once too often over {name!r}"
+                short = [at for at, (one, other) in enumerate(zip(whole, part, strict=True)) if one == other * ranks]
+                if short:
+                    sentence = f"dim {dim} is {ranks} times as long as it should be, and dim {short[0]} 1/{ranks} as"
+                    sentence += f" long: gathered over {name!r} along dim {dim} instead of dim {short[0]}"
                 return Diagnosis("gathered", sentence, name)
     equal = all(tuple(each.shape) == part for each in evidence.parts)
     for dim, (size, held) in enumerate(zip(whole, part, strict=True)):

@@ -129,8 +129,10 @@ def added_known(evidence: Evidence, splits: Splits, name: str, addend: torch.Ten
         if times is None or times == 0:
             continue
         copies = math.prod(evidence.sizes[axis] for axis, _ in case.pending)
-        often = f"{times} times {name}" if times > 0 else f"{-times} times {name} too little"
-        sentence = f"{case.what} is the reference plus {often}" if times > 0 else f"{case.what} has {often}"
+        often = f"{name} once more" if times == 1 else f"{times} times {name}"
+        sentence = f"{case.what} is the reference plus {often}"
+        if times < 0:
+            sentence = f"{case.what} has {-times} times {name} too little"
         if copies > 1 and times == copies - 1:
             sentence += f": each of the {copies} ranks adds it; add it once, after the reduction"
         alone = [axis for axis in free_axes(evidence, splits) if copies == 1 and times == evidence.sizes[axis] - 1]

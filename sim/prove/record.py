@@ -369,9 +369,10 @@ def _own(value: Any, views: dict[int, torch.Tensor]) -> Any:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rank's own part of a tensor, waited for, without history."""
+    """Return the rank's own part of a tensor, waited for, without history; complex numbers as pairs."""
     found = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     wait = getattr(found, "wait", None)  # what an asynchronous collective will deliver
     found = wait() if wait is not None else found
     found = found.detach()
-    return found.to_dense() if found.is_sparse else found
+    found = found.to_dense() if found.is_sparse else found
+    return torch.view_as_real(found.resolve_conj()) if found.is_complex() else found  # compared as pairs

@@ -19,13 +19,16 @@ from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.redistribute.boundary import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
 from sim.errors import RankFailed, SimError
+from sim.prove.arranged import order_said
 from sim.prove.randomness import Draw, NoRandomness
-from sim.prove.record import AxesOf, Recorder, local_of, named_buffers, named_parameters, tensors_in
+from sim.prove.record import AxesOf, Recorder, local_of, named_buffers, named_parameters, spread_layout, tensors_in
 from sim.world import World
 
 ASKED = "cannot verify a plan"
 
 __all__ = ["ASKED", "Ranks", "Side", "Task", "cotangents", "cut", "run_reference"]
+
+_MOST_HELD = 8  # parameters that a message lists
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,18 @@ class Task:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes over which plain inputs are split: ranks along them see different data."""
+        return self._axes_of([key for key in self.cuts if key not in self.wrapped])
+
+    @property
+    def input_axes(self) -> tuple[str, ...]:
+        """The axes over which any inputs are split, DTensors too: a rank's loss may be that of its part."""
+        return self._axes_of(list(self.cuts))
+
+    def _axes_of(self, keys: Sequence[str]) -> tuple[str, ...]:
         split = {
             name
-            for key, tree in self.cuts.items()
-            if key not in self.wrapped
-            for layout in leaves(tree)
+            for key in keys
+            for layout in leaves(self.cuts[key])
             for entry in layout.alias_placements or ()
             for name in ((entry,) if isinstance(entry, str) else entry)
         }
@@ -86,6 +96,7 @@ class Side:
         updates: parameters after each step.
         buffers: as they were made.
         changed_buffers: after the first forward.
+        places: where the rank's elements are, of parameters that are DTensors on axes which the mesh does not have.
         averages: some wrapper takes the mean of gradients over ranks.
     """
 
@@ -102,7 +113,21 @@ class Side:
     updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     changed_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    places: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: bool = False
+
+    def held(self, path: str) -> list[str]:
+        """Say which parts of a module's parameters the rank has, in as many lines as one reads."""
+        prefix = f"{path}." if path else ""
+        told = []
+        for name, part in self.initial.items():
+            if not name.startswith(prefix):
+                continue
+            (layout, known), whole = self.layouts[name], tuple(self.leaves[name].shape)
+            said = "" if layout is None else spread_layout(layout.placement_to_tensor_map(len(whole)), known)
+            split = said and f" of {whole}, declared {said}"
+            told.append(f"{name.removeprefix(prefix)}: {tuple(part.shape)}{split}")
+        return told if len(told) <= _MOST_HELD else [*told[:_MOST_HELD], f"... and {len(told) - _MOST_HELD} more"]
 
 
 class _Session:
@@ -132,11 +157,21 @@ class _Session:
             same,
             kept,
             buffers=self._buffers(),
+            places=_places(kept, axes),
             averages=_averages(model),
         )
         # Before forward, which may leave other tensors in the place of parameters for a while.
         chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = task.optimizer_fn(chosen) if task.optimizer_fn is not None and chosen else None
+        if self.optimizer is not None and not (
+            hasattr(self.optimizer, "step") and hasattr(self.optimizer, "zero_grad")
+        ):
+            made = f"optimizer: {self.optimizer!r:.80}"
+            hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
+            raise TypeError(explain(ASKED, "optimizer_fn made no optimizer", made, hint))
+        if self.optimizer is None and task.optimizer_fn is not None and chosen:
+            hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
+            raise TypeError(explain(ASKED, "optimizer_fn returned None", "optimizer: None", hint))
         self.quiet = NoRandomness(lambda: self.side.recorder.inside[-1] if self.side.recorder.inside else "")
 
     def forward(self) -> None:
@@ -161,6 +196,10 @@ class _Session:
                 hint = "a loss of one number, such as output.square().mean()"
                 raise TypeError(explain(ASKED, "loss_fn returned no scalar tensor", f"loss: {seen}", hint))
             return outputs, loss.full_tensor() if isinstance(loss, DTensor) else loss
+        if not outputs:
+            blame = f"no tensors are seen in what the model returned, a {type(output).__name__}"
+            hint = "a model that returns tensors, or containers or dataclasses of them; or a loss_fn"
+            raise TypeError(explain(ASKED, blame, f"output: {output!r:.80}", hint))
         scalar = len(outputs) == 1 and outputs[0][1].dim() == 0 and _can_be_differentiated(outputs[0][1])
         found = outputs[0][1] if scalar else None
         return outputs, found.full_tensor() if isinstance(found, DTensor) else found
@@ -185,7 +224,8 @@ class _Session:
         self, outputs: Sequence[tuple[str, torch.Tensor]], loss: torch.Tensor | None, grads: Mapping[str, torch.Tensor]
     ) -> None:
         if loss is not None:
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             return
         chosen = [(tensor, grads[way]) for way, tensor in outputs if way in grads and tensor.requires_grad]
         if chosen:
@@ -213,7 +253,7 @@ def run_reference(task: Task, around: AbstractContextManager[Any] | None = None)
     dtype = torch.float64 if task.dtype.itemsize < 8 else task.dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.seed)
-        model = build(task).to(dtype)
+        model = converted(build(task), dtype)
         torch.manual_seed(task.seed + 1)
         args, kwargs = _given(task, {name: _whole(value, task.dtype, dtype) for name, value in task.inputs.items()})
         session = _Session(task, model, args, kwargs)
@@ -225,7 +265,23 @@ def run_reference(task: Task, around: AbstractContextManager[Any] | None = None)
 
 def build(task: Task) -> nn.Module:
     """Call the user's function for a model, and round its values to the dtype of the ranks."""
-    return task.model_fn().to(task.dtype)
+    return converted(task.model_fn(), task.dtype)
+
+
+def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert real parameters and buffers to a dtype, and complex ones to that of its pairs.
+
+    >>> tables = nn.Module()
+    >>> tables.register_buffer("turns", torch.tensor([1j]))
+    >>> converted(tables, torch.float64).turns  # nn.Module.to would drop the imaginary part
+    tensor([0.+1.j], dtype=torch.complex128)
+    """
+    pairs = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(pairs) if tensor.is_complex() else tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return model._apply(convert)
 
 
 def cotangents(side: Side, seed: int) -> dict[str, torch.Tensor]:
@@ -306,6 +362,7 @@ class Ranks:
                 inside = self._sessions[rank].side.recorder.inside if rank in self._sessions else None
                 if inside:
                     lines.append(f"  rank {rank} was in module {inside[-1] or '(the model)'!r}, {phase}")
+                    lines += [f"    {line}" for line in self._sessions[rank].side.held(inside[-1])]
                 elif rank in self._sessions:
                     lines.append(f"  rank {rank} was in no module, {phase}")
                 else:
@@ -378,6 +435,16 @@ def _like(output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         grad, output.device_mesh, placements, run_check=False, shape=output.shape, stride=output.stride()
     )
+
+
+def _places(parameters: Mapping[str, nn.Parameter], axes: AxesOf | None) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in parameters.items():
+        if axes is not None and isinstance(parameter, DTensor) and _declared(axes, parameter)[0] is None:
+            said = order_said(parameter, axes.rank)
+            if said is not None:
+                found[name] = said
+    return found
 
 
 def _declared(axes: AxesOf | None, tensor: torch.Tensor) -> tuple[Layout | None, tuple[str, ...]]:

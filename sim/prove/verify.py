@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from sim.errors import RankFailed, SimError
-from sim.prove.blame import first_bug
+from sim.prove.blame import first_bug, title_of
 from sim.prove.bound import Perturbed
 from sim.prove.bounds import Bounds
 from sim.prove.compare import Comparison
 from sim.prove.declared import named_inputs, read_cuts, read_declared
 from sim.prove.fits import read_mesh
-from sim.prove.judge import Judge
+from sim.prove.judge import Judge, short
 from sim.prove.record import named_parameters
 from sim.prove.report import Report
 from sim.prove.sides import ASKED, Ranks, Side, Task, cotangents, run_reference
@@ -29,6 +30,7 @@ from sim.world import world
 __all__ = ["verify_plan"]
 
 _RUNS = 3
+_MOST_SHAPES = 6  # tensors that a message lists
 
 
 def verify_plan(
@@ -65,7 +67,7 @@ def verify_plan(
     ...     model[2].bias.data.div_(2)
     >>> wrong = verify_plan(model, (torch.randn(3, 4),), "tp=2", parallelize=forgetful)
     >>> wrong.first.module, wrong.first.tensor, wrong.first.sentence
-    ('2', 'output', "parts of a sum over tp since 2.output; nothing reduced it before the model's output")
+    ('2', 'output', "the ranks hold parts of a sum over tp, and nothing reduced it before the model's output")
 
     Compared are the parameters as they are made, what goes into and comes out of every module, the gradients of all
     that and of the parameters, and the parameters after each optimizer step. What a DTensor declares must be true.
@@ -105,12 +107,12 @@ def verify_plan(
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: both or neither of plan and parallelize; layouts that do not fit the mesh, the inputs or the model;
-            a model_fn that does not make the same model twice.
+            a model_fn that does not make the same model twice; a model that computes nan, or returns no tensors.
         RankFailed: a rank raised; the message ends with the module that it was in. So do those of deadlocks and
             collectives that do not match.
     """
     mesh = _read_mesh(mesh_shape)
-    _check_callables(model_fn, plan, parallelize, loss_fn, optimizer_fn, dtype, steps)
+    _check_callables(model_fn, plan, parallelize, loss_fn, optimizer_fn, dtype, seed, steps)
     positional = not isinstance(inputs, Mapping)
     model = _make(model_fn, seed)
     values = named_inputs(ASKED, model, inputs)
@@ -133,6 +135,7 @@ def verify_plan(
                 raise
             return report
         compared = Comparison(task, base, bounds, ranks.sides, said, judge)
+        compared.notes += _not_proved(base)
         grads = _grads(task, base, compared)
         if grads is not None:
             _backward(ranks, grads, compared)
@@ -145,9 +148,40 @@ def _until(error: Exception, compared: Comparison) -> Report | None:
         return None
     compared.stopped = True
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    compared.notes.append(f"forward has stopped: {lines[0]}; {lines[-1]}")
+    where = [line for line in lines if line.startswith("rank ") and " was " in line]
+    compared.notes.append("; ".join([f"forward has stopped: {lines[0]}", *where[-1:]]))
     report = compared.report()
-    return None if report.ok else report
+    if not report.ok:
+        return report
+    if isinstance(error, RankFailed):
+        error.args = ("\n".join([str(error.args[0]), *_split_shapes(compared, error.rank)]), *error.args[1:])
+    return None
+
+
+def _split_shapes(compared: Comparison, rank: int) -> list[str]:
+    """Say what went in and out of the module that a rank was in, where it has another shape than on one device."""
+    side = compared.sides[rank]
+    path = side.recorder.inside[-1] if side.recorder.inside else ""
+    told = []
+    for key, whole in compared.base.recorder.entries.items():
+        held = side.recorder.entries.get(key)
+        within = key.path == path or key.path.startswith(f"{path}." if path else "")
+        if held is not None and within and held.value.shape != whole.value.shape:
+            found = compared.value(key)
+            layout = f", {short(found.found)}" if found is not None and found.found is not None else ""
+            shapes = f"{tuple(held.value.shape)} of {tuple(whole.value.shape)}{layout}"
+            told.append(f"    {key.path or 'the model'}.{title_of(whole)}: {shapes}".replace("put ", "put."))
+    return told[-_MOST_SHAPES:]
+
+
+def _not_proved(base: Side) -> list[str]:
+    """Say if backward is nothing on one device, though there are parameters to train."""
+    trained = any(leaf.requires_grad for leaf in base.leaves.values())
+    if not trained or any(grad is not None for grad in base.gradients.values()):
+        return []
+    what = "the loss" if base.loss is not None else "nothing that the model returns"
+    how = "cannot" if base.loss is not None else "can"
+    return [f"no gradients were compared, as {what} {how} be differentiated"]
 
 
 def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> None:
@@ -175,7 +209,22 @@ def _references(task: Task, made: nn.Module) -> tuple[Side, Bounds]:
         other = run_reference(task, Perturbed(floor, seed=index))
         _check_same(base, other)
         others.append(other)
+    _check_finite(base)
     return base, Bounds(base, others, task.dtype)
+
+
+def _check_finite(base: Side) -> None:
+    """Refuse a model that computes nan on one device: nan is equal to any other, and nothing would be proved."""
+    results = [("output", tensor) for _, tensor in base.outputs]
+    results += [("loss", base.loss)] if base.loss is not None else []
+    results += [(f"gradient of {name}", grad) for name, grad in base.gradients.items() if grad is not None]
+    bad = next((title for title, value in results if value.isnan().any()), None)
+    if bad is None:
+        return
+    entries = base.recorder.entries.items()
+    first = next((f"{key.path or 'the model'}.{key.side}" for key, entry in entries if entry.value.isnan().any()), bad)
+    blame = f"one device computes nan, first seen in {first}, and nan cannot be compared"
+    raise ValueError(explain(ASKED, blame, f"nan in the {bad}", "inputs and initial values that give finite numbers"))
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -217,7 +266,7 @@ def _read_mesh(mesh_shape: Any) -> Layout:
 
 
 def _check_callables(
-    model_fn: Any, plan: Any, parallelize: Any, loss_fn: Any, optimizer_fn: Any, dtype: Any, steps: Any
+    model_fn: Any, plan: Any, parallelize: Any, loss_fn: Any, optimizer_fn: Any, dtype: Any, seed: Any, steps: Any
 ) -> None:
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         blame = f"model_fn is a {type(model_fn).__name__}, and has to make a new model at each call"
@@ -242,6 +291,8 @@ def _check_callables(
         raise TypeError(explain(ASKED, blame, f"optimizer_fn: {optimizer_fn!r:.80}", hint))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(explain(ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(explain(ASKED, f"seed is a {type(seed).__name__}", f"seed: {seed!r}", "seed=0"))
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(explain(ASKED, "steps is no whole number from 1 up", f"steps: {steps!r}", "steps=1"))
 
@@ -254,6 +305,10 @@ def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         blame = f"model_fn returned a {type(model).__name__}, not a module"
         raise TypeError(explain(ASKED, blame, f"model: {model!r:.80}", "a function that returns the model"))
+    lazy = [name for name, parameter in named_parameters(model).items() if is_lazy(parameter)]
+    if lazy:
+        blame = f"parameters of the model have no shape yet: {', '.join(lazy[:3])}"
+        raise ValueError(explain(ASKED, blame, "lazy modules get one in their first forward", "nn.Linear(in, out)"))
     lacking = [name for name, parameter in named_parameters(model).items() if parameter.is_meta]
     if lacking:
         blame = f"parameters of the model are on meta, and have no values: {', '.join(lacking[:3])}"

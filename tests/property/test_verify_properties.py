@@ -19,7 +19,7 @@ from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 pytestmark = pytest.mark.sim
 
 some = settings(
-    max_examples=max(1, settings.default.max_examples // 10),
+    max_examples=max(1, settings.default.max_examples // 16),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -1,6 +1,7 @@
 """`hyper-parallel verify`: right and wrong plans, exit codes, and one message for every mistake."""
 
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -100,6 +101,21 @@ def test_a_sum_that_is_forgotten_is_named(edited):
     assert re.search(r"^ *\S*.*layers\.0\.mlp\.output", output, re.MULTILINE), output
 
 
+def test_the_page_shows_what_the_command_prints(tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
+    commands, shown = re.search(
+        r"```console\n(hyper-parallel verify .*?)```\n\n```text\n(.*?)```", page, re.DOTALL
+    ).groups()
+    old, new = re.search(r"sed -i 's/\^(.*?)/(.*?)/'", commands).groups()
+    plan = tmp_path / "plan.toml"
+    plan.write_text(invoke("--show-plan")[1].replace(f"\n{old}\n", f"\n{new}\n"))
+    code, output = invoke("--plan", str(plan))
+    assert code == cli.FAILURE, output
+    cause = re.compile(r"^  forward: .*?^    try: .*?$", re.MULTILINE | re.DOTALL)
+    promised, printed = (re.sub(r"[0-9.]+(e[+-][0-9]+)?", "N", cause.search(text)[0]) for text in (shown, output))
+    assert printed == promised
+
+
 def test_a_plan_on_which_ranks_raise_names_the_module(edited):
     path = edited('"layers.*.attention.wo.weight" = "None,tp"', '"layers.*.attention.wo.weight" = "tp,None"')
     code, output = invoke(*SMALL, "--plan", path)
@@ -130,6 +146,14 @@ def test_a_model_of_one_s_own_with_a_plan(own, tmp_path):
     code, output = invoke(*usual, "--input-layout", "tp,None")  # brought to the plan's layout
     assert code == 0, output
     assert "inputs: 4 x 4 float64 as tp,None\n" in output
+
+
+def test_a_model_that_fails_on_one_device_shows_where(own):
+    words = ("--model", f"{own}:build", "--input", "3,5", "--mesh", "tp=2", "--parallelize", f"{own}:tensor_parallel")
+    code, output = invoke(*words)
+    assert code == cli.FAILURE
+    assert "mat1 and mat2 shapes cannot be multiplied (3x5 and 4x8)" in output
+    assert "typer" not in output.partition("Traceback")[2]
 
 
 # Mistakes

@@ -268,6 +268,43 @@ def test_parts_in_another_order():
     assert found.sentence == "parts are on the wrong ranks: rank 3 holds rank 7's part, rank 7 holds rank 3's part"
 
 
+def test_pieces_of_a_gathered_tensor_in_another_order():
+    full = whole(8, 4)
+    found = told([torch.cat(full.chunk(2)[::-1])] * 8, full)
+    words = "pieces of dim 0 are in another order"
+    assert found.sentence == f"the 2 {words}: (1, 0), as if gathered over 'dp' in another order of ranks"
+    assert (found.kind, found.axis, found.order) == ("permuted", "dp", (1, 0))
+    pieces = full.chunk(8)
+    found = told([torch.cat([*pieces[::2], *pieces[1::2]])] * 8, full)
+    assert found.sentence.startswith(f"the 8 {words}: (0, 2, 4, 6, 1, 3, 5, 7), as if gathered over 'dp' and 'tp'")
+    assert told([torch.cat([*pieces[:7], pieces[0]])] * 8, full) is None  # a piece is lost
+
+
+def test_pieces_that_are_not_as_many_as_ranks():
+    full = whole(8, 4)
+    parts = [full.chunk(2)[rank // 2] for rank in range(4)]
+    found = told(parts, full, "tp=4")
+    assert (found.kind, found.sentence) == (
+        "pieces",
+        "dim 0 is held in 2 pieces, which no split over the mesh gives: "
+        "ranks 0, 1 hold piece 0; ranks 2, 3 hold piece 1",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_of_a_coarser_dtype(dtype):
+    full = torch.rand(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    word = str(dtype).removeprefix("torch.")
+    tail = f"numbers that {word} has, near the right ones: they were computed in {word} or cast to it"
+    cast = full.to(dtype).to(torch.float64)
+    assert told([cast] * 2, full, "dp=2").sentence == f"the ranks hold {tail}"
+    found = told([full, cast], full, "dp=2")
+    assert (found.sentence, found.ranks) == (f"rank 1 (dp=1) holds {tail}", (1,))
+    ones = torch.ones(8, 4, dtype=torch.float64)  # any dtype has them
+    assert told([ones, ones], ones + 1e-3 * full, "dp=2") is None
+    assert told([cast + 1] * 2, full, "dp=2") is None  # far from the right ones
+
+
 def test_the_same_values_on_every_shard():
     full = whole(8, 4)
     found = told([torch.full((8, 1), 2.0)] * 4 + [torch.full((8, 1), 3.0)] * 4, full)
@@ -322,6 +359,9 @@ def test_a_residual_that_is_added_by_every_rank():
     found = told(parts, product + residual, addends={"x": residual, "far": torch.ones(3)})
     words = "the sum of the parts over 'tp' is the reference plus 3 times x"
     assert found.sentence == f"{words}: each of the 4 ranks adds it; add it once, after the reduction"
+    found = told([product + 2 * residual] * 2, product + residual, "tp=2", addends={"x": residual})
+    words = "every part is the reference plus x once more, as if each of the 2 ranks along 'tp' adds it"
+    assert found.sentence == f"{words}; add it once, after the reduction"
     found = told([product] * 8, product + residual, addends={"x": residual})
     assert found.sentence == "every part has 1 times x too little"
 
@@ -347,6 +387,11 @@ def test_shapes():
     full = whole(8, 4)
     found = told([torch.zeros(8, 16)] * 8, full)
     assert found.sentence == "dim 1 is 4 times as long as it should be: gathered once too often over 'tp'"
+    found = told([torch.zeros(2, 16)] * 8, full)
+    assert found.sentence == (
+        "dim 1 is 4 times as long as it should be, and dim 0 1/4 as long: "
+        "gathered over 'tp' along dim 1 instead of dim 0"
+    )
     found = told([torch.zeros(8)] * 8, full)
     assert found.sentence == "rank 0 holds 1 dims, (8,), and the reference has 2, (8, 4)"
     found = told([torch.zeros(3, 4)] * 2, torch.zeros(5, 4), "dp=2")

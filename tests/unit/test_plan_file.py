@@ -3,6 +3,7 @@
 import re
 
 import pytest
+
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Replicate, Shard
 from hyper_parallel.core.shard.plan_file import load_plan, plan_text, write_plan

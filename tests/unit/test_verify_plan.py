@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 
 import pytest
 import torch
@@ -83,6 +84,11 @@ def take(module, name, dim, rank, size):
     setattr(module, name, nn.Parameter(whole.chunk(size, dim)[rank].clone()))
 
 
+def add_shares(down, size, group, x):
+    """Add 1/size of a bias on each rank, and its whole gradient to all."""
+    return F.linear(x, down.weight, Enter.apply(down.bias, group) / size)
+
+
 def split(model, mesh, *, enter=True, leave=True, bias=True, only=None):
     """Megatron by hand on plain tensors, with any of its parts left out."""
     tp = mesh["tp"] if mesh.ndim > 1 else mesh
@@ -93,7 +99,7 @@ def split(model, mesh, *, enter=True, leave=True, bias=True, only=None):
         take(block.up, "bias", 0, rank, size)
         take(block.down, "weight", 1, rank, size)
         if bias or not here:
-            block.down.bias.data.div_(size)
+            block.down.forward = partial(add_shares, block.down, size, group)
         if enter or not here:
             block.enter = lambda h: Enter.apply(h, group)
         if leave or not here:
@@ -186,7 +192,7 @@ def test_two_axes_are_right():
 def test_a_reduction_that_is_missing_after_a_row_split_weight():
     report = verify(lambda m, mesh: split(m, mesh, leave=False, only=0))
     assert place(report) == ("forward", "blocks.0.down", "output")
-    assert "parts of a sum over tp since blocks.0.down.output; nothing reduced it" in report.first.sentence
+    assert "the ranks hold parts of a sum over tp, and nothing reduced it" in report.first.sentence
     assert "all_reduce" in report.first.suggestion
     with pytest.raises(AssertionError, match=r"blocks\.0\.down"):
         report.raise_if_bug()
@@ -210,11 +216,18 @@ def test_data_parallel_gradients_that_nobody_adds_up():
     assert "nothing adds up the gradients" in report.first.sentence
 
 
-def test_the_gradient_of_a_bias_that_every_rank_divides():
-    """Each rank holds a share of the bias: its sum is right, and one that is added whole on each rank is not."""
-    report = verify(split)
-    made = [row for row in report.rows if row.module == "blocks.0.down" and row.tensor == "bias"]
-    assert [row.kind for row in made][:2] == ["parameter", "gradient"]
+def test_a_bias_of_which_every_rank_holds_a_share():
+    """Forward and its gradients are right; but each share takes the whole step, so that their sum goes twice as far."""
+
+    def shared(model, mesh):
+        split(model, mesh)
+        for block in model.blocks:
+            del block.down.forward
+            block.down.bias.data.div_(mesh.size())
+
+    report = verify(shared, optimizer_fn=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert place(report) == ("update", "blocks.0.down", "bias")
+    assert "each rank holds a share of it" in report.first.sentence
 
 
 def same_seed(model, mesh):

@@ -70,13 +70,14 @@ def _(model, mesh, broken):
 def _(model, mesh, broken):
     megatron(model, mesh)
     if broken:
-        model.blocks[1].mlp.down.bias.data.mul_(2)
+        down = model.blocks[1].mlp.down
+        down.forward = lambda x: F.linear(x, down.weight, Enter.apply(down.bias, axis(mesh)[2]))
 
 
 @case(
     "a residual that every rank adds before the reduction",
     ("forward", "blocks.0", "output"),
-    "the reference plus 1 times the input of blocks.0.norm2",
+    "the reference plus the input of blocks.0.norm2 once more",
     "each of the 2 ranks along 'tp' adds it; add it once, after the reduction",
 )
 def _(model, mesh, broken):
@@ -148,8 +149,8 @@ def _(model, mesh, broken):
 
 @case(
     "grouped keys and values that go to the wrong heads",
-    ("forward", "blocks.0.attn.k", "output"),
-    "dim 2 is held in 2 pieces",
+    ("parameter", "blocks.0.attn.k", "weight"),
+    "dim 0 is held in 2 pieces",
     "ranks 0, 2 hold piece 0; ranks 1, 3 hold piece 1",
     mesh="tp=4",
     model=lambda: Net(bias=False),
@@ -237,6 +238,7 @@ class Gated(nn.Module):
     "a fused gate and value that are split in one piece",
     ("forward", "down", "input"),
     "no layout explains",
+    hint="computed from both.output, which is right",
     model=Gated,
     inputs=(draw(4, 6, WIDTH),),
 )
@@ -278,7 +280,8 @@ def split_vocabulary(model, mesh, *, masked=True, tied=False, joined=None):
 @case(
     "a split embedding that looks up other ranks' tokens",
     ("forward", "embed", "output"),
-    "no layout explains",
+    "all ranks hold the same, and it is wrong",
+    hint="computed from embed.input, which is right",
 )
 def _(model, mesh, broken):
     split_vocabulary(model, mesh, masked=not broken)
@@ -356,10 +359,14 @@ def split_loss(model, mesh, *, largest=True, sums=True, whole_count=True):
     model.loss.forward = loss
 
 
-TRAINED = {"model": Trained, "inputs": (draw(4, 6, WIDTH), tokens())}
+TRAINED = {
+    "hint": "computed from loss.input.logits, which is right",
+    "model": Trained,
+    "inputs": (draw(4, 6, WIDTH), tokens()),
+}
 
 
-@case("a softmax with the largest of this rank's logits only", ("forward", "loss", "output"), "no layout", **TRAINED)
+@case("a softmax with the largest of this rank's logits only", ("forward", "loss", "output"), "it is wrong", **TRAINED)
 def _(model, mesh, broken):
     split_loss(model, mesh, largest=not broken)
 
@@ -374,7 +381,7 @@ def _(model, mesh, broken):
     split_loss(model, mesh, sums=not broken)
 
 
-@case("label smoothing over this rank's vocabulary only", ("forward", "loss", "output"), "no layout", **TRAINED)
+@case("label smoothing over this rank's vocabulary only", ("forward", "loss", "output"), "it is wrong", **TRAINED)
 def _(model, mesh, broken):
     split_loss(model, mesh, whole_count=not broken)
 
@@ -438,7 +445,8 @@ def _(model, mesh, broken):
 @case(
     "an all_gather along the wrong dim",
     ("forward", "blocks.1.attn.q", "input"),
-    "dim 0",
+    "gathered over 'tp' along dim 0 instead of dim 1",
+    hint="computed from blocks.1.attn.input.x, which is right",
 )
 def _(model, mesh, broken):
     sequence_parallel(model, mesh)
@@ -555,7 +563,8 @@ class Routed(nn.Module):
 @case(
     "tokens that go to experts by their number on the rank",
     ("forward", "moe", "output"),
-    "no layout explains",
+    "all ranks hold the same, and it is wrong",
+    hint="computed from moe.router.output, which is right",
     mesh="ep=2",
     model=Routed,
     inputs=(draw(4, 6, WIDTH),),

@@ -198,8 +198,9 @@ def clip(params, broken):
 @case(
     "gradients that are clipped by the norm of this rank's shards",
     ("update", "embed", "weight"),
-    "declared (dp), and rank",
+    "declared (dp, -), and rank 1 holds",
     "x the bound",
+    hint="the gradients are right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(clip),
 )
@@ -217,6 +218,7 @@ def decay(params, broken):
     "weight decay on one rank only",
     ("update", "embed", "weight"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
+    hint="the gradients are right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(decay),
 )
@@ -235,6 +237,7 @@ def skip(params, broken):
     "norm weights that are updated on one rank only",
     ("update", "blocks.0.norm1", "weight"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
+    hint="the gradients are right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(skip),
 )
@@ -349,6 +352,7 @@ def average(x):
     "a buffer that is not broadcast",
     ("buffer", "scale", "size"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
+    hint="a broadcast of it, or the same change on all ranks",
     options=ROWS,
     **BUFFERED,
 )
@@ -363,6 +367,7 @@ def _(model, mesh, broken):
     "a replicated buffer that one rank changes in place",
     ("buffer", "scale", "size after forward"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
+    hint="a broadcast of it, or the same change on all ranks",
     options=ROWS,
     **BUFFERED,
 )

@@ -200,10 +200,10 @@ def take(module, name, dim, rank, size):
         setattr(module, name, nn.Parameter(whole.detach().chunk(size, dim)[rank].clone(), whole.requires_grad))
 
 
-def share(module, name, size):
-    """Replace a parameter by 1/size of it, for a bias that each rank adds to its part of a sum."""
-    if getattr(module, name) is not None:
-        getattr(module, name).data.div_(size)
+def share(module, size, group):
+    """Let each rank add 1/size of a Linear's bias, which all hold whole: what follows is a sum over the ranks."""
+    if module.bias is not None:
+        module.forward = lambda x: F.linear(x, module.weight, Enter.apply(module.bias, group) / size)
 
 
 def axis(mesh, name="tp"):
@@ -221,7 +221,7 @@ def split_block(block, rank, size, group):
     take(block.mlp.up, "bias", 0, rank, size)
     for part, last in ((block.attn, block.attn.o), (block.mlp, block.mlp.down)):
         take(last, "weight", 1, rank, size)
-        share(last, "bias", size)
+        share(last, size, group)
         part.enter = lambda x: Enter.apply(x, group)
         part.leave = lambda y: Leave.apply(y, group)
 

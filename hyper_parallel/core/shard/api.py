@@ -106,7 +106,8 @@ def shard_module(model: M, device_mesh: DeviceMesh, sharding_plan: ShardingPlan,
     boundaries = _boundaries(model, reading)
     if device_mesh.size() == 1:
         return model
-    _distribute(model, chosen, src_data_rank)
+    if chosen:
+        model.register_forward_pre_hook(_Watch(_distribute(model, chosen, src_data_rank)))
     for module, attach in boundaries:
         attach(module)
     return model
@@ -160,7 +161,9 @@ def _check_parameter(
 
 def _distribute(
     model: nn.Module, chosen: list[tuple[nn.Parameter, list[str], Layout]], src_data_rank: int | None
-) -> None:
+) -> list[tuple[nn.Module, str]]:
+    """Replace parameters, and return where they are."""
+    places: list[tuple[nn.Module, str]] = []
     for param, names, layout in chosen:
         new = nn.Parameter(_distributed(param, layout, src_data_rank), requires_grad=param.requires_grad)
         new.__dict__.update(param.__dict__)  # what a model has written on it, as which ones decay
@@ -168,7 +171,9 @@ def _distribute(
             new.register_hook(_GradientLayout(new, layout))
         for name in names:
             path, _, last = name.rpartition(".")
-            model.get_submodule(path)._parameters[last] = new
+            places.append((model.get_submodule(path), last))
+            places[-1][0]._parameters[last] = new
+    return places
 
 
 def _distributed(param: nn.Parameter, layout: Layout, src_data_rank: int | None) -> DTensor:
@@ -196,8 +201,35 @@ class _GradientLayout:
         spec = grad._spec
         if spec.placements == self.placements and spec.mesh is self.mesh:
             return None
-        with torch.no_grad():
-            return redistribute(grad, self.layout)
+        return redistribute(grad, self.layout)  # differentiable, where someone differentiates what happens here
+
+
+class _Watch:
+    """Before a forward, gives parameters their `_GradientLayout` that have none: copied, cast, loaded or unfrozen ones.
+
+    Args:
+        places: modules with names of their parameters.
+    """
+
+    def __init__(self, places: list[tuple[nn.Module, str]]) -> None:
+        self.places = places
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        bare: dict[int, DTensor] = {}
+        for owner, name in self.places:
+            param = owner._parameters.get(name)
+            if isinstance(param, DTensor) and param.requires_grad and param.is_leaf and not _is_watched(param):
+                bare[id(param)] = param
+        if bare and not any(map(is_unit, model.modules())):  # a unit sees to the layout itself
+            for param in bare.values():
+                param.register_hook(_GradientLayout(param, Layout.of(param)))
+
+
+def _is_watched(param: torch.Tensor) -> bool:
+    hooks = param._backward_hooks
+    return bool(hooks) and any(type(hook) is _GradientLayout for hook in hooks.values())
 
 
 # -- boundaries ------------------------------------------------------------------------------------------------------

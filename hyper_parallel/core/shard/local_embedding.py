@@ -46,18 +46,16 @@ def begin_lookup(
         The arguments, and what `end_lookup` needs.
 
     Raises:
-        ValueError: some rank has no rows, or the embedding renormalises them.
+        ValueError: some rank has no rows; the embedding renormalises them, or has gradients of a kind that is refused.
     """
     weight: Any = module._parameters.get("weight")
     if not isinstance(module, nn.Embedding) or not isinstance(weight, DTensor):
         return args, kwargs, None
+    asked = f"cannot look up tokens in {where} on local tensors"
+    _check_options(asked, module, wants_gradient=weight.requires_grad)
     layout = Layout.of(weight)
     if not layout.splits(2)[0]:
         return args, kwargs, None
-    asked = f"cannot look up tokens in {where} on local tensors"
-    if module.max_norm is not None:
-        blame = "rows are split over ranks, and max_norm changes them in each forward"
-        raise ValueError(explain(asked, blame, f"max_norm: {module.max_norm}", "max_norm=None"))
     if _has_empty_part(layout, weight.shape):
         blame = f"some rank has none of the {weight.shape[0]} rows"
         raise ValueError(explain(asked, blame, f"layout: {layout}", "fewer ranks along the axes that split the rows"))
@@ -84,6 +82,19 @@ def end_lookup(module: nn.Module, lookup: Lookup, result: torch.Tensor | None) -
     """
     module.padding_idx = lookup.padding_idx  # type: ignore[assignment]
     return None if result is None else result.masked_fill(lookup.outside.unsqueeze(-1), 0)
+
+
+def _check_options(asked: str, module: nn.Embedding, *, wants_gradient: bool) -> None:
+    """Refuse what depends on the tokens, or on the numbers, of other ranks."""
+    if module.max_norm is not None:
+        blame = "rows are parts or copies on several ranks, and max_norm changes them in each forward"
+        raise ValueError(explain(asked, blame, f"max_norm: {module.max_norm}", "max_norm=None"))
+    if wants_gradient and module.scale_grad_by_freq:
+        blame = "scale_grad_by_freq counts how often a token is among those of a rank, not among all"
+        raise ValueError(explain(asked, blame, "scale_grad_by_freq: True", "scale_grad_by_freq=False"))
+    if wants_gradient and module.sparse:
+        blame = "gradients go from rank to rank, which sparse ones cannot"
+        raise ValueError(explain(asked, blame, "sparse: True", "sparse=False"))
 
 
 @lru_cache(maxsize=1024)

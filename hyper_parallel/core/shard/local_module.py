@@ -62,6 +62,13 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
     return frozenset(shared)
 
 
+def _live(axes: frozenset[str], produced: LayoutTree) -> list[str]:
+    """Return those of some axes that have more than one rank, in the order of the mesh."""
+    layout = next(leaves(produced), None)
+    sizes = () if layout is None else zip(layout.alias_name, layout.mesh_shape, strict=True)
+    return [name for name, size in sizes if size > 1 and name in axes]
+
+
 class _Call(NamedTuple):
     """A forward that is running: what shapes follow from, and where parts stand in front of parameters."""
 
@@ -101,17 +108,22 @@ class LocalModule:
         self.inputs = Inputs(self.where, inputs, Arguments.of(module.forward), wrap=False)
         self.inputs.move = self._enter
         self.wraps, self.region, self.is_inner = wraps, region, region.has_outer(name)
-        self._parameters = LocalParameters(self._grad_layout, region)
+        self._parameters = LocalParameters(self._grad_layout, region, self.where, _live(self.shared, produced))
         self._is_split = any(spec is not None for layout in leaves(produced) for spec in layout._specs or ())
         self._shapes: dict[Any, tuple[int, ...]] = {}  # global shapes that the ranks have agreed on
         self._running: list[_Call] = []
+        self._bare, self._seen_bare = 0, set[int]()  # how many inputs of a call nothing said the layout of
         self._grads: dict[Layout, Layout | None] = {}
         self._layouts: dict[Any, tuple[DeviceMesh, Layout]] = {}
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take this rank's parts of arguments and parameters."""
+        is_inside = bool(self.region.running)
         key = self._key((args, *kwargs.values()))
+        self._bare = 0
         args, kwargs = self.inputs(args, kwargs)
+        if self.is_inner:
+            self._check_bare(is_inside=is_inside)
         args = tuple([self._entered(value) for value in args])
         kwargs = {name: self._entered(value) for name, value in kwargs.items()}
         args, kwargs, lookup = begin_lookup(self.where, module, args, kwargs)
@@ -168,7 +180,17 @@ class LocalModule:
             blame = "it is a plain tensor, and nothing says which part of the whole it is"
             hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that part already"
             raise ValueError(explain("cannot take the part", blame, f"layout: {target}", hint))
+        self._bare += 1
         return self._wrapped(x, known) if self.wraps else x  # this rank's part already
+
+    def _check_bare(self, *, is_inside: bool) -> None:
+        """Refuse to take for parts what had marks before: a reentrant checkpoint computes again with other tensors."""
+        if is_inside:
+            self._seen_bare.add(self._bare)
+        elif self._seen_bare and self._bare > max(self._seen_bare):
+            blame = "nothing says which parts they are, as it did inside of the module that holds this one"
+            hint = "checkpoint(..., use_reentrant=False), as the other kind computes with other tensors"
+            raise ValueError(explain(f"cannot take the inputs of {self.where}", blame, "inputs: plain tensors", hint))
 
     def _wrapped(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return a plain tensor that is a part in a layout; where the ranks do shares, its gradients are added."""
@@ -229,8 +251,12 @@ class LocalModule:
     def _whole(
         self, call: _Call, what: str, part: Any, layout: Layout, wanted: LayoutTree, path: tuple[Any, ...]
     ) -> Any:
-        if not isinstance(part, torch.Tensor):
+        if part is None or isinstance(part, (bool, int, float, complex, str)):
             return part
+        if not isinstance(part, torch.Tensor):
+            blame = f"it is a {type(part).__name__}, not a tensor"
+            hint = "a tensor, or a list, tuple or mapping of tensors"
+            raise ValueError(explain(f"cannot take the {what} as a local part", blame, f"layout: {layout}", hint))
         if isinstance(part, DTensor):
             blame, hint = "it is a DTensor already", "no local_plan for a module that returns DTensors"
             raise ValueError(explain(f"cannot take the {what} as a local part", blame, f"layout: {layout}", hint))
@@ -306,7 +332,7 @@ def _entries(layout: Layout) -> tuple[Any, ...]:
 
 
 def _shapes_of(values: Any) -> tuple[Any, ...]:
-    """Return the shapes of tensors, in containers of any depth."""
+    """Return the shapes of tensors, in containers of any depth, and the flags beside them."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -315,6 +341,8 @@ def _shapes_of(values: Any) -> tuple[Any, ...]:
             found.append(_shapes_of(value))
         elif isinstance(value, Mapping):
             found.append(_shapes_of(list(value.values())))
+        elif value is None or isinstance(value, (bool, str)):
+            found.append(value)  # not numbers, of which a rank may have its own, so that only some would ask again
     return tuple(found)
 
 

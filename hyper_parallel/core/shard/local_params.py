@@ -107,10 +107,15 @@ class LocalParameters:
     Args:
         grad_layout: returns the layout of the gradients of a parameter's parts.
         region: the others of the model.
+        where: the module, for messages.
+        shared: the axes over which its ranks do shares of the work.
     """
 
-    def __init__(self, grad_layout: Callable[[Layout], Layout | None], region: Region) -> None:
+    def __init__(
+        self, grad_layout: Callable[[Layout], Layout | None], region: Region, where: str, shared: Sequence[str]
+    ) -> None:
         self._grad_layout, self._region = grad_layout, region
+        self._where, self._shared = where, shared
         self._known: dict[tuple[int, str], _Known] = {}
         self._owners: list[nn.Module] | None = None  # known when first needed: `fully_shard` may be called until then
 
@@ -124,6 +129,9 @@ class LocalParameters:
         for owner in self._owners:
             for name, param in _parameters(owner):
                 if not isinstance(param, DTensor) or name in owner.__dict__:
+                    if self._shared and type(param) is nn.Parameter and param.requires_grad and torch.is_grad_enabled():
+                        hide(places)
+                        raise self._unknown(module, param)
                     continue
                 if param.requires_grad and torch.is_grad_enabled():
                     known.append(self._look_up(owner, name, param))
@@ -137,6 +145,15 @@ class LocalParameters:
             for (owner, name), part in zip(places[-len(parts) :], parts, strict=True):
                 owner.__dict__[name] = part
         return places
+
+    def _unknown(self, module: nn.Module, param: nn.Parameter) -> ValueError:
+        """Say that a parameter would get the gradient of this rank's share, so that copies of it drift apart."""
+        name = next(name for name, each in module.named_parameters() if each is param)
+        asked = f"cannot run {self._where} on local tensors"
+        axes = ", ".join(map(repr, self._shared))
+        blame = f"parameter {name!r} has no layout, and over {axes} its gradients are shares to be added"
+        hint = 'a layout for it in the plan, ("None",) if all ranks have the same; or requires_grad_(False)'
+        return ValueError(explain(asked, blame, f"{name}: a plain tensor of shape {tuple(param.shape)}", hint))
 
     def _look_up(self, owner: nn.Module, name: str, param: DTensor) -> _Known:
         found = self._known.get((id(owner), name))
