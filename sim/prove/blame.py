@@ -173,6 +173,9 @@ def _to_blame(event: Event, row: Row, harmed: Event) -> Row:
     found = event.finding.found
     if event.finding.status != "pending" or found is None:
         hint = CUT_OFF if event.kind == "gradient" else row.suggestion
+        if event.finding.status == "absent" and event.kind == "forward":
+            called = f"{event.module or 'the model'} on all ranks"
+            hint = f"call {called}; or, if each has modules of its own, look at how {harmed.place} is made of all"
         told = f"{event.finding.sentence}, and {harmed.place} is wrong"
         return replace(row, verdict="bug", sentence=told, suggestion=hint)
     axes = " and ".join(found.partial)

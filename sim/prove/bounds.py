@@ -15,6 +15,7 @@ from sim.prove.sides import Side
 __all__ = ["Bounds", "largest"]
 
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
+_STEP = 16.0  # those of an optimizer's step; Adam's chain from gradient to parameter has 12
 
 
 class Bounds:
@@ -45,7 +46,8 @@ class Bounds:
         if size is None:
             size = self._sizes[id(whole)] = largest(whole)
         tiny = torch.finfo(torch.float64).tiny
-        return max(SAFETY * self._moves.get(name, 0.0), _FEW * self._unit * size, tiny)
+        few = _STEP * (name[1] + 1) if name[0] == "update" else _FEW
+        return max(SAFETY * self._moves.get(name, 0.0), few * self._unit * size, tiny)
 
 
 def _tensors(side: Side) -> Iterator[tuple[Any, torch.Tensor]]:

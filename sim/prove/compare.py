@@ -62,6 +62,7 @@ class Comparison:
         self._forward: dict[Key, Finding] = {}
         self._parameters: dict[str, Finding] = {}
         self._orders: dict[str, Order] = {}
+        self._owned: dict[str, tuple[int, ...]] = {}  # modules that only some ranks have, and which
         self.stopped = False  # forward has not come to its end on all ranks
         self._buffers: dict[str, Finding] = {}
         self._events: list[Event] = []
@@ -361,9 +362,11 @@ class Comparison:
                 sentence="no rank has a gradient, and one device has",
                 suggestion=CUT_OFF,
             )
+        bound = self.bounds.of(("gradient", name), mine) if mine is not None else 0.0
+        if made.status == "absent" and mine is not None:
+            return self._of_owners(name, there, mine, bound)
         if len(there) < len(self.sides):
             return replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
-        bound = self.bounds.of(("gradient", name), mine)
         if name in self._orders:
             return self._in_order(name, there, mine, bound)
         said = {rank: side.grad_layouts[side.same.get(name, name)] for rank, side in enumerate(self.sides)}
@@ -392,7 +395,7 @@ class Comparison:
         for name, mine in self.base.initial.items():
             found = self._made(name, mine)
             if found is not None:
-                if found.status in ("right", "pending", "private"):
+                if found.status in ("right", "pending", "private", "absent"):
                     self._parameters[name] = found
                 events.append(Event(*_split_name(name), "parameter", found))
         for name, first in self.base.same.items():
@@ -451,7 +454,7 @@ class Comparison:
                 suggestion="keep the names of the single-device model",
             )
         if len(there) < len(self.sides):
-            return replace(absent(list(there), range(len(self.sides))), status="wrong")
+            return self._lacking(name, mine, there)
         said = {rank: side.layouts[side.same[name]] for rank, side in enumerate(self.sides)}
         bound = self.bounds.of(("initial", name), mine)
         found = self._judge(there, mine, bound, said, self.declared.parameters.get(name))
@@ -468,6 +471,28 @@ class Comparison:
         self._orders[name] = order
         self.notes.append(f"{name} is held in an order that no layout says, and compared in that: {found.sentence}")
         return replace(found, status="private", error=0.0, ratio=0.0)
+
+    def _lacking(self, name: str, mine: torch.Tensor, there: Mapping[int, torch.Tensor]) -> Finding:
+        """Judge a parameter that some ranks do not have: right for experts, of which each rank calls only its own."""
+        lacking = [rank for rank in range(len(self.sides)) if rank not in there]
+        told = f"{ranks_phrase(lacking)} {'has' if len(lacking) == 1 else 'have'} no such parameter"
+        path = _split_name(name)[0]
+        if any(path in self.sides[rank].recorder.calls for rank in lacking):
+            return Finding("wrong", error=math.inf, ratio=math.inf, sentence=told)
+        error, bound = _furthest_copy(there, mine), self.bounds.of(("initial", name), mine)
+        if not error <= bound:
+            told = f"{ranks_phrase(there)} alone {'has' if len(there) == 1 else 'have'} it, and not with its values"
+            return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=told)
+        self._owned.setdefault(path, tuple(there))
+        return Finding("absent", sentence=told)
+
+    def _of_owners(self, name: str, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float) -> Finding:
+        """Compare what the ranks that have a parameter hold of it, or of its gradient."""
+        error = _furthest_copy(parts, whole)
+        if error <= bound:
+            return Finding("right", error=error, ratio=error / bound, bound=bound)
+        told = f"it is not that of one device; {ranks_phrase(parts)} alone {'has' if len(parts) == 1 else 'have'} it"
+        return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=told)
 
     def _in_order(self, name: str, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float) -> Finding:
         """Compare parts of a parameter, or of its gradient, in the order in which the ranks hold it."""
@@ -486,10 +511,12 @@ class Comparison:
                     continue
                 parts = {rank: self._held(side, side.updates[step], name) for rank, side in enumerate(self.sides)}
                 there = {rank: part for rank, part in parts.items() if part is not None}
-                if len(there) < len(self.sides):
+                bound = self.bounds.of(("update", step, name), mine)
+                if made.status == "absent":
+                    found = self._of_owners(name, there, mine, bound)
+                elif len(there) < len(self.sides):
                     found = replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
                 else:
-                    bound = self.bounds.of(("update", step, name), mine)
                     found = (
                         self._in_order(name, there, mine, bound)
                         if name in self._orders
@@ -532,6 +559,10 @@ class Comparison:
         axes = zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True)
         rows = advised(rows)
         self._note_calls()
+        if self._owned:
+            some = ", ".join(f"{path} on {ranks_phrase(ranks)}" for path, ranks in list(self._owned.items())[:4])
+            more = f" and {len(self._owned) - 4} more" if len(self._owned) > 4 else ""
+            self.notes.append(f"{some}{more}: other ranks do not have these modules, and do not call them")
         return Report(
             tuple(rows), first_bug(rows), ", ".join(f"{name}={size}" for name, size in axes), tuple(self.notes)
         )
@@ -575,6 +606,13 @@ def _best_named_first(judged: Sequence[tuple[Entry, Finding | None]]) -> Iterato
         chosen = innermost(entries[::-1])
         yield chosen, group[0][1]
         yield from ((entry, found) for entry, found in group if entry is not chosen)
+
+
+def _furthest_copy(parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> float:
+    """Return how far copies are from a tensor at most; infinite for a part of it."""
+    if any(part.shape != whole.shape for part in parts.values()):
+        return math.inf
+    return max((float((part - whole).abs().max()) for part in parts.values() if part.numel()), default=0.0)
 
 
 def _split_name(name: str) -> tuple[str, str]:

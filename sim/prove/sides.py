@@ -163,15 +163,9 @@ class _Session:
         # Before forward, which may leave other tensors in the place of parameters for a while.
         chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = task.optimizer_fn(chosen) if task.optimizer_fn is not None and chosen else None
-        if self.optimizer is not None and not (
-            hasattr(self.optimizer, "step") and hasattr(self.optimizer, "zero_grad")
-        ):
-            made = f"optimizer: {self.optimizer!r:.80}"
-            hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
-            raise TypeError(explain(ASKED, "optimizer_fn made no optimizer", made, hint))
-        if self.optimizer is None and task.optimizer_fn is not None and chosen:
-            hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
-            raise TypeError(explain(ASKED, "optimizer_fn returned None", "optimizer: None", hint))
+        if task.optimizer_fn is not None and chosen and not hasattr(self.optimizer, "zero_grad"):
+            made, hint = f"optimizer: {self.optimizer!r:.80}", "lambda params: torch.optim.SGD(params, lr=0.1)"
+            raise TypeError(explain(ASKED, "optimizer_fn returned no optimizer", made, hint))
         self.quiet = NoRandomness(lambda: self.side.recorder.inside[-1] if self.side.recorder.inside else "")
 
     def forward(self) -> None:

@@ -69,8 +69,9 @@ def verify_plan(
     >>> wrong.first.module, wrong.first.tensor, wrong.first.sentence
     ('2', 'output', "the ranks hold parts of a sum over tp, and nothing reduced it before the model's output")
 
-    Compared are the parameters as they are made, what goes into and comes out of every module, the gradients of all
-    that and of the parameters, and the parameters after each optimizer step. What a DTensor declares must be true.
+    Compared are the parameters and buffers as they are made, what goes into and comes out of every module, buffers
+    that forward has changed, the gradients of activations and parameters, and the parameters after each optimizer
+    step. What a DTensor declares must be true.
     Plain tensors declare nothing, so that any layout that explains them will do; parts of a sum may be passed on from
     module to module, as long as they are added up before something else is computed from them. Dropout does nothing
     here; instead, the ranks' generators are compared where they are used.
@@ -105,9 +106,9 @@ def verify_plan(
         The rows that were compared and the first that is wrong; print it, or call `raise_if_bug()`.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong kind, or a model that returns no tensors.
         ValueError: both or neither of plan and parallelize; layouts that do not fit the mesh, the inputs or the model;
-            a model_fn that does not make the same model twice; a model that computes nan, or returns no tensors.
+            a model_fn that does not make the same model twice; a model that computes nan.
         RankFailed: a rank raised; the message ends with the module that it was in. So do those of deadlocks and
             collectives that do not match.
     """
@@ -168,7 +169,7 @@ def _split_shapes(compared: Comparison, rank: int) -> list[str]:
         within = key.path == path or key.path.startswith(f"{path}." if path else "")
         if held is not None and within and held.value.shape != whole.value.shape:
             found = compared.value(key)
-            layout = f", {short(found.found)}" if found is not None and found.found is not None else ""
+            layout = f", found {short(found.found)}" if found is not None and found.found is not None else ""
             shapes = f"{tuple(held.value.shape)} of {tuple(whole.value.shape)}{layout}"
             told.append(f"    {key.path or 'the model'}.{title_of(whole)}: {shapes}".replace("put ", "put."))
     return told[-_MOST_SHAPES:]

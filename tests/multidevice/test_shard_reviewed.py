@@ -120,6 +120,56 @@ def test_copies_of_a_model_that_has_gradients():
     sim.run(body, world_size=4)
 
 
+def _cast(model):
+    return model.float().bfloat16().float().double()
+
+
+def _loaded(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def _unfrozen(model):
+    return model.requires_grad_(False).requires_grad_(True)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize(
+    "change", [copy.deepcopy, _cast, _loaded, _unfrozen], ids=["copied", "cast", "loaded", "unfrozen"]
+)
+def test_gradients_of_parameters_that_are_new_ones_lie_as_they_do(change, local):
+    def body():
+        mesh = mesh_of()
+        model = change(shard_module(make(), mesh, plan(local=local)))
+        x = distribute_tensor(batch(), mesh, ROWS)
+        reference = make()
+        reference.load_state_dict({name: full_tensor(value) for name, value in model.state_dict().items()})
+        reference(batch()).square().mean().backward()
+        seen = []
+        model.first.scale.register_hook(lambda grad: seen.append(grad.placements))
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        assert_gradients(model, reference)
+        assert all(param.grad.placements == param.placements for param in model.parameters())
+        assert len(seen) == 2  # a hook of the user's own is called once per backward pass
+        assert len(model.first.up.weight._backward_hooks) == 1
+
+    sim.run(body, world_size=4)
+
+
+def test_units_of_fully_shard_see_to_gradients_themselves():
+    def body():
+        mesh = mesh_of()
+        model = shard_module(make(), mesh["tp"], ShardingPlan(plan=WEIGHTS))
+        fully_shard(model, mesh=mesh["dp"])
+        x = distribute_tensor(batch().chunk(2)[mesh["dp"].get_local_rank()], mesh["tp"], ("None",))
+        model(x).square().mean().backward()
+        return [param._backward_hooks for param in model.parameters()]
+
+    assert not any(hooks for rank in sim.run(body, world_size=4) for hooks in rank)
+
+
 @pytest.mark.parametrize("further", [False, True])
 def test_a_trained_parameter_without_a_layout_where_ranks_do_shares(further):
     def body():

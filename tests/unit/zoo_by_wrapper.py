@@ -148,6 +148,18 @@ def _(model, mesh, broken):
 
 
 @case(
+    "shards along the axis on which the data is the same",
+    ("gradient", "embed", "weight"),
+    "parts of an average over dp: nothing adds up the gradients",
+    hint="over dp",
+    mesh="dp=2,tp=2",
+    options={**ROWS, "loss_fn": mean},
+)
+def _(model, mesh, broken):
+    units(fsdp2, model, mesh["tp" if broken else "dp"])
+
+
+@case(
     "a block that is in no unit, and whose gradients stay on their rank",
     ("gradient", "blocks.1.norm2", "weight"),
     "over dp",

@@ -54,6 +54,8 @@ __all__ = [
 
 M = TypeVar("M", bound=Callable[..., Any])
 
+_WATCHED = "_hyper_parallel_watched"
+
 
 def shard_module(model: M, device_mesh: DeviceMesh, sharding_plan: ShardingPlan, *, src_data_rank: int | None = 0) -> M:
     """Give the parameters, inputs and outputs of a model the layouts of a plan.
@@ -168,7 +170,7 @@ def _distribute(
         new = nn.Parameter(_distributed(param, layout, src_data_rank), requires_grad=param.requires_grad)
         new.__dict__.update(param.__dict__)  # what a model has written on it, as which ones decay
         if new.requires_grad:
-            new.register_hook(_GradientLayout(new, layout))
+            _watch(new, layout)
         for name in names:
             path, _, last = name.rpartition(".")
             places.append((model.get_submodule(path), last))
@@ -217,19 +219,28 @@ class _Watch:
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        bare: dict[int, DTensor] = {}
+        bare: list[DTensor] = []
         for owner, name in self.places:
-            param = owner._parameters.get(name)
+            param: Any = owner._parameters.get(name)
             if isinstance(param, DTensor) and param.requires_grad and param.is_leaf and not _is_watched(param):
-                bare[id(param)] = param
+                bare.append(param)
         if bare and not any(map(is_unit, model.modules())):  # a unit sees to the layout itself
-            for param in bare.values():
-                param.register_hook(_GradientLayout(param, Layout.of(param)))
+            for found in bare:
+                _watch(found, Layout.of(found))
+
+
+def _watch(param: torch.Tensor, layout: Layout) -> None:
+    hooks: Any = param._backward_hooks
+    if hooks:
+        for key in [key for key, hook in hooks.items() if type(hook) is _GradientLayout]:
+            del hooks[key]
+        param._backward_hooks = hooks  # what swaps the memory of a tensor, as a cast does, leaves them without effect
+    param.register_hook(_GradientLayout(param, layout))
+    param.__dict__[_WATCHED] = param._cdata
 
 
 def _is_watched(param: torch.Tensor) -> bool:
-    hooks = param._backward_hooks
-    return bool(hooks) and any(type(hook) is _GradientLayout for hook in hooks.values())
+    return param.__dict__.get(_WATCHED) == param._cdata and bool(param._backward_hooks)
 
 
 # -- boundaries ------------------------------------------------------------------------------------------------------
