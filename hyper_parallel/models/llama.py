@@ -121,12 +121,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map x (batch, seq, hidden) to the same shape."""
-        batch, seq, _ = x.shape
-        # -1: under tensor parallelism a rank holds only some of the heads.
-        q, k, v = (w(x).view(batch, seq, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        # -1: under tensor parallelism a rank holds only some of the heads; and under data parallelism maybe no rows.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
+        return self.wo(out.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):

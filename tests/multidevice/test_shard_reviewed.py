@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel import ShardingPlan, distribute_tensor, full_tensor, fully_shard, shard_module
+from hyper_parallel.models import Llama, LlamaConfig, llama_loss, llama_plan
 
 SHARE = (Shard(0), Partial())
 ROWS = ("dp", "None")
@@ -294,5 +295,70 @@ def test_embeddings_that_need_all_tokens_or_rows(option, weight, produced):
         with pytest.raises(ValueError, match=f"(?s)cannot look up tokens.*{next(iter(option))}.*try: "):
             model(tokens)
         assert isinstance(model[0].weight, DTensor)
+
+    sim.run(body, world_size=4)
+
+
+LLAMA = LlamaConfig(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=42,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_seq_len=16,
+)
+
+
+def trained(model, text, loss):
+    for _ in range(2):
+        model.zero_grad()
+        loss(model(text[:, :-1]), text[:, 1:]).backward()
+    return model
+
+
+def text_of(rows):
+    return torch.randint(0, 50, (rows, 9), generator=torch.Generator().manual_seed(1))
+
+
+def alone(rows):
+    return trained(Llama.build(LLAMA).double(), text_of(rows), llama_loss)
+
+
+def test_layers_that_are_compiled_one_by_one():
+    reference = alone(4)
+
+    def body():
+        mesh = mesh_of()
+        model = shard_module(Llama.build(LLAMA).double(), mesh, llama_plan(LLAMA, mesh))
+        for layer in model.layers:
+            layer.compile(backend="eager")
+        rows = text_of(4).chunk(2)[mesh["dp"].get_local_rank()]
+        assert_gradients(trained(model, rows, llama_loss), reference)
+
+    sim.run(body, world_size=4)
+
+
+def test_a_rank_without_rows():
+    reference = alone(3)
+
+    def body():
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        model = shard_module(Llama.build(LLAMA).double(), mesh, llama_plan(LLAMA, mesh))
+        assert_gradients(trained(model, distribute_tensor(text_of(3), mesh, ("dp",)), llama_loss), reference)
+
+    sim.run(body, world_size=8)
+
+
+def test_a_parameter_that_is_a_single_number():
+    def body():
+        mesh = mesh_of()
+        model = nn.Module()
+        model.scale = nn.Parameter(torch.tensor(2.0))
+        told = r"the 0 of parameter 'scale'\n.*\n  try: \(Replicate\(\), Replicate\(\)\), one per axis"
+        with pytest.raises(ValueError, match=told):
+            shard_module(model, mesh, ShardingPlan(plan={"scale": ("None",)}))
+        shard_module(model, mesh, ShardingPlan(plan={"scale": (Replicate(), Replicate())}))
+        assert isinstance(model.scale, DTensor)
 
     sim.run(body, world_size=4)

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from hyper_parallel.core.dtensor import shards
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.core.redistribute.groups import group_of
 
 _MOST_DIMS = 32
 
 
+@runs_eagerly
 def agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     """Return the global shape of which every rank's part is one in a layout; all ranks of the mesh call it.
 

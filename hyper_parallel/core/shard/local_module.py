@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.core.shard.agree import agreed_shape
 from hyper_parallel.core.shard.arguments import Arguments
 from hyper_parallel.core.shard.crossing import _part_shape, enter, leave
@@ -116,6 +117,7 @@ class LocalModule:
         self._grads: dict[Layout, Layout | None] = {}
         self._layouts: dict[Any, tuple[DeviceMesh, Layout]] = {}
 
+    @runs_eagerly
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take this rank's parts of arguments and parameters."""
         is_inside = bool(self.region.running)
@@ -131,6 +133,7 @@ class LocalModule:
         self.region.running.append(key)
         return args, kwargs
 
+    @runs_eagerly
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
         """Put DTensors together from the parts that were returned; also called when the code has raised."""
         if not self._running:  # not even the arguments could be taken

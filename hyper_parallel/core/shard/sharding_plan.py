@@ -190,4 +190,7 @@ def _check_entries(asked: str, name: str, key: str, layout: Layout, ndim: int) -
         written = layout.alias_placements or layout.placements or ()
         blame = f"the layout is for more dims than the {ndim} of parameter {name!r}"
         hint = "one entry per dim" if layout.alias_placements is not None else f"Shard dims below {ndim}"
+        if ndim == 0:
+            whole = "Replicate(), " * len(layout.mesh_shape)
+            hint = f"({whole.rstrip(', ') if len(layout.mesh_shape) > 1 else whole.rstrip()}), one per axis"
         raise ValueError(explain(f"{asked}: plan[{key!r}]", blame, f"layout: {written!r}", hint)) from None
