@@ -131,6 +131,11 @@ class Recorder:
             hook.remove()
         self._seen.clear()
 
+    def forget(self) -> None:
+        """Let go of autograd's graph: its hooks hold the entries, a cycle that no collector sees."""
+        for entry in self.entries.values():
+            entry.node = None
+
     def _before(self, path: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             self.inside.append(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -172,10 +173,21 @@ class _Session:
         """Compute the outputs, and the loss if there is a function for it."""
         with self.quiet:
             with self.side.recorder:
-                output = self.model(*self.args, **self.kwargs)
+                output = self._output()
                 self.side.draws = self.quiet.draws[:]
             self.side.changed_buffers = self._buffers()
             self.side.outputs, self.side.loss = self._finish(output)
+
+    def _output(self) -> Any:
+        if self.axes is not None:
+            return self.model(*self.args, **self.kwargs)
+        try:
+            return self.model(*self.args, **self.kwargs)
+        except Exception as error:
+            inside = self.side.recorder.inside
+            blame = f"the model raises {type(error).__name__} on one device: {error}"
+            seen = f"in module {(inside[-1] if inside else '') or '(the model)'!r}"
+            raise ValueError(explain(ASKED, blame, seen, "inputs that the model takes")) from error
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: local_of(buffer).clone() for name, buffer in named_buffers(self.model).items()}
@@ -303,6 +315,7 @@ class Ranks:
     def forward(self) -> list[Side]:
         """Make the model parallel and compute forward on every rank."""
         with self._located("forward"):
+            self.world.run(self._make)  # on all ranks before the first one computes: that may stop all
             self.world.run(self._forward)
         return self.sides
 
@@ -318,6 +331,13 @@ class Ranks:
             self.world.run(lambda: self._sessions[dist.get_rank()].backward(grads[dist.get_rank()]))
 
     def _forward(self) -> None:
+        try:
+            self._sessions[dist.get_rank()].forward()
+        except Exception:
+            time.sleep(1e-6)  # on the virtual clock: the other ranks compute as far as they come, to be compared
+            raise
+
+    def _make(self) -> None:
         task, rank = self.task, dist.get_rank()
         mesh = init_device_mesh("cpu", task.mesh.mesh_shape, mesh_dim_names=task.mesh.alias_name)
         torch.manual_seed(task.seed)
@@ -334,7 +354,6 @@ class Ranks:
             given[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, wrapped)
         args, kwargs = _given(task, given)
         self._sessions[rank] = _Session(task, model, args, kwargs, task.mesh, rank)
-        self._sessions[rank].forward()
 
     def _part(self, mesh: DeviceMesh) -> int:
         """Return a number that is the same on ranks that see the same data, as a training script would seed them."""

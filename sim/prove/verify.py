@@ -17,9 +17,9 @@ from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from sim.errors import RankFailed, SimError
 from sim.prove.blame import first_bug, title_of
 from sim.prove.bound import Perturbed
-from sim.prove.bounds import Bounds
+from sim.prove.bounds import Bounds, largest
 from sim.prove.compare import Comparison
-from sim.prove.declared import named_inputs, read_cuts, read_declared
+from sim.prove.declared import Declarations, named_inputs, read_cuts, read_declared
 from sim.prove.fits import read_mesh
 from sim.prove.judge import Judge, short
 from sim.prove.record import named_parameters
@@ -30,6 +30,7 @@ from sim.world import world
 __all__ = ["verify_plan"]
 
 _RUNS = 3
+_COARSE = 1e-9  # a bound in float64 that is larger than that, relative to the tensor, has another dtype behind it
 _MOST_SHAPES = 6  # tensors that a message lists
 
 
@@ -125,8 +126,17 @@ def verify_plan(
         loss_fn, chosen, dtype, seed, steps, train,
     )  # fmt: skip
     base, bounds = _references(task, model)
+    try:
+        return _compared(task, base, bounds, said)
+    finally:
+        base.recorder.forget()
+
+
+def _compared(task: Task, base: Side, bounds: Bounds, said: Declarations) -> Report:
+    """Compute on the ranks, and compare."""
+    mesh = task.mesh
     judge = Judge(mesh)
-    with world(math.prod(mesh.mesh_shape), seed=seed) as w:
+    with world(math.prod(mesh.mesh_shape), seed=task.seed) as w:
         ranks = Ranks(task, w)
         try:
             ranks.forward()
@@ -136,7 +146,7 @@ def verify_plan(
                 raise
             return report
         compared = Comparison(task, base, bounds, ranks.sides, said, judge)
-        compared.notes += _not_proved(base)
+        compared.notes += [*_not_proved(base), *_coarse(task, base, bounds)]
         grads = _grads(task, base, compared)
         if grads is not None:
             _backward(ranks, grads, compared)
@@ -185,6 +195,20 @@ def _not_proved(base: Side) -> list[str]:
     return [f"no gradients were compared, as {what} {how} be differentiated"]
 
 
+def _coarse(task: Task, base: Side, bounds: Bounds) -> list[str]:
+    """Say if a model computes in float32 within, whatever it is converted to, as many do in norms and softmax."""
+    if task.dtype != torch.float64:
+        return []
+    for key, entry in base.recorder.entries.items():
+        bound = bounds.of(("value", key), entry.value)
+        if key.side == "output" and bound > _COARSE * largest(entry.value) > 0:
+            return [
+                f"{key.path or 'the model'} computes in less than float64, so from there on the bounds are wide "
+                f"({bound:.0e} at its output), and smaller faults hide below them"
+            ]
+    return []
+
+
 def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> None:
     """Go backward; what a wrong forward leads to there does not hide the report of that."""
     try:
@@ -204,14 +228,17 @@ def _references(task: Task, made: nn.Module) -> tuple[Side, Bounds]:
     if any(id(parameter) in known for parameter in base.leaves.values()):
         blame = "model_fn returned the same model twice, and each rank needs one of its own"
         raise ValueError(explain(ASKED, blame, f"model: a {type(made).__name__}", "lambda: Model(config)"))
+    _check_finite(base)
     floor = 2.0**-24 if task.dtype == torch.float32 else None if task.dtype == torch.float64 else _unit(task.dtype)
     others = []
     for index in range(_RUNS):
         other = run_reference(task, Perturbed(floor, seed=index))
         _check_same(base, other)
         others.append(other)
-    _check_finite(base)
-    return base, Bounds(base, others, task.dtype)
+    bounds = Bounds(base, others, task.dtype)
+    for other in others:
+        other.recorder.forget()
+    return base, bounds
 
 
 def _check_finite(base: Side) -> None:

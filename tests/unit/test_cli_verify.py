@@ -151,9 +151,10 @@ def test_a_model_of_one_s_own_with_a_plan(own, tmp_path):
 def test_a_model_that_fails_on_one_device_shows_where(own):
     words = ("--model", f"{own}:build", "--input", "3,5", "--mesh", "tp=2", "--parallelize", f"{own}:tensor_parallel")
     code, output = invoke(*words)
-    assert code == cli.FAILURE
+    assert code == cli.USER_ERROR
     assert "mat1 and mat2 shapes cannot be multiplied (3x5 and 4x8)" in output
-    assert "typer" not in output.partition("Traceback")[2]
+    assert "in module '0'" in output
+    assert "try: inputs that the model takes" in output
 
 
 # Mistakes

@@ -1,0 +1,287 @@
+"""Proofs that were once silent, or said what is not so: vacuous ones, wrong blame, and right models called wrong."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from zoo_kit import Enter, Leave, Net, axis, draw, tokens
+
+import sim
+from sim.prove.record import Recorder
+from sim.prove.sides import converted
+
+X = draw(4, 16)
+ROWS = {"input_layouts": [("dp", "None")]}
+
+
+def verify(model, parallelize, mesh="tp=2", inputs=(X,), **options):
+    return sim.verify_plan(model, inputs, mesh, parallelize=parallelize, **{"optimizer_fn": None, **options})
+
+
+def nothing(model, mesh):
+    """Leave the model as it is."""
+
+
+def lm_loss(logits, ids):
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class Two(nn.Module):
+    """Two layers, and between them one that is often split."""
+
+    def __init__(self, finish=lambda y: y):
+        super().__init__()
+        self.inp, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.finish = finish
+
+    def forward(self, x):
+        return self.finish(self.down(torch.relu(self.up(self.inp(x)))))
+
+
+# -- proofs of nothing -------------------------------------------------------------------------------------------------
+
+
+def test_nan_on_one_device_proves_nothing():
+    with pytest.raises(ValueError, match=r"one device computes nan, first seen in down\.output"):
+        verify(lambda: Two().apply(_spoil), nothing)
+
+
+def _spoil(module):
+    if getattr(module, "in_features", 0) == 32:
+        nn.init.constant_(module.bias, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("finish", "seen"), [(lambda y: (each for each in y), "a generator"), (lambda y: None, "a NoneType")]
+)
+def test_a_model_in_whose_output_no_tensor_is_seen(finish, seen):
+    with pytest.raises(TypeError, match=f"no tensors are seen in what the model returned, {seen}"):
+        verify(lambda: Two(finish), nothing)
+
+
+def test_a_report_says_that_there_were_no_gradients():
+    told = "no gradients were compared, as nothing that the model returns can be differentiated"
+    assert verify(lambda: Two(lambda y: y.argmax(-1)), nothing).notes == (told,)
+    detached = verify(Two, nothing, loss_fn=lambda y, x: y.detach().sum())
+    assert detached.notes == ("no gradients were compared, as the loss cannot be differentiated",)
+    assert not verify(Two, nothing).notes
+    assert not verify(lambda: Two().requires_grad_(False), nothing, loss_fn=lambda y, x: y.sum()).notes
+
+
+# -- complex numbers ---------------------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """Turns pairs of numbers by a complex table."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.register_buffer("turns", torch.polar(torch.ones(4, 2), torch.arange(8.0).view(4, 2)))
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(self.up(x).view(4, -1, 2, 2))  # heads of two pairs
+        return self.finish(pairs * self.turns[:, None])
+
+    def finish(self, pairs):
+        return torch.view_as_real(pairs).flatten(1)
+
+
+def test_complex_buffers_keep_their_imaginary_parts():
+    assert converted(Turned(), torch.float64).turns.dtype == torch.complex128
+    assert converted(Turned(), torch.float32).turns.imag.abs().max() > 0.5
+    colwise = {"up": ColwiseParallel()}
+    assert verify(Turned, lambda m, mesh: parallelize_module(m, mesh, colwise)).ok
+
+    def turned_back(model, mesh):
+        model.turns = model.turns.conj()
+
+    assert not verify(Turned, turned_back).ok
+
+
+def test_complex_outputs_are_compared_within_rounding():
+    class Waves(Turned):
+        def finish(self, pairs):
+            return torch.fft.fft(pairs.flatten(1))
+
+    assert verify(Waves, nothing).ok
+    report = verify(Waves, lambda m, mesh: m.register_forward_hook(lambda a, b, y: y * 1j) and None)
+    assert report.first.place == "the model's output"
+
+
+# -- blame and hints ---------------------------------------------------------------------------------------------------
+
+
+def test_shards_of_an_axis_that_leave_out_the_axis_of_the_data():
+    def wrap(model, mesh):
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["tp"])
+        fully_shard(model, mesh=mesh["tp"])
+
+    report = verify(Net, wrap, "dp=2,tp=2", (tokens(),), loss_fn=lm_loss, **ROWS)
+    assert (report.first.kind, report.first.module) == ("gradient", "embed")
+    assert "over dp: nothing adds up the gradients" in report.first.sentence
+    assert report.first.error > report.first.bound
+
+
+def test_input_layouts_are_not_proposed_where_the_ranks_hold_parts():
+    both = {"up": ColwiseParallel(), "down": ColwiseParallel()}
+    first = verify(Two, lambda m, mesh: parallelize_module(m, mesh, both)).first
+    assert (first.module, first.tensor, first.suggestion) == ("down", "input", "declare ('None', 'tp')")
+
+
+def test_input_layouts_are_one_of_the_ways_where_the_ranks_hold_the_whole():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.out(self.norm(x))
+
+    plan = {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)}
+    first = verify(Normed, lambda m, mesh: parallelize_module(m, mesh, plan)).first
+    assert first.place == "norm.input"
+    assert first.suggestion.startswith("declare ('None', 'None'); or split it before; or give each rank its part")
+
+
+@pytest.mark.parametrize("styled", [True, False], ids=["styles", "by hand"])
+def test_a_rank_that_raises_says_what_it_was_given_in_parts(styled):
+    def forgetful(model, mesh):
+        if styled:
+            return parallelize_module(model, mesh, {"up": ColwiseParallel()})
+        rank = mesh.get_local_rank()
+        model.up.weight = nn.Parameter(model.up.weight.detach().chunk(2)[rank].clone())
+        model.up.bias = nn.Parameter(model.up.bias.detach().chunk(2)[rank].clone())
+        return model
+
+    with pytest.raises(sim.RankFailed, match=r"down\.input: \(4, 16\) of \(4, 32\)") as caught:
+        verify(Two, forgetful)
+    assert "was in module 'down', forward" in str(caught.value)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each token goes through the expert that a router chooses; a rank may have some of them only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.router = nn.Linear(16, 16), nn.Linear(16, 4, bias=False)
+        self.each = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.mine = range(4)
+
+    def forward(self, x):
+        x = self.inp(x)
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        x, weights = self.enter(x), self.enter(weights)
+        y = torch.zeros_like(x)
+        for expert in self.mine:
+            rows = (chosen == expert).nonzero()[:, 0]
+            y = y.index_add(0, rows, self.each[expert](x[rows]) * weights[rows, None])
+        return self.leave(y)
+
+    def enter(self, x):
+        return x
+
+    def leave(self, y):
+        return y
+
+
+def own_experts(model, mesh, change=lambda expert: None):
+    rank, size, group = axis(mesh, "ep")
+    model.mine = range(rank * 4 // size, (rank + 1) * 4 // size)
+    for expert in range(4):
+        if expert not in model.mine:
+            model.each[expert] = None
+    model.enter, model.leave = lambda x: Enter.apply(x, group), lambda y: Leave.apply(y, group)
+    change(model.each[model.mine[0]])
+
+
+def test_experts_that_only_their_ranks_have_are_right():
+    report = verify(Experts, own_experts, "ep=2", (draw(12, 16),), optimizer_fn=True)
+    assert report.ok, report
+    assert "each.0 on rank 0, each.1 on rank 0, each.2 on rank 1, each.3 on rank 1" in report.notes[-1]
+    compared = {row.place for row in report.rows if row.kind in ("gradient", "update")}
+    assert {"the gradient of each.0.weight", "each.3.weight"} <= compared
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda expert: expert.weight.register_hook(lambda grad: grad / 2), "gradient", "rank 0 alone has it"),
+        (lambda expert: nn.init.ones_(expert.weight), "parameter", "rank 0 alone has it, and not with its values"),
+    ],
+    ids=["gradient", "values"],
+)
+def test_what_is_wrong_with_experts_that_only_their_ranks_have(change, kind, words):
+    report = verify(Experts, lambda m, mesh: own_experts(m, mesh, change), "ep=2", (draw(12, 16),))
+    assert (report.first.kind, report.first.module, report.first.tensor) == (kind, "each.0", "weight")
+    assert words in report.first.sentence
+
+
+def test_a_parameter_that_a_rank_lacks_where_it_calls_the_module():
+    def biased_on_one(model, mesh):
+        if mesh.get_local_rank() == 1:
+            model.down.bias = None
+
+    report = verify(lambda: Two().apply(_unbiased), biased_on_one)
+    assert (report.first.kind, report.first.place) == ("parameter", "down.bias")
+    assert report.first.sentence == "rank 1 has no such parameter"
+
+
+def _unbiased(module):
+    if getattr(module, "bias", None) is not None:
+        nn.init.zeros_(module.bias)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "error", "message"),
+    [
+        (lambda: nn.LazyLinear(4), {}, ValueError, "parameters of the model have no shape yet: weight, bias"),
+        (Two, {"optimizer_fn": lambda params: None}, TypeError, "optimizer_fn returned no optimizer"),
+        (Two, {"seed": "1"}, TypeError, "seed is a str"),
+        (
+            Two,
+            {"inputs": (draw(4, 8),)},
+            ValueError,
+            r"the model raises RuntimeError on one device: .*\n  in module 'inp'",
+        ),
+        (Two, {"inputs": (X, X)}, ValueError, "the model raises TypeError on one device: .* positional argument"),
+    ],
+)
+def test_messages(model, changed, error, message):
+    with pytest.raises(error, match=message):
+        verify(model, nothing, **changed)
+
+
+def test_a_row_split_layer_is_right_still():
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    assert verify(Two, lambda m, mesh: parallelize_module(m, mesh, styles), optimizer_fn=True).ok
+
+
+def test_a_report_says_that_a_model_computes_in_float32_within():
+    report = verify(lambda: Two(lambda y: y.float().softmax(-1).to(y.dtype)), nothing)
+    assert report.ok
+    assert report.notes[0].startswith("the model computes in less than float64, so from there on the bounds are wide")
+
+
+def test_proofs_leave_no_tensors_behind():
+    def alive():
+        gc.collect()
+        return sum(type(each) is Recorder for each in gc.get_objects())
+
+    before = alive()
+    assert verify(Two, nothing).ok
+    assert not verify(Two, lambda m, mesh: m.up.register_forward_hook(lambda a, b, y: y * 2) and None).ok
+    assert alive() == before
