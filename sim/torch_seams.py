@@ -12,7 +12,9 @@ import functools
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -703,6 +705,41 @@ def _loads_on_cpu(original: Callable[..., Any], kind: str) -> Callable[..., Any]
     return load
 
 
+def _active_ddp(world: World) -> Undo:
+    """Which DDP module's forward runs is known per rank: torch has one place for all, and ranks take turns in forward.
+
+    `torch.compile` asks for it. Since torch 2.13 a forward puts back what it found there, which was another rank's.
+    """
+    owner = DistributedDataParallel
+    inside, ask = vars(owner)["_inside_ddp_forward"], vars(owner)["_get_active_ddp_module"]
+    active = threading.local()
+
+    @contextmanager
+    @torch._disable_dynamo(recursive=False)
+    def inside_forward(self: Any) -> Iterator[None]:
+        if current_context() is None:
+            with inside(self):
+                yield
+            return
+        before, active.module = getattr(active, "module", None), self
+        try:
+            yield
+        finally:
+            active.module = before
+
+    def active_module(cls: type) -> Any:
+        return ask.__get__(None, cls)() if current_context() is None else getattr(active, "module", None)
+
+    owner._inside_ddp_forward = inside_forward
+    owner._get_active_ddp_module = classmethod(active_module)
+
+    def undo() -> None:
+        owner._inside_ddp_forward = inside
+        owner._get_active_ddp_module = ask
+
+    return undo
+
+
 SEAMS: tuple[Callable[[World], Undo], ...] = (
     _c10d_state,
     _group_names,
@@ -718,6 +755,7 @@ SEAMS: tuple[Callable[[World], Undo], ...] = (
     _caches,
     _environment,
     _dtensor_boundary,
+    _active_ddp,
     _loss_parallel,
     _optimizer_steps,
     _device_guard,

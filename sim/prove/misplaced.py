@@ -111,6 +111,8 @@ def permuted(evidence: Evidence, splits: Splits) -> Diagnosis | None:
 def _order(case: Case, position: int, dim: int, count: int) -> tuple[int, ...] | None:
     """Which piece of what a position should hold stands in each place; None where some piece is no such piece."""
     held, want = (each.chunk(count, dim) for each in (case.evidence.parts[position], case.want(position)))
+    if len(held) != count or len(want) != count:  # chunk makes fewer where a dim is short
+        return None
     limit = case.evidence.limit(())
     if isinstance(limit, torch.Tensor):  # pieces have moved, and their bounds with them
         limit = float(limit.max())

@@ -447,6 +447,33 @@ def test_seam_platform():
         assert platform.get_platform("cpu").backend == "gloo", "this thread is no rank"
 
 
+def test_seam_active_ddp():
+    parallel = torch.nn.parallel.DistributedDataParallel
+
+    class Asks(torch.nn.Module):
+        """Another rank has its turn in the middle of forward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            dist.barrier()
+            return x * self.weight, parallel._get_active_ddp_module()
+
+    def body() -> list[bool]:
+        model = parallel(Asks())
+        _, inside = model(torch.ones(1))
+        return [inside is model, parallel._get_active_ddp_module() is None]
+
+    before = vars(parallel)["_inside_ddp_forward"], vars(parallel)["_get_active_ddp_module"]
+    assert sim.run(body, 3) == [[True, True]] * 3
+    assert parallel._active_ddp_module is None, "torch.compile would take the next model for a part of that one"
+    assert (vars(parallel)["_inside_ddp_forward"], vars(parallel)["_get_active_ddp_module"]) == before
+    with sim.world(2):
+        assert parallel._get_active_ddp_module() is None, "this thread is no rank"
+
+
 def test_seam_mapped_device(tmp_path):
     torch.save(torch.ones(2), tmp_path / "x.pt")
 
