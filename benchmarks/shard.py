@@ -74,7 +74,7 @@ def build(name: str, mesh: DeviceMesh, sequence_parallel: bool) -> tuple[nn.Modu
     elif name == "hand":
         model = _ByHand(model, mesh, sequence_parallel)
     else:
-        plan = llama_plan(CONFIG, mesh, sequence_parallel=sequence_parallel, vocab_parallel=True, local=name == "ours")
+        plan = llama_plan(CONFIG, mesh, sequence_parallel=sequence_parallel, logits="local", local=name == "ours")
         model = shard_module(model, mesh, plan)
     params = list(model.parameters())
     groups = [[p for p in params if isinstance(p, DTensor) == kind] for kind in (True, False)]  # not mixed: it is fused

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,29 +83,46 @@ class Stream:
         seed: any int.
         name: of the tensor, unique in the model.
         draws: how often it was filled.
-        children: how many tensors were derived from it since.
+        children: how many tensors were derived from it since, by where in the code that was.
     """
 
     seed: int
     name: str
     draws: int = 0
-    children: int = 0
+    children: dict[str, int] = field(default_factory=dict)
 
     def next(self) -> Draw:
         """Return the next draw."""
         digest = hashlib.sha256(f"{self.seed} {self.name}".encode()).digest()
         low, high, tag = (int.from_bytes(digest[at : at + 4], "little") for at in (0, 4, 8))
         draw = Draw((low, high), tag, self.draws)
-        self.draws, self.children = self.draws + 1, 0
+        self.draws, self.children = self.draws + 1, {}
         return draw
 
     def child(self) -> Stream:
         """Return the stream of a tensor that is made like this one, as `torch.empty_like` does."""
-        # Not a count over the whole model: loops that draw until all is accepted end earlier on some ranks, and that
-        # must not move what others draw later.
-        stream = Stream(self.seed, f"{self.name}>{self.draws}.{self.children}")
-        self.children += 1
-        return stream
+        # Counted per place in the code: loops that draw until all is accepted end earlier on some ranks, and that must
+        # not move what others, or what comes after the loop, draws later.
+        place = _place()
+        number = self.children.get(place, 0)
+        self.children[place] = number + 1
+        return Stream(self.seed, f"{self.name}>{self.draws}.{place}.{number}")
+
+
+def _place() -> str:
+    """Say where in the code of the model, or of torch's initialisers, an operation was called: function and offset.
+
+    Not file and line, so that what is drawn stays the same when code around the function changes.
+    """
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name}+{frame.f_lasti}"
+
+
+def _is_between(module: str) -> bool:
+    """Tell whether a module stands between the code that calls an operation and what takes the operation's place."""
+    return module.startswith(("hyper_parallel.core.shard", "torch.")) and not module.startswith("torch.nn")
 
 
 def uniform(draw: Draw, index: Words) -> Floats:
