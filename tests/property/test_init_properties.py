@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,6 +93,7 @@ def filled(layout, shape, dtype, names, seed):
 
 @examples(2)
 @given(cases())
+@example((Layout((2,), ("dp",))("None", "dp"), (1, 3), torch.float32, ["truncated", "choice"], 0))  # a loop, a draw
 def test_every_part_is_a_slice_of_the_whole(case):
     layout, shape, dtype, names, seed = case
     with torch.device("meta"):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
-from hyper_parallel import DTensor, Layout, Partial, ShardingPlan, full_tensor, fully_shard, shard_module
+from hyper_parallel import DTensor, Layout, Partial, fully_shard
 from hyper_parallel.core.dtensor import to_torch
 from hyper_parallel.core.shard.init import init_parameters
 from hyper_parallel.core.shard.random import Stream, exponential, integers, normal, philox, uniform
@@ -549,30 +549,3 @@ def test_wrong_models():
     assert "'weight' has a reduction pending" in pending
     assert "its DTensors are on a mesh of another device type, 'cpu'" in other
     assert "the model shows whole parameters" in whole
-
-
-def test_what_is_drawn_after_a_loop_that_ends_earlier_on_some_ranks():
-    """`trunc_normal_` draws again until all is accepted; a rank with fewer elements is done earlier."""
-
-    class Loops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.empty(1, 3))
-
-        def reset_parameters(self) -> None:
-            with torch.no_grad():
-                nn.init.trunc_normal_(self.w, std=0.5, a=-0.6, b=0.9)
-                self.w.copy_(torch.where(self.w > 0.2, self.w, torch.rand_like(self.w)))
-
-    def made(seed: int, split: bool) -> torch.Tensor:
-        with torch.device("meta"):
-            model = Loops()
-        if split:
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-            model = shard_module(model, mesh, ShardingPlan(plan={"w": ("None", "tp")}))
-        init_parameters(model, seed)
-        return full_tensor(model.w.detach()) if split else model.w.detach()
-
-    for seed in range(8):
-        whole = made(seed, False)
-        assert all(torch.equal(part, whole) for part in sim.run(made, world_size=2, args=(seed, True)))
