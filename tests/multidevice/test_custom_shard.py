@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from layouts_kit import layout_of, layouts, leaf, numbers
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 import sim
@@ -17,33 +18,6 @@ from hyper_parallel.core.shard.local import custom_shard
 
 NO_PROCESSES = ("sim", "gpu", "npu")
 Pair = collections.namedtuple("Pair", "first second")
-
-
-def layout_of(ctx, sizes=(2, 2), names=("dp", "tp")):
-    return Layout.from_device_mesh(init_device_mesh(ctx.device_type, sizes, mesh_dim_names=names))
-
-
-def numbers(ctx, *shape):
-    """Small whole numbers, the same on every rank, that float32 adds and multiplies exactly."""
-    return (torch.arange(float(torch.Size(shape).numel()), device=ctx.device) % 7 - 2).reshape(shape)
-
-
-def leaf(whole, layout):
-    return distribute_tensor(whole.clone().requires_grad_(), layout)
-
-
-def layouts(own):
-    return [
-        own(),
-        own("dp"),
-        own("None", "tp"),
-        own("tp", "dp"),
-        own(("dp", "tp")),
-        own(("tp", "dp")),
-        own(partial={"tp": "sum"}),
-        own("tp", partial={"dp": "sum"}),
-        own(partial={"dp": "avg", "tp": "avg"}),
-    ]
 
 
 def loose(layout, ndim):

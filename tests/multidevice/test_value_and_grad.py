@@ -4,6 +4,7 @@ import collections
 
 import torch
 import torch.distributed as dist
+from layouts_kit import layout_of, layouts, numbers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -14,29 +15,6 @@ from hyper_parallel.core.shard.value_and_grad import parallelize_value_and_grad
 
 NO_PROCESSES = ("sim", "gpu", "npu")
 Outputs = collections.namedtuple("Outputs", "loss other")
-
-
-def layout_of(ctx, sizes=(2, 2), names=("dp", "tp")):
-    return Layout.from_device_mesh(init_device_mesh(ctx.device_type, sizes, mesh_dim_names=names))
-
-
-def numbers(ctx, *shape):
-    """Small whole numbers, the same on every rank, that float32 adds and multiplies exactly."""
-    return (torch.arange(float(torch.Size(shape).numel()), device=ctx.device) % 7 - 2).reshape(shape)
-
-
-def layouts(own):
-    return [
-        own(),
-        own("dp"),
-        own("None", "tp"),
-        own("tp", "dp"),
-        own(("dp", "tp")),
-        own(("tp", "dp")),
-        own(partial={"tp": "sum"}),
-        own("tp", partial={"dp": "sum"}),
-        own(partial={"dp": "avg", "tp": "avg"}),
-    ]
 
 
 def reference(fn, *weights):

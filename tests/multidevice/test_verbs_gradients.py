@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from layouts_kit import layouts, leaf
+from layouts_kit import numbers as numbers_from
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -12,31 +14,12 @@ from hyper_parallel import distribute_tensor, from_local, full_tensor, redistrib
 from hyper_parallel.core.dtensor.layout import Layout
 
 
+def numbers(ctx, *shape):
+    return numbers_from(ctx, *shape, least=1)
+
+
 def mesh_of(ctx, sizes=(2, 2), names=("dp", "tp")):
     return init_device_mesh(ctx.device_type, sizes, mesh_dim_names=names)
-
-
-def numbers(ctx, *shape):
-    """Small whole numbers from 1 up, the same on every rank, that float32 adds and multiplies exactly."""
-    return (torch.arange(float(torch.Size(shape).numel()), device=ctx.device) % 7 + 1).reshape(shape)
-
-
-def leaf(whole, layout):
-    return distribute_tensor(whole.clone().requires_grad_(), layout)
-
-
-def layouts(own):
-    return [
-        own(),
-        own("dp"),
-        own("None", "tp"),
-        own("tp", "dp"),
-        own(("dp", "tp")),
-        own(("tp", "dp")),
-        own(partial={"tp": "sum"}),
-        own("tp", partial={"dp": "sum"}),
-        own(partial={"dp": "avg", "tp": "avg"}),
-    ]
 
 
 # -- redistribute ------------------------------------------------------------------------------------------------------

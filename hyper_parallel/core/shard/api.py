@@ -253,18 +253,12 @@ def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Cal
     region = Region()
     region.paths.update((module, name) for name, module in model.named_modules() if name in reading.local)
     for name, module in model.named_modules(remove_duplicate=False):
-        here = (reading.inputs.get(name), reading.outputs.get(name), reading.local.get(name), name in reading.returned)
-        if here[:3] == (None, None, None) and not here[3]:
+        here = _said(reading, name)
+        if here == (None, None, None, False):
             continue
         if id(module) in done:
             first = done[id(module)]
-            same = here == (
-                reading.inputs.get(first),
-                reading.outputs.get(first),
-                reading.local.get(first),
-                first in reading.returned,
-            )
-            if not same:
+            if here != _said(reading, first):
                 blame = f"{name!r} and {first!r} are one module, and the plan says different things of it"
                 raise ValueError(
                     explain("cannot shard the model", blame, f"modules: {first}, {name}", "one of the two")
@@ -275,9 +269,14 @@ def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Cal
     return found
 
 
+def _said(reading: Reading, name: str) -> tuple[Any, ...]:
+    """Return all that a plan says of a module's boundary."""
+    return reading.inputs.get(name), reading.outputs.get(name), reading.local.get(name), name in reading.returned
+
+
 def _attachment(name: str, module: nn.Module, reading: Reading, region: Region) -> Callable[[nn.Module], None]:
     where = f"module {name!r}" if name else "the model"
-    inputs, outputs, produced = reading.inputs.get(name), reading.outputs.get(name), reading.local.get(name)
+    inputs, outputs, produced, returns = _said(reading, name)
     before = after = local = None
     if produced is not None:
         local = LocalModule(name, module, produced, inputs, outputs, region, wraps=reading.wrap_inputs)
@@ -286,7 +285,6 @@ def _attachment(name: str, module: nn.Module, reading: Reading, region: Region) 
             before = Inputs(where, inputs, Arguments.of(module.forward), wrap=reading.wrap_inputs)
         if outputs is not None:
             after = Outputs(where, outputs)
-    returns = name in reading.returned
 
     def attach(module: nn.Module) -> None:
         if local is not None:
