@@ -31,7 +31,6 @@ from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.display import TrainingDisplay
-from hyper_parallel.trainer.parallelize import describe_axes
 from hyper_parallel.trainer.place import RankPlace
 from hyper_parallel.trainer.preflight import check_machine, plan_run
 from hyper_parallel.trainer.record import TrainResult
@@ -43,10 +42,14 @@ from hyper_parallel.trainer.report import (
     plot_losses,
     traffic_table,
 )
+from hyper_parallel.trainer.steps import describe_axes
+from hyper_parallel.trainer.stop import StopRequest, stop_on_signals
 from hyper_parallel.trainer.trainer import train as train_rank
 from hyper_parallel.trainer.verify import LlamaSizes, Subject, llama_subject, own_subject, painted
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+
+_DEGREES, _SAVING = "Parallel degrees", "Checkpoints"
 
 app = typer.Typer(
     add_completion=False,
@@ -72,10 +75,64 @@ def train(
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Backward passes per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
-    dp_replicate: Annotated[int | None, typer.Option(help="Ranks that hold copies of the same shards.")] = None,
-    dp_shard: Annotated[
-        int | None, typer.Option(help="Ranks that each weight is split over; default: all that are left.")
+    model: Annotated[str | None, typer.Option(help="llama, or moe: the same with experts.")] = None,
+    dp_replicate: Annotated[
+        int | None, typer.Option(help="Ranks that hold copies of the same shards.", rich_help_panel=_DEGREES)
     ] = None,
+    dp_shard: Annotated[
+        int | None,
+        typer.Option(help="Ranks that each weight is split over; default: all left.", rich_help_panel=_DEGREES),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks that split each layer.", rich_help_panel=_DEGREES)] = None,
+    cp: Annotated[int | None, typer.Option(help="Ranks that split each sequence.", rich_help_panel=_DEGREES)] = None,
+    ulysses_degree: Annotated[
+        int | None,
+        typer.Option(help="The part of cp that splits heads, the rest is a ring.", rich_help_panel=_DEGREES),
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Ranks of the pipeline.", rich_help_panel=_DEGREES)] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that split the experts.", rich_help_panel=_DEGREES)] = None,
+    etp: Annotated[
+        int | None, typer.Option(help="Ranks that split each expert: tp or 1.", rich_help_panel=_DEGREES)
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the pipeline, of --accumulate micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zero-bubble, "
+            "zbv.",
+            rich_help_panel=_DEGREES,
+        ),
+    ] = None,
+    layers_per_stage: Annotated[
+        str | None, typer.Option(help="Such as 1,2,1; default: balanced.", rich_help_panel=_DEGREES)
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="fully_shard or hsdp, to split weights.", rich_help_panel=_DEGREES)
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 over fp32 weights, or fp64.")] = None,
+    checkpointing: Annotated[
+        str | None, typer.Option(help="What backward computes again: none, selective or full.")
+    ] = None,
+    compile: Annotated[bool | None, typer.Option(help="torch.compile what lies between communications.")] = None,
+    checkpoint_dir: Annotated[
+        str | None, typer.Option(help="Folder of checkpoints; goes on from the newest.", rich_help_panel=_SAVING)
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; 0: only at the end.", rich_help_panel=_SAVING)
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="How many checkpoints to keep.", rich_help_panel=_SAVING)] = None,
+    background: Annotated[
+        bool | None, typer.Option(help="Write checkpoints while training goes on.", rich_help_panel=_SAVING)
+    ] = None,
+    resume: Annotated[
+        bool | None, typer.Option(help="Go on from the newest checkpoint, or start anew.", rich_help_panel=_SAVING)
+    ] = None,
+    on_nonfinite: Annotated[
+        str | None, typer.Option(help="What inf or NaN does: stop, skip, or dump and stop.")
+    ] = None,
+    stuck_after: Annotated[
+        float | None, typer.Option(help="Seconds without a step until the run ends and says who is stuck.")
+    ] = None,
+    tensorboard: Annotated[str | None, typer.Option(help="Folder for TensorBoard.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu; default: what the machine has.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between validations; 0: only at the end.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, data order and simulated interleaving.")] = None,
@@ -87,7 +144,7 @@ def train(
     ] = None,
     sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
 ) -> None:
-    """Train a small Llama on text.
+    """Train a small Llama, or a mixture of experts, on text, with any combination of parallel degrees.
 
     Without --sim the ranks come from torchrun:
     torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
@@ -96,19 +153,26 @@ def train(
         run = load_config(config) if config is not None else Config()
         size: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
         rest = {"seed": seed, "device": device, "eval_every": eval_every, "memory_limit_gb": memory_limit_gb}
-        run = run.with_changes("train", size | rest | {"log": log_file})
+        guards = {"on_nonfinite": on_nonfinite, "stuck_after_s": stuck_after, "tensorboard": tensorboard}
+        run = run.with_changes("train", size | rest | guards | {"log": log_file, "model": model})
         run = run.with_changes("optimizer", {"lr": lr})
-        run = run.with_changes("parallel", {"dp_replicate": dp_replicate, "dp_shard": dp_shard})
+        degrees = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "cp": cp, "pp": pp, "ep": ep}
+        degrees |= {"etp": etp, "ulysses_degree": ulysses_degree}
+        how: dict[str, Any] = {"schedule": schedule, "layers_per_stage": layers_per_stage, "engine": engine}
+        how |= {"param_dtype": precision, "checkpointing": checkpointing, "compile": compile}
+        run = run.with_changes("parallel", degrees | how)
+        saving = {"folder": checkpoint_dir, "every": save_every, "keep": keep}
+        run = run.with_changes("checkpoint", saving | {"background": background, "resume": resume})
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         run = _check(run, sim)
-    with _while_ranks_run(f"the log so far is in {run.train.log}"):
+    with _while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = _console()
         _describe(console, run, sim)
         if sim is None:
-            result = _run_here(console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run)
+            result = _run_here(console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop)
         else:
-            result, _ = _run_simulated(console, f"{sim} simulated ranks", run, sim)
+            result, _ = _run_simulated(console, f"{sim} simulated ranks", run, sim, stop)
         _summarise(console, result)
         console.print(f"log: {run.train.log}")
 
@@ -280,13 +344,15 @@ def simulate(context: typer.Context) -> None:
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
-def _run_here(console: Console, title: str, run: Config) -> TrainResult:
+def _run_here(console: Console, title: str, run: Config, stop: StopRequest | None = None) -> TrainResult:
     """Train as the rank that torchrun made of this process, or alone."""
     with TrainingDisplay(console, title, run.train.steps) as display:
-        return train_rank(run, display.on_step)
+        return train_rank(run, display.on_step, stop)
 
 
-def _run_simulated(console: Console, title: str, run: Config, world_size: int) -> tuple[TrainResult, list[Traffic]]:
+def _run_simulated(
+    console: Console, title: str, run: Config, world_size: int, stop: StopRequest | None = None
+) -> tuple[TrainResult, list[Traffic]]:
     """Train as every rank of a simulated world; also return what the ranks communicated."""
     import sim
 
@@ -294,7 +360,7 @@ def _run_simulated(console: Console, title: str, run: Config, world_size: int) -
         TrainingDisplay(console, title, run.train.steps) as display,
         sim.world(world_size, seed=run.train.seed) as world,
     ):
-        results = world.run(train_rank, args=(run, display.on_step))
+        results = world.run(train_rank, args=(run, display.on_step, stop))
         return results[0], list(world.trace.by_axis())
 
 
@@ -425,11 +491,12 @@ def _error_console() -> Console:
 
 
 def _describe(console: Console, run: Config, sim: int | None) -> None:
-    model, train = run.llama(), run.train
+    model, train = run.shape(), run.train
     corpus = load_corpus(run.data.path, run.data.pattern, run.data.max_bytes)
     dims = plan_run(run, sim or RankPlace.from_environment().world_size)
+    kind = "Llama" if train.model == "llama" else f"Llama with {run.experts.num_experts} experts per layer"
     console.print(
-        f"Llama, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
+        f"{kind}, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
     )
     console.print(
@@ -440,15 +507,25 @@ def _describe(console: Console, run: Config, sim: int | None) -> None:
 
 
 def _summarise(console: Console, result: TrainResult) -> None:
+    for failure in result.save_failures:
+        console.print(f"a checkpoint could not be written: {failure}")
+    if not result.steps:
+        console.print(f"nothing to do: the checkpoint is of the last step, {result.first_step - 1}")
+        return
+    if result.first_step > 1:
+        console.print(f"went on from step {result.first_step - 1}")
+    if result.stopped is not None:
+        console.print(f"stopped by {result.stopped} after step {result.steps[-1].step}")
     last = result.losses[-10:]
     console.print(
         f"loss {result.losses[0]:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} steps), "
         f"{result.tokens_per_s:,.0f} tokens/s"
     )
-    console.print(
-        f"held-back text: loss {result.valid_loss:.3f}, {bits_per_byte(result.valid_loss):.2f} bits per byte "
-        "(8 is guessing)"
-    )
+    if result.valid_loss is not None:
+        console.print(
+            f"held-back text: loss {result.valid_loss:.3f}, {bits_per_byte(result.valid_loss):.2f} bits per byte "
+            "(8 is guessing)"
+        )
 
 
 def _compare(console: Console, runs: dict[str, TrainResult], traffic: list[Traffic], out: Path) -> None:

@@ -2,6 +2,19 @@
 
 from hyper_parallel.models.huggingface import huggingface_plan, parallelize_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.moe import MoEConfig, MoELlama
+from hyper_parallel.models.moe_plan import moe_plan, parallelize_moe
 from hyper_parallel.models.plans import llama_loss, llama_plan
 
-__all__ = ["Llama", "LlamaConfig", "huggingface_plan", "llama_loss", "llama_plan", "parallelize_huggingface"]
+__all__ = [
+    "Llama",
+    "LlamaConfig",
+    "MoEConfig",
+    "MoELlama",
+    "huggingface_plan",
+    "llama_loss",
+    "llama_plan",
+    "moe_plan",
+    "parallelize_huggingface",
+    "parallelize_moe",
+]

@@ -1,6 +1,8 @@
 """A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Read it top to bottom. The model knows nothing about ranks: `fully_shard` wraps its blocks from outside.
+Read it top to bottom. The model knows nothing about ranks. What a parallelism changes from outside are three seams:
+`Attention.attend` (context parallelism computes it over all ranks), `Llama.positions` (which positions the tokens of
+this rank have), and `Llama.keep` (a pipeline stage keeps only some of the layers).
 """
 
 from __future__ import annotations
@@ -8,10 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,30 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries (batch, heads, seq, head_dim), keys and values with maybe fewer heads -> as the queries."""
+
+Positions = Callable[[int], Tensor]
+"""How many tokens this rank has -> their positions in the whole sequence, (seq,)."""
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to what is not later; query head i uses key and value head i // (heads / key and value heads).
+
+    Args:
+        q: (batch, heads, seq, head_dim).
+        k: (batch, key and value heads, seq, head_dim).
+        v: as `k`.
+    """
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
-    """Causal grouped-query attention: several query heads share one key and value head."""
+    """Causal grouped-query attention: several query heads share one key and value head.
+
+    Attributes:
+        attend: what happens between the projections; `causal_attention` unless it is replaced.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -118,14 +146,14 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.wv = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.attend: Attend = causal_attention
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map x (batch, seq, hidden) to the same shape."""
         # -1: under tensor parallelism a rank holds only some of the heads; and under data parallelism maybe no rows.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return self.wo(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -167,16 +195,27 @@ class Llama(nn.Module):
 
     Built under `torch.device("meta")` it takes no memory. `to_empty` and `init_weights` make it real; so does
     `hyper_parallel.init_parameters`, also when its parameters are split over ranks by then.
+
+    Attributes:
+        embed: the embedding; None in a pipeline stage that starts with a later layer.
+        norm: before the head; None, as `head` is, in a stage that does not end the model.
+        head: the projection to the vocabulary.
+        positions: where this rank's tokens stand in the sequence; None: all tokens are here, in order.
     """
 
     cos: Tensor
     sin: Tensor
+    embed: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    head: nn.Linear | None
+    residual_weights: tuple[str, ...] = ("attention.wo.weight", "mlp.w2.weight")  # they write to the residual stream
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        self.positions: Positions | None = None
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.build_block(index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -184,6 +223,34 @@ class Llama(nn.Module):
         cos, sin = _rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    def build_block(self, index: int) -> nn.Module:
+        """Make layer number `index`; a model whose blocks differ overrides this."""
+        return Block(self.config)
+
+    def keep(self, layers: range, *, embed: bool, head: bool) -> Self:
+        """Drop, in place, everything but some layers: what is left is one stage of a pipeline.
+
+        >>> stage = Llama(LlamaConfig(num_hidden_layers=4)).keep(range(2, 4), embed=False, head=True)
+        >>> [name for name, _ in stage.named_children()], [name for name, _ in stage.layers.named_children()]
+        (['layers', 'norm', 'head'], ['2', '3'])
+
+        Parameters keep the names that they have in the whole model. A stage without the embedding takes activations
+        (batch, seq, hidden) in place of tokens; one without the head returns such.
+
+        Args:
+            layers: numbers of the layers to keep.
+            embed: keep the embedding.
+            head: keep the last norm and the head. Where head and embedding are one weight, and the embedding goes, the
+                head keeps it under its own name, "head.weight".
+        """
+        for name in [name for name, _ in self.layers.named_children() if int(name) not in layers]:
+            del self.layers._modules[name]  # `del self.layers[i]` would number those after it anew
+        if not embed:
+            self.embed = None
+        if not head:
+            self.norm = self.head = None
+        return self
 
     @classmethod
     def build(cls, config: LlamaConfig, seed: int = 0, device: torch.device | str = "cpu") -> Llama:
@@ -217,7 +284,7 @@ class Llama(nn.Module):
                 "init_weights draws whole weights, but these are already split over ranks\n"
                 "  try: model.init_weights(seed) first, fully_shard(model) after it"
             )
-        if self.config.tie_embeddings:
+        if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight  # again: moving a model off the meta device unties it
         generator = torch.Generator("cpu").manual_seed(seed)
         self._fill(
@@ -241,7 +308,7 @@ class Llama(nn.Module):
             if param.ndim == 1:
                 param.fill_(1.0)
             else:
-                is_residual = name.endswith(("attention.wo.weight", "mlp.w2.weight"))
+                is_residual = name.endswith(self.residual_weights)
                 draw(param, residual_std if is_residual else self.config.init_std)
         cos, sin = _rope_tables(self.config)
         self.cos.copy_(cos)
@@ -251,10 +318,11 @@ class Llama(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: ids (batch, seq), seq at most `config.max_seq_len`.
+            tokens: ids (batch, seq), seq at most `config.max_seq_len`; activations (batch, seq, hidden) where there is
+                no embedding.
 
         Returns:
-            Logits (batch, seq, vocab_size).
+            Logits (batch, seq, vocab_size); activations where there is no head.
 
         Raises:
             ValueError: seq is longer than `config.max_seq_len`.
@@ -262,8 +330,9 @@ class Llama(nn.Module):
         seq = tokens.shape[1]
         if seq > self.config.max_seq_len:
             raise ValueError(f"sequence of {seq} tokens, but the model was built for max_seq_len={self.cos.shape[0]}")
-        x = self.embed(tokens)
-        cos, sin = self.cos[:seq], self.sin[:seq]
+        x = tokens if self.embed is None else self.embed(tokens)
+        place: slice | Tensor = slice(seq) if self.positions is None else self.positions(seq)
+        cos, sin = self.cos[place], self.sin[place]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.head(self.norm(x))
+        return x if self.head is None or self.norm is None else self.head(self.norm(x))

@@ -72,7 +72,8 @@ def llama_plan(
     each step, which tokens in a DTensor spare them.
 
     Args:
-        model: the model, or its config.
+        model: the model, or its config. For a stage of a pipeline, the stage (see `Llama.keep`): the plan then leaves
+            out what it lacks, takes activations as the residual stream, and returns such.
         mesh: names and sizes of the axes that the plan is for.
         tp: the axis that splits heads, inner width and vocabulary; None: no axis does.
         dp: the axis, or axes, that split the batch. Default: all others.
@@ -106,22 +107,29 @@ def llama_plan(
     heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}
     check_heads(asked, heads, streams)
     axis, whole = streams.tp or "None", ("None", "None")
-    plan = ShardingPlan(input_plan={"input": (streams.rows, "None")}, wrap_inputs=not local)
+    begins, ends = (model.embed is not None, model.head is not None) if isinstance(model, Llama) else (True, True)
+    plan = ShardingPlan(
+        input_plan={"input": (streams.rows, "None") if begins else streams.residual},
+        wrap_inputs=not local or not begins,
+    )
     add_entries(
         plan,
         plan={
             **{f"layers.*.attention.{name}.weight": (axis, "None") for name in ("wq", "wk", "wv")},
             **{f"layers.*.mlp.{name}.weight": (axis, "None") for name in ("w1", "w3")},
             **{f"layers.*.{name}.weight": ("None", axis) for name in ("attention.wo", "mlp.w2")},
-            **dict.fromkeys(("layers.*.attention_norm.weight", "layers.*.mlp_norm.weight", "norm.weight"), ("None",)),
-            "head.weight": (axis, "None") if vocab_parallel else whole,
+            **dict.fromkeys(("layers.*.attention_norm.weight", "layers.*.mlp_norm.weight"), ("None",)),
         },
     )
-    streams.add_along(plan, ("layers.*", "layers.*.attention_norm", "layers.*.mlp_norm", "norm"))
+    streams.add_along(plan, ("layers.*", "layers.*.attention_norm", "layers.*.mlp_norm"))
     streams.add_shares(plan, "layers.*.attention", streams.whole)
     streams.add_shares(plan, "layers.*.mlp", streams.whole)
-    streams.add_embedding(plan, "embed", split=vocab_parallel, by_width=embedding == "width")
-    streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
+    if begins:
+        streams.add_embedding(plan, "embed", split=vocab_parallel, by_width=embedding == "width")
+    if ends:
+        add_entries(plan, plan={"norm.weight": ("None",), "head.weight": (axis, "None") if vocab_parallel else whole})
+        streams.add_along(plan, ("norm",))
+        streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
     if not local:
         plan.local_plan = {"layers.*.attention": streams.pending}
     return plan

@@ -1,4 +1,4 @@
-"""What a training run is made of: five plain dataclasses.
+"""What a training run is made of: plain dataclasses, one for each section of the file.
 
 `config_file.load_config` reads them from a TOML file; `hyper-parallel train` changes single keys by flags.
 """
@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.models.llama import LlamaConfig
+
+MODELS = ("llama", "moe")
 
 
 @dataclass(frozen=True)
@@ -22,14 +25,18 @@ class DataConfig:
         path: a folder or a file; None means the source files of the installed Python standard library.
         pattern: which files of the folder.
         max_bytes: stop reading after this many bytes.
+        ignored: share of the targets that do not count, drawn per token: what padding or prompts are in other data.
     """
 
     path: str | None = None
     pattern: str = "*.py"
     max_bytes: int = 4_000_000
+    ignored: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least("data", self, 1, "max_bytes")
+        if not 0 <= self.ignored < 1:
+            raise ValueError(f"data.ignored must be in [0, 1), got {self.ignored}")
 
 
 @dataclass(frozen=True)
@@ -72,18 +79,27 @@ class TrainConfig:
     """How long, how much at once, and where to.
 
     Args:
+        model: "llama", or "moe" for the same with experts, see `ExpertsConfig`.
         steps: optimizer steps.
         batch_size: sequences per step over all ranks together.
         seq_len: tokens per sequence.
-        accumulate: each rank cuts its sequences into this many backward passes per step.
+        accumulate: each rank cuts its sequences into this many backward passes per step; with a pipeline these are its
+            micro-batches.
         seed: of the weights and of the order of the text.
         device: "cpu", "cuda", "npu"; None takes the platform's default.
         eval_every: steps between validations; 0 means only after the last step.
         eval_sequences: sequences per validation over all ranks together.
         log: JSONL file that the first rank writes as it goes; None writes none.
         memory_limit_gb: refuse to start when the estimate is above this (GiB); None takes what the machine has free.
+        tensorboard: folder for TensorBoard's event files; None writes none.
+        on_nonfinite: what to do when the loss or the gradient is inf or NaN. "stop": raise, the weights are those of
+            the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
+        max_skips: with "skip", stop after this many such steps in a row.
+        stuck_after_s: when a rank makes no step for so long, its stack is printed and the run ends (seconds, 0: never).
+            Simulated ranks need none: the simulator knows when nobody can go on.
     """
 
+    model: str = "llama"
     steps: int = 100
     batch_size: int = 16
     seq_len: int = 128
@@ -94,10 +110,16 @@ class TrainConfig:
     eval_sequences: int = 32
     log: str | None = None
     memory_limit_gb: float | None = None
+    tensorboard: str | None = None
+    on_nonfinite: str = "stop"
+    max_skips: int = 10
+    stuck_after_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least("train", self, 1, "steps", "batch_size", "seq_len", "accumulate", "eval_sequences")
-        _at_least("train", self, 0, "seed", "eval_every")
+        _one_of("train", self, "model", MODELS)
+        _one_of("train", self, "on_nonfinite", ("skip", "stop", "dump"))
+        _at_least("train", self, 1, "steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
+        _at_least("train", self, 0, "seed", "eval_every", "stuck_after_s")
         if self.memory_limit_gb is not None:
             _at_least("train", self, 0, "memory_limit_gb")
 
@@ -110,25 +132,119 @@ class ParallelConfig:
         dp_replicate: ranks that hold copies of the same shards.
         dp_shard: ranks that each weight is split over; None is inferred from the number of ranks.
         cp: context-parallel degree.
+        ulysses_degree: the part of cp that splits heads, the rest is a ring; None: all of it.
         tp: tensor-parallel degree.
         pp: pipeline degree.
         ep: expert-parallel degree.
+        etp: tp inside of experts, the same or 1; None: the same.
+        schedule: of the pipeline, a name of `hyper_parallel.core.pipeline.SCHEDULES`.
+        stages_per_rank: pipeline stages of each rank; None: as many as the schedule needs.
+        layers_per_stage: numbers of layers, such as "1,2,1"; None: balanced, embedding and head counted as layers.
+        engine: "fully_shard", or "hsdp" where only data and context are parallel.
         reshard_after_forward: free gathered weights after forward and gather them again for backward.
-        param_dtype: "fp32", or "bf16" to compute in bf16 with fp32 weights behind it.
+        param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
+        checkpointing: what backward computes again: "none", "full" blocks, or "selective": all but matrix products.
+        compile: let torch.compile make one kernel of what lies between matrix products.
     """
 
     dp_replicate: int = 1
     dp_shard: int | None = None
     cp: int = 1
+    ulysses_degree: int | None = None
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int | None = None
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    layers_per_stage: str | None = None
+    engine: str = "fully_shard"
     reshard_after_forward: bool = True
     param_dtype: str = "fp32"
+    checkpointing: str = "none"
+    compile: bool = False
 
     def __post_init__(self) -> None:
-        if self.param_dtype not in ("fp32", "bf16"):
-            raise ValueError(f"parallel.param_dtype='{self.param_dtype}' is not known\n  try: 'fp32' or 'bf16'")
+        _one_of("parallel", self, "param_dtype", ("fp32", "bf16", "fp64"))
+        _one_of("parallel", self, "checkpointing", ("none", "full", "selective"))
+        _one_of("parallel", self, "engine", ("fully_shard", "hsdp"))
+        if self.stages_per_rank is not None:
+            _at_least("parallel", self, 1, "stages_per_rank")
+        if self.layers_per_stage is not None:
+            self.stage_sizes()
+
+    def stage_sizes(self) -> list[int] | None:
+        """Return the layers of each pipeline stage, None where they are to be balanced.
+
+        >>> ParallelConfig(layers_per_stage="1,2,1").stage_sizes()
+        [1, 2, 1]
+        """
+        if self.layers_per_stage is None:
+            return None
+        sizes = [word.strip() for word in self.layers_per_stage.split(",")]
+        if not all(word.isdigit() for word in sizes):
+            raise ValueError(
+                f"parallel.layers_per_stage must be numbers with commas, got '{self.layers_per_stage}'\n  try: '1,2,1'"
+            )
+        return [int(word) for word in sizes]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The feed-forward of the model "moe"; see `hyper_parallel.models.moe.MoEConfig`.
+
+    Args:
+        num_experts: experts of a layer, of which each token uses some.
+        experts_per_token: how many.
+        num_shared_experts: experts that every token uses.
+        expert_intermediate_size: inner width of one expert.
+        num_dense_layers: first layers, which have a plain feed-forward.
+        score: "sigmoid" or "softmax" of the router's logits.
+        bias_update_rate: how fast the router's bias evens out the load of experts; 0: not at all.
+        aux_loss_weight: of the auxiliary loss that evens out the load within each sequence; 0: none.
+    """
+
+    num_experts: int = 8
+    experts_per_token: int = 2
+    num_shared_experts: int = 1
+    expert_intermediate_size: int = 96
+    num_dense_layers: int = 1
+    score: str = "sigmoid"
+    bias_update_rate: float = 1e-3
+    aux_loss_weight: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _at_least("experts", self, 1, "num_experts", "experts_per_token", "expert_intermediate_size")
+        _at_least("experts", self, 0, "num_shared_experts", "num_dense_layers", "bias_update_rate", "aux_loss_weight")
+        _one_of("experts", self, "score", ("sigmoid", "softmax"))
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts.experts_per_token={self.experts_per_token} is more than there are: "
+                f"num_experts={self.num_experts}\n  try: experts_per_token={self.num_experts}"
+            )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where a run keeps what it needs to go on.
+
+    Args:
+        folder: holds one folder per saved step; None saves nothing.
+        every: steps between saves; 0: only at the end, and when the run is asked to stop.
+        keep: how many of the last ones to keep.
+        background: write while training goes on.
+        resume: go on from the newest complete one in the folder, if there is any; False: start anew.
+    """
+
+    folder: str | None = None
+    every: int = 0
+    keep: int = 3
+    background: bool = False
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint", self, 0, "every")
+        _at_least("checkpoint", self, 1, "keep")
 
 
 @dataclass(frozen=True)
@@ -140,10 +256,12 @@ class Config:
     """
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def with_changes(self, section: str, changes: Mapping[str, Any]) -> Config:
         """Return a copy in which keys of one section have new values.
@@ -161,15 +279,24 @@ class Config:
         given = {key: value for key, value in changes.items() if value is not None}
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **given)})
 
-    def llama(self) -> LlamaConfig:
-        """Return the model's shape, with rotary tables long enough for `train.seq_len`."""
-        return dataclasses.replace(self.model, max_seq_len=max(self.model.max_seq_len, self.train.seq_len))
+    def shape(self) -> LlamaConfig:
+        """Return the shape of the model, a `MoEConfig` with experts, with tables long enough for `train.seq_len`.
+
+        Raises:
+            ValueError: numbers that the model refuses.
+        """
+        dense = dataclasses.replace(self.model, max_seq_len=max(self.model.max_seq_len, self.train.seq_len))
+        if self.train.model == "llama":
+            return dense
+        from hyper_parallel.models.moe import MoEConfig
+
+        return MoEConfig(**dataclasses.asdict(dense), **dataclasses.asdict(self.experts))
 
     def check_batch(self, dp_size: int) -> None:
         """Check that the global batch splits over the data-parallel ranks and the backward passes.
 
         Args:
-            dp_size: dp_replicate * dp_shard.
+            dp_size: ranks that read different sequences: dp_replicate * dp_shard * ep.
 
         Raises:
             ValueError: it does not; the message lists sizes that do.
@@ -182,6 +309,15 @@ class Config:
                 f"cannot split batch_size={size} sequences over {dp_size} data-parallel ranks "
                 f"x accumulate={accumulate} evenly\n  try: batch_size = {' or '.join(map(str, around))}"
             )
+
+
+def _one_of(section: str, values: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(values, name)
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        words = ", ".join(repr(choice) for choice in choices[:-1]) + f" or {choices[-1]!r}"
+        hint = f"did you mean '{near[0]}'?" if near else f"try: {words}"
+        raise ValueError(f"{section}.{name}={value!r} is not known\n  {hint}")
 
 
 def _at_least(section: str, values: object, least: int, *names: str) -> None:

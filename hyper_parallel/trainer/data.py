@@ -1,8 +1,8 @@
 """Byte-level text without a download, and batches that do not depend on how many ranks read them.
 
-Sample number `i` of a seed is always the same piece of text. Step `s` of a run uses the samples
-`s * batch_size ... (s + 1) * batch_size - 1`, and data-parallel rank r of n takes the r-th contiguous n-th of them. So
-1, 2 or 64 ranks train on exactly the same global batches.
+Sample number `i` of a seed is always the same piece of text. A step of a run uses the next `batch_size` samples, and
+rank r of n that read different ones takes the r-th contiguous n-th of them. So 1, 2 or 64 ranks train on exactly the
+same global batches, and a run that goes on needs to know one number: how many samples it has used.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ _LEFT_OUT = frozenset(
     }
 )
 VALID_EVERY = 10
+
+IGNORED = -100
+"""The target of a token that does not count."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,9 @@ def check_length(text: Bytes, seq_len: int, part: str) -> None:
         )
 
 
-def samples(text: Bytes, indices: range, seq_len: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def samples(
+    text: Bytes, indices: range, seq_len: int, seed: int, ignored: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut the samples with these global numbers out of the text, at places drawn from `seed`.
 
     >>> text = np.arange(100, dtype=np.uint8)
@@ -130,47 +135,62 @@ def samples(text: Bytes, indices: range, seq_len: int, seed: int) -> tuple[torch
         indices: global sample numbers.
         seq_len: tokens per sample.
         seed: of the places.
+        ignored: share of the targets that are `IGNORED`, drawn for each token of each sample.
 
     Returns:
         Inputs and targets (len(indices), seq_len); targets are the inputs moved by one.
     """
     check_length(text, seq_len, "chosen")
     drawn = _mix(np.arange(indices.start, indices.stop, dtype=np.uint64), seed)
-    return _cut(text, (drawn % np.uint64(text.size - seq_len)).astype(np.int64), seq_len)
+    inputs, targets = _cut(text, (drawn % np.uint64(text.size - seq_len)).astype(np.int64), seq_len)
+    if ignored:
+        tokens = np.arange(indices.start * seq_len, indices.stop * seq_len, dtype=np.uint64)
+        out = _mix(tokens, seed + 1).astype(np.float64) < ignored * 2.0**64
+        targets.masked_fill_(torch.from_numpy(out).view_as(targets), IGNORED)
+    return inputs, targets
 
 
-def rank_part(step: int, batch_size: int, dp_rank: int, dp_size: int) -> range:
-    """Name the samples that one data-parallel rank takes in one step.
+def rank_part(used: int, batch_size: int, rank: int, ranks: int) -> range:
+    """Name the samples that one rank takes in one step.
 
-    >>> rank_part(step=2, batch_size=16, dp_rank=1, dp_size=4)
+    >>> rank_part(used=32, batch_size=16, rank=1, ranks=4)
     range(36, 40)
 
     Args:
-        step: number of the step, from 0.
-        batch_size: sequences per step over all ranks; a multiple of dp_size.
-        dp_rank: this rank's place on the data-parallel axes.
-        dp_size: ranks on the data-parallel axes.
+        used: samples that the steps before this one have used, over all ranks.
+        batch_size: sequences per step over all ranks; a multiple of `ranks`.
+        rank: this rank's place among those that read different samples.
+        ranks: how many of those there are.
     """
-    assert batch_size % dp_size == 0, "the config was checked before any rank started"
-    local = batch_size // dp_size
-    first = step * batch_size + dp_rank * local
+    assert batch_size % ranks == 0, "the config was checked before any rank started"
+    local = batch_size // ranks
+    first = used + rank * local
     return range(first, first + local)
 
 
 def valid_samples(
-    text: Bytes, count: int, seq_len: int, dp_rank: int, dp_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    text: Bytes, count: int, seq_len: int, rank: int, ranks: int, multiple: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut this rank's part of `count` evenly spaced validation samples.
 
-    Every rank gets the same number of sequences, because every rank must take part in every forward: where dp_size
-    does not divide `count`, the last ones repeat a sample with weight 0.
+    Every rank gets the same number of sequences, because every rank must take part in every forward: what is more than
+    `count` repeats the last sample, with targets that are all `IGNORED`.
+
+    Args:
+        text: bytes to cut from.
+        count: samples over all ranks.
+        seq_len: tokens per sample.
+        rank: this rank's place among those that read different samples.
+        ranks: how many of those there are.
+        multiple: of which the number of a rank's sequences is one.
 
     Returns:
-        Inputs and targets (n, seq_len), and weights (n,) whose sum over all ranks is `count`.
+        Inputs and targets (n, seq_len).
     """
     check_length(text, seq_len, "validation")
-    local = -(-count // dp_size)
-    index = np.arange(dp_rank * local, (dp_rank + 1) * local)
+    local = -(-count // (ranks * multiple)) * multiple
+    index = np.arange(rank * local, (rank + 1) * local)
     starts = np.minimum(index, count - 1) * (text.size - seq_len - 1) // max(count - 1, 1)
     inputs, targets = _cut(text, starts.astype(np.int64), seq_len)
-    return inputs, targets, torch.from_numpy((index < count).astype(np.float32))
+    targets[torch.from_numpy(index >= count)] = IGNORED
+    return inputs, targets

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hyper_parallel.trainer.record import StepRecord
+from hyper_parallel.trainer.report import readable_bytes
 
 
 class TrainingDisplay:
@@ -16,10 +17,11 @@ class TrainingDisplay:
     >>> import sys
     >>> with TrainingDisplay(Console(file=sys.stdout), "one device", steps=1) as display:
     ...     display.on_step(StepRecord(step=1, loss=5.5, lr=0.1, grad_norm=1.0, seconds=0.5, tokens_per_s=2_000.0))
-    one device: step 1/1  loss 5.500  2,000 tokens/s
+    one device: step 1/1  loss 5.500  2,000 tokens/s  grad 1.00
 
-    It starts no thread of its own. Where the console is no terminal, it prints the first, every tenth part, and the
-    last step instead of drawing a bar.
+    Behind that stand MFU and memory, where the record has them, and the validation loss. It starts no thread of its
+    own. Where the console is no terminal, it prints the first, every tenth part, and the last step instead of drawing a
+    bar.
 
     Args:
         console: where to draw.
@@ -35,7 +37,7 @@ class TrainingDisplay:
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s{task.fields[rest]}"),
             TimeRemainingColumn(compact=True),
             console=console,
             auto_refresh=False,  # no thread: drawn once per step
@@ -43,7 +45,7 @@ class TrainingDisplay:
             redirect_stderr=False,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(title, total=steps, loss="-", speed="-")
+        self._task = self._bar.add_task(title, total=steps, loss="-", speed="-", rest="")
 
     def on_step(self, record: StepRecord) -> None:
         """Show one more step."""
@@ -52,12 +54,12 @@ class TrainingDisplay:
             self._seconds += record.seconds
             self._tokens += record.tokens_per_s * record.seconds
         average = self._tokens / self._seconds if self._seconds else record.tokens_per_s
-        loss, speed = f"{record.loss:.3f}", f"{average:,.0f}"
+        loss, speed, rest = f"{record.loss:.3f}", f"{average:,.0f}", _rest(record)
         if self.console.is_terminal:
-            self._bar.update(self._task, completed=record.step, loss=loss, speed=speed, refresh=True)
+            self._bar.update(self._task, completed=record.step, loss=loss, speed=speed, rest=rest, refresh=True)
         elif record.step in (1, self.steps) or record.step * 10 // self.steps > (record.step - 1) * 10 // self.steps:
-            valid = "" if record.valid_loss is None else f"  validation {record.valid_loss:.3f}"
-            self.console.print(f"{self.title}: step {record.step}/{self.steps}  loss {loss}  {speed} tokens/s{valid}")
+            rest += "" if record.valid_loss is None else f"  validation {record.valid_loss:.3f}"
+            self.console.print(f"{self.title}: step {record.step}/{self.steps}  loss {loss}  {speed} tokens/s{rest}")
             self.console.file.flush()
 
     def __enter__(self) -> TrainingDisplay:
@@ -68,3 +70,15 @@ class TrainingDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+
+
+def _rest(record: StepRecord) -> str:
+    """What stands behind the speed: norm of the gradient, and what the record has besides."""
+    parts = [f"grad {record.grad_norm:.2f}"]
+    if record.mfu is not None:
+        parts.append(f"MFU {record.mfu:.1%}")
+    if record.memory_bytes is not None:
+        parts.append(readable_bytes(record.memory_bytes))
+    if record.skipped:
+        parts.append("skipped")
+    return "".join(f"  {part}" for part in parts)

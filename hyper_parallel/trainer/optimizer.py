@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
+from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
+from hyper_parallel.trainer.steps import Parallelized
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
     """Build a fused AdamW that decays matrices and leaves norms alone.
 
+    Parameters on different meshes, such as experts beside the rest, are groups of their own: torch updates the tensors
+    of a group together, which must then be on one mesh.
+
     Args:
-        model: wrapped already, so that the optimizer's state is split like the weights.
+        named: parameters by name, split over ranks already, so that the optimizer's state is split like them.
         config: rates and decay.
     """
-    matrices = [param for param in model.parameters() if param.ndim >= 2]
-    vectors = [param for param in model.parameters() if param.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for _, param in named:
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        groups.setdefault((param.ndim >= 2, mesh), []).append(param)
+    settings = [
+        {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
+        for (decays, _), params in groups.items()
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    return torch.optim.AdamW(settings, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -45,10 +54,10 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape[config.schedule])
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
+def clip_gradients(model: Parallelized, max_norm: float) -> float:
     """Scale all gradients down so that their norm over all parameters and ranks is at most `max_norm`.
 
-    Communication: as `clip_grad_norm_`, here one all_reduce of one number over the shard axis.
+    Communication: as `get_total_norm`: one all_reduce of a number for each set of axes that parameters are split over.
 
     Args:
         model: with its gradients.
@@ -57,4 +66,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     Returns:
         The norm before, which is the same on every rank.
     """
-    return float(clip_grad_norm_(model, max_norm or math.inf))
+    limit = max_norm or math.inf
+    group = None if model.pipeline is None else model.pipeline.group
+    return float(clip_grad_norm(model.parts, limit, group, tied=() if model.tied is None else model.tied))

@@ -15,9 +15,11 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hyper_parallel.core.redistribute.groups import group_of
 from hyper_parallel.platform import get_platform
 
 __all__ = ["ParallelDims"]
@@ -35,6 +37,7 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class _Built(NamedTuple):
     root: DeviceMesh
     by_name: Mapping[str, DeviceMesh]
+    by_axes: dict[tuple[str, ...], DeviceMesh]  # what was joined so far, by its axes
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,16 @@ class ParallelDims:
     def non_dp_size(self) -> int:
         """The number of ranks that work on the same samples: tp * cp * pp * ep."""
         return self.tp * self.cp * self.pp * self.ep
+
+    @property
+    def batch_ranks(self) -> int:
+        """The number of ranks that compute with different sequences: dp_replicate * dp_shard * ep."""
+        return self.dp_size * self.ep
+
+    @property
+    def token_ranks(self) -> int:
+        """The number of ranks that compute with different tokens: those, times cp."""
+        return self.batch_ranks * self.cp
 
     @property
     def tp_enabled(self) -> bool:
@@ -228,13 +241,82 @@ class ParallelDims:
                 f"the mesh has no {name!r}: {self._why_absent(name)}\n  mesh: {axes}   names: {names}",
                 "one of these names, or ask first: name in dims.mesh_axes, name in dims.flattened_axes",
             )
+        return self._built(f"mesh {name!r}").by_name[name]
+
+    def mesh_over(self, *axes: str) -> DeviceMesh | None:
+        """Return the one-dimensional mesh of the calling rank along several axes; None if all have size 1.
+
+            tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")  # ranks with different tokens
+
+        Axes of degree 1 are left out. Every rank must ask for the same meshes, in the same order.
+
+        Communication: the first call for several axes makes process groups.
+
+        Args:
+            axes: names of axes, outermost first.
+
+        Raises:
+            ValueError: the mesh is not built yet.
+        """
+        unknown = [axis for axis in axes if axis not in AXIS_ORDER]
+        assert not unknown, f"{unknown} are no axes"
+        present = tuple(axis for axis in AXIS_ORDER if axis in axes and self.mesh_axes.get(axis, 1) > 1)
+        if not present:
+            return None
+        built = self._built(f"the mesh over {' x '.join(present)}")
+        if present not in built.by_axes:
+            built.by_axes[present] = built.root[present]._flatten("_".join(present))
+        return built.by_axes[present]
+
+    def data_mesh(self, *, experts: bool = False) -> DeviceMesh:
+        """Return the mesh for `fully_shard`: (shard,), or (replicate, shard) with `dp_replicate > 1`.
+
+        Parameters are split over all ranks that compute with different tokens, dp_shard x ep x cp, as each of them
+        needs the whole parameters and adds to their gradients. Experts are split over ep already: what is left for them
+        is dp_shard x cp. Where nothing is to be split over, the shard axis has size 1.
+
+        Communication: the first call makes process groups; every rank must call it, for the same meshes in the same
+        order.
+
+        Args:
+            experts: for parameters that are split over axis ep.
+
+        Raises:
+            ValueError: the mesh is not built yet.
+        """
+        axes = ("dp_shard", "cp") if experts else ("dp_shard", "ep", "cp")
+        copies, shard = self.mesh_over("dp_replicate"), self.mesh_over(*axes)
+        if copies is None and shard is not None:
+            return shard
+        built, key = self._built("the data mesh"), ("shards of", *axes)
+        if key not in built.by_axes:
+            # An axis of one rank is on no mesh of torch's that has other axes, too: this one is put together by hand.
+            shard_group = group_of((dist.get_rank(),), ("alone",)) if shard is None else shard.get_group()
+            if copies is None:
+                made = DeviceMesh.from_group(shard_group, built.root.device_type, mesh_dim_names=("shard",))
+            else:
+                ranks = self._ranks_along(built.root, ("dp_replicate", *axes)).reshape(self.dp_replicate, -1)
+                groups = [copies.get_group(), shard_group]
+                names = ("replicate", "shard")
+                made = DeviceMesh.from_group(groups, built.root.device_type, mesh=ranks, mesh_dim_names=names)
+            built.by_axes[key] = made
+        return built.by_axes[key]
+
+    def _ranks_along(self, root: DeviceMesh, axes: tuple[str, ...]) -> torch.Tensor:
+        """Return the ranks that differ from the calling one along these axes only."""
+        here = root.get_coordinate()
+        assert here is not None, "the mesh has every rank"
+        place = [slice(None) if axis in axes else at for axis, at in zip(self.mesh_axes, here, strict=True)]
+        return root.mesh[tuple(place)].contiguous()
+
+    def _built(self, what: str) -> _Built:
         built = self._meshes.get(dist.group.WORLD) if dist.is_initialized() else None
         if built is None:
             raise self._error(
-                f"cannot look up mesh {name!r}: the calling rank has not built the mesh in this world",
+                f"cannot look up {what}: the calling rank has not built the mesh in this world",
                 "build_mesh(device_type) first, on every rank",
             )
-        return built.by_name[name]
+        return built
 
     @property
     def _meshes(self) -> WeakKeyDictionary[Any, _Built]:
@@ -275,7 +357,7 @@ class ParallelDims:
             if joined is None:
                 joined = by_axes[flattened] = root[flattened]._flatten(name)
             by_name[name] = _name(root, joined, name)
-        return _Built(root, by_name)
+        return _Built(root, by_name, by_axes)
 
     def _why_absent(self, name: str) -> str:
         if name in AXIS_ORDER:

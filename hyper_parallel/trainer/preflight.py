@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import check_length, load_corpus
 from hyper_parallel.trainer.parallel_dims import ParallelDims
@@ -24,21 +28,72 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
         world_size: number of ranks.
 
     Raises:
-        ValueError: degrees that do not fit the ranks, an axis that this trainer cannot use, a batch that does not
-            split, a vocabulary that is too small for bytes.
+        ValueError: degrees that do not fit the ranks, each other or the model; a batch, a sequence or layers that do
+            not split; a vocabulary that is too small for bytes.
     """
     dims = ParallelDims.from_config(config.parallel, world_size)
-    others = {name: getattr(dims, name) for name in ("cp", "tp", "pp", "ep") if getattr(dims, name) > 1}
-    if others:
-        asked = ", ".join(f"{name}={degree}" for name, degree in others.items())
-        raise ValueError(
-            f"cannot train with {asked}: this trainer splits the data-parallel axes only\n"
-            f"  {dims.summary()}\n  try: {' and '.join(f'{name}=1' for name in others)}, with a larger dp_shard"
-        )
-    config.check_batch(dims.dp_size)
+    shape = config.shape()
+    dims.validate_against_model(SimpleNamespace(config=shape), config.train.seq_len)
+    config.check_batch(dims.batch_ranks)
     if config.model.vocab_size < 256:
         raise ValueError(f"model.vocab_size={config.model.vocab_size} cannot hold the 256 byte values of the text")
+    _check_experts(config, dims)
+    _check_sequence(config, dims)
+    _check_pipeline(config, dims)
+    _check_engine(config, dims)
     return dims
+
+
+def _check_experts(config: Config, dims: ParallelDims) -> None:
+    if dims.ep_enabled and config.train.model != "moe":
+        raise ValueError(
+            f"cannot split experts over ep={dims.ep}: model '{config.train.model}' has none\n"
+            f"  {dims.summary()}\n  try: ep=1 with dp_shard={dims.dp_shard * dims.ep}, or model 'moe'"
+        )
+    width = config.experts.expert_intermediate_size
+    if config.train.model == "moe" and dims.etp > 1 and width % dims.etp:
+        raise ValueError(
+            f"cannot split experts of expert_intermediate_size={width} over etp={dims.etp}: it does not divide\n"
+            f"  {dims.summary()}\n  try: expert_intermediate_size={-(-width // dims.etp) * dims.etp}, or etp=1"
+        )
+
+
+def _check_sequence(config: Config, dims: ParallelDims) -> None:
+    if not dims.cp_enabled:
+        return
+    multiple = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp
+    if config.train.seq_len % multiple:
+        around = sorted(
+            {max(config.train.seq_len // multiple, 1) * multiple, -(-config.train.seq_len // multiple) * multiple}
+        )
+        raise ValueError(
+            f"cannot split sequences of seq_len={config.train.seq_len} over cp={dims.cp} and tp={dims.tp}: every rank "
+            f"of a ring has an early and a late part, so that it must be a multiple of {multiple}\n"
+            f"  {dims.summary()}\n  try: seq_len = {' or '.join(map(str, around))}"
+        )
+
+
+def _check_pipeline(config: Config, dims: ParallelDims) -> None:
+    if not dims.pp_enabled:
+        return
+    parallel, kind = config.parallel, find_schedule(config.parallel.schedule)
+    stages = dims.pp * kind.checked_stages_per_rank(parallel.stages_per_rank)
+    kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
+    split_layers(config.model.num_hidden_layers, stages, sizes=parallel.stage_sizes())
+
+
+def _check_engine(config: Config, dims: ParallelDims) -> None:
+    parallel = config.parallel
+    if parallel.engine != "hsdp":
+        return
+    others = [f"{name}={degree}" for name in ("tp", "pp", "ep") if (degree := getattr(dims, name)) > 1]
+    if parallel.param_dtype == "bf16":
+        others.append("param_dtype='bf16'")
+    if others:
+        raise ValueError(
+            f"cannot train with engine 'hsdp' and {', '.join(others)}: it splits parameters over all ranks, in the "
+            f"dtype they have\n  {dims.summary()}\n  try: engine 'fully_shard'"
+        )
 
 
 def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host: bool) -> None:
@@ -67,38 +122,54 @@ class MemoryEstimate:
     """Bytes that one rank needs, by what they are for.
 
     Args:
-        building: whole fp32 weights, while every rank builds the model before it keeps its shard.
+        gathered: whole weights of two blocks, and of what is outside of blocks, with their gradients; of all blocks
+            where they are not freed after forward. Weights that are not split need no such copy.
         state: shards of weights, gradients and two AdamW moments, 16 bytes per parameter.
         activations: what a backward pass keeps of its forward.
     """
 
-    building: int
+    gathered: int
     state: int
     activations: int
 
     @property
     def total(self) -> int:
-        """The sum; the parts do overlap in time, because gathered weights take the place of the whole ones."""
-        return self.building + self.state + self.activations
+        """The sum."""
+        return self.gathered + self.state + self.activations
 
 
 def estimate_memory(config: Config, dims: ParallelDims) -> MemoryEstimate:
     """Estimate what one rank needs, to about a factor of two.
 
     Per token and block a backward pass keeps about 14 vectors of hidden_size and 5 of intermediate_size, plus three
-    rows of logits; counted from the operations in `models/llama.py`, at 4 bytes each.
+    rows of logits; counted from the operations in `models/llama.py`, at 4 bytes each. Checkpointed blocks keep one
+    vector. A pipeline stage keeps what as many micro-batches need as there are stages.
 
     Args:
         config: the run.
         dims: its degrees.
     """
-    model, train = config.llama(), config.train
-    parameters = model.num_parameters()
-    tokens = train.batch_size * train.seq_len // (dims.dp_size * train.accumulate)
-    per_token = model.num_hidden_layers * (14 * model.hidden_size + 5 * model.intermediate_size) + 3 * model.vocab_size
-    return MemoryEstimate(
-        building=4 * parameters, state=-(-16 * parameters // dims.dp_shard), activations=4 * tokens * per_token
-    )
+    model, train, parallel = config.shape(), config.train, config.parallel
+    layers, hidden = model.num_hidden_layers, model.hidden_size
+    here = -(-model.num_parameters() // (dims.tp * dims.pp))  # on all ranks that split parameters together
+    shards = dims.token_ranks // dims.dp_replicate
+    outside = 2 * model.vocab_size * hidden // dims.tp
+    blocks = min(2 * dims.pp / layers, 1.0) if parallel.reshard_after_forward and not dims.pp_enabled else 1.0
+    gathered = 0 if shards == 1 else int(8 * (outside + max(here - outside, 0) / dims.ep * blocks))
+
+    tokens = train.batch_size * train.seq_len // (dims.token_ranks * dims.tp * train.accumulate)
+    width = hidden if parallel.checkpointing == "full" else 14 * hidden + 5 * _inner_width(config)
+    in_flight = min(train.accumulate, dims.pp)
+    per_token = -(-layers // dims.pp) * in_flight * width + 3 * model.vocab_size
+    return MemoryEstimate(gathered, state=-(-16 * here // shards), activations=4 * tokens * per_token)
+
+
+def _inner_width(config: Config) -> int:
+    """Width of what a token's feed-forward computes."""
+    dense, experts = config.model.intermediate_size, config.experts
+    if config.train.model != "moe":
+        return dense
+    return max(dense, (experts.experts_per_token + experts.num_shared_experts) * experts.expert_intermediate_size)
 
 
 def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
@@ -108,11 +179,11 @@ def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
         limit, what = int(config.train.memory_limit_gb * GB), "allowed by memory_limit_gb"
     one = estimate_memory(config, dims)
     if limit is not None and one.total * local_ranks > limit:
-        parameters = config.llama().num_parameters()
+        parameters = config.shape().num_parameters()
         raise ValueError(
             f"this run needs about {_size(one.total * local_ranks)}, but {_size(limit)} are {what}\n"
-            f"  {parameters:,} parameters on {local_ranks} rank(s) in this machine, each with {_size(one.building)} "
-            f"whole weights, {_size(one.state)} shards with gradients and AdamW state, "
+            f"  {parameters:,} parameters on {local_ranks} rank(s) in this machine, each with {_size(one.state)} "
+            f"weights with gradients and AdamW state, {_size(one.gathered)} gathered weights, "
             f"{_size(one.activations)} activations\n"
             "  try: fewer ranks, a smaller [model] hidden_size or num_hidden_layers, a smaller batch_size or seq_len"
         )

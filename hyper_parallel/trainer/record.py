@@ -21,6 +21,10 @@ class StepRecord:
         seconds: time this step took, validation left out.
         tokens_per_s: tokens of the global batch by that time.
         valid_loss: mean cross-entropy on the held-back text after the step, where it was measured.
+        mfu: the model's FLOPs by the peak of all devices, 0 to 1; None where the peak is not known.
+        memory_bytes: the most that live tensors of the first rank have taken in this step; see `metrics.memory_bytes`.
+        tokens: tokens of the global batch that the loss counts.
+        skipped: the optimizer's step was left out, because loss or gradient were not finite.
     """
 
     step: int
@@ -30,25 +34,35 @@ class StepRecord:
     seconds: float
     tokens_per_s: float
     valid_loss: float | None = None
+    mfu: float | None = None
+    memory_bytes: int | None = None
+    tokens: int | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run.
+    """A finished run, or one that was asked to stop.
 
     Args:
-        steps: one record per step.
-        valid_loss: mean cross-entropy on the held-back text at the end; nats per token.
+        steps: one record per step, those before a resumption left out.
+        valid_loss: mean cross-entropy on the held-back text at the end, nats per token; None for a run that stopped.
         parameters: weights in the model.
         layout: one line that says how the ranks were arranged.
         device: what computed it.
+        stopped: what asked the run to stop before its last step, such as "SIGTERM".
+        first_step: number of the first step, more than 1 for a run that went on from a checkpoint.
+        save_failures: what went wrong with checkpoints; training went on.
     """
 
     steps: tuple[StepRecord, ...]
-    valid_loss: float
+    valid_loss: float | None
     parameters: int
     layout: str
     device: str
+    stopped: str | None = None
+    first_step: int = 1
+    save_failures: tuple[str, ...] = ()
 
     @property
     def losses(self) -> list[float]:
@@ -62,28 +76,40 @@ class TrainResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens by the time all steps took."""
-        return sum(record.tokens_per_s * record.seconds for record in self.steps) / self.seconds
+        """Tokens by the time all steps took; 0 for no steps."""
+        tokens = sum(record.tokens_per_s * record.seconds for record in self.steps)
+        return tokens / self.seconds if self.steps else 0.0
 
 
 class JsonlLog:
     """A JSONL file with one line per step, on disk as soon as the step is done: a run that is cut short keeps its log.
 
+    A field that does not apply is left out of its line.
+
     Args:
-        path: file to write anew, its folder is made; None writes nothing.
+        path: file to write, its folder is made; None writes nothing.
+        keep_steps: of a log that is there already, keep the lines up to this step, as a run does that goes on from a
+            checkpoint; 0 starts anew.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, keep_steps: int = 0) -> None:
         self._file = None
-        if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by __exit__
+        if path is None:
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        earlier = read_log(path) if keep_steps and Path(path).exists() else []
+        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by __exit__
+        for record in earlier:
+            if record.step <= keep_steps:
+                self.write(record)
 
     def write(self, record: StepRecord) -> None:
         """Add one line."""
         if self._file is not None:
-            fields = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
-            self._file.write(json.dumps(fields) + "\n")
+            told = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+            if not record.skipped:
+                del told["skipped"]
+            self._file.write(json.dumps(told) + "\n")
 
     def __enter__(self) -> JsonlLog:
         return self
@@ -96,10 +122,10 @@ class JsonlLog:
 
 
 def read_log(path: str | Path) -> list[StepRecord]:
-    """Read a JSONL log back.
+    """Read a JSONL log back; a last line that a killed run has left unfinished is passed over.
 
     Args:
-        path: file that a run wrote.
+        path: file that a run wrote, or is writing.
     """
     with open(path, encoding="utf-8") as file:
-        return [StepRecord(**json.loads(line)) for line in file]
+        return [StepRecord(**json.loads(line)) for line in file if line.endswith("\n")]

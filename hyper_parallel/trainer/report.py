@@ -9,7 +9,8 @@ from typing import Protocol
 
 from rich.table import Table
 
-from hyper_parallel.trainer.record import TrainResult
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.trainer.record import StepRecord, TrainResult, read_log
 
 
 class Traffic(Protocol):
@@ -61,8 +62,9 @@ def loss_table(runs: dict[str, TrainResult], rows: int = 8) -> Table:
     for index in _spread(len(first.steps), rows):
         a, b = first.losses[index], second.losses[index]
         table.add_row(str(index + 1), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
-    a, b = first.valid_loss, second.valid_loss
-    table.add_row("validation", f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
+    ends = first.valid_loss, second.valid_loss
+    if ends[0] is not None and ends[1] is not None:  # a run that was stopped has none
+        table.add_row("validation", f"{ends[0]:.6f}", f"{ends[1]:.6f}", f"{abs(ends[0] - ends[1]):.1e}")
     return table
 
 
@@ -148,3 +150,64 @@ def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return True
+
+
+def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
+    """Draw the JSONL logs of runs, finished or not: loss, norm of the gradient, and tokens per second over the steps.
+
+    Args:
+        logs: files that runs have written; two with the same name are told apart by their folders.
+        path: PNG file to write; its folder is made.
+
+    Returns:
+        False when matplotlib is not installed; nothing is written then.
+
+    Raises:
+        ValueError: no logs, one that is not there, one without a finished step, one that is no log.
+    """
+    runs = {str(log): _read(Path(log)) for log in logs}
+    if not runs:
+        blame = "there is no log to draw"
+        raise ValueError(explain("cannot plot", blame, "logs: none", "the file that train.log names, out/train.jsonl"))
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    path = Path(path)
+    names = [Path(log).stem for log in runs]
+    unique = len(set(names)) == len(names)
+    figure = Figure(figsize=(8, 8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, norms, speeds = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
+    for place, (log, records) in enumerate(runs.items()):
+        steps, label, color = [record.step for record in records], Path(log).stem if unique else log, f"C{place}"
+        losses.plot(steps, [record.loss for record in records], color=color, label=label)
+        measured = [(record.step, record.valid_loss) for record in records if record.valid_loss is not None]
+        if measured:
+            losses.plot(*zip(*measured, strict=True), "o", color=color, label=f"{label}, validation")
+        norms.plot(steps, [record.grad_norm for record in records], color=color)
+        speeds.plot(steps, [record.tokens_per_s for record in records], color=color)
+    losses.set(ylabel="loss (nats per token)")
+    losses.legend(frameon=False)
+    norms.set(ylabel="gradient norm")
+    speeds.set(ylabel="tokens/s", xlabel="step", ylim=(0, None))
+    for axes in (losses, norms, speeds):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return True
+
+
+def _read(log: Path) -> list[StepRecord]:
+    asked, hint = f"cannot plot {log}", "the JSONL file of a run: what train.log names, by default out/train.jsonl"
+    try:
+        records = read_log(log)
+    except OSError as error:
+        raise ValueError(explain(asked, "it cannot be read", f"seen: {error.strerror}", hint)) from None
+    except (ValueError, TypeError) as error:  # no JSON; no record
+        raise ValueError(explain(asked, "it is no log of steps", f"seen: {error}", hint)) from None
+    if not records:
+        raise ValueError(explain(asked, "it has no finished step", "seen: no complete line", hint))
+    return records

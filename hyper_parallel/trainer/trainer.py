@@ -1,31 +1,44 @@
-"""Train the reference model: one function, called by every rank, real or simulated, or by one process alone."""
+"""Train a model: one function, called by every rank, real or simulated, or by one process alone."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.fully_shard.api import HSDPModule
-from hyper_parallel.models.llama import Llama
+from hyper_parallel.core.hsdp.api import HSDPCell
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.data import load_corpus, rank_part, samples, valid_samples
+from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
+from hyper_parallel.trainer.loss import ShareOfLoss
+from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
+from hyper_parallel.trainer.nonfinite import NonFinitePolicy, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate
 from hyper_parallel.trainer.parallel_dims import ParallelDims
-from hyper_parallel.trainer.parallelize import describe_axes, needs_mesh, parallelize
+from hyper_parallel.trainer.parallelize_llama import parallelize_llama
+from hyper_parallel.trainer.parallelize_moe import parallelize_moe
 from hyper_parallel.trainer.place import RankPlace, process_group
 from hyper_parallel.trainer.preflight import plan_run
+from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.record import JsonlLog, StepRecord, TrainResult
+from hyper_parallel.trainer.saving import Progress, Saver
+from hyper_parallel.trainer.steps import WEIGHTS, describe_axes
+from hyper_parallel.trainer.stop import StopRequest
+from hyper_parallel.trainer.tensorboard import TensorBoardLog
+from hyper_parallel.trainer.watchdog import Watchdog, default_store
 
 OnStep = Callable[[StepRecord], None]
 
+PARALLELIZE = MappingProxyType({"llama": parallelize_llama, "moe": parallelize_moe})
 
-def train(config: Config, on_step: OnStep | None = None) -> TrainResult:
+
+def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | None = None) -> TrainResult:
     """Train as one rank of a world and return the same result on every rank.
 
     >>> from hyper_parallel.trainer.config import TrainConfig
@@ -34,26 +47,29 @@ def train(config: Config, on_step: OnStep | None = None) -> TrainResult:
     2
 
     The world is read from torchrun's environment; none means one rank. Runs with the same config see the same global
-    batches and start from the same weights, however many ranks share the work. A process group that is there already
-    is used; otherwise one is made for the run.
+    batches and start from the same weights, however many ranks share the work, and whatever the degrees. A process
+    group that is there already is used; otherwise one is made for the run.
 
     Args:
         config: the run.
         on_step: called by the first rank after every step.
+        stop: asks the run to save and end after the step it is in; who started the process sets it, see
+            `stop_on_signals`.
 
     Raises:
-        ValueError: the config does not fit the number of ranks.
+        ValueError: the config does not fit the number of ranks, or the checkpoint it should go on from.
         PlatformUnavailableError: the device cannot be used here.
+        NonFiniteError: the loss or the gradient is inf or NaN, and the config says to stop.
     """
     place = RankPlace.from_environment()
     dims = plan_run(config, place.world_size)
     platform = get_platform(config.train.device)
     platform.set_device(place.local_rank)
-    if not needs_mesh(config.parallel, dims):
-        return Trainer(config, dims, platform, place, mesh=None).run(on_step)
+    if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
+        return Trainer(config, dims, platform, place, mesh=None, stop=stop).run(on_step)
     with process_group(platform, place):
         mesh = dims.build_mesh(platform.device_type)
-        return Trainer(config, dims, platform, place, mesh).run(on_step)
+        return Trainer(config, dims, platform, place, mesh, stop).run(on_step)
 
 
 class Trainer:
@@ -65,99 +81,201 @@ class Trainer:
         platform: the calling rank's kind of device.
         place: which rank this is.
         mesh: the ranks by axis; None trains the bare model on one device, without torch.distributed.
+        stop: asks the run to end.
+
+    Attributes:
+        model: this rank's part of the model.
+        steps_done: optimizer steps so far, those before a resumption included.
+        samples_used: sequences of the text so far, over all ranks.
     """
 
     def __init__(
-        self, config: Config, dims: ParallelDims, platform: Platform, place: RankPlace, mesh: DeviceMesh | None
+        self,
+        config: Config,
+        dims: ParallelDims,
+        platform: Platform,
+        place: RankPlace,
+        mesh: DeviceMesh | None,
+        stop: StopRequest | None = None,
     ) -> None:
-        self.config, self.dims, self.platform, self.place = config, dims, platform, place
+        self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
         self.device = platform.device(place.local_rank)
         self.corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
-        model = Llama.build(config.llama(), config.train.seed)
-        if mesh is None:
-            self.dp_group, self.dp_rank = None, 0
-            self.model = model.to(self.device)
-        else:
-            dp = dims.get_mesh("dp")
-            self.dp_group, self.dp_rank = dp.get_group(), dp.get_local_rank()
-            self.model = parallelize(model, config.parallel, dims, mesh)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.ranks = Ranks(dims, mesh is not None, self.device, WEIGHTS[config.parallel.param_dtype])
+        self.share = ShareOfLoss()
+        self.model = PARALLELIZE[config.train.model](config, dims, self.device, self.share)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
+        self.steps_done = self.samples_used = self.skipped = 0
+        self.saver = Saver(config, self.model, self.optimizer, place, self.device)
+        self._resume()
+
+    # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self, on_step: OnStep | None = None) -> TrainResult:
-        """Take all steps, log them, and validate at the end."""
+        """Take all steps that are left, log them, validate at the end, and save when it is time."""
         train, first_rank = self.config.train, self.place.rank == 0
         records: list[StepRecord] = []
-        with JsonlLog(train.log if first_rank else None) as log:
-            for step in range(train.steps):
-                record = self.step(step)
+        stopped: str | None = None
+        with ExitStack() as stack:
+            log = stack.enter_context(JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
+            board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None))
+            watchdog = stack.enter_context(self._watchdog()) if train.stuck_after_s else None
+            stack.enter_context(self.saver)
+            while self.steps_done < train.steps and stopped is None:
+                if watchdog is not None:
+                    watchdog.beat(self.steps_done)
+                record = self.step()
+                stopped = self._asked_to_stop()
+                self._save_if_due(ends=stopped is not None)
                 records.append(record)
                 if first_rank:
                     log.write(record)
+                    board.write(record)
                     if on_step is not None:
                         on_step(record)
-        valid_loss = records[-1].valid_loss
-        assert valid_loss is not None, "the last step validates"
         return TrainResult(
             steps=tuple(records),
-            valid_loss=valid_loss,
-            parameters=self.config.llama().num_parameters(),
+            valid_loss=records[-1].valid_loss if records else None,
+            parameters=self.config.shape().num_parameters(),
             layout=describe_axes(self.dims),
             device=self.platform.name(),
+            stopped=stopped,
+            first_step=self.steps_done - len(records) + 1,
+            save_failures=self.saver.failures,
         )
 
-    def step(self, step: int) -> StepRecord:
-        """Take optimizer step number `step` (from 0): forward and backward over this rank's samples, reduce, update."""
+    def _watchdog(self) -> Watchdog:
+        seconds, place = self.config.train.stuck_after_s, self.place
+        return Watchdog(
+            seconds, self._out() / "stuck", rank=place.rank, world_size=place.world_size, store=default_store()
+        )
+
+    def _out(self) -> Path:
+        """Where reports on what went wrong go."""
+        return Path(self.config.train.log or "out/train.jsonl").parent
+
+    def _asked_to_stop(self) -> str | None:
+        if self.stop is None or not self.ranks.any(self.stop.requested()):
+            return None
+        return self.stop.reason or "another rank"
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepRecord:
+        """Take the next optimizer step: forward and backward over this rank's samples, reduce, update."""
         train, start = self.config.train, time.perf_counter()
-        lr = learning_rate(step, train.steps, self.config.optimizer)
+        self.platform.reset_peak_memory()
+        lr = learning_rate(self.steps_done, train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = self._mean_over_ranks(self._backward(step))
+        part = rank_part(self.samples_used, train.batch_size, self.ranks.batch_rank, self.ranks.batch_ranks)
+        inputs, targets = samples(self.corpus.train, part, train.seq_len, train.seed, self.config.data.ignored)
+        loss = self.ranks.over_shares(self._backward(*self._place(inputs, targets)))
         grad_norm = clip_gradients(self.model, self.config.optimizer.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        counted, taken = self.share.counted, self._update(loss, grad_norm, part)
+        self.steps_done += 1
+        self.samples_used += train.batch_size
         self.platform.synchronize()
         seconds = time.perf_counter() - start
-        tokens_per_s = train.batch_size * train.seq_len / seconds
-        due = step + 1 == train.steps or (train.eval_every and (step + 1) % train.eval_every == 0)
-        return StepRecord(step + 1, loss, lr, grad_norm, seconds, tokens_per_s, self.evaluate() if due else None)
+        speed = train.batch_size * train.seq_len / seconds
+        per_token = flops_per_token(self.config.shape(), train.seq_len)
+        due = self.steps_done == train.steps or (train.eval_every and self.steps_done % train.eval_every == 0)
+        return StepRecord(
+            step=self.steps_done,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            seconds=seconds,
+            tokens_per_s=speed,
+            valid_loss=self.evaluate() if due else None,
+            mfu=model_flops_utilisation(speed, per_token, self.platform.name(), self.place.world_size),
+            memory_bytes=memory_bytes(self.platform),
+            tokens=int(counted),
+            skipped=not taken,
+        )
 
-    def _backward(self, step: int) -> torch.Tensor:
-        """Add up gradients over the micro-batches; only the last one communicates them."""
-        train = self.config.train
-        part = rank_part(step, train.batch_size, self.dp_rank, self.dims.dp_size)
-        size = len(part) // train.accumulate
-        total = torch.zeros((), device=self.device)
-        for micro in range(train.accumulate):
-            if isinstance(self.model, HSDPModule):
-                self.model.set_requires_gradient_sync(micro == train.accumulate - 1)
-            chosen = part[micro * size : (micro + 1) * size]
-            inputs, targets = samples(self.corpus.train, chosen, train.seq_len, train.seed)
-            loss = self._loss(inputs, targets).mean() / train.accumulate
+    def _place(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move this rank's sequences to its device, keep its part of each, and count the tokens of all ranks."""
+        context = self.model.context
+        if context is not None:
+            inputs, targets = context.split(inputs), context.split(targets)
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        self.share.counted = self.ranks.over_tokens((targets != IGNORED).sum()).item()
+        return inputs, targets
+
+    def _backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Add up gradients over the micro-batches, and return this rank's share of the loss."""
+        if self.model.pipeline is not None:
+            loss = self.model.pipeline.step(inputs, targets)
+            if self.model.tied is not None:
+                self.model.tied.add_gradients()
+            return loss
+        (model,) = self.model.parts
+        total = torch.zeros((), device=self.device, dtype=self.ranks.dtype)
+        pieces = self.config.train.accumulate
+        for index, (some, expected) in enumerate(zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True)):
+            _communicate_gradients(model, index == pieces - 1)
+            loss = self.share(model(some), expected)
             loss.backward()
             total += loss.detach()
         return total
 
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of each sequence (batch,), in nats per token."""
-        logits = self.model(inputs.to(self.device)).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.to(self.device).flatten(), reduction="none")
-        return losses.view(targets.shape).mean(dim=1)
+    def _update(self, loss: float, grad_norm: float, part: range) -> bool:
+        """Take the optimizer's step, unless loss or gradient are not finite; tell whether it was taken."""
+        step = self.steps_done + 1
+        action = self.policy.check(loss, grad_norm, self.skipped)
+        if action in ("stop", "dump"):
+            folder = None
+            if action == "dump":
+                folder = self._out() / "nonfinite"
+                named, rank = self.model.named_parameters(), self.place.rank
+                dump_nonfinite(folder, named, rank=rank, step=step, loss=loss, grad_norm=grad_norm, samples=part)
+            raise nonfinite_error(step, loss, grad_norm, skipped_in_a_row=self.skipped, dumped_to=folder)
+        taken = action == "go"
+        self.skipped = 0 if taken else self.skipped + 1
+        if taken:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.model.after_step(taken)
+        return taken
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the mean loss over the held-back text; every rank takes its part, and gets the same number."""
-        train = self.config.train
-        inputs, targets, weights = valid_samples(
-            self.corpus.valid, train.eval_sequences, train.seq_len, self.dp_rank, self.dims.dp_size
+        train, ranks = self.config.train, self.ranks
+        size = train.batch_size // ranks.batch_ranks
+        size = size if self.model.pipeline is not None else max(size // train.accumulate, 1)
+        whole = valid_samples(
+            self.corpus.valid, train.eval_sequences, train.seq_len, ranks.batch_rank, ranks.batch_ranks, size
         )
-        size = max(train.batch_size // self.dims.dp_size // train.accumulate, 1)
-        total = torch.zeros((), device=self.device)
-        for begin in range(0, len(weights), size):
-            end = begin + size
-            total += (self._loss(inputs[begin:end], targets[begin:end]) * weights[begin:end].to(self.device)).sum()
-        return self._mean_over_ranks(total) * self.dims.dp_size / train.eval_sequences
+        inputs, targets = self._place(*whole)
+        total = torch.zeros((), device=self.device, dtype=self.ranks.dtype)
+        with self.model.evaluating():
+            for some, expected in zip(inputs.split(size), targets.split(size), strict=True):
+                if self.model.pipeline is not None:
+                    total += self.model.pipeline.eval(some, expected)
+                else:
+                    total += self.share(self.model.parts[0](some), expected)
+        return ranks.over_shares(total)
 
-    def _mean_over_ranks(self, value: torch.Tensor) -> float:
-        if self.dp_group is not None:
-            dist.all_reduce(value, group=self.dp_group)
-        return value.item() / self.dims.dp_size
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        found = self.saver.resume()
+        if found is not None:
+            self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
+
+    def _save_if_due(self, ends: bool) -> None:
+        keep, train = self.config.checkpoint, self.config.train
+        ends = ends or self.steps_done == train.steps
+        if keep.folder is not None and (ends or (keep.every and self.steps_done % keep.every == 0)):
+            self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped))
+
+
+def _communicate_gradients(model: torch.nn.Module, flag: bool) -> None:
+    """Let the next backward reduce gradients over ranks, or let it only add them up."""
+    if isinstance(model, HSDPModule):
+        model.set_requires_gradient_sync(flag)
+    elif isinstance(model, HSDPCell):
+        model.set_requires_grad_sync(flag)

@@ -141,8 +141,8 @@ def test_flags_change_single_keys_and_are_checked_alike() -> None:
 
 
 def test_rotary_tables_grow_with_the_sequence() -> None:
-    assert Config(train=TrainConfig(seq_len=1_000)).llama().max_seq_len == 1_000
-    assert Config(train=TrainConfig(seq_len=8)).llama().max_seq_len == LlamaConfig().max_seq_len
+    assert Config(train=TrainConfig(seq_len=1_000)).shape().max_seq_len == 1_000
+    assert Config(train=TrainConfig(seq_len=8)).shape().max_seq_len == LlamaConfig().max_seq_len
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_the_activations_are_those_that_autograd_keeps() -> None:
 
     from hyper_parallel.models import Llama
 
-    model = Llama.build(Config().llama())
+    model = Llama.build(Config().shape())
     weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
     kept: dict[int, int] = {}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hyper_parallel.trainer.data import (
+    IGNORED,
     VALID_EVERY,
     _mix,
     check_length,
@@ -89,7 +90,7 @@ def test_the_hash_is_that_of_plain_integers() -> None:
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 6, 12])
 def test_every_number_of_ranks_reads_the_same_global_batch(dp_size: int) -> None:
     step, batch, seq = 3, 12, 7
-    parts = [samples(TEXT, rank_part(step, batch, rank, dp_size), seq, seed=5) for rank in range(dp_size)]
+    parts = [samples(TEXT, rank_part(step * batch, batch, rank, dp_size), seq, seed=5) for rank in range(dp_size)]
     inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
     whole_inputs, whole_targets = samples(TEXT, range(36, 48), seq, seed=5)
     assert torch.equal(inputs, whole_inputs)
@@ -113,20 +114,35 @@ def test_steps_and_seeds_read_other_places_all_over_the_text() -> None:
     assert not torch.equal(places[:50], samples(ramp, range(50, 100), 1, seed=0)[0].flatten())
 
 
+@pytest.mark.parametrize("ignored", [0.0, 0.25])
+def test_targets_are_left_out_alike_however_many_ranks_there_are(ignored: float) -> None:
+    inputs, targets = samples(TEXT, range(64), 50, seed=3, ignored=ignored)
+    parts = [samples(TEXT, range(first, first + 16), 50, seed=3, ignored=ignored) for first in range(0, 64, 16)]
+    assert torch.equal(torch.cat([part[1] for part in parts]), targets)
+    share = (targets == IGNORED).float().mean().item()
+    assert abs(share - ignored) < 0.03
+    assert torch.equal(targets[targets != IGNORED], ((inputs + 1) % 256)[targets != IGNORED])
+
+
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("count", [1, 6, 8])
-def test_every_number_of_ranks_validates_on_the_same_samples(dp_size: int, count: int) -> None:
-    parts = [valid_samples(TEXT, count, 10, rank, dp_size) for rank in range(dp_size)]
-    assert len({len(weights) for _, _, weights in parts}) == 1, "each rank takes part in every forward"
-    inputs, targets, weights = (torch.cat(column) for column in zip(*parts, strict=True))
-    assert weights.sum() == count
+@pytest.mark.parametrize("multiple", [1, 3])
+def test_every_number_of_ranks_validates_on_the_same_samples(dp_size: int, count: int, multiple: int) -> None:
+    parts = [valid_samples(TEXT, count, 10, rank, dp_size, multiple) for rank in range(dp_size)]
+    lengths = {len(targets) for _, targets in parts}
+    assert len(lengths) == 1, "each rank takes part in every forward"
+    assert lengths.pop() % multiple == 0
+    inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    counted = (targets != IGNORED).all(dim=1)
+    assert counted.sum() == count
+    assert (targets[~counted] == IGNORED).all()
     alone = valid_samples(TEXT, count, 10, 0, 1)
-    assert torch.equal(inputs[weights > 0], alone[0])
-    assert torch.equal(targets[weights > 0], alone[1])
+    assert torch.equal(inputs[counted], alone[0])
+    assert torch.equal(targets[counted], alone[1])
 
 
 def test_validation_reaches_from_the_first_to_the_last_byte() -> None:
-    inputs, targets, _ = valid_samples(TEXT, 8, 10, 0, 1)
+    inputs, targets = valid_samples(TEXT, 8, 10, 0, 1)
     assert inputs[0, 0] == TEXT[0]
     assert targets[-1, -1] == TEXT[-1]
 

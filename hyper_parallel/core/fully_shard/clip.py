@@ -24,7 +24,7 @@ from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform
 
-__all__ = ["clip_grad_norm_", "get_total_norm"]
+__all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
 _WIDER = MappingProxyType(
     {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
@@ -87,10 +87,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``; no gradient has been changed.
     """
     asked = "cannot clip gradients"
-    limit = _number(asked, "max_norm", max_norm, "max_norm=1.0")
-    if not limit >= 0.0:
-        blame = f"max_norm must be 0 or more, not {limit}"
-        raise ValueError(explain(asked, blame, f"max_norm: {max_norm!r}", "max_norm=1.0, or max_norm=math.inf"))
+    limit = _limit(asked, max_norm)
     p = _options(asked, norm_type, error_if_nonfinite, foreach, stage_group)
     hsdp_sync_stream()
     found, groups = _read(asked, parameters)
@@ -158,6 +155,45 @@ def get_total_norm(
     return total
 
 
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Scale all gradients down, in place, given their norm; it is the second half of ``clip_grad_norm_``.
+
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grads_with_norm_(weight, max_norm=1.0, total_norm=torch.tensor(10.0))
+        >>> weight.grad
+        tensor([0.3000, 0.4000])
+
+    Communication: none.
+
+    Args:
+        parameters: as for ``clip_grad_norm_``.
+        max_norm: as there.
+        total_norm: a tensor without dims, as ``get_total_norm`` returns.
+        foreach: as there.
+
+    Raises:
+        TypeError, ValueError: as ``clip_grad_norm_``.
+    """
+    asked = "cannot clip gradients"
+    limit = _limit(asked, max_norm)
+    _options(asked, 2.0, False, foreach, None)
+    if not isinstance(total_norm, torch.Tensor) or total_norm.numel() != 1:
+        blame = f"total_norm must be a tensor of one element, not {type(total_norm).__name__}"
+        hint = "total_norm=get_total_norm(parameters)"
+        raise TypeError(explain(asked, blame, f"total_norm: {total_norm!r}", hint))
+    hsdp_sync_stream()
+    grads = [_local(x) for name, param in _named(asked, parameters) if (x := _gradient(asked, name, param)) is not None]
+    if limit < math.inf:
+        _scale(grads, limit, total_norm, foreach)
+
+
 # -- what was given --------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +204,14 @@ def _number(asked: str, name: str, value: object, hint: str) -> float:
         blame = f"{name} must be a number, not {type(value).__name__}"
         raise TypeError(explain(asked, blame, f"{name}: {value!r}", hint))
     return float(value)
+
+
+def _limit(asked: str, max_norm: object) -> float:
+    limit = _number(asked, "max_norm", max_norm, "max_norm=1.0")
+    if not limit >= 0.0:
+        blame = f"max_norm must be 0 or more, not {limit}"
+        raise ValueError(explain(asked, blame, f"max_norm: {max_norm!r}", "max_norm=1.0, or max_norm=math.inf"))
+    return limit
 
 
 def _options(asked: str, norm_type: object, error_if_nonfinite: object, foreach: object, stage_group: object) -> float:

@@ -229,6 +229,10 @@ class GradientReducer:
         dtype = self._dtype(reduce_dtype)
         return dtype if reduce_dtype is not None else torch.promote_types(dtype, torch.float32)
 
+    def keeps_in_another_dtype(self, reduce_dtype: torch.dtype | None) -> bool:
+        """Whether gradients that wait are kept in another dtype than autograd adds them up in."""
+        return self._keeping_dtype(reduce_dtype) != self.bucket.compute_dtype
+
     def show_pending(self) -> None:
         """Show the gradients that wait for their first communication as ``acc_grad``; every rank its own."""
         if self.held is None or self.scatter is not None:

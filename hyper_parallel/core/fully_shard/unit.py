@@ -123,6 +123,8 @@ class Unit:
         self._in_backward = False  # reached by the backward under way, and not finished
         self._reached = 0  # passes that this backward has reached and not left
         self._ahead = 0  # passes that no backward has left since the last end of one
+        self.held = False  # whole until `reduce_now` or `release`: forward and backward leave that alone
+        self.defers = False  # gradients wait for `reduce_now`, whatever the options say
         self.ignored: list[nn.Parameter] = []  # by the call that made the unit
         self._structure = Structure(self.modules)
         self._reached_in = -1  # number of the last backward that reached the unit
@@ -263,6 +265,8 @@ class Unit:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.held:
+            return self._before_held_forward(args, kwargs)
         schedule = self.schedule or self._become_root()
         schedule.forget_failed_backward()
         recomputing = self._in_backward and schedule.in_backward
@@ -272,13 +276,7 @@ class Unit:
             self.unshard(in_backward=True)  # the module calls itself
         else:
             self._enter_forward(module, schedule)
-        if torch._C._current_graph_task_id() != -1:  # autograd is running a backward, in which forwards are repeated
-            self.counts.recomputations += 1
-        else:
-            self.counts.forwards += 1
-        policy = self.options.mp_policy
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = cast((args, kwargs), policy.param_dtype)
+        args, kwargs = self._count_and_cast(args, kwargs)
         a_pass = None if recomputing else Pass(self)
         if a_pass is not None:
             a_pass.version = self._gathered_version
@@ -286,6 +284,22 @@ class Unit:
             args, kwargs = mark_inputs(a_pass, args, kwargs)
         self._running.append(a_pass)
         return args, kwargs
+
+    def _count_and_cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch._C._current_graph_task_id() != -1:  # autograd is running a backward, in which forwards are repeated
+            self.counts.recomputations += 1
+        else:
+            self.counts.forwards += 1
+        policy = self.options.mp_policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast((args, kwargs), policy.param_dtype)
+        return args, kwargs
+
+    def _before_held_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.finish_gather()
+        return self._count_and_cast(args, kwargs)
 
     def call(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of one of the unit's modules as if it were its forward."""
@@ -326,6 +340,9 @@ class Unit:
 
     @runs_eagerly
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.held:
+            dtype = self.options.mp_policy.output_dtype
+            return copy_aliases(output if dtype is None else cast(output, dtype), self._owns_memory_of)
         if not self._running:
             return output  # the hook before forward has raised
         a_pass = self._running.pop()
@@ -460,7 +477,7 @@ class Unit:
         """A gradient of a whole parameter arrives: it was computed from freed memory if nothing told of backward."""
         del gradient
         schedule = self.schedule
-        if self._running or (schedule is not None and schedule.in_backward_number == self._reached_in):
+        if self.held or self._running or (schedule is not None and schedule.in_backward_number == self._reached_in):
             return
         raise RuntimeError(
             "backward went into a unit through a tensor that its forward did not return\n"
@@ -498,8 +515,12 @@ class Unit:
         """Whether there is something to reduce: from now, or kept by an earlier backward and due now."""
         if any(reducer.has_gradients() for reducer in self.reducers):
             return True
-        options = self.options
-        return options.requires_gradient_sync and any(r.is_due(options.requires_all_reduce) for r in self.reducers)
+        return self._syncs and any(r.is_due(self.options.requires_all_reduce) for r in self.reducers)
+
+    @property
+    def _syncs(self) -> bool:
+        """Whether the end of a backward reduces gradients."""
+        return self.options.requires_gradient_sync and not self.defers
 
     def _finish_backward(self, schedule: Schedule) -> None:
         self._in_backward = False
@@ -509,9 +530,9 @@ class Unit:
             self._let_go()  # before gradients are packed, which takes memory again
             schedule.advance_reductions()
             for reducer in self.reducers:
-                reducer.collect(options.mp_policy.reduce_dtype, keep=not options.requires_gradient_sync)
-            self._may_change |= options.requires_gradient_sync
-            if not options.requires_gradient_sync:
+                reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs)
+            self._may_change |= self._syncs
+            if not self._syncs:
                 if options.show_sums:
                     for reducer in self.reducers:
                         reducer.show_pending()
@@ -530,7 +551,7 @@ class Unit:
         if self.options.reshard_after_backward:
             self.reshard()
         else:
-            self._kept_for_more = not self.options.requires_gradient_sync
+            self._kept_for_more = not self._syncs
             self.show_shards()
 
     def is_resharded(self) -> bool:
@@ -553,6 +574,53 @@ class Unit:
             show=options.show_sums,
         )
 
+    # -- whole for many forwards and backwards, in any order, for who asks for the reduction himself ----------------
+
+    def prepared_units(self) -> list[Unit]:
+        """This unit and all below it, in module order, with a schedule."""
+        schedule = self.schedule or self._become_root()
+        schedule.forget_failed_backward()
+        self._structure.check(self._known_parameters)
+        below = schedule.units
+        if below[0] is not self:  # it has run as a part of a larger root
+            below = [u for m in self.modules for child in m.modules() if (u := unit_of(child)) is not None]
+        return list(dict.fromkeys(below))
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which parameters are gathered and gradients reduced."""
+        found: list[dist.ProcessGroup | None] = [bucket.group for bucket in self.buckets]
+        for reducer in self.reducers:
+            found += [reducer.scatter, *reducer.replicas]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def become_held(self) -> None:
+        """Start to gather, and leave the parameters whole until :meth:`reduce_now` or :meth:`release`."""
+        self.start_gather()
+        self.held = True
+
+    def keep_gradients(self) -> None:
+        """After a micro-batch: add its gradients up in the dtype of the reduction, where that is another one."""
+        dtype = self.options.mp_policy.reduce_dtype
+        with torch.no_grad():
+            for reducer in self.reducers:
+                if reducer.keeps_in_another_dtype(dtype):
+                    reducer.collect(dtype, keep=True)
+
+    def reduce_now(self) -> None:
+        """Free the whole parameters and start to reduce all gradients, as the end of a backward would."""
+        schedule = self.schedule
+        assert schedule is not None
+        self.held = self.defers = False
+        self._finish_backward(schedule)
+
+    def release(self, *, failed: bool) -> None:
+        """Free the whole parameters, without a reduction; after a failure gradients that wait are dropped."""
+        if failed:
+            self.clear_waiting()
+        if self.held or failed:
+            self.reshard()
+        self.held = self.defers = False
+
     def abandon_backward(self) -> None:
         """Drop the state of a backward that ended with an error."""
         self._in_backward = False
@@ -562,6 +630,13 @@ class Unit:
         if not self._running:
             self._to_run.clear()
             self.reshard()
+
+    def clear_waiting(self) -> None:
+        """Forget gradients that wait for a reduction."""
+        for reducer in self.reducers:
+            reducer.clear()
+            for param in reducer.params:
+                param.unsharded.grad = None
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients, also those that wait for a reduction."""

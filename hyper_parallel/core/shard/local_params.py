@@ -19,7 +19,11 @@ from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.boundary import _FromLocal
 from hyper_parallel.core.shard.crossing import _moved, _ready, _wrapped
 
-__all__ = ["LocalParameters", "Region", "Taken", "hide", "is_unit"]
+__all__ = ["OWN_PARTS", "LocalParameters", "Region", "Taken", "hide", "is_unit"]
+
+OWN_PARTS = "_hyper_parallel_own_parts"
+"""What an attribute of a module is called that says: its parameters are DTensors on a mesh that the plan need not know,
+and its code takes its parts of them itself, and says what their gradients are. `fully_shard` may be called on it."""
 
 _FEWEST_TO_TIDY = 256
 
@@ -53,7 +57,7 @@ class Region:
         """Yield a module and those in it, but for what another one of them computes on."""
         yield module
         for name, child in module._modules.items():
-            if child is None or child in self.paths:
+            if child is None or child in self.paths or OWN_PARTS in child.__dict__:
                 continue
             if is_unit(child):
                 blame = f"fully_shard has {name!r} in it, whose parameters are gathered only when that is called"

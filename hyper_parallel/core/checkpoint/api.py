@@ -1,0 +1,275 @@
+"""Save and load tensors of any layout: the calls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.core.checkpoint import folders
+from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers, failure_of
+from hyper_parallel.core.checkpoint.exact import to_json
+from hyper_parallel.core.checkpoint.parts import Part, key_of, parts_of
+from hyper_parallel.core.checkpoint.record import CheckpointMetadata, read_record
+from hyper_parallel.core.dtensor.messages import explain, nearest
+
+__all__ = ["load_checkpoint", "read_metadata", "save_checkpoint"]
+
+Folder = str | os.PathLike[str]
+Tensors = Mapping[str, torch.Tensor]
+
+
+def save_checkpoint(
+    folder: Folder,
+    tensors: Tensors,
+    extra: Any = None,
+    *,
+    per_rank: Tensors | None = None,
+    step: int | None = None,
+    replace: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    on_stage: Callable[[str], None] | None = None,
+) -> None:
+    """Write tensors into a new folder, which is there when all is written and safe, or not at all.
+
+        save_checkpoint("runs/step-00000100", {"w": w}, {"lr": 0.1}, per_rank={"rng": torch.get_rng_state()}, step=100)
+
+    All ranks of the group call it, each with what it has: other names on other ranks (pipeline stages), DTensors on any
+    meshes. What several ranks have is written once.
+
+    Communication: some gathers of small objects; no tensor data.
+
+    Args:
+        folder: where to; its parent is made if need be.
+        tensors: by name, without "|"; plain tensors are taken to be equal on all ranks that have them.
+        extra: what is no tensor, from rank 0: None, numbers, strings, and lists, tuples and dicts of such.
+        per_rank: plain tensors that each rank has for itself, as the states of random generators.
+        step: a number to find in `read_metadata`.
+        replace: take the place of a checkpoint that is there, which stays until the new one is complete.
+        process_group: the ranks that save; None: all.
+        on_stage: called with the name of each stage that this rank comes to, for tests and progress: "begin", "data"
+            before each tensor, "sync", and on rank 0 "record", "commit", "committed".
+
+    Raises:
+        ValueError: something that a checkpoint cannot hold, `folder` is there already, or the ranks do not have whole
+            tensors together.
+        TypeError: a value that is no tensor.
+        CheckpointError: the files could not be written; on all ranks alike, and nothing is left of them.
+    """
+    peers = Peers.of(process_group)
+    path = Path(folder)
+    parts: dict[str, Part] = {}
+    text, failure = "null", None
+    try:
+        parts = parts_of(_cannot_save(path), tensors, per_rank, peers.rank, peers.global_rank)
+        text = to_json(extra) if peers.rank == 0 else text
+    except Exception as error:
+        failure = error
+    write(path, parts, text, peers, step=step, replace=replace, failure=failure, on_stage=on_stage)
+
+
+def write(
+    folder: Path,
+    parts: Mapping[str, Part],
+    extra: str,
+    peers: Peers,
+    *,
+    step: int | None = None,
+    replace: bool = False,
+    failure: Exception | None = None,
+    on_stage: Callable[[str], None] | None = None,
+) -> None:
+    """Write parts, and say so to all if this rank cannot; see `save_checkpoint`."""
+    from hyper_parallel.core.checkpoint.planning import SavePlanner  # torch's checkpoints take time to import
+    from hyper_parallel.core.checkpoint.writer import Writer
+
+    on_stage = on_stage or (lambda _: None)
+    attempt = ""
+    if peers.rank == 0 and failure is None:
+        try:
+            attempt = _begin(folder, replace)
+        except Exception as error:
+            failure = error
+    try:
+        attempt = peers.agree(failure, attempt)[0]
+        place = folders.place(folder, attempt)
+        on_stage("begin")
+        planner = SavePlanner(_cannot_save(folder))
+        writer = Writer(folder, place, attempt, rank=peers.rank, step=step, extra=extra, on_stage=on_stage)
+        _drive_save(dict(parts), planner, writer, peers)
+    except Exception:
+        if peers.rank == 0 and attempt:
+            shutil.rmtree(folders.place(folder, attempt), ignore_errors=True)
+        raise
+
+
+def _cannot_save(folder: Path) -> str:
+    return f"cannot save the checkpoint {folder}"
+
+
+def _begin(folder: Path, replace: bool) -> str:
+    """Clear away what dead attempts have left, and make the place for a new one; rank 0 alone does this."""
+    from hyper_parallel.core.checkpoint.writer import cannot_write
+
+    asked = _cannot_save(folder)
+    attempt = os.urandom(6).hex()
+    place = folders.place(folder, attempt)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folders.clean(folder)
+        if folders.is_complete(folder):
+            if not replace:
+                raise ValueError(explain(asked, "it is there already", f"folder: {folder}", "replace=True"))
+        elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            blame, hint = "something else has that name", "a name that is free"
+            raise ValueError(explain(asked, blame, f"there is: {folder}", hint))
+        place.mkdir()
+    except OSError as error:
+        raise cannot_write(folder, place, error, 0, 0) from error
+    return attempt
+
+
+def _drive_save(parts: dict[str, Part], planner: Any, writer: Any, peers: Peers) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    if peers.distributed:
+        try:
+            dcp.save(parts, storage_writer=writer, planner=planner, process_group=peers.group)
+        except dcp.CheckpointException as error:  # not an Exception
+            raise failure_of(error.failures) from error
+        return
+    planner.set_up_planner(parts, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    writer.finish(metadata, [writer.write_data(plans[0], planner).value()])
+
+
+def load_checkpoint(
+    folder: Folder,
+    tensors: Tensors,
+    *,
+    per_rank: Tensors | None = None,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Fill tensors in place with what a checkpoint has under their names, and return its `extra`.
+
+        extra = load_checkpoint("runs/step-00000100", {"w": w})
+
+    Ranks, meshes and layouts need not be those that saved it. All ranks of the group call it, each with what it has.
+    The files that are needed are read and checked before any tensor changes; only the ranges that a rank needs are
+    copied. Nothing is ever unpickled.
+
+    Communication: some gathers of small objects; no tensor data.
+
+    Args:
+        folder: of the checkpoint.
+        tensors: by name; plain ones get all of the tensor, DTensors their part.
+        per_rank: by name; plain tensors that get what the rank of the same number saved. Ranks that were not there when
+            the checkpoint was saved keep theirs; `read_metadata(folder).world_size` says how many were.
+        strict: raise if the checkpoint has tensors that no rank asks for, or lacks some; else those are left alone.
+        process_group: the ranks that load; None: all.
+
+    Raises:
+        ValueError: a name, shape or dtype that the checkpoint does not have.
+        TypeError: a value that is no tensor.
+        CheckpointError: it is not complete, or a file is missing, damaged or not its own. All errors are the same on
+            all ranks.
+    """
+    from hyper_parallel.core.checkpoint.planning import LoadPlanner
+    from hyper_parallel.core.checkpoint.reader import Reader, check_files
+
+    peers = Peers.of(process_group)
+    path = Path(folder)
+    asked = f"cannot load the checkpoint {path}"
+    failure, told, parts, record = None, None, {}, None
+    try:
+        record = read_record(path)
+        parts = parts_of(asked, tensors, per_rank, peers.rank, peers.global_rank)
+        parts = _that_fit(asked, parts, record, per_rank or {}, peers.rank, strict)
+        told = record.attempt, list(parts)
+    except Exception as error:
+        failure = error
+    everyone = peers.agree(failure, told)
+    assert record is not None, "or this rank had failed"
+    _check_same(asked, [attempt for attempt, _ in everyone])
+    wanted = list(dict.fromkeys(key for _, keys in everyone for key in keys))
+    if strict:
+        _check_all_wanted(asked, wanted, record)
+    peers.agree(check_files(path, record, wanted, peers.rank, peers.size))
+    with torch.no_grad():
+        _drive_load(parts, LoadPlanner(), Reader(path, record), peers)
+    return record.extra
+
+
+def _that_fit(
+    asked: str,
+    parts: dict[str, Part],
+    record: CheckpointMetadata,
+    per_rank: Tensors,
+    rank: int,
+    strict: bool,
+) -> dict[str, Part]:
+    """Return the parts that the checkpoint has."""
+    missing = [key for key in parts if key not in record.by_key]
+    new_rank = {key_of(name, rank) for name in per_rank} if rank >= record.world_size else set()
+    if strict and (lacking := [key for key in missing if key not in new_rank]):
+        blame = f"it has no {lacking[0]!r}" + (f", nor {len(lacking) - 1} others" if len(lacking) > 1 else "")
+        seen = "missing: " + ", ".join(map(repr, lacking[:10])) + (", ..." if len(lacking) > 10 else "")
+        near = nearest(lacking[0], list(record.by_key)[:2000]) if record.by_key else "another checkpoint"
+        raise ValueError(explain(asked, blame, seen, f"{near[:200]}, or strict=False to leave those alone"))
+    for key, part in parts.items():
+        entry = record.by_key.get(key)
+        if entry is not None and (entry.shape, entry.dtype) != (part.shape, part.dtype):
+            what = "shape" if entry.shape != part.shape else "dtype"
+            blame = f"{key!r} has another {what}"
+            seen = f"saved: {entry.shape} {entry.dtype}   to be filled: {part.shape} {part.dtype}"
+            hint = (
+                "the model that was saved" if what == "shape" else f"a tensor of {entry.dtype}, then .to({part.dtype})"
+            )
+            raise ValueError(explain(asked, blame, seen, hint))
+    return {key: part for key, part in parts.items() if key in record.by_key}
+
+
+def _check_same(asked: str, attempts: list[str]) -> None:
+    if len(dict.fromkeys(attempts)) > 1:
+        ranks = "\n  ".join(f"rank {rank}: {attempt}" for rank, attempt in enumerate(attempts))
+        blame, hint = "not all ranks see the same one there", "a folder on a file system that all ranks share"
+        raise CheckpointError(explain(asked, blame, ranks, hint))
+
+
+def _check_all_wanted(asked: str, wanted: list[str], record: CheckpointMetadata) -> None:
+    asked_for = set(wanted)
+    left = [name for name in record.tensors if name not in asked_for]
+    if left:
+        blame = f"no rank asks for {left[0]!r}" + (f", nor for {len(left) - 1} others" if len(left) > 1 else "")
+        seen = "left: " + ", ".join(map(repr, left[:10])) + (", ..." if len(left) > 10 else "")
+        raise ValueError(explain(asked, blame, seen, "strict=False to load a part of it"))
+
+
+def _drive_load(parts: dict[str, Part], planner: Any, reader: Any, peers: Peers) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    if peers.distributed:
+        try:
+            dcp.load(parts, storage_reader=reader, planner=planner, process_group=peers.group)
+        except dcp.CheckpointException as error:
+            raise failure_of(error.failures) from error
+        return
+    planner.set_up_planner(parts, reader.read_metadata(), is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner)
+
+
+def read_metadata(folder: Folder) -> CheckpointMetadata:
+    """Read what a checkpoint says of itself: names, shapes and dtypes, `step`, `extra`; no tensors, no communication.
+
+        read_metadata("runs/step-00000100").tensors["w"].shape
+
+    Raises:
+        CheckpointError: it is not complete, or its record is damaged.
+    """
+    return read_record(Path(folder))

@@ -1,0 +1,97 @@
+"""How ranks learn of each other's failures: they tell each other, and all raise the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["CheckpointError", "Peers"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, is not there, or is not what was once written."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that save or load together.
+
+    >>> Peers.of(None)  # outside of torch.distributed
+    Peers(group=None, rank=0, size=1, global_rank=0)
+
+    Attributes:
+        group: a process group; None: the default one, or no other ranks.
+        rank: this rank's number in the group.
+        size: ranks in the group.
+        global_rank: this rank's number in the world.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    global_rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Peers:
+        """Return the ranks of a group, of the world, or this one alone where there is no world."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(None, 0, 1, 0)
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), dist.get_rank())
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is a process group to talk through."""
+        return dist.is_available() and dist.is_initialized()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank; a small object each, pickled between living ranks."""
+        if not self.distributed:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
+        """Return the values of all ranks; if a rank has failed, all raise the same error.
+
+        >>> Peers.of(None).agree(None, "ready")
+        ['ready']
+
+        Communication: one all_gather of small objects.
+
+        Args:
+            failure: what this rank has run into.
+            value: what the others get, if nobody has failed.
+        """
+        gathered = self.gather((_told(failure), value))
+        told = {rank: text for rank, (text, _) in enumerate(gathered) if text is not None}
+        if told:
+            raise _raised(told) from failure
+        return [value for _, value in gathered]
+
+
+def failure_of(failures: Mapping[int, Sequence[Any]]) -> Exception:
+    """Return one error for what torch's driver has collected: rank -> (exception, where it was)."""
+    return _raised({rank: _told(failures[rank][0]) for rank in sorted(failures)})
+
+
+def _told(failure: BaseException | None) -> Any:
+    """What is sent of an exception: whether it is the user's mistake, and the text."""
+    if failure is None:
+        return None
+    if isinstance(failure, (ValueError, TypeError, CheckpointError)):
+        return type(failure).__name__, str(failure)
+    return CheckpointError.__name__, f"{type(failure).__name__}: {failure}"
+
+
+def _raised(told: Mapping[int, Any]) -> Exception:
+    """Return the error of the lowest rank; it says on which ranks there were others."""
+    first = min(told)
+    kind, text = told[first]
+    others = [rank for rank in sorted(told) if told[rank] != told[first]]
+    if others:
+        text = f"{text}\n  this is of rank {first}; failed, too: " + ", ".join(f"rank {rank}" for rank in others)
+    return {"ValueError": ValueError, "TypeError": TypeError}.get(kind, CheckpointError)(text)

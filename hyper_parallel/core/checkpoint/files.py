@@ -1,0 +1,139 @@
+"""Data files: safetensors, written and read in ranges, with a checksum for every block of bytes.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes with the length of a header, little-endian; the
+header, JSON, name -> dtype, shape and place of the bytes after it; the bytes of all tensors, without gaps. The
+library writes whole files at once and neither fsyncs nor counts checksums while it does; it reads what this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+__all__ = ["BLOCK", "DTYPES", "BlockWriter", "bytes_of", "header_of"]
+
+BLOCK = 4 * 2**20
+"""Bytes under one checksum."""
+
+_READ = 2**18  # bytes that are read at once: they stay in a core's cache until they are counted
+
+DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+        torch.complex64: "C64",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint64: "U64",
+        torch.uint32: "U32",
+        torch.uint16: "U16",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+    }
+)
+"""What safetensors calls the dtypes that it has."""
+
+
+def header_of(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int]], about: Mapping[str, str]) -> bytes:
+    """Return the beginning of a file, up to the first tensor's bytes; those lie at a multiple of 64.
+
+    >>> header = header_of([("w", torch.float32, (2, 3), 24)], {"attempt": "1f"})
+    >>> len(header), header[8:70]
+    (128, b'{"__metadata__": {"attempt": "1f"}, "w": {"dtype": "F32", "sha')
+
+    Args:
+        entries: name, dtype, shape and number of bytes of each tensor, in the order of their bytes; wider dtypes first,
+            so that each begins at a multiple of its own element.
+        about: what else the header says.
+    """
+    described: dict[str, object] = {"__metadata__": dict(about)}
+    at = 0
+    for name, dtype, shape, size in entries:
+        described[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(described).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor in row order; a copy only if they do not lie like that on the host.
+
+    >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8).t()).tolist()
+    [1, 3, 2, 4]
+    """
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class BlockWriter:
+    """A new file that is written from begin to end, while the checksums of its blocks are counted."""
+
+    def __init__(self, path: Path, block: int = BLOCK) -> None:
+        self.path = path
+        self.block = block
+        self.crcs: list[int] = []
+        self.size = 0
+        self._crc = 0
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
+
+    def write(self, data: memoryview) -> None:
+        """Write all of some bytes."""
+        for piece in self._cut(data):
+            self._crc = zlib.crc32(piece, self._crc)
+            left = piece
+            while left:
+                left = left[os.write(self._file, left) :]
+            self.size += len(piece)
+            if self.size % self.block == 0:
+                self._end_block()
+
+    def finish(self) -> None:
+        """Bring everything to the disk and close the file."""
+        if self.size % self.block:
+            self._end_block()
+        os.fsync(self._file)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, as it is."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _cut(self, data: memoryview) -> Iterator[memoryview]:
+        """Cut at the ends of blocks."""
+        begin = 0
+        while begin < len(data):
+            end = min(len(data), begin + self.block - (self.size % self.block))
+            yield data[begin:end]
+            begin = end
+
+    def _end_block(self) -> None:
+        self.crcs.append(self._crc)
+        self._crc = 0
+
+
+def checksums(file: int, first: int, last: int, block: int) -> Iterator[tuple[int, int, int]]:
+    """Yield number, length and checksum of the blocks of an open file from `first` up to `last`, without it."""
+    view = memoryview(bytearray(min(block, _READ)))
+    for number in range(first, last):
+        have, crc = 0, 0
+        while have < block and (got := os.preadv(file, [view[: block - have]], number * block + have)):
+            crc = zlib.crc32(view[:got], crc)
+            have += got
+        yield number, have, crc

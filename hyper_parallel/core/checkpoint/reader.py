@@ -1,0 +1,244 @@
+"""How a checkpoint comes back: first all that is needed is checked, then each rank copies the ranges that it needs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.core.checkpoint.files import checksums
+from hyper_parallel.core.checkpoint.planning import metadata_of
+from hyper_parallel.core.checkpoint.record import CheckpointMetadata, FileEntry
+from hyper_parallel.core.dtensor.messages import explain
+
+__all__ = ["Reader", "check_files"]
+
+_PIECE = 2**19  # bytes that are read at once where they cannot be read into their place: they stay in a core's cache
+
+
+class Reader(StorageReader):
+    """Reads tensors of one checkpoint, whose files have been checked."""
+
+    def __init__(self, folder: Path, record: CheckpointMetadata) -> None:
+        self._folder = folder
+        self._record = record
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: a reader is for one checkpoint."""
+
+    def read_metadata(self) -> Metadata:
+        """Return what the record says of the tensors."""
+        return metadata_of(self._record.by_key)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the record has been read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Never stand in for torch's own."""
+        return False
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy each range to where it is wanted, file by file, in the order of their bytes."""
+        reads: list[tuple[int, int, int, tuple[int, ...], ReadItem]] = []
+        for item in plan.items:
+            box = self._record.by_key[item.storage_index.fqn].boxes[item.storage_index.index or 0]
+            reads.append((box.file, box.at, len(reads), box.sizes, item))
+        buffer = torch.empty(_PIECE, dtype=torch.uint8)
+        opened = -1
+        file = -1
+        try:
+            for number, at, _, sizes, item in sorted(reads, key=lambda read: read[:3]):
+                if number != opened:
+                    if file >= 0:
+                        os.close(file)
+                    file, opened = os.open(self._folder / self._record.files[number].name, os.O_RDONLY), number
+                target = planner.resolve_tensor(item)
+                copy_range(file, at, sizes, item.storage_offsets, item.lengths, target, buffer)
+                planner.commit_tensor(item, target)
+        finally:
+            if file >= 0:
+                os.close(file)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def copy_range(
+    file: int,
+    at: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    target: torch.Tensor,
+    buffer: torch.Tensor,
+) -> None:
+    """Copy part of a box of a file into a tensor of that part's shape and the file's dtype.
+
+    Args:
+        file: an open file.
+        at: where the box begins, in bytes.
+        sizes: of the box, which lies in row order.
+        offsets: where the part begins in the box, per dim.
+        lengths: of the part, per dim.
+        target: what to fill.
+        buffer: bytes for what does not go to its place at once; at least one element.
+    """
+    if not sizes:
+        sizes, offsets, lengths, target = (1,), (0,), (1,), target.view(1)
+    row = math.prod(sizes[1:]) * target.dtype.itemsize
+    begin = at + offsets[0] * row
+    full = tuple(lengths[1:]) == tuple(sizes[1:])
+    if full and target.device.type == "cpu" and target.is_contiguous():
+        _read_into(file, begin, target)
+    elif row <= len(buffer):
+        step = len(buffer) // row
+        for first in range(0, lengths[0], step):
+            count = min(step, lengths[0] - first)
+            rows = buffer[: count * row].view(target.dtype).view(count, *sizes[1:])
+            _read_into(file, begin + first * row, rows)
+            for dim in range(1, len(sizes)):
+                rows = rows.narrow(dim, offsets[dim], lengths[dim])
+            target.narrow(0, first, count).copy_(rows)
+    else:
+        for index in range(lengths[0]):
+            copy_range(file, begin + index * row, sizes[1:], offsets[1:], lengths[1:], target[index], buffer)
+
+
+def _read_into(file: int, at: int, target: torch.Tensor) -> None:
+    view = target.detach().reshape(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < len(view):
+        got = os.preadv(file, [view[done : done + 2**30]], at + done)
+        if got == 0:
+            raise CheckpointError("the file has become shorter since it was checked")
+        done += got
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_files(
+    folder: Path, record: CheckpointMetadata, keys: Collection[str], rank: int = 0, size: int = 1
+) -> CheckpointError | None:
+    """Read a rank's share of the blocks in which some tensors lie, and return what is wrong with the first bad file.
+
+    All blocks are looked at once among all ranks: a rank's own reads come from the cache of its host then.
+
+    Args:
+        folder: of the checkpoint.
+        record: its record.
+        keys: the tensors that any rank needs.
+        rank: this rank.
+        size: number of ranks.
+    """
+    runs = list(_needed(record, keys))
+    total = sum(last - first for _, first, last in runs)
+    skip, left = total * rank // size, total * (rank + 1) // size - total * rank // size
+    asked = f"cannot load the checkpoint {folder}"
+    checked: dict[int, CheckpointError | None] = {}
+    for number, first, last in runs:
+        here = min(left, max(0, last - first - skip))
+        begin = first + min(skip, last - first)
+        skip -= begin - first
+        left -= here
+        entry = record.files[number]
+        if number not in checked:
+            checked[number] = _size_error(asked, folder, entry) if here or rank == number % size else None
+        if error := checked[number] or _block_error(asked, folder, record, entry, begin, begin + here):
+            return error
+    return None
+
+
+def _needed(record: CheckpointMetadata, keys: Collection[str]) -> Iterator[tuple[int, int, int]]:
+    """Yield file, first and last + 1 block of each run that is needed; the first block, with the header, always is."""
+    blocks: dict[int, set[int]] = {}
+    for key in keys:
+        entry = record.by_key[key]
+        for box in entry.boxes:
+            end = box.at + math.prod(box.sizes) * entry.dtype.itemsize
+            of_file = blocks.setdefault(box.file, {0})
+            of_file.update(range(box.at // record.block, -(-end // record.block)))
+    for number in sorted(blocks):
+        ordered = sorted(blocks[number])
+        first = 0
+        for place in range(1, len(ordered) + 1):
+            if place == len(ordered) or ordered[place] != ordered[place - 1] + 1:
+                yield number, ordered[first], ordered[place - 1] + 1
+                first = place
+
+
+def _size_error(asked: str, folder: Path, entry: FileEntry) -> CheckpointError | None:
+    path = folder / entry.name
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        blame = f"{entry.name!r} is missing or cannot be read"
+        seen = f"{error.strerror}: {path}"
+        return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
+    if size != entry.size:
+        blame = f"{entry.name!r} is not as long as when it was written"
+        seen = f"{size:,} bytes instead of {entry.size:,}: {path}"
+        return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
+    return None
+
+
+def _block_error(
+    asked: str, folder: Path, record: CheckpointMetadata, entry: FileEntry, first: int, last: int
+) -> CheckpointError | None:
+    if first == last:
+        return None
+    path = folder / entry.name
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        seen = f"{error.strerror}: {path}"
+        return CheckpointError(explain(asked, f"{entry.name!r} cannot be read", seen, "an older checkpoint"))
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, first * record.block, (last - first) * record.block, os.POSIX_FADV_SEQUENTIAL)
+        for number, have, crc in checksums(file, first, last, record.block):
+            if crc != entry.crcs[number]:
+                begin = number * record.block
+                blame = f"{entry.name!r} {_what_is_wrong(path, record.attempt)}"
+                seen = (
+                    f"bytes {begin:,} to {begin + have:,} have the checksum {crc:08x} instead of "
+                    f"{entry.crcs[number]:08x}: {path}"
+                )
+                return CheckpointError(explain(asked, blame, seen, "an older checkpoint"))
+    except OSError as error:
+        seen = f"{error.strerror}: {path}"
+        return CheckpointError(explain(asked, f"{entry.name!r} cannot be read", seen, "an older checkpoint"))
+    finally:
+        os.close(file)
+    return None
+
+
+def _what_is_wrong(path: Path, attempt: str) -> str:
+    """Say of a file whose checksum is wrong what it seems to be; nothing in it is trusted, or unpickled."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(8)
+            header = json.loads(file.read(min(int.from_bytes(begin, "little"), 100_000_000)))
+        of = header["__metadata__"]["attempt"]
+    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        return "is damaged, or not a safetensors file"
+    return "is damaged" if of == attempt else "belongs to another checkpoint"

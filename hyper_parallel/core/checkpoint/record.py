@@ -1,0 +1,181 @@
+"""The record of a checkpoint, `checkpoint.json`: what is in it and where; without it a folder is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.core.checkpoint.exact import decoded
+from hyper_parallel.core.checkpoint.parts import BETWEEN
+from hyper_parallel.core.dtensor.messages import explain
+
+__all__ = ["Box", "CheckpointMetadata", "FileEntry", "TensorEntry", "read_record"]
+
+NAME = "checkpoint.json"
+VERSION = 1
+_BEGIN = '{"format": "hyper_parallel checkpoint", "version": %d, "crc32": "%08x", "content":\n'
+_END = "\n}\n"
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a tensor as it lies in a file: `at` is the place of its first byte in file number `file`."""
+
+    file: int
+    at: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a checkpoint: its dtype, the shape of the whole, and the boxes that make it up."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A data file: its size in bytes and the checksum (CRC-32) of each block of it."""
+
+    name: str
+    size: int
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointMetadata:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: the number it was saved under, if any.
+        world_size: ranks that saved it.
+        extra: the values that are no tensors.
+        tensors: the tensors by name.
+        per_rank: the tensors that each rank had for itself, by name, then by rank.
+        files: the data files.
+        attempt: what tells it from other checkpoints with the same names in them.
+        block: bytes under one checksum.
+    """
+
+    step: int | None
+    world_size: int
+    extra: Any
+    tensors: Mapping[str, TensorEntry]
+    per_rank: Mapping[str, Mapping[int, TensorEntry]]
+    files: tuple[FileEntry, ...]
+    attempt: str
+    block: int
+    by_key: Mapping[str, TensorEntry] = field(repr=False, default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.size for file in self.files)
+
+
+def to_text(
+    *,
+    attempt: str,
+    step: int | None,
+    world_size: int,
+    block: int,
+    extra: str,
+    entries: Mapping[str, TensorEntry],
+    files: tuple[FileEntry, ...],
+) -> str:
+    """Return the text of a record; `extra` is JSON already, `entries` are by the keys that the data files use."""
+    content = {
+        "attempt": attempt,
+        "step": step,
+        "world_size": world_size,
+        "block": block,
+        "files": [{"name": file.name, "bytes": file.size, "crc32": file.crcs} for file in files],
+        "tensors": {
+            key: {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": entry.shape,
+                "boxes": [[box.file, box.at, box.offsets, box.sizes] for box in entry.boxes],
+            }
+            for key, entry in entries.items()
+        },
+    }
+    text = f'{json.dumps(content)[:-1]}, "extra": {extra}}}'
+    return _BEGIN % (VERSION, zlib.crc32(text.encode())) + text + _END
+
+
+def read_record(folder: Path) -> CheckpointMetadata:
+    """Read and check the record of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another version of this library.
+    """
+    asked = f"cannot load the checkpoint {folder}"
+    path = folder / NAME
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        blame = f"it has no readable {NAME}, which is written when all else is complete"
+        there = sorted(entry.name for entry in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        seen = f"{error.strerror or error}: {path}\n  there is: {there}"
+        raise CheckpointError(explain(asked, blame, seen, "Checkpointer(root).latest()")) from None
+    try:
+        whole = json.loads(raw)
+        format_, version, crc = whole["format"], whole["version"], whole["crc32"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(asked, path, f"it is no such record: {type(error).__name__}: {error}") from None
+    if format_ != "hyper_parallel checkpoint" or version != VERSION:
+        blame = f"{NAME} is of format {format_!r}, version {version!r}"
+        seen = f"this library reads version {VERSION}: {path}"
+        raise CheckpointError(explain(asked, blame, seen, "the version of hyper_parallel that wrote it"))
+    text = raw.decode("ascii", "replace")
+    content = text[text.find("\n") + 1 : -len(_END)]
+    if _BEGIN % (VERSION, zlib.crc32(content.encode())) + content + _END != text:
+        raise _damaged(asked, path, f"its checksum is {zlib.crc32(content.encode()):08x}, and should be {crc}")
+    try:
+        return _parsed(json.loads(content))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(asked, path, f"it lacks something: {type(error).__name__}: {error}") from None
+
+
+def _parsed(content: dict[str, Any]) -> CheckpointMetadata:
+    entries = {
+        key: TensorEntry(
+            getattr(torch, entry["dtype"]),
+            tuple(entry["shape"]),
+            tuple(Box(file, at, tuple(offsets), tuple(sizes)) for file, at, offsets, sizes in entry["boxes"]),
+        )
+        for key, entry in content["tensors"].items()
+    }
+    tensors: dict[str, TensorEntry] = {}
+    per_rank: dict[str, dict[int, TensorEntry]] = {}
+    for key, entry in entries.items():
+        name, between, rank = key.partition(BETWEEN)
+        if between:
+            per_rank.setdefault(name, {})[int(rank.removeprefix("rank "))] = entry
+        else:
+            tensors[name] = entry
+    return CheckpointMetadata(
+        step=content["step"],
+        world_size=content["world_size"],
+        extra=decoded(content["extra"]),
+        tensors=tensors,
+        per_rank=per_rank,
+        files=tuple(FileEntry(file["name"], file["bytes"], tuple(file["crc32"])) for file in content["files"]),
+        attempt=content["attempt"],
+        block=content["block"],
+        by_key=entries,
+    )
+
+
+def _damaged(asked: str, path: Path, why: str) -> CheckpointError:
+    return CheckpointError(explain(asked, f"{NAME} is damaged", f"{path}: {why}", "an older checkpoint"))

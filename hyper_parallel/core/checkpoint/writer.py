@@ -1,0 +1,179 @@
+"""How a checkpoint gets onto the disk: one data file per rank, then the record, then the name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.core.checkpoint.files import BLOCK, BlockWriter, bytes_of, header_of
+from hyper_parallel.core.checkpoint.folders import put_in_place, sync_folder
+from hyper_parallel.core.checkpoint.parts import BETWEEN
+from hyper_parallel.core.checkpoint.record import NAME, Box, FileEntry, TensorEntry, to_text
+from hyper_parallel.core.dtensor.messages import explain
+
+__all__ = ["Writer"]
+
+Stage = Callable[[str], None]
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint, once."""
+
+    def __init__(
+        self,
+        folder: Path,
+        place: Path,
+        attempt: str,
+        *,
+        rank: int,
+        step: int | None,
+        extra: str,
+        on_stage: Stage,
+    ) -> None:
+        self._folder, self._place, self._attempt = folder, place, attempt
+        self._rank, self._step, self._extra = rank, step, extra
+        self._on_stage, self._block = on_stage, BLOCK
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: a writer is for one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the folder is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Never stand in for torch's own."""
+        return False
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, if it has anything to write."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan.items, planner) if plan.items else [])
+        return done
+
+    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        items = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn, tuple(item.index.offset or ())))
+        sizes = [_dtype(item).itemsize * _data(item).chunk.sizes.numel() for item in items]
+        entries = [
+            (_key(item), _dtype(item), tuple(_data(item).chunk.sizes), size)
+            for item, size in zip(items, sizes, strict=True)
+        ]
+        header = header_of(entries, {"format": "pt", "attempt": self._attempt, "rank": str(self._rank)})
+        path = self._place / f"data-{self._rank:05d}.safetensors"
+        total = len(header) + sum(sizes)
+        results: list[tuple[MetadataIndex, int, int]] = []  # what, how long, and where it begins
+        with _explained(self._folder, path, total) as opened:
+            file = opened[0] = BlockWriter(path, self._block)
+            file.write(memoryview(header))
+            for item, size in zip(items, sizes, strict=True):
+                self._on_stage("data")
+                results.append((item.index, size, file.size))
+                tensor = planner.resolve_data(item)
+                file.write(bytes_of(tensor))  # type: ignore[arg-type] # all items are tensors
+            assert file.size == total, "the header says how long the file is"
+            self._on_stage("sync")
+            file.finish()
+        entry = FileEntry(path.name, total, tuple(file.crcs))
+        told = [entry, *[None] * (len(results) - 1)]  # once is enough
+        return [
+            WriteResult(index, size, (self._rank, at, file))
+            for (index, size, at), file in zip(results, told, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the record, then let the folder be the checkpoint; the coordinator does this when all is written."""
+        places, files = {}, {}
+        for result in (result for of_rank in results for result in of_rank):
+            rank, at, file = result.storage_data
+            places[result.index.fqn, tuple(result.index.offset or ())] = rank, at
+            if file is not None:
+                files[rank] = file
+        number = {rank: index for index, rank in enumerate(sorted(files))}
+        entries = {}
+        for key in sorted(metadata.state_dict_metadata):
+            saved = metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata), "all entries are tensors"
+            boxes = []
+            for chunk in saved.chunks:
+                rank, at = places[key, tuple(chunk.offsets)]
+                boxes.append(Box(number[rank], at, tuple(chunk.offsets), tuple(chunk.sizes)))
+            entries[key] = TensorEntry(saved.properties.dtype, tuple(saved.size), tuple(boxes))
+        text = to_text(
+            attempt=self._attempt,
+            step=self._step,
+            world_size=len(results),
+            block=self._block,
+            extra=self._extra,
+            entries=entries,
+            files=tuple(files[rank] for rank in sorted(files)),
+        )
+        self._on_stage("record")
+        path = self._place / NAME
+        with _explained(self._folder, path, len(text)) as opened:
+            record = opened[0] = BlockWriter(path)
+            record.write(memoryview(text.encode()))
+            record.finish()
+            sync_folder(self._place)
+            self._on_stage("commit")
+            put_in_place(self._place, self._folder)
+        self._on_stage("committed")
+
+
+@contextmanager
+def _explained(folder: Path, path: Path, total: int) -> Iterator[list[BlockWriter | None]]:
+    """Close what is put into the list, and say of an OSError what it was about."""
+    opened: list[BlockWriter | None] = [None]
+    try:
+        yield opened
+    except OSError as error:
+        raise cannot_write(folder, path, error, opened[0].size if opened[0] else 0, total) from error
+    finally:
+        if opened[0] is not None:
+            opened[0].close()
+
+
+def cannot_write(folder: Path, path: Path, error: OSError, done: int, total: int) -> CheckpointError:
+    """Return the error for a disk that does not take what it is given."""
+    blame = f"{path.name!r} could not be written: {error.strerror or error}"
+    seen = f"after {done:,} of {total:,} bytes: {path}"
+    hint = "a folder that can be written to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        hint = f"free space under {folder.parent}; checkpoints that were complete before still are"
+    elif error.errno == errno.ENOENT and not os.path.isdir(path.parent):
+        hint = "a folder on a file system that all ranks share"
+    return CheckpointError(explain(f"cannot save the checkpoint {folder}", blame, seen, hint))
+
+
+def _data(item: WriteItem) -> Any:
+    assert item.tensor_data is not None, "all items are tensors"
+    return item.tensor_data
+
+
+def _dtype(item: WriteItem) -> Any:
+    return _data(item).properties.dtype
+
+
+def _key(item: WriteItem) -> str:
+    """The name in the data file: that of the tensor, and where the box begins if it is not all of it."""
+    data = _data(item)
+    if data.chunk.sizes == data.size:
+        return item.index.fqn
+    return f"{item.index.fqn}{BETWEEN}{','.join(map(str, data.chunk.offsets))}"

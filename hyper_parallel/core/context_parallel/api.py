@@ -1,0 +1,241 @@
+"""Context parallelism for a model: the object that knows a rank's tokens and computes attention over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.context_parallel.arguments import (
+    check_attention,
+    check_local_length,
+    check_mesh,
+    check_plain,
+    check_whole,
+    default_scale,
+    split_over,
+)
+from hyper_parallel.core.context_parallel.ring import Ring, Task, ring_attention
+from hyper_parallel.core.context_parallel.ulysses import shared_heads, to_heads, to_sequence
+from hyper_parallel.core.dtensor.mesh import axes_of
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.redistribute.eager import runs_eagerly
+from hyper_parallel.core.redistribute.groups import group_of
+
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ContextParallel:
+    """One rank's view of sequences that are split over the ranks of a mesh axis.
+
+        cp = ContextParallel(mesh["cp"], ulysses_degree=2)
+        tokens, targets = cp.split(tokens), cp.split(targets)
+        out = cp.attend(q, k, v)                               # of this rank's tokens, over all ranks' keys
+
+    Neighbouring ranks, `ulysses_degree` of them, exchange heads for tokens by an all_to_all; among these groups keys
+    and values travel around a ring of `ring_degree` ranks. Either may be one. See `SequenceSplit` for who holds what.
+
+    Communication: none but for making process groups, the first time, which all ranks of the mesh must take part in.
+
+    Args:
+        mesh: a mesh of one axis, such as mesh["cp"].
+        ulysses_degree: how many ranks share heads; must divide the axis, and the query heads of a rank. Default: all.
+        balance: give ring ranks two intervals each, so that all have as much to compute in causal attention.
+
+    Raises:
+        TypeError: no DeviceMesh, a degree that is no int.
+        ValueError: a mesh of several axes, or without the calling rank; a degree that does not divide the axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh, ulysses_degree: int | None = None, balance: bool = True) -> None:
+        self._mesh = check_mesh(mesh)
+        self.sequence = split_over(mesh.size(), ulysses_degree, balance)
+        self.rank: int = mesh.get_local_rank()
+        ranks, name = axes_of(mesh).ranks, axes_of(mesh).names[0]
+        members = tuple(int(rank) for rank in ranks)
+        part, slot = self.sequence.place(self.rank)
+        ulysses = self.sequence.ulysses
+        self._all = mesh.get_group()
+        self._heads = self._group(members[part * ulysses : (part + 1) * ulysses], f"{name}_ulysses")
+        around = members[slot::ulysses]
+        self._ring = Ring(self._group(around, f"{name}_ring"), around, part, self.sequence)
+
+    def _group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        """Return the group of some ranks of the mesh; a rank by itself never communicates, and gets that of all."""
+        return self._all if len(ranks) in (1, self.size) else group_of(ranks, (name,))
+
+    @property
+    def size(self) -> int:
+        """How many ranks share a sequence."""
+        return self.sequence.size
+
+    @property
+    def ulysses_degree(self) -> int:
+        """How many neighbouring ranks share heads."""
+        return self.sequence.ulysses
+
+    @property
+    def ring_degree(self) -> int:
+        """How many ranks keys and values travel around."""
+        return self.sequence.ring
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a whole sequence must be a multiple of."""
+        return self.sequence.multiple
+
+    def positions(self, seq_local: int) -> Tensor:
+        """Return where this rank's tokens stand in the whole sequence: (seq_local,) of int64, on the mesh's devices.
+
+        Args:
+            seq_local: how many tokens this rank has.
+
+        Raises:
+            ValueError: ranks cannot have so many each.
+        """
+        seq = check_local_length(self.sequence, seq_local) * self.size
+        found = [torch.arange(*ends, device=self._mesh.device_type) for ends in self.sequence.intervals(self.rank, seq)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def split(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's tokens of a whole tensor that all ranks have: tokens, targets, ids of documents.
+
+        Targets are cut as tokens are, so shift them by one before.
+
+        Args:
+            x: any plain tensor.
+            dim: the sequence; its size must be a multiple of `multiple`.
+
+        Raises:
+            TypeError: not a plain tensor.
+            ValueError: no such dim, or a size that cannot be split.
+        """
+        x, dim = check_whole(self.sequence, x, dim)
+        ends = self.sequence.intervals(self.rank, x.shape[dim])
+        found = [x.narrow(dim, start, stop - start) for start, stop in ends]
+        return found[0].contiguous() if len(found) == 1 else torch.cat(found, dim)
+
+    @runs_eagerly
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, documents: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the attention of this rank's queries to the keys of all ranks: (batch, heads, seq_local, head_dim).
+
+        Scores and sums are kept in float32, of float64 in float64. Under autocast the tensors are cast as
+        `scaled_dot_product_attention` casts them.
+
+        Communication, of U Ulysses ranks and R ring ranks, in each direction: two all_to_alls, of which each rank sends
+        (U - 1) / U of its queries, keys and values, and of its output; and R - 1 times keys and values of the heads
+        that it then has. Backward sends gradients of keys and values as often, in the dtype of sums, in addition.
+
+        Args:
+            q: (batch, heads, seq_local, head_dim), this rank's heads under tensor parallelism.
+            k: (batch, key and value heads, seq_local, head_dim); query head i uses head i // (heads / these). Where
+                Ulysses ranks cannot share them evenly, they are repeated as little as it takes.
+            v: as `k`.
+            is_causal: positions see no later ones.
+            documents: ids (batch, seq_local) of packed documents; tokens see their own document only.
+            scale: of the scores; default 1 / sqrt(head_dim).
+
+        Raises:
+            TypeError: DTensors, or dtypes that do not go together.
+            ValueError: shapes that do not go together, heads that the Ulysses ranks cannot share, a bad length.
+        """
+        check_plain(q, k, v)
+        q, k, v = _autocast(q, k, v)
+        check_attention(self.sequence, q, k, v, documents)
+        degree, ids = self.ulysses_degree, self._all_documents(documents)
+        if degree > 1:
+            times = shared_heads(k.shape[1], degree)
+            k, v = (x if times == 1 else x.repeat_interleave(times, dim=1) for x in (k, v))
+            q, k, v = to_heads((q, k, v), self._heads, degree)
+        scale = default_scale(q.shape[-1]) if scale is None else scale
+        if self.ring_degree > 1:
+            out = ring_attention(q, k, v, Task(self._ring, is_causal, scale, ids))
+        else:
+            out = _attention(q, k, v, is_causal, scale, None if ids is None else ids[0])
+        return to_sequence(out, self._heads, degree) if degree > 1 else out
+
+    def _all_documents(self, documents: Tensor | None) -> Tensor | None:
+        """Return the ids of all parts, (ring, batch, tokens of a part): one all_gather."""
+        if documents is None or self.size == 1:
+            return documents if documents is None else documents.unsqueeze(0)
+        gathered = documents.new_empty(self.size * documents.numel())  # gloo wants rows, or none at all
+        _all_gather_single(gathered, documents.flatten(), group=self._all)
+        by_rank = gathered.view(self.ring_degree, self.ulysses_degree, *documents.shape)
+        return by_rank.movedim(1, 2).flatten(2, 3)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Return the object itself: a copied model communicates in the same groups."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"ContextParallel({axes_of(self._mesh)}, ulysses_degree={self.ulysses_degree}, rank={self.rank})"
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast casts what goes into `scaled_dot_product_attention`."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, documents: Tensor | None) -> Tensor:
+    """Attend where all keys are here."""
+    mask: Tensor | None = None
+    if documents is not None:
+        mask = documents[:, None, :, None] == documents[:, None, None, :]
+        if is_causal:
+            mask, is_causal = mask.tril(), False
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def context_parallel(
+    model: nn.Module, mesh: DeviceMesh, ulysses_degree: int | None = None, balance: bool = True
+) -> ContextParallel:
+    """Let a model attend over all ranks of a mesh axis, each of which is then given its tokens of every sequence.
+
+        cp = context_parallel(model, mesh["cp"])
+        logits = model(cp.split(tokens))                       # of this rank's tokens
+        loss = cross_entropy(logits, cp.split(targets), reduction="sum") / number_of_targets
+        loss.backward()                                        # gradients are to be summed over the ranks
+
+    It sets `positions` of the model, and `attend` of every module in it that has such an attribute; for a Llama of this
+    library, or any model with these two seams. Call it after `shard_module`, before `fully_shard` and `torch.compile`.
+
+    Args:
+        model: the model, or a stage of it.
+        mesh: as in `ContextParallel`.
+        ulysses_degree: as in `ContextParallel`.
+        balance: as in `ContextParallel`.
+
+    Raises:
+        TypeError: no module, no mesh, or a model without the two seams.
+        ValueError: as `ContextParallel`.
+    """
+    asked = "cannot make the model attend over several ranks"
+    given: object = model
+    if not isinstance(given, nn.Module):
+        blame = f"model is a {type(given).__name__}, not an nn.Module"
+        raise TypeError(explain(asked, blame, f"model: {type(given)!r}", "context_parallel(model, mesh['cp'])"))
+    attentions = [module for module in model.modules() if "attend" in vars(module)]
+    if not hasattr(model, "positions") or not attentions:
+        missing = [] if hasattr(model, "positions") else ["attribute 'positions' of the model"]
+        missing += [] if attentions else ["attribute 'attend' of its attention modules"]
+        hint = "a Llama of hyper_parallel.models, or call ContextParallel.attend and .positions in your model"
+        raise TypeError(explain(asked, f"no {', no '.join(missing)}", f"model: {type(model).__name__}", hint))
+    found = ContextParallel(mesh, ulysses_degree, balance)
+    model.positions = found.positions  # type: ignore[assignment]
+    for module in attentions:
+        module.attend = found.attend  # type: ignore[assignment]
+    return found

@@ -1,0 +1,173 @@
+"""What is wrong with a call, said before anything is communicated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.core.context_parallel.index import SequenceSplit
+from hyper_parallel.core.dtensor.mesh import axes_of
+from hyper_parallel.core.dtensor.messages import explain
+
+
+def check_mesh(mesh: object) -> DeviceMesh:
+    """Return a mesh that context parallelism can run on.
+
+    Raises:
+        TypeError: not a DeviceMesh.
+        ValueError: it has several axes, its ranks are out of order, or the calling rank is not on it.
+    """
+    axes, asked = axes_of(mesh), "cannot set up context parallelism"
+    assert isinstance(mesh, DeviceMesh)
+    seen = f"mesh: {axes}   ranks: {list(axes.ranks)}"
+    if mesh.ndim != 1:
+        blame = f"the mesh has {mesh.ndim} axes, and a sequence is split over one"
+        name = "cp" if "cp" in axes.names else axes.names[-1]
+        raise ValueError(explain(asked, blame, seen, f"mesh[{name!r}]"))
+    if list(axes.ranks) != sorted(axes.ranks):
+        blame = "the ranks of the mesh are not in increasing order, and process groups have no other"
+        raise ValueError(explain(asked, blame, seen, "the axis of a mesh from init_device_mesh"))
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            explain(asked, "the calling rank is not on the mesh", seen, "call it on the mesh's ranks only")
+        )
+    return mesh
+
+
+def split_over(size: int, ulysses_degree: object, balance: object) -> SequenceSplit:
+    """Return how a sequence is split over some ranks.
+
+    Raises:
+        TypeError: a degree that is no int, a balance that is no bool.
+        ValueError: a degree that does not divide the number of ranks.
+    """
+    asked = f"cannot split sequences over {size} rank{'s' * (size != 1)}"
+    works = [degree for degree in range(1, size + 1) if size % degree == 0]
+    seen, hint = f"ulysses_degree: {ulysses_degree!r}   ranks: {size}", f"ulysses_degree = one of {works}"
+    degree = size if ulysses_degree is None else ulysses_degree
+    if isinstance(degree, bool) or not isinstance(degree, int):
+        raise TypeError(explain(asked, f"ulysses_degree is a {type(degree).__name__}, not an int", seen, hint))
+    if not isinstance(balance, bool):
+        blame = f"balance is a {type(balance).__name__}, not a bool"
+        raise TypeError(explain(asked, blame, f"balance: {balance!r}", "balance=True"))
+    if degree not in works:
+        raise ValueError(explain(asked, "ulysses_degree does not divide the number of ranks", seen, hint))
+    return SequenceSplit(size // degree, degree, balance)
+
+
+def check_local_length(split: SequenceSplit, seq_local: object) -> int:
+    """Return how many tokens a rank has, if a sequence can be split into such parts.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: below one, or odd where ranks hold two intervals.
+    """
+    asked, seen = "cannot tell the positions of a rank's tokens", f"tokens on this rank: {seq_local!r}   {_said(split)}"
+    hint = f"sequences whose length is a multiple of {split.multiple}, cut by ContextParallel.split"
+    if isinstance(seq_local, bool) or not isinstance(seq_local, int):
+        raise TypeError(explain(asked, f"their number is a {type(seq_local).__name__}, not an int", seen, hint))
+    if seq_local < 1 or seq_local * split.size % split.multiple:
+        blame = "there are none" if seq_local < 1 else "a rank holds two intervals of one length, so an even number"
+        raise ValueError(explain(asked, blame, seen, hint))
+    return seq_local
+
+
+def check_whole(split: SequenceSplit, x: object, dim: int) -> tuple[Tensor, int]:
+    """Return a tensor that can be split over the sequence, and the dim from 0.
+
+    Raises:
+        TypeError: not a plain tensor.
+        ValueError: no such dim, or a length that cannot be split.
+    """
+    asked = f"cannot split dim {dim!r} over the sequence"
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        blame = f"x is a {type(x).__name__}, not a plain tensor"
+        raise TypeError(explain(asked, blame, f"x: {type(x)!r}", "the whole tensor, alike on all ranks"))
+    seen = f"shape: {tuple(x.shape)}   {_said(split)}"
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(explain(asked, f"a tensor of {x.ndim} dims has no such dim", seen, "dim=1 of (batch, seq)"))
+    length, multiple = x.shape[dim], split.multiple
+    if length % multiple or not length:
+        blame = f"its size {length} is not a multiple of {multiple}"
+        below, above = length // multiple * multiple, (length // multiple + 1) * multiple
+        fits = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(explain(asked, blame, seen, f"a length of {fits}, padded with targets of -100"))
+    return x, dim % x.ndim
+
+
+def check_heads(split: SequenceSplit, heads: int, kv_heads: int) -> None:
+    """Refuse query heads that the ranks cannot share.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    if heads % split.ulysses:
+        works = [d for d in range(1, split.size + 1) if split.size % d == 0 and heads % d == 0]
+        asked = f"cannot share {heads} query heads among {split.ulysses} ranks"
+        seen = f"heads of this rank: {heads} of queries, {kv_heads} of keys   {_said(split)}"
+        raise ValueError(explain(asked, "ulysses_degree must divide them", seen, f"ulysses_degree = one of {works}"))
+
+
+def check_plain(q: object, k: object, v: object) -> None:
+    """Refuse what is no plain tensor.
+
+    Raises:
+        TypeError: something else, or a DTensor.
+    """
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+            blame = f"{name} is a {type(x).__name__}, not a plain tensor"
+            hint = "x.to_local() of a DTensor split by heads"
+            raise TypeError(explain("cannot attend", blame, f"{name}: {type(x)!r}", hint))
+
+
+def check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, documents: object) -> None:
+    """Refuse what is no attention, or none that can be split.
+
+    Raises:
+        TypeError: dtypes that do not go together, or documents that are no numbers.
+        ValueError: shapes that do not go together, heads that cannot be shared, a length that cannot be.
+    """
+    asked, hint = "cannot attend", "q (batch, heads, seq, head_dim); k and v alike, with heads that divide those of q"
+    seen = f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.shape != v.shape or k.ndim != 4:
+        raise ValueError(explain(asked, "q needs four dims, and k and v the same four", seen, hint))
+    if (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):
+        blame = "q and k differ in batch, tokens or head_dim, and every rank needs queries and keys of the same tokens"
+        raise ValueError(explain(asked, blame, seen, hint))
+    if not k.shape[1] or not q.shape[1] or q.shape[1] % k.shape[1]:
+        blame = f"{q.shape[1]} query heads cannot share {k.shape[1]} key and value heads evenly"
+        raise ValueError(explain(asked, blame, seen, hint))
+    if not (q.dtype == k.dtype == v.dtype and q.dtype.is_floating_point):
+        seen = f"dtypes: q {q.dtype}, k {k.dtype}, v {v.dtype}"
+        raise TypeError(explain(asked, "q, k and v must be of one floating dtype", seen, "k.to(q.dtype)"))
+    check_heads(split, q.shape[1], k.shape[1])
+    check_local_length(split, q.shape[2])
+    if documents is not None:
+        _check_documents(asked, documents, (q.shape[0], q.shape[2]))
+
+
+def _check_documents(asked: str, documents: object, shape: Sequence[int]) -> None:
+    hint = "cp.split(ids), where ids (batch, seq) numbers the document of every token"
+    if not isinstance(documents, Tensor) or isinstance(documents, DTensor):
+        blame = f"documents is a {type(documents).__name__}, not a plain tensor"
+        raise TypeError(explain(asked, blame, f"documents: {type(documents)!r}", hint))
+    seen = f"documents: {tuple(documents.shape)} of {documents.dtype}   tokens of this rank: {tuple(shape)}"
+    if documents.dtype.is_floating_point or documents.dtype in (torch.bool, torch.complex64, torch.complex128):
+        raise TypeError(explain(asked, "documents must be whole numbers", seen, hint))
+    if tuple(documents.shape) != tuple(shape):
+        raise ValueError(explain(asked, "documents must have an id for each token of this rank", seen, hint))
+
+
+def default_scale(head_dim: int) -> float:
+    """Return what scores are multiplied by (Vaswani et al. 2017, section 3.2.1)."""
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+
+
+def _said(split: SequenceSplit) -> str:
+    return f"ranks: {split.ring} of the ring x {split.ulysses} of Ulysses"

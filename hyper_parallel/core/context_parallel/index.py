@@ -1,0 +1,129 @@
+"""Which positions of a sequence each rank holds, and which of them can see which: arithmetic, without a tensor.
+
+A ring rank's *part* is what it works on in the ring; the ranks of its Ulysses group hold a slice of the part each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Visible(NamedTuple):
+    """The queries of one part that see something of another part, and what they see, counted from the parts' starts.
+
+    Attributes:
+        first_query: these and all later queries see keys.
+        num_keys: the first so many keys are seen.
+        causal: query i sees keys up to i only; such a block has as many queries as keys. Else all see all.
+    """
+
+    first_query: int
+    num_keys: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """How a sequence is cut over the ranks of a context-parallel axis.
+
+    >>> SequenceSplit(ring=2).intervals(0, 16), SequenceSplit(ring=2).intervals(1, 16)
+    (((0, 4), (12, 16)), ((4, 8), (8, 12)))
+    >>> SequenceSplit(ring=2, ulysses=2).intervals(1, 16)
+    ((12, 16),)
+
+    In causal attention late positions see more than early ones. So with `balance` a sequence is cut into 2 * ring
+    pieces, and ring rank r holds pieces r and 2 * ring - 1 - r: all have the same to compute (the "zigzag" of Llama 3,
+    Llama Team 2024, section 3.3.2). Without, ring rank r holds the r-th interval. Within a part the Ulysses ranks,
+    which are neighbours, hold slices in order.
+
+    Args:
+        ring: ranks that keys and values travel around.
+        ulysses: ranks that share the heads of a part.
+        balance: cut in two intervals that even out causal attention.
+    """
+
+    ring: int = 1
+    ulysses: int = 1
+    balance: bool = True
+
+    @property
+    def size(self) -> int:
+        """How many ranks share a sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether a part is two intervals."""
+        return self.balance and self.ring > 1
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a sequence must be a multiple of.
+
+        >>> [SequenceSplit(4).multiple, SequenceSplit(4, balance=False).multiple, SequenceSplit(2, 2).multiple]
+        [8, 4, 4]
+        >>> SequenceSplit(2, 3).multiple
+        12
+        """
+        odd = self.zigzag and self.ulysses % 2
+        return self.size * (2 if odd else 1)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return which part a rank works on, and which slice of it the rank holds.
+
+        >>> SequenceSplit(ring=2, ulysses=3).place(4)
+        (1, 1)
+        """
+        return divmod(rank, self.ulysses)
+
+    def part(self, ring_rank: int, seq: int) -> tuple[tuple[int, int], ...]:
+        """Return the intervals [start, stop) of the part of a ring rank, in the order in which they lie there."""
+        if not self.zigzag:
+            length = seq // self.ring
+            return ((ring_rank * length, (ring_rank + 1) * length),)
+        piece, late = seq // (2 * self.ring), 2 * self.ring - 1 - ring_rank
+        return ((ring_rank * piece, (ring_rank + 1) * piece), (late * piece, (late + 1) * piece))
+
+    def intervals(self, rank: int, seq: int) -> tuple[tuple[int, int], ...]:
+        """Return the intervals [start, stop) of positions that a rank holds, in the order in which it holds them.
+
+        Args:
+            rank: place on the context-parallel axis.
+            seq: length of the whole sequence, in tokens; divisible by `multiple`.
+        """
+        ring_rank, slot = self.place(rank)
+        length = seq // self.size
+        found, offset = [], -slot * length  # of what is left of the part, from the start of the slice
+        for start, stop in self.part(ring_rank, seq):
+            low, high = max(offset, 0), min(offset + stop - start, length)
+            if low < high:
+                found.append((start + low - offset, start + high - offset))
+            offset += stop - start
+        return tuple(found)
+
+    def visible(self, query_rank: int, key_rank: int, length: int, causal: bool) -> Visible | None:
+        """Return what the queries of a ring rank's part see of the keys of another one's, None for nothing.
+
+        >>> split = SequenceSplit(ring=4)
+        >>> split.visible(1, 1, 8, causal=True), split.visible(1, 0, 8, causal=True)
+        (Visible(first_query=0, num_keys=8, causal=True), Visible(first_query=0, num_keys=4, causal=False))
+        >>> split.visible(1, 2, 8, causal=True)
+        Visible(first_query=4, num_keys=8, causal=False)
+
+        Args:
+            query_rank: ring rank whose queries they are.
+            key_rank: ring rank whose keys they are.
+            length: tokens of a part.
+            causal: positions see no later ones.
+        """
+        if not causal:
+            return Visible(0, length, causal=False)
+        if query_rank == key_rank:
+            return Visible(0, length, causal=True)
+        if self.zigzag:
+            # The first half of an earlier rank's part is before all of this one's, its second half after it; of a later
+            # rank's part both halves lie between this one's two.
+            earlier = key_rank < query_rank
+            return Visible(0, length // 2, causal=False) if earlier else Visible(length // 2, length, causal=False)
+        return Visible(0, length, causal=False) if key_rank < query_rank else None

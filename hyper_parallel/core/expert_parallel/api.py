@@ -1,0 +1,140 @@
+"""`expert_parallel`: give each rank some of the experts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.mesh import axes_of
+from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.expert_parallel.balance import routers_of
+from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Ranks
+from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.shard.local_params import OWN_PARTS, is_unit
+
+__all__ = ["expert_parallel"]
+
+_ASKED = "cannot split the experts"
+_DEFAULTS = {"ep": "ep", "tp": "tp", "cp": "cp"}
+
+
+def expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", tp: str = "tp", cp: str = "cp", etp: int | None = None
+) -> nn.Module:
+    """Split the experts of a model over ranks, in place; tokens then go to the ranks that have their experts.
+
+        mesh = init_device_mesh("npu", (2, 4, 2), mesh_dim_names=("dp_shard", "ep", "tp"))
+        expert_parallel(model, mesh)
+        shard_module(model, mesh["tp"], moe_plan(model, mesh["tp"]))  # the rest of the model, for tp
+        for block in model.layers:
+            fully_shard(block.mlp.experts, mesh=mesh["dp_shard"])  # experts are split over ep already
+            fully_shard(block, mesh=mesh["dp_shard", "ep"]._flatten("fsdp"))  # all other ranks with different tokens
+
+    Weights of every `GroupedExperts` become DTensors on the axes ep and tp, of which each rank keeps its experts. Ranks
+    along ep have different tokens. Inside of an expert tp either splits the inner width (`etp` its degree): ranks along
+    it are given the same tokens, and return shares of a sum. Or it splits nothing (`etp=1`): they are given different
+    tokens, parts of the same sequences, for whole experts. What brings tokens there is the plan, see `moe_plan`.
+
+    Communication: none now; see `GroupedExperts.forward`. Where each expert is whole and tp there, its gradients are
+    added up over tp, by one all_reduce per weight and backward.
+
+    Args:
+        model: a module with `GroupedExperts` and `Router` in it, whose weights are whole and alike on all ranks, or on
+            the meta device. Before `fully_shard`.
+        mesh: the mesh, with all its axes. An axis that it does not have counts as one rank.
+        ep: the axis that splits the experts.
+        tp: the axis of tensor parallelism.
+        cp: the axis that splits sequences, for the auxiliary loss.
+        etp: the degree of tp, or 1. Default: the degree of tp.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: no mesh.
+        ValueError: no experts in the model; experts or an inner width that the ranks cannot share evenly; an `etp` that
+            is neither; no such axis; weights that are split already.
+    """
+    sizes = _sizes(mesh, {"ep": ep, "tp": tp, "cp": cp})
+    degree = sizes["tp"] if etp is None else etp
+    found = _checked(model, sizes, degree)
+    wanted = [name for word, name in (("ep", ep), ("tp", tp)) if sizes[word] > 1]
+    held = tuple(name for name in axes_of(mesh).names if name in wanted)
+    if held:
+        layouts = _layouts(mesh[held], ep, tp if degree > 1 else None)
+        for _, experts in found:
+            for name, layout in layouts.items():
+                _split(experts, name, layout)
+            experts.__dict__[OWN_PARTS] = True
+            if sizes["ep"] > 1:
+                experts.exchange = Ranks(mesh.get_group(ep))
+    between = (Ranks(mesh.get_group(tp)),) if sizes["tp"] > degree else ()
+    along = (Ranks(mesh.get_group(cp)),) if sizes["cp"] > 1 else ()
+    for _, router in routers_of(model):
+        router.sequence_ranks, router.token_ranks, router.copies = (*along, *between), between, degree
+    return model
+
+
+def _sizes(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of ranks for each of the roles."""
+    given: object = mesh
+    if not isinstance(given, DeviceMesh):
+        blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
+        hint = 'init_device_mesh("npu", (2, 4), mesh_dim_names=("dp_shard", "ep"))'
+        raise TypeError(explain(_ASKED, blame, f"mesh: {mesh!r}", hint))
+    axes = axes_of(mesh)
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
+    for word, name in names.items():
+        if name not in sizes and name != _DEFAULTS[word]:
+            hint = f"{word}={nearest(name, axes.names)}"
+            raise ValueError(explain(_ASKED, f"{word}={name!r} is no axis of the mesh", f"mesh: {axes}", hint))
+    return {word: sizes.get(name, 1) for word, name in names.items()}
+
+
+def _checked(model: nn.Module, sizes: Mapping[str, int], etp: int) -> list[tuple[str, GroupedExperts]]:
+    """Return the experts, by name."""
+    seen = ", ".join(f"{word}={size}" for word, size in sizes.items()) + f", etp={etp}"
+    if etp not in (1, sizes["tp"]):
+        blame = "inside of an expert tp splits either the inner width, on all its ranks, or nothing"
+        raise ValueError(explain(_ASKED, blame, seen, f"etp={sizes['tp']}, or etp=1"))
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
+    if not found:
+        blame = f"there are none in this {type(model).__name__}"
+        raise ValueError(
+            explain(_ASKED, blame, seen, "a model with GroupedExperts, such as hyper_parallel.models.MoELlama")
+        )
+    for name, experts in found:
+        for word, size, degree in (
+            ("num_experts", experts.num_experts, sizes["ep"]),
+            ("inner_size", experts.inner_size, etp),
+        ):
+            if size % degree:
+                axis = "ep" if word == "num_experts" else "etp"
+                fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+                blame = f"the {degree} ranks of {axis} cannot share {word}={size} of {name!r} evenly"
+                raise ValueError(explain(_ASKED, blame, seen, f"{axis} one of {fits}"))
+        if is_unit(experts) or any(isinstance(weight, DTensor) for weight in experts.parameters()):
+            blame = f"the weights of {name!r} are split already"
+            raise ValueError(explain(_ASKED, blame, seen, "expert_parallel once, before shard_module and fully_shard"))
+    return found
+
+
+def _layouts(mesh: DeviceMesh, ep: str, tp: str | None) -> dict[str, Layout]:
+    base = Layout.from_device_mesh(mesh)
+    first = ep if ep in base.alias_name else "None"
+    inner = tp or "None"
+    return {"w1": base(first, inner, "None"), "w2": base(first, "None", inner), "w3": base(first, inner, "None")}
+
+
+def _split(experts: GroupedExperts, name: str, layout: Layout) -> None:
+    whole = experts.get_parameter(name)
+    with torch.no_grad():
+        part = whole[layout.local_slice(tuple(whole.shape))].clone(memory_format=torch.contiguous_format)
+        new = nn.Parameter(from_local(part, layout, shape=whole.shape), requires_grad=whole.requires_grad)
+    new.__dict__.update(whole.__dict__)
+    experts._parameters[name] = new

@@ -1,0 +1,134 @@
+"""Many feed-forwards as three tensors, each applied to the tokens that are routed to it; no token is dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.expert_parallel.exchange import exchange_counts, exchange_rows
+from hyper_parallel.core.expert_parallel.order import Order, restored, sorted_copies, sorted_rows
+from hyper_parallel.core.redistribute.boundary import to_local
+from hyper_parallel.core.redistribute.eager import runs_eagerly
+
+__all__ = ["GroupedExperts", "Ranks"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group that copies of a model share."""
+
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+
+class GroupedExperts(nn.Module):
+    """Experts, each a SwiGLU feed-forward: w2[e](silu(w1[e] x) * w3[e] x).
+
+    >>> experts = GroupedExperts(num_experts=4, hidden_size=8, inner_size=6)
+    >>> index, weights = torch.tensor([[0, 3], [3, 1], [0, 1]]), torch.full((3, 2), 0.5)
+    >>> experts(torch.randn(3, 8), index, weights).shape
+    torch.Size([3, 8])
+
+    `expert_parallel` splits the experts over ranks.
+
+    Args:
+        num_experts: how many.
+        hidden_size: width of a token.
+        inner_size: width inside of one expert.
+
+    Attributes:
+        w1: (num_experts, inner_size, hidden_size).
+        w2: (num_experts, hidden_size, inner_size).
+        w3: as `w1`.
+        exchange: the ranks that the experts are split over; None: all are here.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, inner_size: int) -> None:
+        super().__init__()
+        self.num_experts, self.hidden_size, self.inner_size = num_experts, hidden_size, inner_size
+        self.w1 = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
+        self.w2 = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
+        self.w3 = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
+        self.exchange: Ranks | None = None
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """Say the sizes."""
+        return f"{self.num_experts}, hidden_size={self.hidden_size}, inner_size={self.inner_size}"
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw weights with the variance that keeps a token's."""
+        for weight in (self.w1, self.w2, self.w3):
+            weight.normal_(0.0, weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return for each token the sum of what its experts make of it, times their weights.
+
+        Args:
+            x: (tokens, hidden_size); any number of tokens, also none.
+            index: which experts a token goes to, int64 (tokens, experts per token).
+            weights: of these, as `index`.
+
+        Communication with experts split over n ranks: forward one all_to_all of counts and two of tokens (there and
+        back), each (n - 1) / n of tokens * experts per token * hidden_size elements where the load is even; backward
+        two of gradients.
+        """
+        return self._run(x, index, weights)
+
+    @runs_eagerly
+    def _run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        per_token = index.shape[1]
+        order = Order.by(index.flatten(), self.num_experts)
+        rows = sorted_copies(x, order, per_token)
+        out = self._here(rows, order.counts.tolist()) if self.exchange is None else self._elsewhere(rows, order.counts)
+        out = restored(out, order).view(*index.shape, x.shape[-1])
+        return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def _elsewhere(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Let the ranks that have the experts compute, on rows in the order of experts."""
+        assert self.exchange is not None, "the caller looks"
+        group = self.exchange.group
+        to = counts.view(group.size(), -1)
+        come = exchange_counts(to, group)
+        sent, received = torch.stack((to.sum(1), come.sum(1))).tolist()  # the one place that waits for the device
+        arrived = exchange_rows(rows, sent, received, group)
+        own = come.shape[1]
+        expert = torch.arange(own, device=rows.device).repeat(group.size()).repeat_interleave(come.flatten())
+        order = Order.by(expert, own)
+        out = restored(self._here(sorted_rows(arrived, order), order.counts.tolist()), order)
+        return exchange_rows(out, received, sent, group)
+
+    def _here(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Compute this rank's experts, on rows in the order of experts.
+
+        One that has got no rows computes on none, so that all weights get gradients, on every rank: who shards them
+        further waits for these.
+        """
+        w1, w2, w3 = (_own_part(weight).unbind() for weight in (self.w1, self.w2, self.w3))
+        parts = rows.split(counts)
+        return torch.cat(
+            [
+                F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+                for part, gate, down, up in zip(parts, w1, w2, w3, strict=True)
+            ]
+        )
+
+
+def _own_part(weight: Tensor) -> Tensor:
+    """Return this rank's part of a parameter. Ranks that hold the same part have computed on tokens of their own."""
+    if not isinstance(weight, DTensor):
+        return weight
+    layout = Layout.of(weight)
+    split = {layout.alias_name[axis] for chain in layout.splits(weight.dim()) for axis in chain}
+    whole = {name: "sum" for name in layout.alias_name if name not in split}
+    return to_local(weight, grad_layout=layout(*(layout.alias_placements or ()), partial=whole) if whole else None)

@@ -1,0 +1,171 @@
+"""What goes from one stage to the next: plain tensors, each a rank's part of a DTensor where modules work on those.
+
+Between the modules of a tensor-parallel model values are DTensors, such as a residual stream that is split over the
+sequence. Ranks at the same place along the other axes hold the same part on every stage. So a stage sends its part as
+it is, and the next stage makes a DTensor of it again, on its own mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.shard.crossing import enter, leave
+
+__all__ = ["Boundary", "Meta", "plain_loss"]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What is known of a tensor between two stages before it is there.
+
+    Attributes:
+        shape: of a rank's part.
+        dtype: its dtype.
+        whole: shape of the DTensor that it is a part of; None for a plain tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    whole: tuple[int, ...] | None = None
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor like it, without data."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point)
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """A tensor like it, of zeros, which wants a gradient if it can have one."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=self.dtype.is_floating_point)
+
+    def __str__(self) -> str:
+        part = "" if self.whole is None else f", a part of {self.whole}"
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}{part}"
+
+
+class Boundary:
+    """How values pass from a stage to the next.
+
+    Args:
+        layout: of the DTensors between stages, on a mesh of this rank; None: plain tensors. A sequence: one for each
+            tensor, where a stage returns several.
+
+    Raises:
+        TypeError: neither.
+        ValueError: a layout without a mesh, without an assignment, or with a reduction pending.
+    """
+
+    def __init__(self, layout: Layout | Sequence[Layout | None] | None) -> None:
+        self.layout = layout
+        for one in (layout,) if isinstance(layout, Layout) or layout is None else layout:
+            _check_layout(layout, one)
+
+    def layouts(self, count: int) -> list[Layout | None]:
+        """The layout of each of `count` tensors."""
+        if isinstance(self.layout, Layout) or self.layout is None:
+            return [self.layout] * count
+        return list(self.layout)
+
+    def outgoing(self, stage: int, output: Any) -> tuple[torch.Tensor, ...]:
+        """Return what a stage sends: contiguous parts.
+
+        Raises:
+            TypeError: it returned something else than a tensor or a tuple of tensors.
+            ValueError: a DTensor where a plain tensor was to be, or the other way round; more or fewer tensors.
+        """
+        asked = f"cannot send what stage {stage} returned"
+        values = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            kinds = ", ".join(type(value).__name__ for value in values)
+            raise TypeError(explain(asked, "only tensors can go to the next stage", f"returned: {kinds}", "a tensor"))
+        layouts = self.layouts(len(values))
+        if len(layouts) != len(values):
+            seen = f"tensors: {len(values)}   layouts: {len(layouts)}"
+            raise ValueError(explain(asked, "there must be a layout for each tensor", seen, "one layout for all"))
+        return tuple(_part(asked, value, layout) for value, layout in zip(values, layouts, strict=True))
+
+    def metas(self, output: Any, parts: Sequence[torch.Tensor]) -> tuple[Meta, ...]:
+        """Return what there is to know about what was sent, given what the stage returned."""
+        values = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        return tuple(
+            Meta(tuple(part.shape), part.dtype, tuple(value.shape) if isinstance(value, DTensor) else None)
+            for value, part in zip(values, parts, strict=True)
+        )
+
+    def incoming(self, parts: Sequence[torch.Tensor], metas: Sequence[Meta]) -> tuple[torch.Tensor, ...]:
+        """Return what a stage is given, of the parts that have come."""
+        layouts = self.layouts(len(parts))
+        passed = tuple(_Contiguous.apply(part) if part.requires_grad else part for part in parts)
+        return tuple(
+            part if layout is None or meta.whole is None else leave(part, layout, meta.whole)
+            for part, layout, meta in zip(passed, layouts, metas, strict=True)
+        )
+
+
+class _Contiguous(torch.autograd.Function):
+    """The identity; its gradient is contiguous, as what is sent has to be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+def plain_loss(loss: Any) -> torch.Tensor:
+    """Return the loss of a micro-batch as a plain tensor without dims.
+
+    >>> plain_loss(torch.ones(1, 1)).shape
+    torch.Size([])
+
+    A DTensor becomes the whole number, which all ranks of its mesh then have; pending sums are added up.
+
+    Args:
+        loss: what a loss function returned.
+
+    Raises:
+        TypeError: no tensor of one element.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        kind = f"a {type(loss).__name__}" + (f" of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else "")
+        hint = "loss_fn=lambda output, target: a tensor without dims, this micro-batch's share of the loss"
+        raise TypeError(explain("cannot use the loss", f"loss_fn returned {kind}", f"loss: {loss!r}", hint))
+    if isinstance(loss, DTensor):
+        whole = Layout.of(loss).reset_partial()
+        loss = enter(loss, whole, whole)
+    return loss.reshape(())
+
+
+def _part(asked: str, value: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    if layout is None and isinstance(value, DTensor):
+        seen = f"layout: {Layout.of(value)}   shape: {tuple(value.shape)}"
+        hint = "Pipeline(..., boundary=layout), with the layout of the values between stages"
+        raise ValueError(explain(asked, "it is a DTensor, and no boundary was given", seen, hint))
+    if layout is not None and not isinstance(value, DTensor):
+        seen = f"boundary: {layout}   shape: {tuple(value.shape)}"
+        hint = "boundary=None, or a stage whose last module returns a DTensor"
+        raise ValueError(explain(asked, "it is a plain tensor, and a boundary of DTensors was given", seen, hint))
+    # Ranks that hold the same compute the same: their gradients are one gradient, and each sends all of it.
+    part = value if layout is None else enter(value, layout, layout)  # type: ignore[arg-type]
+    return part.contiguous()
+
+
+def _check_layout(given: object, layout: object) -> None:
+    asked = "cannot pass values between stages"
+    if layout is None:
+        return
+    hint = 'boundary=Layout.from_device_mesh(mesh["tp"])("None", "tp", "None")'
+    if not isinstance(layout, Layout):
+        blame = f"boundary is a {type(layout).__name__}, not a Layout"
+        raise TypeError(explain(asked, blame, f"boundary: {given!r}", hint))
+    if layout.mesh is None or layout.tensor_map is None or layout.is_partial():
+        lacks = "has a reduction pending" if layout.is_partial() else "has no mesh"
+        lacks = "has no entries for dims" if layout.tensor_map is None else lacks
+        raise ValueError(explain(asked, f"its layout {lacks}", f"boundary: {layout}", hint))

@@ -1,0 +1,145 @@
+"""A stage as torch's schedules run it: it counts the loss itself, and leaves gradients to who reduces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.fully_shard.held import keep_gradients, reduce_gradients
+from hyper_parallel.core.pipeline.boundary import Boundary, Meta, plain_loss
+
+__all__ = ["Place", "Stage"]
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage stands.
+
+    Attributes:
+        index: its number.
+        count: how many stages there are.
+        device: where it computes.
+        group: the ranks along the pipeline axis.
+        splits_backward: whether gradients of inputs and of weights are computed apart.
+    """
+
+    index: int
+    count: int
+    device: torch.device
+    group: dist.ProcessGroup
+    splits_backward: bool
+
+
+class Stage(PipelineStage):
+    """A stage of a `Pipeline`.
+
+    What the last stage returns to torch is the loss of a micro-batch, and not its output: nobody keeps that for longer
+    than the micro-batch needs it, and it may be of any kind. Everything that torch is told about shapes is known
+    before, so that it has nothing to find out by a trial run.
+
+    Args:
+        module: the layers of this stage.
+        place: where it stands.
+        boundary: how values pass.
+        received: what comes from the stage before; of the first stage, what the caller gives it.
+        sent: what goes to the next stage; empty for the last one.
+        loss_fn: from an output and its target to the loss.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        place: Place,
+        boundary: Boundary,
+        received: Sequence[Meta],
+        sent: Sequence[Meta],
+        loss_fn: LossFn,
+    ) -> None:
+        self.boundary, self.received, self.sent, self.loss_fn = boundary, tuple(received), tuple(sent), loss_fn
+        self.targets: Sequence[Any] = ()  # one per micro-batch, of a step under way
+        self.waits_for_reduction = False  # of gradients, in a step under way
+        self.error: Exception | None = None  # what this stage's own code raised, which torch hides in another one
+        self._micro_batch = -1
+        self._splits_backward = place.splits_backward
+        inputs = tuple(meta.on_meta() for meta in received)
+        outputs = tuple(meta.on_meta() for meta in sent) or (Meta((), torch.float32).on_meta(),)
+        super().__init__(
+            module, place.index, place.count, place.device, input_args=inputs, output_args=outputs, group=place.group
+        )
+
+    def begin(self, targets: Sequence[Any], *, training: bool) -> None:
+        """A step starts."""
+        self.targets, self.waits_for_reduction, self.error = targets, training, None
+
+    def end(self) -> None:
+        """A step is through, or has failed: let go of its tensors."""
+        self.targets, self.waits_for_reduction = (), False
+        self.clear_runtime_states()
+
+    # -- what torch calls ----------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a micro-batch."""
+        self._micro_batch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of a micro-batch, or the loss."""
+        try:
+            given = args if self.is_first else self.boundary.incoming(args, self.received)
+            output = self.submod(*given, **kwargs)
+            if self.is_last:
+                return self._detachable(plain_loss(self.loss_fn(output, self.targets[self._micro_batch])))
+            parts = self.boundary.outgoing(self.stage_index, output)
+            self._check_sent(self.boundary.metas(output, parts))
+        except Exception as error:
+            self.error = error
+            raise
+        return tuple(map(self._detachable, parts))
+
+    def _detachable(self, output: torch.Tensor) -> torch.Tensor:
+        """Torch detaches outputs in place where it splits backwards, which it cannot do to views."""
+        return output.clone() if self._splits_backward and output._is_view() else output
+
+    def _check_sent(self, metas: tuple[Meta, ...]) -> None:
+        if metas != self.sent:
+            asked = f"cannot send what stage {self.stage_index} returned for micro-batch {self._micro_batch}"
+            now, before = (", ".join(map(str, which)) for which in (metas, self.sent))
+            blame = "it differs from what the stage returned before for inputs of these shapes"
+            hint = "shapes and dtypes that depend on the inputs' shapes alone"
+            raise ValueError(explain(asked, blame, f"now: {now}   before: {before}", hint))
+
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of a micro-batch: all of them, or those of inputs or of weights alone."""
+        result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        if backward_type != "input":
+            keep_gradients(self.submod)
+        return result
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """All gradients of the stage are there: reduce them, while other stages of this rank go on."""
+        del grad_scale_factor  # what is summed are shares of the loss
+        if self.waits_for_reduction:
+            self.waits_for_reduction = False
+            reduce_gradients(self.submod)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Hand gradients to the stage before, on this rank; torch asks in an evaluation too, where there are none."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take gradients from the next stage, on the same rank; in an evaluation there are none."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Torch 2.11 checks shapes here, of the last stage too; `_check_sent` has."""

@@ -1,0 +1,253 @@
+"""How Hugging Face names what our models have: keys of config.json, and tensors; names and numbers only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.moe import MoEConfig, MoELlama
+
+__all__ = [
+    "Place",
+    "config_from_json",
+    "config_to_json",
+    "empty_tensors",
+    "is_passed_over",
+    "model_tensors",
+    "place_of",
+]
+
+_LLAMA, _MOE = "llama", "glm4_moe"
+_HEAD, _EMBEDDING = "head.weight", "embed.weight"
+
+_MODEL = (
+    ("embed.weight", "model.embed_tokens.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("head.weight", "lm_head.weight"),
+)
+_LAYER = (
+    ("attention_norm.weight", "input_layernorm.weight"),
+    ("mlp_norm.weight", "post_attention_layernorm.weight"),
+    ("attention.wq.weight", "self_attn.q_proj.weight"),
+    ("attention.wk.weight", "self_attn.k_proj.weight"),
+    ("attention.wv.weight", "self_attn.v_proj.weight"),
+    ("attention.wo.weight", "self_attn.o_proj.weight"),
+    ("mlp.w1.weight", "mlp.gate_proj.weight"),
+    ("mlp.w2.weight", "mlp.down_proj.weight"),
+    ("mlp.w3.weight", "mlp.up_proj.weight"),
+    ("mlp.router.weight", "mlp.gate.weight"),
+    ("mlp.router.bias", "mlp.gate.e_score_correction_bias"),
+    ("mlp.shared.w1.weight", "mlp.shared_experts.gate_proj.weight"),
+    ("mlp.shared.w2.weight", "mlp.shared_experts.down_proj.weight"),
+    ("mlp.shared.w3.weight", "mlp.shared_experts.up_proj.weight"),
+    ("mlp.experts.w1", "mlp.experts.{}.gate_proj.weight"),
+    ("mlp.experts.w2", "mlp.experts.{}.down_proj.weight"),
+    ("mlp.experts.w3", "mlp.experts.{}.up_proj.weight"),
+)
+
+
+class Place(NamedTuple):
+    """Where a tensor of ours is in a Hugging Face folder.
+
+    Args:
+        names: of the tensor there; of several, that are stacked along a new first dim.
+        is_stacked: whether they are.
+    """
+
+    names: tuple[str, ...]
+    is_stacked: bool
+
+
+def place_of(name: str, shape: tuple[int, ...]) -> Place:
+    """Return where one of our tensors is.
+
+    >>> place_of("layers.3.attention.wq.weight", (8, 8))
+    Place(names=('model.layers.3.self_attn.q_proj.weight',), is_stacked=False)
+    >>> place_of("layers.3.mlp.experts.w2", (2, 8, 4)).names
+    ('model.layers.3.mlp.experts.0.down_proj.weight', 'model.layers.3.mlp.experts.1.down_proj.weight')
+
+    Args:
+        name: in our model.
+        shape: of the whole tensor.
+    """
+    found = re.fullmatch(r"layers\.([0-9]+)\.(.+)", name)
+    if found is None:
+        return Place((dict(_MODEL)[name],), False)
+    theirs = f"model.layers.{found[1]}.{dict(_LAYER)[found[2]]}"
+    if "{}" not in theirs:
+        return Place((theirs,), False)
+    return Place(tuple(theirs.format(expert) for expert in range(shape[0])), True)
+
+
+def model_tensors(config: LlamaConfig) -> dict[str, torch.Tensor]:
+    """Return what a model saves, as tensors on meta in the model's order, by our names; tied weights once.
+
+    >>> list(model_tensors(LlamaConfig(num_hidden_layers=1, tie_embeddings=True)))[-1]
+    'norm.weight'
+
+    Args:
+        config: the model's shape.
+    """
+    with torch.device("meta"):
+        model = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
+    tensors = dict(model.state_dict())
+    if config.tie_embeddings:
+        del tensors[_HEAD]
+    return tensors
+
+
+def empty_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors that transformers expects and that have no elements, by its names.
+
+    Its Glm4MoeForCausalLM has shared experts of width 0 where there are none.
+
+    Args:
+        config: the model's shape.
+    """
+    if not isinstance(config, MoEConfig) or config.num_shared_experts:
+        return {}
+    wide, flat = (0, config.hidden_size), (config.hidden_size, 0)
+    return {
+        f"model.layers.{layer}.mlp.shared_experts.{name}.weight": shape
+        for layer in range(config.num_dense_layers, config.num_hidden_layers)
+        for name, shape in (("gate_proj", wide), ("up_proj", wide), ("down_proj", flat))
+    }
+
+
+def is_passed_over(name: str, config: LlamaConfig) -> bool:
+    """Tell whether a tensor in a folder is one that a model does without.
+
+    >>> is_passed_over("model.layers.0.self_attn.rotary_emb.inv_freq", LlamaConfig())
+    True
+
+    Such are tables that follow from the config, the head where it is the embedding, what has no elements, and layers
+    after the last one, which some models have to predict the token after the next.
+
+    Args:
+        name: in the folder.
+        config: of the folder.
+    """
+    layer = re.match(r"model\.layers\.([0-9]+)\.", name)
+    is_beyond = layer is not None and isinstance(config, MoEConfig) and int(layer[1]) >= config.num_hidden_layers
+    is_twin = config.tie_embeddings and name == "lm_head.weight"
+    return is_beyond or is_twin or name.endswith("rotary_emb.inv_freq") or name in empty_tensors(config)
+
+
+# -- config.json -----------------------------------------------------------------------------------------------------
+
+# ours, theirs, and what is meant where it is left out
+_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("vocab_size", "vocab_size", None),
+    ("hidden_size", "hidden_size", None),
+    ("intermediate_size", "intermediate_size", None),
+    ("num_hidden_layers", "num_hidden_layers", None),
+    ("num_attention_heads", "num_attention_heads", None),
+    ("max_seq_len", "max_position_embeddings", 2048),
+    ("norm_eps", "rms_norm_eps", 1e-6),
+    ("init_std", "initializer_range", 0.02),
+    ("tie_embeddings", "tie_word_embeddings", False),
+)
+_MOE_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("num_experts", "n_routed_experts", None),
+    ("experts_per_token", "num_experts_per_tok", None),
+    ("num_shared_experts", "n_shared_experts", 1),
+    ("expert_intermediate_size", "moe_intermediate_size", None),
+    ("num_dense_layers", "first_k_dense_replace", 1),
+    ("norm_weights", "norm_topk_prob", True),
+    ("routed_scale", "routed_scaling_factor", 1.0),
+)
+# what our models compute, where theirs could also compute something else
+_FIXED: tuple[tuple[str, Any], ...] = (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False))
+_MOE_FIXED: tuple[tuple[str, Any], ...] = (("use_qk_norm", False), ("n_group", 1), ("topk_group", 1))
+
+
+def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config.json of a LlamaForCausalLM, or of a Glm4MoeForCausalLM where there are experts.
+
+    >>> config_to_json(LlamaConfig(), torch.bfloat16)["architectures"]
+    ['LlamaForCausalLM']
+
+    Args:
+        config: the model's shape.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: no model there computes the same.
+    """
+    is_moe = isinstance(config, MoEConfig)
+    keys, fixed = (_KEYS + _MOE_KEYS, _FIXED[:2] + _MOE_FIXED) if is_moe else (_KEYS, _FIXED)
+    if isinstance(config, MoEConfig):
+        asked, seen = "cannot export to Hugging Face", f"score: {config.score!r}"
+        if config.score != "sigmoid":
+            blame = "its Glm4MoeForCausalLM, which the experts are written for, has sigmoid scores only"
+            raise ValueError(explain(asked, blame, seen, 'score="sigmoid"'))
+        if config.num_experts < 2:
+            seen = f"num_experts: {config.num_experts}"
+            raise ValueError(explain(asked, "its router needs two experts", seen, "num_experts=2, or LlamaConfig"))
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": ["Glm4MoeForCausalLM" if is_moe else "LlamaForCausalLM"],
+        "model_type": _MOE if is_moe else _LLAMA,
+        **{theirs: getattr(config, ours) for ours, theirs, _ in keys},
+        **dict(fixed),
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rope_parameters": rope,
+        # what releases before 5 read instead
+        "rope_theta": config.rope_theta,
+        "torch_dtype": name,
+        "dtype": name,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **({"partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0} if is_moe else {}),
+    }
+
+
+def config_from_json(told: Mapping[str, Any], asked: str) -> LlamaConfig:
+    """Return the config of our model that computes the same; what training alone needs keeps its default.
+
+    >>> config_from_json(config_to_json(LlamaConfig(), torch.float32), "") == LlamaConfig()
+    True
+
+    Args:
+        told: the content of a config.json.
+        asked: the start of an error message, "cannot ...".
+
+    Raises:
+        ValueError: none of our models computes what it says, or something is missing.
+    """
+    kind = told.get("model_type")
+    if kind not in (_LLAMA, _MOE):
+        blame = f"there is no model here for model_type {kind!r}"
+        seen = f"architectures: {told.get('architectures')}"
+        raise ValueError(explain(asked, blame, seen, f"a folder with model_type {_LLAMA!r} or {_MOE!r}"))
+    rope = dict(told.get("rope_parameters") or told.get("rope_scaling") or {})
+    heads, hidden = told.get("num_attention_heads"), told.get("hidden_size")
+    wanted = dict(_FIXED + (_MOE_FIXED if kind == _MOE else ()))
+    found = {name: told.get(name, value) for name, value in wanted.items()}
+    found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    fraction = told.get("partial_rotary_factor", 0.5 if kind == _MOE else 1.0)
+    found["partial_rotary_factor"] = rope.get("partial_rotary_factor", fraction)
+    wanted |= {"rope_type": "default", "partial_rotary_factor": 1.0}
+    if heads and hidden:
+        wanted["head_dim"] = hidden // heads
+        found["head_dim"] = told.get("head_dim") or hidden // heads
+    for name, value in wanted.items():
+        if found[name] != value:
+            seen = f"config.json: {name} = {found[name]!r}"
+            hint = f"a model with {name} = {value!r}; parallelize_huggingface for models of transformers themselves"
+            raise ValueError(explain(asked, f"the model here has {name} = {value!r} only", seen, hint))
+    values: dict[str, Any] = {}
+    for ours, theirs, default in _KEYS + (_MOE_KEYS if kind == _MOE else ()):
+        values[ours] = told.get(theirs, default)
+        if values[ours] is None:
+            raise ValueError(explain(asked, f"config.json has no {theirs}", f"keys: {sorted(told)}", "a whole one"))
+    values["num_key_value_heads"] = told.get("num_key_value_heads") or heads
+    values["rope_theta"] = float(rope.get("rope_theta", told.get("rope_theta", 10_000.0)))
+    return MoEConfig(**values) if kind == _MOE else LlamaConfig(**values)

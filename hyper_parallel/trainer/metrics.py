@@ -1,0 +1,153 @@
+"""How well the hardware is used: FLOPs of the model, peak FLOPs of the device, and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.platform import Platform
+
+__all__ = ["count_flops", "flops_per_token", "memory_bytes", "model_flops_utilisation", "peak_flops"]
+
+_PEAKS = (  # the first that is found in the device's name counts
+    (r"A[18]00\b", 312e12),
+    (r"H[18]00\b.*PCIe", 756e12),
+    (r"H100\b.*NVL", 835e12),
+    (r"H([18]00|200)\b", 989e12),
+    (r"H20\b", 148e12),
+    (r"B200\b", 2250e12),
+    (r"L40S\b", 362e12),
+    (r"MI250X?\b", 191.5e12),
+    (r"MI3(00|25)X\b", 1307e12),
+    (r"Ascend910B2", 376e12),
+    (r"Ascend910B3", 313e12),
+    (r"Ascend910B4", 280e12),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the dense bf16 FLOPs per second that a device is sold with; None for one that is not in the table.
+
+    >>> peak_flops("NVIDIA H200"), peak_flops("CPU (x86_64, 8 cores)")
+    (989000000000000.0, None)
+
+    Sources: NVIDIA's data sheets of A100, H100 (SXM, PCIe, NVL), H200, H20, HGX B200 and L40S, half of what they give
+    "with sparsity"; A800 and H800 compute like A100 and H100. AMD's of MI250X, of which torch sees each half as a
+    device, MI300X and MI325X. Huawei's Atlas 800T A2: 8 x 376, 313 or 280 TFLOPS in fp16, as bf16, which is 24 or 20
+    cores x 8192 FLOPs x the clock; other variants of the 910 are left out.
+
+    Args:
+        device_name: as `Platform.name()` says it.
+    """
+    return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
+
+
+def model_flops_utilisation(
+    tokens_per_s: float, flops_per_token: float, device_name: str, world_size: int
+) -> float | None:
+    """Return MFU: the model's FLOPs that a run computes, by the peak of all its devices; None for unknown devices.
+
+    >>> model_flops_utilisation(1e6, 989e6, "NVIDIA H100 80GB HBM3", world_size=2)
+    0.5
+
+    Activation recompute does not count as work (Chowdhery et al. 2022, PaLM, appendix B). The peak is that of bf16,
+    whatever the run computes in.
+
+    Args:
+        tokens_per_s: tokens of the global batch by the time of a step.
+        flops_per_token: see the function `flops_per_token`.
+        device_name: as `Platform.name()` says it.
+        world_size: number of devices.
+    """
+    peak = peak_flops(device_name)
+    return None if peak is None else tokens_per_s * flops_per_token / (peak * world_size)
+
+
+def memory_bytes(platform: Platform) -> int:
+    """Return the most memory that live tensors of this rank have taken since `platform.reset_peak_memory()`, in bytes.
+
+    On the CPU it is the process's resident set, Python and libraries included, and simulated ranks share one process:
+    each of them returns the same number.
+
+    Args:
+        platform: of the calling rank.
+    """
+    return platform.memory_stats().peak_allocated
+
+
+# -- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def count_flops(model_fn: Callable[[], Any], tokens: Tensor) -> int:
+    """Return the FLOPs of one forward and backward of a model, counted by torch's FlopCounterMode; nothing is computed.
+
+    >>> from torch import nn
+    >>> count_flops(lambda: nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)), torch.zeros(1, 4).long())
+    1920
+
+    That is 3 x (2 x 4 x 8 x 10): forward, and in backward the gradients of the input and of the weight. Matrix products
+    and attention count, which is as good as all; what recomputes activations is no part of the bare model.
+
+    Args:
+        model_fn: builds the model; called under `torch.device("meta")`.
+        tokens: what the model is called with; only its shape and dtype count.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"):
+        model = model_fn()
+    counter = FlopCounterMode(display=False)
+    with counter, torch.enable_grad():
+        model(tokens.to("meta")).sum().backward()
+    return int(counter.get_total_flops())
+
+
+@lru_cache(maxsize=64)
+def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+    """Return the FLOPs of forward and backward per token, activation recompute left out.
+
+    >>> config = LlamaConfig()
+    >>> matrices = config.num_parameters() - config.vocab_size * config.hidden_size - 9 * config.hidden_size
+    >>> attention = 12 * config.num_hidden_layers * config.hidden_size * 128
+    >>> flops_per_token(config, 128) == 6 * matrices + attention
+    True
+
+    The example is the formula of Chowdhery et al. 2022 (appendix B), which the count agrees with: 6 per weight of a
+    matrix, and 12 x layers x width x length for attention, counted in full although half of it is masked. Of a mixture
+    of experts, those that a token is sent to count, the shared ones, and the router.
+
+    A pure function, whose results are kept: one or two blocks are counted on meta, and the rest follows, since blocks
+    are alike.
+
+    Args:
+        config: the model's shape.
+        seq_len: tokens per sequence.
+    """
+    shape = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(LlamaConfig)
+        if field.name not in ("num_hidden_layers", "max_seq_len")
+    }
+    one, two = (_dense_flops(LlamaConfig(**shape, num_hidden_layers=n, max_seq_len=seq_len)) for n in (1, 2))
+    total = one + (two - one) * (config.num_hidden_layers - 1)
+    mixtures = config.num_hidden_layers - getattr(config, "num_dense_layers", config.num_hidden_layers)
+    if mixtures:
+        mixture: Any = config
+        active = mixture.experts_per_token + mixture.num_shared_experts
+        shape["intermediate_size"] = active * mixture.expert_intermediate_size
+        sparse = _dense_flops(LlamaConfig(**shape, num_hidden_layers=1, max_seq_len=seq_len))
+        router = 6 * config.hidden_size * mixture.num_experts * seq_len
+        total += mixtures * (sparse - one + router)
+    return total / seq_len
+
+
+def _dense_flops(config: LlamaConfig) -> int:
+    """FLOPs of one sequence of full length."""
+    return count_flops(lambda: Llama(config), torch.empty(1, config.max_seq_len, dtype=torch.long, device="meta"))

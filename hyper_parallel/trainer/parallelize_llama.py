@@ -1,0 +1,73 @@
+"""The Llama on many ranks: each parallelism, in the order in which they are applied. Read it top to bottom."""
+
+from __future__ import annotations
+
+import torch
+
+from hyper_parallel.core.shard.api import shard_module
+from hyper_parallel.core.shard.init import init_parameters
+from hyper_parallel.models.llama import Llama
+from hyper_parallel.models.plans import llama_plan
+from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.loss import ShareOfLoss
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.steps import (
+    WEIGHTS,
+    Parallelized,
+    build_pipeline,
+    checkpoint_blocks,
+    compile_blocks,
+    own_stages,
+    shard_blocks,
+    split_context,
+    tie_stages,
+)
+
+
+def parallelize_llama(run: Config, dims: ParallelDims, device: torch.device, loss: ShareOfLoss) -> Parallelized:
+    """Build this rank's part of a Llama, with the same weights in it whatever the degrees.
+
+    Args:
+        run: the model's shape, and how to arrange the ranks.
+        dims: the degrees; the mesh is built, unless all of them are 1.
+        device: where the weights go.
+        loss: what ends the last stage of a pipeline.
+
+    Raises:
+        ValueError: heads, layers or a width that the degrees do not divide.
+    """
+    config, parallel = run.shape(), run.parallel
+
+    # 1. Pipeline: each stage keeps some of the layers. Nothing takes memory yet: the weights come last, when each rank
+    #    knows which are its own.
+    stages = own_stages(run, dims)
+    with torch.device("meta"):
+        models = [
+            Llama(config).to(WEIGHTS[parallel.param_dtype]).keep(part.layers, embed=part.is_first, head=part.is_last)
+            for part in stages
+        ]
+
+    # 2. Tensor and sequence parallelism: split what is inside of a layer, and the stream between layers.
+    if dims.tp_enabled:
+        mesh = dims.get_mesh("tp")
+        for model in models:
+            shard_module(model, mesh, llama_plan(model, mesh))
+
+    # 3. Context parallelism: each rank has a part of every sequence.
+    context = split_context(models, dims)
+
+    for model in models:
+        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again.
+        checkpoint_blocks(model, parallel.checkpointing)
+
+        # 5. Compile: what lies between two communications.
+        compile_blocks(model, parallel.compile)
+
+        # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
+        shard_blocks(model, dims, parallel)
+
+        # Now the weights: each rank fills its own part of the same values, whatever the degrees.
+        init_parameters(model, run.train.seed, device=device)
+
+    pipeline = build_pipeline(models, stages, run, dims, loss)
+    return Parallelized(list(models), pipeline, context, tie_stages(pipeline, run))

@@ -1,0 +1,175 @@
+"""What a run saves and how it goes on: weights, optimizer, random generators, and its place in the text."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hyper_parallel.core.checkpoint.api import read_metadata
+from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved
+from hyper_parallel.core.checkpoint.errors import Peers
+from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
+from hyper_parallel.core.checkpoint.record import CheckpointMetadata
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.place import RankPlace
+from hyper_parallel.trainer.steps import Parallelized
+
+_HEAD, _TABLE = "head.weight", "embed.weight"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a saved run had come.
+
+    Args:
+        steps: optimizer steps.
+        samples: sequences of the text, over all ranks.
+        skipped: steps in a row that were left out just before.
+    """
+
+    steps: int
+    samples: int
+    skipped: int
+
+
+class Saver:
+    """Saves a run to its folder, and finds what to go on from; without a folder it does nothing.
+
+    Any run can go on from it, whatever its degrees. With the same ones it goes on bit for bit as if it had not stopped:
+    the order of additions is the same.
+
+    Args:
+        config: says where to, and how many to keep.
+        model: this rank's part.
+        optimizer: of its parameters.
+        place: which rank this is.
+        device: of the model.
+
+    Attributes:
+        failures: what went wrong so far; the run goes on.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Parallelized,
+        optimizer: torch.optim.Optimizer,
+        place: RankPlace,
+        device: torch.device,
+    ) -> None:
+        self.config, self.model, self.optimizer, self.place, self.device = config, model, optimizer, place, device
+        self.failures: tuple[str, ...] = ()
+        self._files: Checkpointer | None = None
+        keep = config.checkpoint
+        if keep.folder is not None:
+            self._files = Checkpointer(keep.folder, keep_last=keep.keep, async_save=keep.background)
+
+    def resume(self) -> Progress | None:
+        """Load the newest complete checkpoint, if there is one; return how far it had come.
+
+        Raises:
+            ValueError: it is of another model; or the run is to start anew in a folder that holds another one's.
+            CheckpointError: it is damaged.
+        """
+        if self._files is None:
+            return None
+        path = Peers.of(None).agree(None, self._files.latest() if self.place.rank == 0 else None)[0]
+        if path is None:
+            return None
+        if not self.config.checkpoint.resume:
+            blame, hint = "it holds the checkpoints of another run", "another folder, or go on with --resume"
+            raise ValueError(explain("cannot start anew in this folder", blame, f"there is: {path}", hint))
+        metadata = read_metadata(path)
+        self._check_model(metadata, path)
+        state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
+        tensors, twins = self._by_one_name({**model_tensors(self.model.parts), **state})
+        generators = self._generators() if metadata.world_size == self.place.world_size else {}
+        extra = self._files.load(tensors, path=path, per_rank=generators)
+        with torch.no_grad():
+            for table, head in twins:
+                head.copy_(table)
+        self._set_generators(generators)
+        return Progress(**extra["progress"])
+
+    def save(self, progress: Progress) -> None:
+        """Save; in the background if so configured. What goes wrong is noted in `failures`."""
+        assert self._files is not None, "the run has a folder"
+        state, _ = optimizer_tensors(self.model.parts, self.optimizer)
+        tensors, _ = self._by_one_name({**model_tensors(self.model.parts), **state})
+        extra = {"progress": dataclasses.asdict(progress), "model": self._shape()}
+        self._note(self._files.save(progress.steps, tensors, extra, per_rank=self._generators()))
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error, ranks that wait for each other here could wait for ever.
+        if self._files is not None and kind is None:
+            self._note(self._files.close())
+
+    def _note(self, saved: Saved | None) -> None:
+        if saved is not None and saved.error is not None:
+            self.failures = (*self.failures, f"step {saved.step}: {saved.error}")
+
+    def _shape(self) -> dict[str, Any]:
+        shape = dataclasses.asdict(self.config.shape())
+        del shape["max_seq_len"]  # tables that are no weights
+        return {"kind": self.config.train.model, "precision": self._dtype(), **shape}
+
+    def _dtype(self) -> str:
+        return "fp64" if self.config.parallel.param_dtype == "fp64" else "fp32"
+
+    def _check_model(self, metadata: CheckpointMetadata, path: Path) -> None:
+        saved, mine = (metadata.extra or {}).get("model", {}), self._shape()
+        different = [key for key in mine if saved.get(key) != mine[key]]
+        if different:
+            blame = "it is of another model"
+            seen = "\n  ".join(f"{key}: {saved.get(key)!r} there, {mine[key]!r} here" for key in different)
+            hint = "the [model] and [experts] it was saved with, or another folder"
+            raise ValueError(explain(f"cannot go on from {path}", blame, seen, hint))
+
+    # -- one weight under two names ----------------------------------------------------------------------------------
+
+    def _by_one_name(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Call a tied head by the name of the table; also return the pairs of which a rank has both, in two stages."""
+        if not self.config.model.tie_embeddings:
+            return tensors, []
+        named: dict[str, torch.Tensor] = {}
+        twins = []
+        for name, tensor in sorted(tensors.items(), key=lambda item: _HEAD in item[0]):
+            table = name.replace(_HEAD, _TABLE)
+            if table in named:
+                twins.append((named[table], tensor))
+            named.setdefault(table, tensor)
+        return named, [(table, head) for table, head in twins if table is not head]
+
+    def _with_both_names(self, metadata: CheckpointMetadata) -> CheckpointMetadata:
+        """Let a tied head find the state of the table."""
+        if not self.config.model.tie_embeddings:
+            return metadata
+        heads = {name.replace(_TABLE, _HEAD): entry for name, entry in metadata.tensors.items() if _TABLE in name}
+        return dataclasses.replace(metadata, tensors={**metadata.tensors, **heads})
+
+    # -- random generators -------------------------------------------------------------------------------------------
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        states = {"generator.cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            states["generator.device"] = torch.get_device_module(self.device.type).get_rng_state()
+        return states
+
+    def _set_generators(self, states: dict[str, torch.Tensor]) -> None:
+        if states:
+            torch.set_rng_state(states["generator.cpu"])
+        if "generator.device" in states:
+            torch.get_device_module(self.device.type).set_rng_state(states["generator.device"])

@@ -1,0 +1,267 @@
+"""The steps that every model's `parallelize` is made of, each a function; `parallelize_llama.py` has their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
+from hyper_parallel.core.hsdp.api import hsdp
+from hyper_parallel.core.pipeline.api import Pipeline
+from hyper_parallel.core.pipeline.split import StageSlice, stage_slices
+from hyper_parallel.core.pipeline.tied import TiedWeights
+from hyper_parallel.models.llama import Llama
+from hyper_parallel.trainer.config import Config, ParallelConfig
+from hyper_parallel.trainer.loss import ShareOfLoss
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What selective checkpointing keeps: matrix products and attention, the expensive part; the rest is made again."""
+
+WEIGHTS = MappingProxyType({"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64})
+"""The dtype that weights are kept in; "bf16" is what they are gathered and computed in."""
+
+
+@dataclass
+class Parallelized:
+    """A model on one rank, ready for an optimizer.
+
+    Attributes:
+        parts: what this rank has of the model: all of it, or stages of a pipeline, in their order.
+        pipeline: runs the stages; None without one, then there is one part, and it is called.
+        context: tells which tokens of a sequence are this rank's; None: all of them.
+        tied: the embedding that is the head, too, on two stages; None: there is no such, or no pipeline.
+        after_step: called after every optimizer step, with False if it was left out.
+    """
+
+    parts: list[nn.Module]
+    pipeline: Pipeline | None = None
+    context: ContextParallel | None = None
+    tied: TiedWeights | None = None
+    after_step: Callable[[bool], None] = lambda taken: None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all parts by their names in the whole model."""
+        for part in self.parts:
+            for name, param in part.named_parameters():
+                yield plain_name(name), param
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield parameters and persistent buffers of all parts by their names in the whole model."""
+        for part in self.parts:
+            for name, tensor in part.state_dict().items():
+                yield plain_name(name), tensor
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Put the parts into evaluation mode for the block."""
+        for part in self.parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.train()
+
+
+def plain_name(name: str) -> str:
+    """Take what wrappers have added out of a parameter's name.
+
+    >>> plain_name("layers.0._checkpoint_wrapped_module.mlp.w1.weight")
+    'layers.0.mlp.w1.weight'
+    """
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def describe_axes(dims: ParallelDims) -> str:
+    """Say for people how the ranks are arranged.
+
+    >>> describe_axes(ParallelDims(dp_replicate=2, dp_shard=4, world_size=8))
+    '8 ranks: dp_replicate=2 x dp_shard=4'
+
+    Args:
+        dims: the degrees.
+    """
+    if dims.world_size == 1:
+        return "1 rank"
+    axes = " x ".join(f"{axis}={size}" for axis, size in dims.mesh_axes.items())
+    return f"{dims.world_size} ranks: {axes}"
+
+
+def own_stages(run: Config, dims: ParallelDims) -> list[StageSlice]:
+    """Return what this rank has of the model: one slice with all of it, without a pipeline.
+
+    Args:
+        run: number of layers, schedule, and the layers per stage.
+        dims: the degrees; the mesh is built, with a pipeline.
+
+    Raises:
+        ValueError: layers that do not go on so many stages.
+    """
+    layers = run.model.num_hidden_layers
+    if not dims.pp_enabled:
+        return [StageSlice(0, range(layers), is_first=True, is_last=True)]
+    return stage_slices(
+        layers,
+        run.parallel.schedule,
+        dims.get_mesh("pp").get_local_rank(),
+        dims.pp,
+        stages_per_rank=run.parallel.stages_per_rank,
+        sizes=run.parallel.stage_sizes(),
+    )
+
+
+def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | None:
+    """Let attention reach over all ranks along cp, of which each has a part of every sequence."""
+    if not dims.cp_enabled:
+        return None
+    contexts = [context_parallel(model, dims.get_mesh("cp"), dims.ulysses_degree) for model in models]
+    return contexts[0]  # all alike
+
+
+def checkpoint_blocks(model: Llama, policy: str) -> None:
+    """Let backward compute blocks again in place of keeping what their forward computed.
+
+    Args:
+        model: whose blocks are wrapped.
+        policy: "none"; "full": nothing is kept but a block's input; "selective": matrix products and attention are
+            kept as well, which makes the second computation cheap.
+    """
+    if policy == "none":
+        return
+    context: dict[str, Any] = {"context_fn": _keep_products} if policy == "selective" else {}
+    for name, block in model.layers.named_children():
+        model.layers._modules[name] = checkpoint_wrapper(
+            block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context
+        )
+
+
+def _keep_products() -> Any:
+    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def compile_blocks(model: Llama, enabled: bool) -> None:
+    """Compile the attention and the plain feed-forward of each block: what computes between two communications.
+
+    Blocks as a whole are left alone: their hooks communicate, at which a graph would break anyway.
+    """
+    if not enabled:
+        return
+    for block in model.layers:
+        for child in (block.get_submodule("attention"), block.get_submodule("mlp")):
+            if not hasattr(child, "experts"):  # their inputs have another length in every step
+                child.forward = torch.compile(child.forward)
+
+
+def shard_blocks(model: Llama, dims: ParallelDims, parallel: ParallelConfig) -> None:
+    """Split the parameters of each block over the ranks with other tokens, then those of what is left of the model.
+
+    Each block becomes one unit: its weights are gathered while it computes, its gradients reduced when its backward is
+    done. Gradients are added up over ranks: each rank's loss is its share of the mean over the global batch.
+
+    Args:
+        model: changed in place.
+        dims: the degrees; the mesh is built.
+        parallel: engine, precision and resharding.
+    """
+    if dims.token_ranks == 1 and parallel.param_dtype != "bf16":
+        return
+    if parallel.engine == "hsdp":
+        _wrap_by_hsdp(model, dims, parallel)
+        return
+    dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
+        # A pipeline runs each stage many times per step: gathering the weights for each micro-batch would cost more
+        # than it saves.
+        "reshard_after_forward": parallel.reshard_after_forward and not dims.pp_enabled,
+    }
+    units: list[Any] = []
+    for block in model.layers:
+        experts = getattr(block.mlp, "experts", None)
+        if experts is not None and dims.ep_enabled:  # they are on a mesh of their own
+            units.append(fully_shard(experts, mesh=dims.data_mesh(experts=True), **options))
+        units.append(fully_shard(block, mesh=dims.data_mesh(), **options))
+    units.append(fully_shard(model, mesh=dims.data_mesh(), **options))
+    for unit in units:
+        unit.set_reduce_op_type("sum")
+
+
+def build_pipeline(
+    models: list[Any], stages: list[StageSlice], run: Config, dims: ParallelDims, loss: ShareOfLoss
+) -> Pipeline | None:
+    """Make the pipeline of this rank's stages; None without one.
+
+    Args:
+        models: the stages, sharded and on their device.
+        stages: what each of them has of the model.
+        run: the schedule, and the number of micro-batches.
+        dims: the degrees; the mesh is built.
+        loss: what ends the last stage.
+    """
+    if not dims.pp_enabled:
+        return None
+    stream = None  # between stages go a rank's own parts of what is split over the sequence
+    if dims.tp_enabled:
+        stream = Layout.from_device_mesh(dims.get_mesh("tp"))("None", "tp", "None")
+    return Pipeline(
+        models,
+        dims.get_mesh("pp"),
+        run.parallel.schedule,
+        run.train.accumulate,
+        loss,
+        stage_indices=[part.index for part in stages],
+        boundary=stream,
+    )
+
+
+def tie_stages(pipeline: Pipeline | None, run: Config) -> TiedWeights | None:
+    """Give the last stage's head the values of the first stage's embedding, where they are one weight.
+
+    Args:
+        pipeline: with its weights; None: there is one part, in which they are one.
+        run: says whether they are.
+    """
+    if pipeline is None or not run.model.tie_embeddings:
+        return None
+    tied = TiedWeights(pipeline)
+    tied.copy_values()
+    return tied
+
+
+def _wrap_by_hsdp(model: Llama, dims: ParallelDims, parallel: ParallelConfig) -> None:
+    level = "level3" if parallel.reshard_after_forward else "level2"
+    size = dims.token_ranks // dims.dp_replicate
+    cells: list[Any] = [*model.layers, model]
+    for cell in cells:
+        hsdp(
+            cell,
+            shard_size=size,
+            threshold=0,
+            optimizer_level=level,
+            comm_fusion=True,
+            grad_scale=float(dims.token_ranks),
+        )

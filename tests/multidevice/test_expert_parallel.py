@@ -1,0 +1,198 @@
+"""A Llama with experts on many ranks trains as on one device: losses, gradients of every step, biases, parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_kit import CONFIG, TEXT, Case, add_up, alone, mesh_of, own_rows, split, train, variant, whole
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+import sim
+from hyper_parallel import DTensor, init_device_mesh
+from hyper_parallel.core.expert_parallel import Router, take_aux, update_expert_bias
+from hyper_parallel.core.expert_parallel.exchange import exchange_rows
+from hyper_parallel.core.fully_shard.api import get_model_state_dict, load_state_dict
+
+STEPS = 2
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def check(ctx: Any, case: Case) -> None:
+    """Train on ranks and on one device, and compare everything."""
+    mesh = mesh_of(ctx.device_type, case)
+    model = split(case, mesh)
+    twin = alone(case.config, ctx.device_type)
+    for (name, param), (_, expected) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert torch.equal(whole(param), whole(expected)), f"{name} starts differently"
+    over = [mesh[axis] for axis in case.rows]
+    found = train(
+        model,
+        own_rows(case, mesh),
+        STEPS,
+        reduce=None if case.shard else lambda model: add_up(model, case, mesh),
+        after=lambda model: update_expert_bias(model, over),
+    )
+    expected = train(twin, TEXT.to(ctx.device_type), STEPS, after=update_expert_bias)
+    loss = torch.tensor([sum(found.losses)], dtype=torch.float64, device=ctx.device_type)
+    dist.all_reduce(loss)
+    copies = ctx.world_size / math.prod(case.mesh[axis] for axis in case.rows)
+    assert loss.item() / copies == pytest.approx(sum(expected.losses), rel=1e-10)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-9)
+    for step, (mine, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+        for name, grad in theirs.items():
+            torch.testing.assert_close(mine[name], grad, **CLOSE, msg=lambda text, n=name: f"step {step}, {n}: {text}")
+    state, wanted = get_model_state_dict(model), twin.state_dict()
+    assert list(state) == list(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(whole(state[name]), value.cpu(), **CLOSE)
+    check_aux(ctx, model, twin)
+
+
+def check_aux(ctx: Any, model: Any, twin: Any) -> None:
+    """The terms of all ranks add up to the auxiliary losses of all sequences and steps."""
+    wanted = take_aux(twin)
+    for name, terms in take_aux(model).items():
+        dist.all_reduce(terms)
+        torch.testing.assert_close(terms, wanted[name], rtol=1e-4, atol=0)
+        assert terms > 0
+
+
+@sim.ranks(4)
+def test_experts_and_tensors_are_split(ctx):
+    check(ctx, Case({"ep": 2, "tp": 2}))
+    check(ctx, Case({"ep": 2, "tp": 2}, etp=1))
+
+
+@sim.ranks(4)
+def test_experts_are_split_and_all_is_sharded(ctx):
+    check(ctx, Case({"dp_shard": 2, "ep": 2}))
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+@sim.ranks(8, arms=("sim", "gpu", "npu"))
+def test_three_axes(ctx, etp):
+    check(ctx, Case({"dp_shard": 2, "ep": 2, "tp": 2}, etp=etp))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({"ep": 8}),
+        Case({"ep": 8}, shard=False),
+        Case({"ep": 4, "tp": 2}, etp=1, shard=False),
+        Case({"tp": 2, "ep": 4}),
+        Case({"ep": 4, "dp_shard": 2}),
+        Case({"dp_shard": 4, "tp": 2}, etp=1),
+        Case({"dp_shard": 4, "tp": 2}),
+        Case({"ep": 2, "tp": 4}, etp=1),
+        Case({"ep": 2, "tp": 4}, config=variant(num_shared_experts=0, score="softmax")),
+        Case({"ep": 4, "tp": 2}, config=variant(tie_embeddings=True, num_dense_layers=0)),
+    ],
+    ids=str,
+)
+@sim.ranks(8, arms=("sim",))
+def test_other_meshes(ctx, case):
+    check(ctx, case)
+
+
+# -- who has nothing -------------------------------------------------------------------------------------------------
+
+
+def lopsided(model: Any) -> None:
+    """Let all tokens choose the same experts: some ranks get all rows, others none."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.bias[: module.experts_per_token] += 100.0
+
+
+@pytest.mark.parametrize("case", [Case({"ep": 4}), Case({"ep": 2, "tp": 2}, etp=1)], ids=str)
+@sim.ranks(4)
+def test_all_tokens_go_to_the_experts_of_one_rank_and_some_ranks_have_no_rows(ctx, case):
+    mesh = mesh_of(ctx.device_type, case)
+    model, twin = split(case, mesh), alone(CONFIG, ctx.device_type)
+    for each in (model, twin):
+        lopsided(each)
+    rows = TEXT.to(ctx.device_type)
+    mine = rows if mesh.get_local_rank("ep") == 0 else rows[:0]
+    results = []
+    for each, text in ((model, mine), (twin, rows)):
+        logits = each(text[:, :-1])
+        (logits.square().sum() / TEXT.numel()).backward()
+        results.append({name: whole(param.grad) for name, param in each.named_parameters()})
+    for name, grad in results[1].items():
+        torch.testing.assert_close(results[0][name], grad, **CLOSE, msg=lambda text, n=name: f"{n}: {text}")
+    idle = results[0]["layers.1.mlp.experts.w1"][CONFIG.experts_per_token :]
+    assert idle.count_nonzero() == 0
+
+
+# -- what else trains over it ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(CheckpointImpl), ids=str)
+@sim.ranks(4, arms=("sim",))
+def test_blocks_that_are_computed_again(ctx, kind):
+    case = Case({"ep": 2, "tp": 2}, etp=1, shard=False)
+    mesh = mesh_of(ctx.device_type, case)
+    found = []
+    for wrap in (False, True):
+        model = split(case, mesh)
+        if wrap:
+            for name, block in model.layers.named_children():
+                model.layers._modules[name] = checkpoint_wrapper(block, checkpoint_impl=kind, preserve_rng_state=False)
+        trained = train(model, own_rows(case, mesh), 2, after=lambda model: update_expert_bias(model, [mesh["ep"]]))
+        biases = [module.bias.clone() for module in model.modules() if isinstance(module, Router)]
+        found.append(([list(step.values()) for step in trained.gradients], biases))
+    (plain, bias), (again, bias_again) = found
+    torch.testing.assert_close(plain, again, rtol=0, atol=0)
+    torch.testing.assert_close(bias, bias_again, rtol=0, atol=0)
+    assert any(each.count_nonzero() for each in bias)
+
+
+@sim.ranks(8, arms=("sim",))
+def test_state_of_one_mesh_is_loaded_on_another(ctx):
+    case = Case({"dp_shard": 2, "ep": 2, "tp": 2})
+    mesh = mesh_of(ctx.device_type, case)
+    model = split(case, mesh)
+    train(model, own_rows(case, mesh), 1, after=lambda model: update_expert_bias(model, [mesh[a] for a in case.rows]))
+    state = {name: whole(value) for name, value in get_model_state_dict(model).items()}
+    shapes = {name: tuple(value.shape) for name, value in alone(CONFIG).state_dict().items()}
+    assert {name: tuple(value.shape) for name, value in state.items()} == shapes
+    other = Case({"ep": 4, "tp": 2}, etp=1)
+    target = split(other, mesh_of(ctx.device_type, other))
+    load_state_dict(target, state)
+    loaded = get_model_state_dict(target)
+    assert all(torch.equal(whole(loaded[name]), value) for name, value in state.items())
+
+
+@sim.ranks(4, arms=("sim",))
+def test_experts_are_dtensors_of_the_whole_model(ctx):
+    mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("ep", "tp"))
+    model = split(Case({"ep": 2, "tp": 2}, shard=False), mesh)
+    weights = model.layers[1].mlp.experts
+    assert isinstance(weights.w1, DTensor) and isinstance(weights.w2, DTensor)
+    assert weights.w1.shape == (8, 12, 32) and weights.w1.to_local().shape == (4, 6, 32)
+    assert weights.w2.shape == (8, 32, 12) and weights.w2.to_local().shape == (4, 32, 6)
+
+
+# -- the exchange ----------------------------------------------------------------------------------------------------
+
+
+@sim.ranks(3)
+def test_rows_go_where_they_are_sent_and_gradients_back(ctx):
+    sent = [[2, 0, 1], [0, 0, 0], [3, 1, 0]]  # from rank, to rank
+    mine, come = sent[ctx.rank], [row[ctx.rank] for row in sent]
+    rows = torch.arange(float(sum(mine)), device=ctx.device).view(-1, 1) + 10 * ctx.rank
+    rows.requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    there = exchange_rows(rows, mine, come, group)
+    assert there.flatten().tolist() == [[0.0, 1.0, 20.0, 21.0, 22.0], [23.0], [2.0]][ctx.rank]
+    back = exchange_rows(there, come, mine, group)
+    assert torch.equal(back, rows)
+    (there * (ctx.rank + 1)).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.flatten().tolist() == [[1.0, 1.0, 3.0], [], [1.0, 1.0, 1.0, 2.0]][ctx.rank]

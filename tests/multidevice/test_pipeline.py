@@ -1,0 +1,89 @@
+"""A pipeline trains as one device does: losses, gradients by name, norms and parameters after two steps."""
+
+from __future__ import annotations
+
+import pytest
+from pipeline_kit import Case, check
+
+import sim
+from hyper_parallel.core.pipeline import SCHEDULES
+
+SPLIT = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
+WHOLE = [name for name, kind in SCHEDULES.items() if not kind.splits_backward]
+
+TWO = [
+    *(Case(schedule) for schedule in SCHEDULES),
+    *(Case(schedule, tied=True) for schedule in ("1f1b", "interleaved", "zbv")),
+    *(Case(schedule, recompute=True) for schedule in SCHEDULES),
+    Case("1f1b", sizes=(1, 3)),
+    Case("1f1b", sizes=(4, 0)),
+    Case("zbv", sizes=(1, 0, 2, 1)),
+    Case("gpipe", layers=2, micro_batches=1),
+    Case("interleaved", each=3, layers=7),
+    Case("zero-bubble", each=1, micro_batches=8),
+    Case("looped-bfs", each=3, layers=6, micro_batches=2),
+    Case("zbv", micro_batches=1),
+    Case("interleaved", each=4, sizes=(1, 1, 1, 1, 0, 2, 1, 0), layers=7),
+]
+
+FOUR = [
+    *(Case(schedule, dp=2, shard="fully_shard") for schedule in SCHEDULES),
+    *(Case(schedule, dp=2, shard="fully_shard", keep=False) for schedule in WHOLE),
+    *(Case(schedule, dp=2, shard="layers") for schedule in ("1f1b", "interleaved", "zbv")),
+    *(Case(schedule, tp=2) for schedule in SCHEDULES),
+    *(Case(schedule, tp=2, tied=True) for schedule in ("gpipe", "zbv")),
+    *(Case(schedule, dp=2, shard="fully_shard", recompute=True) for schedule in ("1f1b", "zero-bubble")),
+    Case("1f1b", dp=2, shard="fully_shard", keep=False, recompute=True),
+    Case("1f1b", dp=2, shard="fully_shard", tied=True),
+    Case("zbv", dp=2, shard="fully_shard", tied=True, micro_batches=2),
+    Case("1f1b", tp=2, recompute=True),
+    Case("1f1b", pp=4, layers=6),
+    Case("1f1b", pp=4, tied=True, micro_batches=8),
+    Case("interleaved", pp=4, layers=8, micro_batches=8),
+    Case("zbv", pp=4, layers=8, micro_batches=8),
+    Case("zero-bubble", pp=4, layers=9, micro_batches=8),
+]
+
+EIGHT = [
+    Case("1f1b", dp=2, tp=2, shard="fully_shard", tied=True),
+    Case("interleaved", dp=2, tp=2, shard="fully_shard", keep=False),
+    Case("zero-bubble", dp=2, tp=2, shard="fully_shard"),
+    Case("zbv", dp=2, tp=2, shard="fully_shard", tied=True),
+]
+
+
+@sim.ranks(1, arms=("sim",))
+def test_one_rank_is_a_pipeline_too(ctx):
+    check(Case("gpipe", pp=1), ctx.device)
+    check(Case("interleaved", pp=1), ctx.device)
+    check(Case("zbv", pp=1, tied=True), ctx.device)
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+@sim.ranks(2, arms=("sim",))
+def test_two_ranks(ctx, case):
+    check(case, ctx.device)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+@sim.ranks(4, arms=("sim",))
+def test_four_ranks(ctx, case):
+    check(case, ctx.device)
+
+
+@pytest.mark.parametrize("case", EIGHT, ids=str)
+@sim.ranks(8, arms=("sim",))
+def test_eight_ranks(ctx, case):
+    check(case, ctx.device)
+
+
+@sim.ranks(4)
+def test_a_few_of_them_on_all_arms(ctx):
+    for case in (
+        Case("1f1b", pp=4, tied=True),
+        Case("interleaved", dp=2, shard="fully_shard"),
+        Case("zero-bubble", dp=2, shard="fully_shard"),
+        Case("zbv", tp=2, tied=True),
+        Case("1f1b", tp=2, recompute=True),
+    ):
+        check(case, ctx.device)

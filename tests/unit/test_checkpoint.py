@@ -1,0 +1,402 @@
+"""Checkpoints on one rank: what is refused and how it is said, which folders there are when, and the optimizer's state."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+import sim
+from hyper_parallel.core.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    checkpointer,
+    load_checkpoint,
+    load_optimizer_scalars,
+    model_tensors,
+    optimizer_targets,
+    optimizer_tensors,
+    read_metadata,
+    save_checkpoint,
+)
+from hyper_parallel.core.checkpoint import writer as writer_module
+from hyper_parallel.core.checkpoint.exact import to_json
+from hyper_parallel.core.checkpoint.reader import check_files
+
+W = torch.arange(6.0).reshape(2, 3)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "text"),
+    [
+        ({"a|b": W}, {}, ValueError, "'a|b' is no name for a tensor in it"),
+        ({3: W}, {}, ValueError, "3 is no name for a tensor in it"),
+        ({"w": 1.5}, {}, TypeError, "'w' is a float, not a tensor"),
+        ({"w": W.to("meta")}, {}, ValueError, "'w' is on the meta device and has no values"),
+        ({"w": W.to_sparse()}, {}, ValueError, "'w' is torch.sparse_coo or quantized"),
+        ({"w": W.to(torch.complex128)}, {}, ValueError, "'w' is of dtype torch.complex128, which safetensors files"),
+        ({"w": W}, {"extra": {"a": [1, {2: 3}]}}, ValueError, "the key 2 of extra['a'][1] is a int"),
+        ({"w": W}, {"extra": {"a": [1, W]}}, ValueError, "extra['a'][1] is a Tensor, which JSON does not have"),
+        ({"w": W}, {"extra": object()}, ValueError, "extra is a object"),
+        ({"w": W}, {"per_rank": {"r": None}}, TypeError, "'r' is a NoneType, not a tensor"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path, tensors, options, error, text):
+    with pytest.raises(error) as caught:
+        save_checkpoint(tmp_path / "c", tensors, **options)
+    assert text in str(caught.value)
+    assert "\n  try: " in str(caught.value)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        ({"w": torch.zeros(3, 2), "n": torch.zeros(2)}, "'w' has another shape\n  saved: (2, 3) torch.float32"),
+        ({"w": torch.zeros(2, 3).half(), "n": torch.zeros(2)}, "'w' has another dtype"),
+        ({"w": torch.zeros(2, 3), "m": torch.zeros(2)}, "it has no 'm'\n  missing: 'm'"),
+        ({"w": torch.zeros(2, 3)}, "no rank asks for 'n'\n  left: 'n'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path, tensors, text):
+    save_checkpoint(tmp_path / "c", {"w": W, "n": torch.ones(2)})
+    with pytest.raises(ValueError) as caught:
+        load_checkpoint(tmp_path / "c", tensors)
+    assert text in str(caught.value)
+    assert "\n  try: " in str(caught.value)
+    assert all(not tensor.any() for tensor in tensors.values())
+
+
+def test_not_strict_leaves_the_rest_alone(tmp_path):
+    save_checkpoint(tmp_path / "c", {"w": W, "n": torch.ones(2)})
+    tensors = {"w": torch.zeros(2, 3), "other": torch.full((2,), 7.0)}
+    load_checkpoint(tmp_path / "c", tensors, strict=False)
+    assert torch.equal(tensors["w"], W)
+    assert torch.equal(tensors["other"], torch.full((2,), 7.0))
+    with pytest.raises(ValueError, match="'w' has another shape"):
+        load_checkpoint(tmp_path / "c", {"w": torch.zeros(3)}, strict=False)
+
+
+def test_dtensors_that_have_no_values_or_no_place():
+    def body(folder):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        pending = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        with pytest.raises(ValueError, match="'w' still has a reduction to be taken"):
+            save_checkpoint(folder, {"w": pending})
+        wrong = DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False, shape=(6,), stride=(1,))
+        with pytest.raises(ValueError, match="this rank's part of 'w' is not the one that its layout says"):
+            save_checkpoint(folder, {"w": wrong})
+        with pytest.raises(ValueError, match=r"per_rank\['w'\] is a DTensor"):
+            save_checkpoint(folder, {}, per_rank={"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])})
+
+    sim.run(body, 2, args=("never",))
+    assert not os.path.exists("never")
+
+
+def test_parts_that_do_not_make_a_whole(tmp_path):
+    def body():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        w = distribute_tensor(W, mesh, [Shard(0)], src_data_rank=None)
+        rank = torch.distributed.get_rank()
+        with pytest.raises(ValueError, match="do not make up whole tensors") as caught:
+            save_checkpoint(tmp_path / "c", {"w": w} if rank == 0 else {})
+        return str(caught.value)
+
+    first, second = sim.run(body, 2)
+    assert first == second
+    assert names(tmp_path) == []
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path):
+    save_checkpoint(tmp_path / "c", {"w": W})
+    with pytest.raises(ValueError, match="it is there already"):
+        save_checkpoint(tmp_path / "c", {"w": W + 1})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("precious")
+    (tmp_path / "file").write_text("precious")
+    for name in ("mine", "file"):
+        with pytest.raises(ValueError, match="something else has that name"):
+            save_checkpoint(tmp_path / name, {"w": W}, replace=True)
+    assert (tmp_path / "mine" / "notes").read_text() == (tmp_path / "file").read_text() == "precious"
+    save_checkpoint(tmp_path / "c", {"w": W + 1}, replace=True)
+    load_checkpoint(tmp_path / "c", {"w": (w := torch.zeros(2, 3))})
+    assert torch.equal(w, W + 1)
+    (tmp_path / "empty").mkdir()
+    save_checkpoint(tmp_path / "empty", {"w": W})
+    assert names(tmp_path) == ["c", "empty", "file", "mine"]
+
+
+def test_what_a_checkpoint_says_of_itself(tmp_path):
+    extra = {"lr": 0.1, "best": float("-inf"), "betas": (0.9, 0.999), "note": "über", "$float": None}
+    save_checkpoint(tmp_path / "c", {"w": W}, extra, per_rank={"rng": torch.zeros(4, dtype=torch.uint8)}, step=12)
+    metadata = read_metadata(tmp_path / "c")
+    assert (metadata.step, metadata.world_size, metadata.extra) == (12, 1, extra)
+    assert (metadata.tensors["w"].shape, metadata.tensors["w"].dtype) == ((2, 3), torch.float32)
+    assert list(metadata.tensors) == ["w"]
+    assert metadata.per_rank["rng"][0].shape == (4,)
+    assert metadata.num_bytes == sum(path.stat().st_size for path in (tmp_path / "c").glob("*.safetensors"))
+    assert json.loads((tmp_path / "c" / "checkpoint.json").read_text())["format"] == "hyper_parallel checkpoint"
+    with pytest.raises(CheckpointError, match="no such folder"):
+        read_metadata(tmp_path / "d")
+
+
+def test_every_bit_of_the_record_counts(tmp_path):
+    save_checkpoint(tmp_path / "c", {"w": W}, {"lr": 0.1})
+    path = tmp_path / "c" / "checkpoint.json"
+    right = path.read_bytes()
+    for at in range(len(right)):
+        path.write_bytes(right[:at] + bytes([right[at] ^ 2]) + right[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json is (damaged|of format)"):
+            read_metadata(tmp_path / "c")
+    for length in (0, 1, len(right) // 2, len(right) - 1):
+        path.write_bytes(right[:length])
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged"):
+            read_metadata(tmp_path / "c")
+
+
+def test_every_bit_of_the_data_counts_whoever_looks_at_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "BLOCK", 64)
+    save_checkpoint(tmp_path / "c", {"w": W, "long": torch.arange(40.0)})
+    metadata = read_metadata(tmp_path / "c")
+    path = tmp_path / "c" / metadata.files[0].name
+    right = path.read_bytes()
+    for ranks in (1, 3, 50):
+        assert [check_files(tmp_path / "c", metadata, metadata.by_key, rank, ranks) for rank in range(ranks)] == [
+            None
+        ] * ranks
+    for at in range(len(right)):
+        path.write_bytes(right[:at] + bytes([right[at] ^ 64]) + right[at + 1 :])
+        found = [check_files(tmp_path / "c", metadata, metadata.by_key, rank, 3) for rank in range(3)]
+        assert sum(error is not None for error in found) == 1, f"byte {at}: {found}"
+    path.write_bytes(right[:-1] + b"?")  # in "w", which comes last; "long" can be loaded alone
+    load_checkpoint(tmp_path / "c", {"long": (long := torch.zeros(40))}, strict=False)
+    assert torch.equal(long, torch.arange(40.0))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_checkpoint(tmp_path / "c", {"w": torch.zeros(2, 3)}, strict=False)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_ones_are_kept(tmp_path, background):
+    (tmp_path / "notes").write_text("precious")
+    (tmp_path / "step-00000001").mkdir()  # no checkpoint: whoever made it may keep it
+    with Checkpointer(tmp_path, keep_last=2, async_save=background) as checkpoints:
+        assert checkpoints.latest() is None
+        for step in (100, 200, 300):
+            checkpoints.save(step, {"w": W + step}, {"step": step})
+        assert checkpoints.latest() == tmp_path / "step-00000300"
+        assert names(tmp_path) == ["notes", "step-00000001", "step-00000200", "step-00000300"]
+        checkpoints.save(50, {"w": W})  # gone back to before: it is not the highest, and still not deleted
+        assert checkpoints.wait() is None or background
+        assert names(tmp_path) == ["notes", "step-00000001", "step-00000050", "step-00000300"]
+        checkpoints.save(300, {"w": W})
+        assert checkpoints.load({"w": (w := torch.zeros(2, 3))}) is None
+        assert torch.equal(w, W)
+    with pytest.raises(ValueError, match="keep_last=0, and there must be one to go back to"):
+        Checkpointer(tmp_path, keep_last=0)
+    with Checkpointer(tmp_path / "new") as checkpoints, pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoints.load({"w": W})
+
+
+def test_the_only_one_stays_until_the_next_is_complete(tmp_path):
+    seen = {}
+    stages = Checkpointer(tmp_path, keep_last=1, on_stage=lambda stage: seen.update({stage: names(tmp_path)}))
+    stages.save(1, {"w": W})
+    stages.save(2, {"w": W})
+    for stage in ("begin", "data", "sync", "record", "commit"):
+        assert [name for name in seen[stage] if name.startswith("step")] == ["step-00000001"], stage
+    assert seen["committed"] == seen["prune"] == ["step-00000001", "step-00000002"]
+    assert seen["done"] == ["step-00000002"]
+
+
+# -- in the background -----------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_the_copies_are_written(tmp_path):
+    go = threading.Event()
+    checkpoints = Checkpointer(tmp_path, async_save=True, on_stage=lambda stage: stage != "data" or go.wait(60))
+    w = W.clone()
+    assert checkpoints.save(1, {"w": w}) is None
+    assert names(tmp_path) in ([], [name for name in names(tmp_path) if ".saving-" in name])
+    w.fill_(-1)  # training goes on, and nothing has been written yet
+    go.set()
+    assert checkpoints.wait().path == tmp_path / "step-00000001"
+    assert checkpoints.wait() is None
+    checkpoints.load({"w": w})
+    assert torch.equal(w, W)
+    memory = {name: copy.data_ptr() for name, copy in checkpoints._staging._memory.items()}
+    checkpoints.save(2, {"w": w})
+    assert {name: copy.data_ptr() for name, copy in checkpoints._staging._memory.items()} == memory
+    assert checkpoints.save(3, {"w": w}).step == 2
+    assert checkpoints.close().step == 3
+
+
+def test_what_went_wrong_in_the_background_is_told_by_the_next_call(tmp_path):
+    checkpoints = Checkpointer(tmp_path, async_save=True)
+    assert checkpoints.save(1, {"w": 3}) is None
+    with pytest.raises(TypeError, match="'w' is a int, not a tensor"):
+        checkpoints.save(2, {"w": W})
+    assert checkpoints.wait() is None, "the second was not begun"
+    (tmp_path / "step-00000003").write_text("in the way")
+    checkpoints.save(3, {"w": W})
+    with pytest.raises(ValueError, match="something else has that name"):
+        checkpoints.close()
+
+
+# -- full disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5])
+def test_a_disk_that_is_full_at_any_write(tmp_path, monkeypatch, at):
+    monkeypatch.setattr(writer_module, "BLOCK", 512)
+    tensors = {"w": torch.randn(300)}
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, tensors)
+    left = at
+    real = os.write
+
+    def write(file, data):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(28, "No space left on device")
+        return real(file, data)
+
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(os, "write", write)
+        saved = checkpoints.save(2, tensors)
+    if at == 5:
+        assert saved.error is None, "more writes than this test knows of"
+        return
+    assert saved.path is None
+    assert "could not be written: No space left on device" in saved.error
+    assert f"try: free space under {tmp_path}" in saved.error
+    assert [str(one.message) for one in caught] == [f"step 2 has not been saved: {saved.error}"]
+    assert names(tmp_path) == ["step-00000001"]
+    checkpoints.load({"w": torch.zeros(300)})
+    assert checkpoints.save(2, tensors).error is None
+
+
+LIMITED = """
+import resource, sys, torch, warnings
+from hyper_parallel.core.checkpoint import Checkpointer
+w = torch.randn(100_000)
+checkpoints = Checkpointer(sys.argv[1])
+assert checkpoints.save(1, {"w": w[:10]}).error is None
+resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+warnings.simplefilter("ignore")
+print(checkpoints.save(2, {"w": w}).error)
+print(checkpoints.latest().name)
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limit on the size of files")
+def test_a_limit_of_the_system_is_met(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, check=True)
+    assert "could not be written: File too large\n  after " in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-1] == "step-00000001"
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "tensor lr": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1), foreach=False),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.1),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1, centered=True, momentum=0.5),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
+    "groups": lambda params: torch.optim.AdamW([{"params": params[:1], "lr": 0.3}, {"params": params[1:]}], lr=0.1),
+}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def make_steps(model, optimizer, numbers):
+    for number in numbers:
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, generator=torch.Generator().manual_seed(number))).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("steps_made", [0, 1])
+def test_an_optimizer_goes_on_where_it_was(tmp_path, kind, steps_made):
+    model = net()
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    make_steps(model, optimizer, range(3))
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5  # as a schedule does
+    tensors, groups = optimizer_tensors(model, optimizer)
+    save_checkpoint(tmp_path / "c", {**model_tensors(model), **tensors}, {"optimizer": groups})
+    make_steps(model, optimizer, range(3, 6))
+
+    again = net()
+    resumed = OPTIMIZERS[kind](list(again.parameters()))
+    make_steps(again, resumed, range(steps_made))
+    targets = {**model_tensors(again), **optimizer_targets(again, resumed, read_metadata(tmp_path / "c"))}
+    load_optimizer_scalars(resumed, load_checkpoint(tmp_path / "c", targets)["optimizer"])
+    assert {name: tuple(value.shape) for name, value in targets.items() if name.startswith("optimizer.")} == {
+        name: tuple(value.shape) for name, value in tensors.items()
+    }
+    make_steps(again, resumed, range(3, 6))
+    for name, param in model.named_parameters():
+        assert torch.equal(param, again.get_parameter(name)), name
+
+
+def test_optimizers_that_cannot_be_saved_by_name():
+    model = net()
+    other = torch.optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="parameter 0 of its group 0 is in none of the modules"):
+        optimizer_tensors(model, other)
+    odd = torch.optim.SGD(model.parameters(), lr=0.1)
+    odd.state[model[0].weight]["seen"] = [1]
+    with pytest.raises(ValueError, match=r"'seen' of '0\.weight' is a list, not a tensor"):
+        optimizer_tensors(model, odd)
+    with pytest.raises(ValueError, match="it has 1 groups of parameters, and 2 were saved"):
+        load_optimizer_scalars(other, [{}, {}])
+
+
+def test_names_are_those_of_the_model_before_it_was_wrapped():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain, wrapped = net(), net()
+    wrapped[0] = checkpoint_wrapper(wrapped[0])
+    wrapped[2] = torch.compile(wrapped[2], backend="eager")
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    make_steps(wrapped, optimizer, [0])
+    assert list(model_tensors(wrapped)) == list(model_tensors(plain))
+    assert list(optimizer_tensors(wrapped, optimizer)[0]) == [
+        f"optimizer.{name}.momentum_buffer" for name, _ in plain.named_parameters()
+    ]
+
+
+def test_values_that_look_like_marks_are_kept_apart():
+    assert to_json({"$tuple": [1]}) != to_json((1,))
+    assert checkpointer.__doc__

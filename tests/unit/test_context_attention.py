@@ -1,0 +1,308 @@
+"""The parts of attention over ranks: blocks with and without a kernel, what is sent and when, autocast, compile."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import sim
+from hyper_parallel.core.context_parallel import (
+    ContextParallel,
+    SequenceSplit,
+    attention_traffic,
+    blocks,
+    context_parallel,
+    kernels,
+)
+from hyper_parallel.core.context_parallel.blocks import Block, Joined
+from hyper_parallel.core.context_parallel.ring import Ring
+from hyper_parallel.models import Llama, LlamaConfig
+
+pytestmark = pytest.mark.sim
+
+BATCH, HEADS, KV_HEADS, SEQ, HEAD_DIM = 2, 4, 2, 16, 8
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def qkv(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    q, k, v = (normal(BATCH, number, SEQ, HEAD_DIM, seed=seed, dtype=dtype) for seed, number in enumerate(heads))
+    return q, k, v
+
+
+def cp_of(degree: int | None = None, balance: bool = True) -> ContextParallel:
+    return ContextParallel(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), degree, balance)
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows_at_a_time", [1, 3, SEQ])
+def test_products_and_kernel_agree(monkeypatch: pytest.MonkeyPatch, causal: bool, rows_at_a_time: int) -> None:
+    monkeypatch.setattr(blocks, "MAX_SCORES", rows_at_a_time * BATCH * HEADS * SEQ)
+    block = Block(*qkv(), causal, 0.3)
+    assert kernels.has_kernel(block.q, block.k, block.v)
+    out, lse = block.forward()
+    grads = block.backward(normal(*block.q.shape, seed=5), out, lse)
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "has_kernel", lambda *_: False)
+        by_hand = block.forward()
+        grads_by_hand = block.backward(normal(*block.q.shape, seed=5), out, lse)
+    for found, expected in zip((*by_hand, *grads_by_hand), (out, lse, *grads), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_few_rows_at_a_time_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_SCORES", 2 * BATCH * HEADS * SEQ)
+    block = Block(*qkv(), False, 1.0, (torch.zeros(BATCH, SEQ), torch.zeros(BATCH, SEQ)))
+    sizes = [scores.numel() for _, scores in block._scores()]
+    assert sizes == [blocks.MAX_SCORES] * (SEQ // 2)
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_changes_nothing() -> None:
+    q, k, v = qkv()
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    out, lse = Block(q, k, v, False, 1.0, (ids, ids + 1)).forward()
+    assert torch.equal(out, torch.zeros_like(q))
+    assert (lse == -torch.inf).all()
+    joined = Joined(*Block(q, k, v, True, 1.0).forward())
+    before = joined.out.clone()
+    joined.add(out, lse, 0)
+    assert torch.equal(joined.out, before)
+
+
+def test_keys_in_two_blocks_are_one_softmax() -> None:
+    q, k, v = qkv()
+    joined = Joined(*Block(q, k[:, :, :5], v[:, :, :5], False, 0.5).forward())
+    joined.add(*Block(q, k[:, :, 5:], v[:, :, 5:], False, 0.5).forward(), 0)
+    out, lse = Block(q, k, v, False, 0.5).forward()
+    torch.testing.assert_close(joined.out, out)
+    torch.testing.assert_close(joined.lse, lse)
+
+
+@pytest.mark.parametrize(
+    "documents", [None, torch.zeros(BATCH, SEQ // 2, dtype=torch.int64)], ids=["kernel", "products"]
+)
+def test_large_scores_do_not_overflow(documents: torch.Tensor | None) -> None:
+    q, k, v = (x * 1e3 for x in qkv(torch.float32))
+
+    def body() -> torch.Tensor:
+        cp = cp_of(1)
+        return cp.attend(*(cp.split(x, dim=2) for x in (q, k, v)), documents=documents)
+
+    whole = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    for rank, found in enumerate(sim.run(body, world_size=2)):
+        held = torch.cat([torch.arange(*ends) for ends in SequenceSplit(2).intervals(rank, SEQ)])
+        torch.testing.assert_close(found, whole[:, :, held].float(), rtol=1e-2, atol=1.0)  # of values around 1e3
+
+
+# -- what is sent, and when ------------------------------------------------------------------------------------------
+
+
+def traced(world_size: int, degree: int, dtype: torch.dtype, *, backward: bool, documents: bool = False) -> sim.Trace:
+    def body() -> None:
+        cp = cp_of(degree)
+        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in qkv(dtype))
+        ids = torch.zeros(BATCH, SEQ // world_size, dtype=torch.int32) if documents else None
+        out = cp.attend(q, k, v, documents=ids)
+        if backward:
+            out.sum().backward()
+
+    with sim.world(world_size) as world:
+        world.run(body)
+        return world.trace
+
+
+def test_a_ring_sends_keys_and_values_once_less_than_it_has_ranks() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for ranks in (2, 4):
+            keys_and_values = 2 * BATCH * KV_HEADS * (SEQ // ranks) * HEAD_DIM
+            forward = (ranks - 1) * keys_and_values * dtype.itemsize
+            trace = traced(ranks, 1, dtype, backward=False)
+            assert [trace.bytes(op="recv", rank=rank) for rank in range(ranks)] == [forward] * ranks
+            trace = traced(ranks, 1, dtype, backward=True)
+            gradients = (ranks - 1) * keys_and_values * 4
+            assert [trace.bytes(op="recv", rank=rank) for rank in range(ranks)] == [2 * forward + gradients] * ranks
+            assert trace.bytes(op="all_to_all") == 0
+            neighbours = {(event.rank, event.peer) for event in trace.events if event.op == "send"}
+            assert neighbours == {(rank, (rank + 1) % ranks) for rank in range(ranks)}
+
+
+def test_ulysses_sends_all_but_what_stays() -> None:
+    ranks = 4
+    heads = HEADS + 2 * 4  # of queries; of keys and values, repeated until the four ranks can share them
+    token_bytes = BATCH * (SEQ // ranks) * HEAD_DIM * 4
+    forward = token_bytes * (heads + HEADS) * (ranks - 1) // ranks
+    trace = traced(ranks, ranks, torch.float32, backward=False)
+    assert [trace.bytes(op="all_to_all", rank=rank) for rank in range(ranks)] == [forward] * ranks
+    assert [event.op for event in trace.of_rank(0) if event.recv_bytes] == ["all_to_all"] * 2
+    trace = traced(ranks, ranks, torch.float32, backward=True)
+    assert [trace.bytes(op="all_to_all", rank=rank) for rank in range(ranks)] == [2 * forward] * ranks
+    assert trace.bytes(op="recv") == 0
+
+
+def test_both_send_what_each_sends() -> None:
+    trace = traced(4, 2, torch.float32, backward=False)
+    token_bytes = BATCH * HEAD_DIM * 4
+    exchanged = token_bytes * (SEQ // 4) * (HEADS + 2 * KV_HEADS + HEADS) // 2
+    around = token_bytes * (SEQ // 2) * (2 * KV_HEADS // 2)
+    for rank in range(4):
+        assert trace.bytes(op="all_to_all", rank=rank) == exchanged
+        assert trace.bytes(op="recv", rank=rank) == around
+    assert {event.members for event in trace.events if event.op == "all_to_all"} == {(0, 1), (2, 3)}
+    assert {event.members for event in trace.events if event.op == "send"} == {(0, 2), (1, 3)}
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (1, 2), (3, 1), (1, 4), (2, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (4, 1), (12, 3)])
+def test_the_traffic_is_what_the_cost_says(
+    ring: int, ulysses: int, dtype: torch.dtype, heads: int, kv_heads: int
+) -> None:
+    split = SequenceSplit(ring, ulysses)
+    seq = 2 * split.multiple
+
+    def body() -> None:
+        cp = cp_of(ulysses)
+        whole = (normal(1, number, seq, 5, dtype=dtype) for number in (heads, kv_heads, kv_heads))
+        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in whole)
+        cp.attend(q, k, v).sum().backward()
+
+    with sim.world(split.size) as world:
+        world.run(body)
+    cost = attention_traffic(
+        split, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=5, batch=1, itemsize=dtype.itemsize
+    )
+    for rank in range(split.size):
+        assert world.trace.bytes(op="all_to_all", rank=rank) == 2 * cost.exchanged
+        assert world.trace.bytes(op="recv", rank=rank) == cost.around + cost.around_backward
+        assert world.trace.bytes(rank=rank) == cost.total
+
+
+def test_documents_cost_one_all_gather_of_ids() -> None:
+    trace = traced(4, 2, torch.float32, backward=True, documents=True)
+    assert trace.bytes(op="all_gather", rank=0) == 3 * BATCH * (SEQ // 4) * 4
+
+
+def test_one_rank_communicates_nothing_and_computes_what_torch_does() -> None:
+    def body() -> None:
+        found, expected = qkv(torch.bfloat16), qkv(torch.bfloat16)
+        assert torch.equal(
+            cp_of().attend(*found), F.scaled_dot_product_attention(*expected, is_causal=True, enable_gqa=True)
+        )
+
+    with sim.world(1) as world:
+        world.run(body)
+        assert not world.trace.events
+
+
+def test_keys_are_on_their_way_before_they_are_used() -> None:
+    def body() -> tuple[list[int], list[int]]:
+        ranks = tuple(range(dist.get_world_size()))
+        ring = Ring(dist.group.WORLD, ranks, dist.get_rank(), SequenceSplit(len(ranks)))
+        sent, sources = [], []
+        for source, x in ring.travel(torch.full((3,), float(ring.rank))):
+            assert x.tolist() == [source] * 3
+            sources.append(source)
+            sent.append(sum(event.op == "send" for event in world.trace.of_rank(ring.rank)))
+        return sources, sent
+
+    with sim.world(4) as world:
+        found = world.run(body)
+    for rank, (sources, sent) in enumerate(found):
+        assert sources == [(rank - step) % 4 for step in range(4)], "the own first, then those before"
+        assert sent == [1, 2, 3, 3], "each has been sent on when it is used, but for the last"
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_no_buffer_is_touched_while_it_travels(degree: int) -> None:
+    def body() -> None:
+        cp = cp_of(degree)
+        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in qkv())
+        cp.attend(q, k, v, documents=torch.zeros(BATCH, SEQ // 4, dtype=torch.int64)).sum().backward()
+        cp.attend(q, k, v).sum().backward()
+
+    sim.run(body, world_size=4, check_races=True)
+
+
+def test_any_interleaving_gives_the_same_bits() -> None:
+    def body() -> list[torch.Tensor]:
+        cp = cp_of(2)
+        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in qkv(torch.float32))
+        out = cp.attend(q, k, v)
+        out.square().sum().backward()
+        return [out.detach(), q.grad, k.grad, v.grad]
+
+    first = sim.run(body, world_size=8, seed=0)
+    for seed in (1, 2):
+        for mine, others in zip(first, sim.run(body, world_size=8, seed=seed), strict=True):
+            assert all(torch.equal(*pair) for pair in zip(mine, others, strict=True))
+
+
+# -- with the rest of torch ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_autocast_casts_as_torch_does(degree: int) -> None:
+    def body() -> None:
+        cp = cp_of(degree)
+        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in qkv(torch.float32))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = cp.attend(q, k.bfloat16(), v, documents=torch.zeros(BATCH, SEQ // 2, dtype=torch.int64))
+            out.sum().backward()
+        low = [x.bfloat16() for x in (q, k, v)]
+        expected = cp.attend(*low, documents=torch.zeros(BATCH, SEQ // 2, dtype=torch.int64))
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, expected), "sums must be kept in float32 under autocast too"
+        assert q.grad.dtype == k.grad.dtype == torch.float32
+
+    sim.run(body, world_size=2)
+
+
+def test_sums_are_kept_in_float32() -> None:
+    """Rounding of each block's output to bfloat16 apart, more blocks are no less precise."""
+    whole = F.scaled_dot_product_attention(*(x.double() for x in qkv(torch.bfloat16)), is_causal=True, enable_gqa=True)
+
+    def body() -> float:
+        cp = cp_of(1)
+        ids = torch.zeros(BATCH, SEQ // 8, dtype=torch.int64)
+        found = cp.attend(*(cp.split(x, dim=2) for x in qkv(torch.bfloat16)), documents=ids)
+        return (found.double() - cp.split(whole, dim=2)).abs().div(cp.split(whole, dim=2).abs()).max().item()
+
+    assert max(sim.run(body, world_size=8)) <= torch.finfo(torch.bfloat16).eps / 2 * 1.01, "one rounding, at the end"
+
+
+def test_a_copied_model_uses_the_same_groups() -> None:
+    def body() -> None:
+        model = Llama.build(LlamaConfig(num_hidden_layers=1, max_seq_len=16))
+        cp = context_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+        tokens = cp.split(torch.arange(16).unsqueeze(0))
+        assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
+        assert repr(cp) == f"ContextParallel(cp=2, ulysses_degree=2, rank={dist.get_rank()})"
+
+    sim.run(body, world_size=2)
+
+
+def test_attention_between_compiled_graphs(tmp_path) -> None:
+    """torch.compile runs it as it is; positions are traced."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        cp = cp_of()
+
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return cp.attend(q * 2, k, v) * cp.positions(q.shape[2])[:, None]
+
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(function, backend="eager")(*qkv()), function(*qkv()))
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()

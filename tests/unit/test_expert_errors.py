@@ -1,0 +1,165 @@
+"""What cannot be split over ranks is refused on all of them alike, before anything is said to the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sim
+from hyper_parallel import fully_shard, init_device_mesh, shard_module
+from hyper_parallel.core.expert_parallel import Router, expert_parallel
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.moe import MoEConfig, MoELlama
+from hyper_parallel.models.moe_plan import moe_plan, parallelize_moe
+
+pytestmark = pytest.mark.sim
+
+CONFIG = MoEConfig(num_hidden_layers=2, num_dense_layers=1, expert_intermediate_size=6)
+
+
+def refused(config: LlamaConfig, sizes: dict[str, int], options: dict[str, Any]) -> str:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
+    with pytest.raises(ValueError) as error:
+        expert_parallel(model, mesh, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "options", "expected"),
+    [
+        (
+            replace(CONFIG, num_experts=9),
+            {"ep": 2},
+            {},
+            "cannot split the experts: the 2 ranks of ep cannot share num_experts=9 of 'layers.1.mlp.experts' evenly\n"
+            "  ep=2, tp=1, cp=1, etp=1\n"
+            "  try: ep one of 1, 3, 9",
+        ),
+        (
+            CONFIG,
+            {"ep": 2, "tp": 4},
+            {},
+            "cannot split the experts: the 4 ranks of etp cannot share inner_size=6 of 'layers.1.mlp.experts' evenly\n"
+            "  ep=2, tp=4, cp=1, etp=4\n"
+            "  try: etp one of 1, 2, 3, 6",
+        ),
+        (
+            CONFIG,
+            {"ep": 2, "tp": 4},
+            {"etp": 2},
+            "cannot split the experts: inside of an expert tp splits either the inner width, on all its ranks, or "
+            "nothing\n"
+            "  ep=2, tp=4, cp=1, etp=2\n"
+            "  try: etp=4, or etp=1",
+        ),
+        (
+            CONFIG,
+            {"expert": 2},
+            {"ep": "experts"},
+            "cannot split the experts: ep='experts' is no axis of the mesh\n  mesh: expert=2\n  try: ep='expert'",
+        ),
+        (
+            LlamaConfig(num_hidden_layers=1),
+            {"ep": 2},
+            {},
+            "cannot split the experts: there are none in this Llama\n"
+            "  ep=2, tp=1, cp=1, etp=1\n"
+            "  try: a model with GroupedExperts, such as hyper_parallel.models.MoELlama",
+        ),
+    ],
+    ids=["experts", "width", "etp", "axis", "llama"],
+)
+def test_what_does_not_fit_is_refused(config, sizes, options, expected):
+    world_size = torch.Size(sizes.values()).numel()
+    assert sim.run(refused, world_size=world_size, args=(config, sizes, options)) == [expected] * world_size
+
+
+def twice(wrapped: bool) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model = MoELlama(CONFIG)
+    if wrapped:
+        fully_shard(model.layers[1].mlp.experts, mesh=mesh)
+    else:
+        expert_parallel(model, mesh)
+    with pytest.raises(ValueError) as error:
+        expert_parallel(model, mesh)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_experts_that_are_split_already(wrapped):
+    for message in sim.run(twice, world_size=2, args=(wrapped,)):
+        assert "the weights of 'layers.1.mlp.experts' are split already" in message
+        assert "try: expert_parallel once, before shard_module and fully_shard" in message
+
+
+def plain_experts(wrapped: bool) -> str:
+    """Leave `expert_parallel` out."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = MoELlama(CONFIG)
+    shard_module(model, mesh["tp"], moe_plan(CONFIG, mesh["tp"]))
+    if wrapped:
+        fully_shard(model.layers[1].mlp.experts, mesh=mesh["dp"])
+    with pytest.raises(ValueError) as error:
+        model(torch.zeros(2, 4, dtype=torch.long))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "expected"),
+    [
+        (False, "parameter 'experts.w1' has no layout, and over 'tp' its gradients are shares to be added"),
+        (True, "fully_shard has 'experts' in it, whose parameters are gathered only when that is called"),
+    ],
+)
+def test_experts_that_nobody_has_split_are_not_trained_wrong(wrapped, expected):
+    for message in sim.run(plain_experts, world_size=4, args=(wrapped,)):
+        assert expected in message
+
+
+def test_plans_that_are_refused():
+    with pytest.raises(ValueError, match="cannot plan the mixture of experts: ranks along tp would send the same"):
+        moe_plan(CONFIG, {"tp": 2}, etp=1, sequence_parallel=False)
+    with pytest.raises(ValueError, match="tp splits either the inner width(?s:.*)try: etp=4, or etp=1"):
+        moe_plan(CONFIG, {"tp": 4}, etp=2)
+    with pytest.raises(TypeError, match="model is a LlamaConfig, not a MoELlama or a MoEConfig"):
+        moe_plan(LlamaConfig(), {"tp": 2})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot share num_key_value_heads=2 evenly"):
+        moe_plan(CONFIG, {"tp": 4})
+    with pytest.raises(TypeError, match="mesh is a dict, not a DeviceMesh"):
+        parallelize_moe(MoELlama(CONFIG), {"ep": 2})  # type: ignore[arg-type]
+
+
+def test_routers_that_are_refused():
+    with pytest.raises(ValueError, match="a token cannot choose 3 of 2 experts"):
+        Router(2, 8, 3)
+    with pytest.raises(ValueError, match="there is no such kind of score\n  score: 'top'\n  try: score=\"sigmoid\""):
+        Router(2, 8, 1, score="top")
+
+
+def one_rank_each() -> bool:
+    """Axes of a single rank change nothing."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "tp"))
+    model = MoELlama(CONFIG)
+    before = {name: param for name, param in model.named_parameters()}
+    parallelize_moe(model, mesh)
+    return all(before[name] is param for name, param in model.named_parameters())
+
+
+def test_one_rank():
+    assert sim.run(one_rank_each, world_size=1) == [True]
+
+
+def dense_stage() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    stage: nn.Module = MoELlama(CONFIG).keep(range(1), embed=True, head=False)
+    return [name for name, _ in parallelize_moe(stage, mesh).named_children()]  # type: ignore[arg-type]
+
+
+def test_a_stage_without_experts_passes():
+    assert sim.run(dense_stage, world_size=2) == [["embed", "layers"]] * 2

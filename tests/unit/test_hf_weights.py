@@ -1,0 +1,262 @@
+"""Folders of Hugging Face: what we write transformers computes alike, what it writes we do; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama
+from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_seq_len": 24,
+    "rope_theta": 5_000.0,
+    "norm_eps": 1e-6,
+}
+DENSE = LlamaConfig(**SIZES)  # type: ignore[arg-type]
+SPARSE = MoEConfig(**SIZES, num_experts=6, experts_per_token=3, expert_intermediate_size=20, num_dense_layers=1)  # type: ignore[arg-type]
+CONFIGS = {
+    "dense": DENSE,
+    "tied": replace(DENSE, tie_embeddings=True),
+    "experts": replace(SPARSE, num_shared_experts=2, routed_scale=1.5),
+    "no shared experts": replace(SPARSE, num_shared_experts=0),
+    "experts, tied, weights as they are": replace(SPARSE, norm_weights=False, tie_embeddings=True),
+}
+TOKENS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(3))
+
+
+def build(config: LlamaConfig, seed: int = 0) -> Llama:
+    """A model whose norms and router biases are not what they start with."""
+    model = (MoELlama if isinstance(config, MoEConfig) else Llama).build(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1:
+                tensor.add_(torch.empty_like(tensor).uniform_(-0.3, 0.3, generator=generator))
+    return model.double() if not isinstance(config, MoEConfig) else model
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_transformers_computes_the_same_from_what_is_exported(config: LlamaConfig, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = build(config)
+    export_huggingface(model.state_dict(), config, tmp_path, max_shard_bytes=20_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files == sorted(set(index["weight_map"].values()))
+    assert all((tmp_path / file).stat().st_size < 20_000 + 4_000 for file in files), "4,000: the files' headers"
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
+    dtype = next(model.parameters()).dtype
+    assert theirs.dtype == dtype
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (None, None)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_what_is_exported_comes_back_bit_for_bit(config: LlamaConfig, tmp_path: Path) -> None:
+    model, other = build(config), build(config, seed=1)
+    export_huggingface(model.state_dict(), config, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    found, load = import_huggingface(tmp_path)
+    assert found == config
+    load(other.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "glm4_moe"])
+def test_what_transformers_saves_is_loaded(kind: str, tied: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    same = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 24,
+        "tie_word_embeddings": tied,
+    }
+    torch.manual_seed(0)
+    if kind == "llama":
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**same))
+    else:
+        more = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        config = transformers.Glm4MoeConfig(**same, **more, partial_rotary_factor=1.0, head_dim=8)
+        theirs = transformers.Glm4MoeForCausalLM(config)
+        with torch.no_grad():
+            for layer in theirs.model.layers[1:]:
+                layer.mlp.gate.weight.normal_(std=0.1)
+                layer.mlp.gate.e_score_correction_bias.uniform_(-0.5, 0.5)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    found, load = import_huggingface(tmp_path)
+    assert (type(found), found.tie_embeddings, found.max_seq_len) == (
+        LlamaConfig if kind == "llama" else MoEConfig,
+        tied,
+        24,
+    )
+    model = (Llama if kind == "llama" else MoELlama).build(found, seed=9)
+    load(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_converted_and_the_bias_of_a_router_is_not(tmp_path: Path) -> None:
+    model = build(SPARSE)
+    export_huggingface(model.state_dict(), SPARSE, tmp_path, dtype=torch.bfloat16)
+    written = load_file(tmp_path / "model.safetensors")
+    single = [name for name, tensor in written.items() if tensor.dtype != torch.bfloat16]
+    assert single == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    other = build(SPARSE, seed=1)
+    load_huggingface(other.state_dict(), tmp_path)
+    for name, tensor in model.state_dict().items():
+        rounded = tensor if name.endswith("router.bias") else tensor.bfloat16().float()
+        assert torch.equal(other.state_dict()[name], rounded), name
+
+
+def test_a_stage_and_an_untied_model_take_what_they_need(tmp_path: Path) -> None:
+    config = replace(DENSE, tie_embeddings=True)
+    export_huggingface(build(config).state_dict(), config, tmp_path)
+    last = Llama.build(config, seed=5).keep(range(2, 3), embed=False, head=True)
+    names = list(last.state_dict())
+    load_huggingface({name.replace("layers.2.", "layers.2._checkpoint_wrapped_module."): x
+                      for name, x in last.state_dict().items()}, tmp_path)  # fmt: skip
+    whole = build(config).state_dict()
+    assert "head.weight" in names
+    assert "embed.weight" not in names
+    for name in names:
+        assert torch.equal(last.state_dict()[name], whole[name].float()), name
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def told(error: pytest.ExceptionInfo[ValueError], *parts: str) -> None:
+    text = str(error.value)
+    assert "\n  try: " in text
+    for part in parts:
+        assert part in text, text
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    export_huggingface(build(DENSE).state_dict(), DENSE, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickled") as error:
+        import_huggingface(tmp_path)
+    told(error, "files: pytorch_model.bin", "run any code")
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="no safetensors file") as error:
+        import_huggingface(tmp_path)
+    told(error, "model.safetensors is damaged")
+
+
+def test_folders_that_do_not_fit_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    export_huggingface(build(DENSE).state_dict(), DENSE, tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    right, shape = load_file(file), json.loads(config.read_text())
+    model = Llama.build(DENSE, seed=1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrong = {
+        "tensors are missing\n  missing: model.norm.weight": {k: v for k, v in right.items() if "model.norm" not in k},
+        "does not, and without which": {**right, "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)},
+        "'model.norm.weight' has another shape": {**right, "model.norm.weight": torch.ones(31)},
+    }
+    for message, tensors in wrong.items():
+        save_file(tensors, file)
+        with pytest.raises(ValueError, match="cannot load") as error:
+            load_huggingface(model.state_dict(), tmp_path)
+        told(error, message)
+    save_file(right, file)
+    size = file.stat().st_size
+    with open(file, "r+b") as handle:
+        handle.truncate(size - 100)
+    with pytest.raises(ValueError, match="damaged") as error:
+        load_huggingface(model.state_dict(), tmp_path)
+    told(error, "model.safetensors")
+    save_file(right, file)
+    for key, value, message in [
+        ("hidden_act", "gelu", "hidden_act = 'silu' only"),
+        ("attention_bias", True, "attention_bias = False only"),
+        ("head_dim", 16, "head_dim = 8 only"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1.0}, "rope_type = 'default' only"),
+        ("model_type", "gpt2", "no model here for model_type 'gpt2'"),
+        ("vocab_size", None, "config.json has no vocab_size"),
+        ("hidden_size", 64, "head_dim = 16 only"),
+        ("intermediate_size", 64, "'layers.0.mlp.w1.weight' has another shape than in the config's model"),
+    ]:
+        config.write_text(json.dumps({**shape, key: value}))
+        with pytest.raises(ValueError, match="cannot load") as error:
+            load_huggingface(model.state_dict(), tmp_path)
+        told(error, message)
+    config.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        import_huggingface(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        import_huggingface(tmp_path / "elsewhere")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_index_whose_file_is_not_there_is_refused(tmp_path: Path) -> None:
+    export_huggingface(build(DENSE).state_dict(), DENSE, tmp_path, max_shard_bytes=20_000)
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ValueError, match="files that the index names are missing") as error:
+        import_huggingface(tmp_path)
+    told(error, lost.name)
+
+
+def test_glm_models_that_compute_something_else_are_refused(tmp_path: Path) -> None:
+    export_huggingface(build(SPARSE).state_dict(), SPARSE, tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    for key, value in [("use_qk_norm", True), ("n_group", 4), ("partial_rotary_factor", None)]:
+        changed = {**shape, key: value}
+        if key == "partial_rotary_factor":
+            del changed[key], changed["rope_parameters"]  # then it is one half
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=key):
+            import_huggingface(tmp_path)
+
+
+def test_exports_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
+    state = build(DENSE).state_dict()
+    stage = {name: tensor for name, tensor in state.items() if "layers.1." not in name}
+    for given, config, message in [
+        (stage, DENSE, "tensors of the model are missing\n  missing: layers.1.attention_norm.weight"),
+        ({**state, "layers.0.mlp.w4.weight": state["norm.weight"]}, DENSE, "has no 'layers.0.mlp.w4.weight'"),
+        (state, replace(DENSE, intermediate_size=64), "'layers.0.mlp.w1.weight' has another shape"),
+        (state, replace(SPARSE, score="softmax", num_dense_layers=3), "sigmoid scores only"),
+    ]:
+        with pytest.raises(ValueError, match="cannot export") as error:
+            export_huggingface(given, config, tmp_path / "new")
+        told(error, message)
+    assert not (tmp_path / "new").exists()
+    with torch.device("meta"):
+        empty = Llama(DENSE).state_dict()
+    with pytest.raises(ValueError, match="is on meta") as error:
+        export_huggingface(empty, DENSE, tmp_path / "new")
+    told(error, "init_parameters")
+    with pytest.raises(ValueError, match="max_shard_bytes"):
+        export_huggingface(state, DENSE, tmp_path, max_shard_bytes=0)
+    export_huggingface(state, DENSE, tmp_path / "new")
+    with pytest.raises(ValueError, match="is on meta"):
+        load_huggingface(empty, tmp_path / "new")
+    with pytest.raises(ValueError, match="has weights already") as error:
+        export_huggingface(state, DENSE, tmp_path / "new")
+    told(error, "seen: model.safetensors")

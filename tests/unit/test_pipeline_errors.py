@@ -1,0 +1,279 @@
+"""What a user gets wrong in a pipeline is said, and a step that fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sim
+from hyper_parallel import Layout, from_local, fully_shard, hsdp, init_device_mesh
+from hyper_parallel.core.fully_shard.held import hold_parameters, reduce_gradients, release_parameters
+from hyper_parallel.core.pipeline import Pipeline, TiedWeights, clip_grad_norm
+
+pytestmark = pytest.mark.sim
+
+
+def square(output, target):
+    return (output - target).square().sum()
+
+
+def mesh_of(ranks=2):
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("pp",))
+
+
+def linear(size=3):
+    torch.manual_seed(0)
+    return nn.Linear(size, size)
+
+
+def pipeline(stage=None, ranks=2, micro_batches=2, **options):
+    stages = [linear()] if stage is None else [stage]
+    return Pipeline(stages, mesh_of(ranks), options.pop("schedule", "gpipe"), micro_batches, square, **options)
+
+
+X = torch.arange(12.0).view(4, 3)
+
+
+def raises(kind, said, body, ranks=2):
+    """Every rank raises it: none is left waiting."""
+
+    def run():
+        with pytest.raises(kind, match=said):
+            body()
+        return "raised"
+
+    assert sim.run(run, world_size=ranks) == ["raised"] * ranks
+
+
+# -- making a pipeline -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"schedule": "1fb"}, ValueError, "there is no schedule '1fb'.*\n.*\n.*try: '1f1b'"),
+        ({"schedule": "1f1b", "micro_batches": 1}, ValueError, "'1f1b' needs at least as many micro-batches as stages"),
+        ({"schedule": "zbv"}, ValueError, "'zbv' has exactly 2 per rank"),
+        ({"num_stages": 3}, ValueError, "every rank has as many stages as this one, which are 2 in all"),
+        ({"stage_indices": [5]}, ValueError, "'gpipe' gives this rank other stages\n.*stage_indices: \\[5\\]"),
+        ({"boundary": ("None", "tp")}, TypeError, "boundary is a str, not a Layout"),
+        ({"boundary": Layout((2,), ("tp",))("tp")}, ValueError, "its layout has no mesh"),
+    ],
+)
+def test_arguments_that_cannot_be(options, kind, said):
+    raises(kind, said, lambda: pipeline(**options))
+
+
+def test_stages_mesh_and_loss_of_another_kind():
+    def body():
+        mesh = mesh_of()
+        with pytest.raises(TypeError, match=r"stages must be modules\n.*stages: str"):
+            Pipeline(["no module"], mesh, "gpipe", 1, square)
+        with pytest.raises(TypeError, match="mesh is a str, not a DeviceMesh"):
+            Pipeline([linear()], "pp", "gpipe", 1, square)
+        with pytest.raises(TypeError, match="loss_fn is a NoneType, which cannot be called"):
+            Pipeline([linear()], mesh, "gpipe", 1)
+        both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+        with pytest.raises(ValueError, match="mesh has 2 axes, and stages are along one"):
+            Pipeline([linear()], both, "gpipe", 1, square)
+
+    sim.run(body, world_size=2)
+
+
+@pytest.mark.parametrize("wrap", [fully_shard, hsdp])
+def test_parameters_that_are_split_over_other_stages(wrap):
+    """Without a mesh both wrap over all ranks, of which some have other layers."""
+    raises(ValueError, "parameters of HSDPLinear are shared with rank [01]", lambda: pipeline(wrap(linear())))
+
+
+def test_a_split_backward_of_what_is_compiled():
+    stage = linear()
+    stage.forward = torch.compile(stage.forward)
+
+    def body():
+        Pipeline([linear(), stage], mesh_of(), "zbv", 2, square)
+
+    raises(ValueError, "computes gradients of inputs and weights apart, and '' is compiled as one", body)
+
+
+def test_a_split_backward_of_parameters_that_are_freed():
+    def body():
+        Pipeline([linear(), linear()], mesh_of(), "zero-bubble", 2, square, keep_gathered=False)
+
+    raises(ValueError, "computes gradients of weights later, when parameters would be freed", body)
+
+
+# -- running it --------------------------------------------------------------------------------------------------------
+
+
+def test_batches_that_do_not_divide():
+    said = "the batch of inputs does not divide into 3 micro-batches of equal size\n.*inputs: \\(4, 3\\)\n.*try: 3 rows"
+    raises(ValueError, said, lambda: pipeline(micro_batches=3).step(X, X))
+    raises(ValueError, "the batch of targets does not divide", lambda: pipeline().step(X, X[:3]))
+    raises(TypeError, "inputs must be a tensor or a tuple of tensors", lambda: pipeline().step([1, 2], X))
+
+
+def test_a_step_without_gradients():
+    def body():
+        with torch.no_grad():
+            pipeline().step(X, X)
+
+    raises(RuntimeError, "gradients are switched off here\n.*\n.*pipeline.eval", body)
+
+
+class Returns(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.linear = make, linear()
+
+    def forward(self, x):
+        return self.make(self.linear(x))
+
+
+def fails_on_rank_0(kind, said, body):
+    """The stage that is to blame raises; the others would wait for it, and are stopped."""
+    with pytest.raises(sim.RankFailed, match="(?s)rank 0 raised.*" + said) as caught:
+        sim.run(body, world_size=2)
+    assert isinstance(caught.value.__cause__, kind)
+
+
+def test_stages_that_return_what_cannot_be_sent():
+    fails_on_rank_0(TypeError, "only tensors can go to the next stage\n  returned: dict", lambda: _first({"x": 0}))
+    fails_on_rank_0(ValueError, "there must be a layout for each tensor", _two_for_one)
+
+
+def _first(value):
+    pipeline(Returns(lambda x: value) if dist.get_rank() == 0 else None).step(X, X)
+
+
+def _two_for_one():
+    layout = Layout.from_device_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))("None", "None")
+    pipeline(Returns(lambda x: (x, x)), boundary=[layout]).step(X, X)
+
+
+def test_a_dtensor_without_a_boundary():
+    def body():
+        tp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))["tp"]
+        layout = Layout.from_device_mesh(tp)("None", "None")
+        pipeline(Returns(lambda x: from_local(x, layout))).step(X, X)
+
+    fails_on_rank_0(ValueError, "it is a DTensor, and no boundary was given", body)
+
+
+def test_a_boundary_without_a_dtensor():
+    def body():
+        tp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))["tp"]
+        pipeline(boundary=Layout.from_device_mesh(tp)("None", "None")).step(X, X)
+
+    fails_on_rank_0(ValueError, "it is a plain tensor, and a boundary of DTensors was given", body)
+
+
+def test_a_shape_that_changes():
+    def body():
+        calls = []
+
+        def cut(x):
+            calls.append(1)
+            return x[:1] if len(calls) > 2 else x  # the first call is to find out shapes
+
+        pipeline(Returns(cut) if dist.get_rank() == 0 else None).step(X, X)
+
+    fails_on_rank_0(ValueError, "for micro-batch 1: it differs from what the stage returned before", body)
+
+
+def test_a_loss_that_is_no_number():
+    def body():
+        stages = [linear(), linear()]
+        Pipeline(stages, mesh_of(1), "interleaved", 2, lambda output, target: output).step(X, X)
+
+    raises(TypeError, r"loss_fn returned a Tensor of shape \(2, 3\)", body, ranks=1)
+
+
+def test_after_a_step_that_fails_the_next_one_is_right():
+    def body():
+        mesh = mesh_of(1)
+        calls = []
+
+        def loss(output, target):
+            calls.append(1)
+            if len(calls) == 2:
+                raise ArithmeticError("the second micro-batch")
+            return square(output, target)
+
+        data = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        stages = [fully_shard(linear(), mesh=data), linear()]
+        run = Pipeline(stages, mesh, "interleaved", 2, loss)
+        with pytest.raises(ArithmeticError, match="the second micro-batch"):
+            run.step(X, X)
+        stages[1].zero_grad()  # a plain stage has what the first micro-batch brought, as after any backward
+        run.step(X, X)
+        alone = nn.Sequential(linear(), linear())
+        square(alone(X), X).backward()
+        torch.testing.assert_close(stages[0].weight.grad.to_local(), alone[0].weight.grad)
+        torch.testing.assert_close(stages[1].weight.grad, alone[1].weight.grad)
+
+    sim.run(body, world_size=1)
+
+
+# -- tied weights ------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_that_are_not_alike():
+    def body():
+        TiedWeights(pipeline(linear(3 + dist.get_rank())), "weight", "weight")
+
+    said = r"'weight' of the first stage and 'weight' of the last are not alike\n.*\(3, 3\) float32\n.*\(4, 4\) float32"
+    raises(ValueError, said, body)
+    raises(
+        ValueError, "a stage has no such parameter\n.*'table': none", lambda: TiedWeights(pipeline(), "table", "weight")
+    )
+
+
+def test_tied_weights_of_which_only_one_is_frozen():
+    def body():
+        TiedWeights(pipeline(linear().requires_grad_(dist.get_rank() == 0)), "weight", "weight")
+
+    raises(ValueError, r"not alike\n.*float32\n.*float32, frozen", body)
+
+
+def test_a_norm_counts_what_is_tied_once():
+    def body():
+        run = pipeline(schedule="1f1b")
+        tied = TiedWeights(run, "weight", "weight")
+        weight, bias = run.stages[0].weight, run.stages[0].bias
+        weight.grad, bias.grad = torch.full((3, 3), 1.0), torch.full((3,), 2.0)
+        tied.add_gradients()
+        assert weight.grad.tolist() == [[2.0] * 3] * 3
+        norm = clip_grad_norm(run.stages, 1.0, run.group, tied=tied)
+        assert norm.item() == pytest.approx((9 * 2.0**2 + 2 * 3 * 2.0**2) ** 0.5)
+        assert weight.grad[0, 0].item() == pytest.approx(2.0 / norm.item())
+
+    sim.run(body, world_size=2)
+
+
+# -- holding parameters ------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_held_once():
+    def body():
+        model = fully_shard(linear(), mesh=mesh_of())
+        hold_parameters(model)
+        with pytest.raises(RuntimeError, match="they are held already\n  seen: unit HSDPLinear"):
+            hold_parameters(model)
+        release_parameters(model)
+        hold_parameters(model)
+        release_parameters(model)
+
+    sim.run(body, world_size=2)
+
+
+def test_what_is_traced_cannot_be_held():
+    def body():
+        model = hsdp(linear(), use_eager_hook=False)
+        for verb in (hold_parameters, reduce_gradients):
+            with pytest.raises(ValueError, match=r"was wrapped for torch\.compile to trace"):
+                verb(model)
+
+    sim.run(body, world_size=2)
