@@ -3,10 +3,10 @@
 Stall: two gloo processes train a Llama of 98 million parameters under `fully_shard`; the time that `Checkpointer.save`
 takes on the main thread, beside the median of the steps in which nothing is saved or written.
 
-Speed: 1 GiB in 64 matrices on four gloo processes. Saved split by rows; loaded split by columns, and as saved, each time
-from the disk (the files are dropped from the page cache before). Raw: one process, or the four together, reads the same
-files with O_DIRECT and 4 MiB at a time, whichever is faster; raw writing is 4 MiB at a time and one fsync per file.
-Ours, torch's and raw take turns.
+Speed: 1 GiB in 64 matrices on four gloo processes. Saved split by rows; loaded split by columns, and as saved, each
+time from the disk (the files are dropped from the page cache before). Raw: one process, or the four together, reads
+the same files with O_DIRECT, 4 MiB at a time, whichever is faster; raw writing is 4 MiB at a time and one fsync per
+file. Ours, torch's and raw take turns.
 """
 
 from __future__ import annotations
@@ -101,10 +101,9 @@ def stall_table() -> str:
     found = stall()
     quiet = float(np.median(found["quiet"]))
     first, later = found["save"][0], float(np.median(found["save"][1:]))
-    written = LLAMA_100M.num_parameters() * 12 / 1e6
+    millions = LLAMA_100M.num_parameters() / 1e6
     lines = [
-        f"| Llama, {LLAMA_100M.num_parameters() / 1e6:.0f} million parameters, AdamW: {written:,.0f} MB a save | seconds "
-        "| share of a step |",
+        f"| Llama, {millions:.0f} million parameters; {12 * millions:,.0f} MB a save | seconds | share of a step |",
         "|---|--:|--:|",
         f"| step, nothing being saved | {quiet:.2f} | |",
         f"| `save` in the background: later ones | {later:.3f} | {later / quiet:.1%} |",

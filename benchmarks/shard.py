@@ -93,11 +93,11 @@ def check(built: dict[str, tuple[nn.Module, Any]], sequences: int, length: int) 
 # -- torch's styles --------------------------------------------------------------------------------------------------
 
 
-def _with_styles(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def _with_styles(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, head: Any = None) -> None:
     between: Any = Shard(1) if sequence_parallel else Replicate()
     outer: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        "head": head or ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
     inner: dict[str, Any] = {
         "attention.wq": ColwiseParallel(),

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
 from hyper_parallel.core.redistribute import plan as plan_redistribution
 from hyper_parallel.core.redistribute import topology
@@ -29,6 +30,7 @@ from hyper_parallel.core.shard.plan_file import plan_text
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.config_file import load_config
+from hyper_parallel.trainer.convert import export_checkpoint, with_shape_of
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.display import TrainingDisplay
 from hyper_parallel.trainer.place import RankPlace
@@ -39,6 +41,7 @@ from hyper_parallel.trainer.report import (
     bits_per_byte,
     largest_difference,
     loss_table,
+    plot_log,
     plot_losses,
     traffic_table,
 )
@@ -113,6 +116,9 @@ def train(
         str | None, typer.Option(help="What backward computes again: none, selective or full.")
     ] = None,
     compile: Annotated[bool | None, typer.Option(help="torch.compile what lies between communications.")] = None,
+    start_from: Annotated[
+        str | None, typer.Option(help="Folder of transformers: its model, and weights to start with.")
+    ] = None,
     checkpoint_dir: Annotated[
         str | None, typer.Option(help="Folder of checkpoints; goes on from the newest.", rich_help_panel=_SAVING)
     ] = None,
@@ -163,6 +169,8 @@ def train(
         run = run.with_changes("parallel", degrees | how)
         saving = {"folder": checkpoint_dir, "every": save_every, "keep": keep}
         run = run.with_changes("checkpoint", saving | {"background": background, "resume": resume})
+        if start_from is not None or run.train.start_from is not None:
+            run = with_shape_of(run, start_from or str(run.train.start_from))
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         run = _check(run, sim)
@@ -198,6 +206,36 @@ def demo(
         with _one_thread():
             alone = _run_here(console, "one device", single)
         _compare(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of train, or its --checkpoint-dir: the newest.")],
+    folder: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
+    dtype: Annotated[str | None, typer.Option(help="Of the weights, such as bfloat16; default: as they are.")] = None,
+) -> None:
+    """Write a checkpoint as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
+
+    hyper-parallel export out/run out/hf --dtype bfloat16
+    """
+    with _before_ranks_start():
+        config = export_checkpoint(checkpoint, folder, None if dtype is None else parse_dtype(dtype))
+        _console().print(f"wrote {config.num_parameters():,} parameters to {folder}")
+
+
+@app.command()
+def plot(
+    logs: Annotated[list[Path], typer.Argument(help="JSONL logs of runs.")],
+    out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("out/train.png"),
+) -> None:
+    """Draw loss, gradient norm and speed of one or more runs.
+
+    hyper-parallel plot out/train.jsonl
+    """
+    with _before_ranks_start():
+        if not plot_log(logs, out):
+            raise ValueError("cannot plot: matplotlib is not installed\n  try: pip install 'hyper_parallel[plot]'")
+        _console().print(f"wrote {out}")
 
 
 @app.command()
@@ -418,7 +456,7 @@ def _before_ranks_start() -> Iterator[None]:
     """Turn a mistake in what was asked into one message and exit code 2."""
     try:
         yield
-    except (ValueError, TypeError, PlatformUnavailableError) as error:
+    except (ValueError, TypeError, PlatformUnavailableError, CheckpointError) as error:
         if isinstance(error, TypeError) and "\n  try: " not in str(error):
             raise  # a mistake of ours, and not in what was asked
         if _is_first_rank():  # every rank finds the same mistake

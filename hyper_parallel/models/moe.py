@@ -127,7 +127,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x (batch, seq, hidden) to the same shape."""
         chosen, weights = self.router(x)
-        out: Tensor = self.experts(x.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)).view(x.shape)
+        out: Tensor = self.experts(x, chosen, weights)
         return out if self.shared is None else out + self.shared(x)
 
 

@@ -91,6 +91,8 @@ class TrainConfig:
         eval_sequences: sequences per validation over all ranks together.
         log: JSONL file that the first rank writes as it goes; None writes none.
         memory_limit_gb: refuse to start when the estimate is above this (GiB); None takes what the machine has free.
+        start_from: folder of transformers with the weights to start with, of the model that [model] describes; None:
+            fresh ones.
         tensorboard: folder for TensorBoard's event files; None writes none.
         on_nonfinite: what to do when the loss or the gradient is inf or NaN. "stop": raise, the weights are those of
             the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
@@ -110,6 +112,7 @@ class TrainConfig:
     eval_sequences: int = 32
     log: str | None = None
     memory_limit_gb: float | None = None
+    start_from: str | None = None
     tensorboard: str | None = None
     on_nonfinite: str = "stop"
     max_skips: int = 10
@@ -200,6 +203,8 @@ class ExpertsConfig:
         expert_intermediate_size: inner width of one expert.
         num_dense_layers: first layers, which have a plain feed-forward.
         score: "sigmoid" or "softmax" of the router's logits.
+        norm_weights: divide the weights of a token's experts by their sum.
+        routed_scale: multiplies the weights.
         bias_update_rate: how fast the router's bias evens out the load of experts; 0: not at all.
         aux_loss_weight: of the auxiliary loss that evens out the load within each sequence; 0: none.
     """
@@ -210,6 +215,8 @@ class ExpertsConfig:
     expert_intermediate_size: int = 96
     num_dense_layers: int = 1
     score: str = "sigmoid"
+    norm_weights: bool = True
+    routed_scale: float = 1.0
     bias_update_rate: float = 1e-3
     aux_loss_weight: float = 1e-3
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.hsdp.api import HSDPCell
+from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
@@ -263,6 +264,8 @@ class Trainer:
 
     def _resume(self) -> None:
         found = self.saver.resume()
+        if found is None and self.config.train.start_from is not None:
+            load_huggingface(dict(self.model.named_tensors()), self.config.train.start_from)
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
 

@@ -364,7 +364,8 @@ def _own(value: Any, views: dict[int, torch.Tensor]) -> Any:
         if not value.requires_grad or isinstance(value, nn.Parameter):
             return value
         if id(value) not in views:
-            views[id(value)] = value.view_as(value)
+            views[id(value)] = view = value.view_as(value)
+            view.__dict__.update(value.__dict__)  # what a module has written on it, such as which part of a whole it is
         return views[id(value)]
     if type(value) in (tuple, list):
         return type(value)(_own(entry, views) for entry in value)

@@ -118,9 +118,7 @@ def main() -> None:
             root = Path(folder)
             children = [forked(one_rank, root, rank, case) for rank in range(2)]
             ends = [os.waitpid(child, 0)[1] for child in children]
-            told = {
-                path.name: path.read_text() for path in sorted(root.iterdir()) if path.name.startswith(("s-", "r-"))
-            }
+            told = {path.name: path.read_text() for path in sorted([*root.glob("s-*"), *root.glob("r-*")])}
             print(json.dumps({"case": case, "ends": ends, "told": told, **after(root)}), flush=True)
 
 

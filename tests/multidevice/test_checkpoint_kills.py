@@ -88,8 +88,9 @@ def test_simulated_ranks_killed_at_every_operation(tmp_path: Path, victim: int, 
         if not died:
             assert results == [[None, None]] * 3
             break
-        for rank, errors in enumerate(results or []):
-            assert rank == victim or errors is None or errors[0] is None or "RankLost" in errors[0] or errors[1]
+        for errors in results or []:  # None is the victim's
+            for error in errors or []:
+                assert error is None or ("could not talk to each other" in error and "RankLost" in error)
     else:
         pytest.fail("the rank never lived")
     assert found == sorted(found), f"a later death lost more: {found}"

@@ -94,7 +94,7 @@ class Case(NamedTuple):
 @st.composite
 def cases(draw):
     """Shrinks towards gpipe on one rank, a micro-batch of a row, no layers and no data parallelism."""
-    schedule = draw(st.sampled_from(list(SCHEDULES)))
+    schedule = draw(st.sampled_from([name for name, kind in SCHEDULES.items() if kind.is_available]))
     kind = SCHEDULES[schedule]
     ranks = draw(st.integers(1, 3))
     each = draw(st.integers(1, 3)) if kind.is_multi and kind.style == "loop" else kind.stages_per_rank

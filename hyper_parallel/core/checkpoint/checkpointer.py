@@ -115,10 +115,10 @@ class Checkpointer:
             How this save ended; with `async_save` how the one before ended, None if there was none or it has been told.
 
         Raises:
-            ValueError, TypeError: as `save_checkpoint`; with `async_save` by the next call.
+            ValueError, TypeError: as `save_checkpoint`; with `async_save` the next call raises it and does no more.
             CheckpointError: the save, or with `async_save` the one before, failed, and `on_error` is "raise".
         """
-        before = self._join()
+        before = self._told(self._join())
         peers = Peers.of(self._group)
         folder = self._folder(step)
         parts: Mapping[str, Part] = {}
@@ -138,7 +138,7 @@ class Checkpointer:
         if self.async_save:
             self._thread = threading.Thread(target=run, name=f"checkpoint of step {step}")
             self._thread.start()
-            return self._told(before)
+            return before
         run()
         return self._told(self._join())
 

@@ -169,13 +169,16 @@ def check_files(
 
 
 def _needed(record: CheckpointMetadata, keys: Collection[str]) -> Iterator[tuple[int, int, int]]:
-    """Yield file, first and last + 1 block of each run that is needed; the first block, with the header, always is."""
+    """Yield file, first and last + 1 block of each run that is needed; those with the file's header always are."""
+    headers: dict[int, int] = {}
+    for box in (box for entry in record.by_key.values() for box in entry.boxes):
+        headers[box.file] = min(box.at, headers.get(box.file, box.at))
     blocks: dict[int, set[int]] = {}
     for key in keys:
         entry = record.by_key[key]
         for box in entry.boxes:
             end = box.at + math.prod(box.sizes) * entry.dtype.itemsize
-            of_file = blocks.setdefault(box.file, {0})
+            of_file = blocks.setdefault(box.file, set(range(-(-headers[box.file] // record.block))))
             of_file.update(range(box.at // record.block, -(-end // record.block)))
     for number in sorted(blocks):
         ordered = sorted(blocks[number])

@@ -34,9 +34,9 @@ class GroupedExperts(nn.Module):
     """Experts, each a SwiGLU feed-forward: w2[e](silu(w1[e] x) * w3[e] x).
 
     >>> experts = GroupedExperts(num_experts=4, hidden_size=8, inner_size=6)
-    >>> index, weights = torch.tensor([[0, 3], [3, 1], [0, 1]]), torch.full((3, 2), 0.5)
-    >>> experts(torch.randn(3, 8), index, weights).shape
-    torch.Size([3, 8])
+    >>> chosen, weights = torch.tensor([[[0, 3], [3, 1], [0, 1]]]), torch.full((1, 3, 2), 0.5)
+    >>> experts(torch.randn(1, 3, 8), chosen, weights).shape
+    torch.Size([1, 3, 8])
 
     `expert_parallel` splits the experts over ranks.
 
@@ -71,28 +71,27 @@ class GroupedExperts(nn.Module):
         for weight in (self.w1, self.w2, self.w3):
             weight.normal_(0.0, weight.shape[-1] ** -0.5)
 
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return for each token the sum of what its experts make of it, times their weights.
 
         Args:
-            x: (tokens, hidden_size); any number of tokens, also none.
-            index: which experts a token goes to, int64 (tokens, experts per token).
-            weights: of these, as `index`.
+            x: (..., hidden_size); any number of tokens, also none.
+            chosen: which experts a token goes to, int64 (..., experts per token).
+            weights: of these, as `chosen`.
 
         Communication with experts split over n ranks: forward one all_to_all of counts and two of tokens (there and
         back), each (n - 1) / n of tokens * experts per token * hidden_size elements where the load is even; backward
         two of gradients.
         """
-        return self._run(x, index, weights)
+        return self._run(x, chosen, weights)
 
     @runs_eagerly
-    def _run(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        per_token = index.shape[1]
-        order = Order.by(index.flatten(), self.num_experts)
-        rows = sorted_copies(x, order, per_token)
+    def _run(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        order = Order.by(chosen.flatten(), self.num_experts)
+        rows = sorted_copies(x.flatten(0, -2), order, chosen.shape[-1])
         out = self._here(rows, order.counts.tolist()) if self.exchange is None else self._elsewhere(rows, order.counts)
-        out = restored(out, order).view(*index.shape, x.shape[-1])
-        return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        out = restored(out, order).view(*chosen.shape, x.shape[-1])
+        return (out * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
     def _elsewhere(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Let the ranks that have the experts compute, on rows in the order of experts."""

@@ -103,6 +103,7 @@ class Pipeline:
     ) -> None:
         self.stages = _checked_stages(stages)
         self.kind = find_schedule(schedule)
+        self._torch_class = self.kind.torch_class
         self.loss_fn = _checked_loss_fn(loss_fn)
         _check_mesh(mesh)
         self.group: dist.ProcessGroup = mesh.get_group()
@@ -192,14 +193,19 @@ class Pipeline:
     def _whole_parameters(self, inputs: tuple[torch.Tensor, ...], *, training: bool) -> Iterator[_Runner]:
         """Have the parameters gathered during a step, and everything as it was after it, also if it fails."""
         runner: _Runner | None = None
+        key = tuple((tuple(each.shape), each.dtype) for each in inputs)
         try:
-            for stage in self.stages:
-                hold_parameters(stage)
-            runner = self._runner(inputs, training=training)
-            if not self.keep_gathered:
-                for stage in self.stages:
-                    release_parameters(stage)
-                    hold_parameters(stage, keep=False)
+            if self._known is None or self._known[0] != key:
+                self._hold(keep=True)
+                mine = dict(zip(self.stage_indices, self.stages, strict=True))
+                found = find_boundaries(mine, self._owners, self.boundary, inputs, self.group, self.device)
+                self._known = (key, found)
+                if not self.keep_gathered:
+                    self._let_go(None, failed=False)
+                    self._hold(keep=False)
+            else:
+                self._hold(keep=self.keep_gathered)
+            runner = self._runner(inputs, key, training=training)
             yield runner
         except Exception as error:
             self._let_go(runner, failed=True)
@@ -213,6 +219,10 @@ class Pipeline:
         else:
             self._let_go(runner, failed=False)
 
+    def _hold(self, *, keep: bool) -> None:
+        for stage in self.stages:
+            hold_parameters(stage, keep=keep)
+
     def _let_go(self, runner: _Runner | None, *, failed: bool) -> None:
         for stage in self.stages:
             release_parameters(stage, failed=failed)
@@ -221,18 +231,14 @@ class Pipeline:
         if failed:
             self._runners.clear()  # what was under way cannot be taken up again
 
-    def _runner(self, inputs: tuple[torch.Tensor, ...], *, training: bool) -> _Runner:
+    def _runner(self, inputs: tuple[torch.Tensor, ...], key: tuple[Any, ...], *, training: bool) -> _Runner:
         """Torch's schedule for micro-batches of these shapes."""
         from hyper_parallel.core.pipeline.stage import Place, Stage  # half a second, which only a first step pays
 
-        key = tuple((tuple(each.shape), each.dtype) for each in inputs)
-        if self._known is None or self._known[0] != key:
-            mine = dict(zip(self.stage_indices, self.stages, strict=True))
-            found = find_boundaries(mine, self._owners, self.boundary, inputs, self.group, self.device)
-            self._known = (key, found)
         known = self._runners.get(training)
         if known is not None and known.key == key:
             return known
+        assert self._known is not None
         first = tuple(Meta(tuple(each.shape), each.dtype) for each in inputs)
         between = [first, *self._known[1], ()]
         stages = [
@@ -247,7 +253,7 @@ class Pipeline:
             for index, module in zip(self.stage_indices, self.stages, strict=True)
         ]
         given: Any = stages if self.kind.is_multi else stages[0]
-        schedule = self.kind.torch_class(given, self.micro_batches, loss_fn=_first, scale_grads=False)
+        schedule = self._torch_class(given, self.micro_batches, loss_fn=_first, scale_grads=False)
         self._runners[training] = _Runner(key, stages, schedule)
         return self._runners[training]
 

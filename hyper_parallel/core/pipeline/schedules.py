@@ -40,12 +40,25 @@ class ScheduleKind:
     rule: str
 
     @property
+    def is_available(self) -> bool:
+        """Whether this torch has it, and computes right gradients with it.
+
+        Before 2.13 the gradients of weights are wrong, without a word, where an operation that they go through has
+        several outputs, or where one such operation leads to another.
+        """
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        return not self.splits_backward or version >= (2, 13)
+
+    @property
     def torch_class(self) -> Any:
         """Torch's class.
 
         Raises:
-            ValueError: this torch has none of that name.
+            ValueError: this torch has none of that name, or a wrong one.
         """
+        if not self.is_available:
+            blame = f"the gradients of {self.name!r} are wrong before torch 2.13"
+            raise ValueError(explain(_ASKED, blame, f"torch: {torch.__version__}", "'interleaved', or torch 2.13"))
         from torch.distributed.pipelining import schedules  # half a second, which only pipelines pay
 
         found = getattr(schedules, self.torch_name, None)

@@ -180,7 +180,7 @@ def clip_grad_norm(
     >>> clip_grad_norm([stage], 1.0, None), stage.weight.grad
     (tensor(5.), tensor([[0.6000, 0.8000]]))
 
-    Every rank of every stage calls it.
+    Every rank of every stage calls it. A stage without any parameter has no dtype: its norm is a float32.
 
     Communication: that of `get_total_norm`; the scaling needs none.
 

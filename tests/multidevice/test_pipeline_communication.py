@@ -1,0 +1,217 @@
+"""What a step of a pipeline communicates, and what it leaves in memory: counted on simulated ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_kit import Case, make, rows_and_targets
+from torch import nn
+
+import sim
+from hyper_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, init_device_mesh
+from hyper_parallel.core.fully_shard.module import nested_units
+from hyper_parallel.core.pipeline import SCHEDULES, Pipeline
+
+pytestmark = pytest.mark.sim
+
+NAMES = [name for name, kind in SCHEDULES.items() if kind.is_available]
+
+
+def one_step(case: Case, evaluates: bool) -> None:
+    """Take a step, after one that finds out shapes and a barrier."""
+    device = torch.device("cpu")
+    mesh = init_device_mesh("cpu", (case.pp, case.dp, case.tp), mesh_dim_names=("pp", "dp", "tp"))
+    pipeline = make(case, device, torch.float32, mesh)
+    rows, targets = (whole.chunk(case.dp)[mesh["dp"].get_local_rank()] for whole in rows_and_targets(device))
+    run = pipeline.eval if evaluates else pipeline.step
+    run(rows, targets)
+    dist.barrier()
+    run(rows, targets)
+
+
+def counted(case: Case, *, evaluates: bool = False) -> Counter[tuple[int, str, str]]:
+    """How often the ranks of each place along pp did what on which axis."""
+    counts: Counter[tuple[int, str, str]] = Counter()
+    with sim.world(case.pp * case.dp, seed=0) as world:
+        world.run(one_step, (case, evaluates))
+        for rank in range(case.pp * case.dp):
+            events = [event for event in world.trace.events if event.rank == rank]
+            last = max(place for place, event in enumerate(events) if event.op == "barrier")
+            counts.update((rank // case.dp, event.axis, event.op) for event in events[last + 1 :])
+    return counts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_gathered_and_gradients_reduced_once_per_step(name):
+    few, many = (counted(Case(name, dp=2, shard="fully_shard", micro_batches=count)) for count in (2, 4))
+    for place in (0, 1):
+        for op in ("all_gather", "reduce_scatter"):
+            # Units are two layers, and a stage with the embedding or the head; both ranks along dp count.
+            units = 2 + (2 * (place == 0) if name == "zbv" else 1)
+            assert few[place, "dp", op] == many[place, "dp", op] == 2 * units
+    boundaries = 2 * SCHEDULES[name].stages_per_rank - 1 - (name == "zbv")  # of those between two ranks
+    for counts, micro_batches in ((few, 2), (many, 4)):
+        sent = sum(count for (_, axis, op), count in counts.items() if (axis, op) == ("pp", "send"))
+        assert sent == 2 * 2 * boundaries * micro_batches  # forward and backward, on both ranks along dp
+
+
+def test_gathering_for_each_micro_batch_costs_that_many_gathers():
+    few, many = (counted(Case("1f1b", dp=2, shard="fully_shard", micro_batches=count, keep=False)) for count in (2, 4))
+    for place in (0, 1):
+        assert many[place, "dp", "all_gather"] > 1.5 * few[place, "dp", "all_gather"] > 0
+        assert many[place, "dp", "reduce_scatter"] == few[place, "dp", "reduce_scatter"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_evaluation_sends_no_gradients(name):
+    counts = counted(Case(name, dp=2, shard="fully_shard"), evaluates=True)
+    assert not any(op == "reduce_scatter" for _, _, op in counts)
+    boundaries = 2 * SCHEDULES[name].stages_per_rank - 1 - (name == "zbv")
+    assert sum(count for (_, axis, op), count in counts.items() if (axis, op) == ("pp", "send")) == 2 * boundaries * 4
+
+
+# -- memory and dtypes -------------------------------------------------------------------------------------------------
+
+
+def two_linears(rank: int) -> nn.Module:
+    torch.manual_seed(rank)
+    return nn.Linear(4, 4, bias=False)
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.float() - target).square().sum()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_micro_batches_are_added_up_in_the_dtype_of_the_reduction(keep):
+    """Sums of bf16 gradients would lose what is added last: 1 + 2^-9 eight times."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+        stage = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(stage.weight)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(stage, mesh=mesh["dp"], mp_policy=policy).set_reduce_op_type("sum")
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return (output.float() * target).sum()
+
+        run = Pipeline([stage], mesh["pp"], "gpipe", 9, loss, keep_gathered=keep)
+        targets = torch.tensor([1.0, *[2.0**-9] * 8]).unsqueeze(1)
+        for _ in range(2):
+            run.step(torch.ones(9, 1), targets)
+            assert stage.weight.grad.full_tensor().item() == 2 * (1 + 8 * 2.0**-9)
+            assert stage.weight.grad.dtype == torch.float32
+            stage.zero_grad()
+
+    sim.run(body, world_size=2)
+
+
+def test_nothing_is_whole_or_kept_after_a_step():
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stages = [fully_shard(two_linears(rank), mesh=mesh["dp"]) for rank in range(2)]
+        seen: list[weakref.ref[torch.Tensor]] = []
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            seen.append(weakref.ref(output))
+            return squares(output, target)
+
+        run = Pipeline(stages, mesh["pp"], "interleaved", 4, loss)
+        for method in (run.step, run.eval):
+            method(torch.randn(8, 4), torch.randn(8, 4))
+            for unit in (unit for stage in stages for unit in nested_units(stage)):
+                assert unit.is_resharded()
+                assert not unit.held
+                assert all(bucket.wholes_pointer == 0 for bucket in unit.buckets)
+            assert len(seen) == 4 * run.has_last
+            assert [reference() for reference in seen] == [None] * len(seen)
+            seen.clear()
+
+    sim.run(body, world_size=4)
+
+
+def test_gradients_of_several_steps_add_up_and_wait_if_asked():
+    """As on one device: two steps without zero_grad; with gradient sync off the first of them communicates nothing."""
+
+    def body(waits: bool) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage = fully_shard(two_linears(mesh["pp"].get_local_rank()), mesh=mesh["dp"])
+        stage.set_reduce_op_type("sum")
+        run = Pipeline([stage], mesh["pp"], "1f1b", 2, squares)
+        rows = torch.arange(16.0).view(4, 4) / 16
+        stage.set_requires_gradient_sync(not waits)
+        run.step(rows, rows)
+        assert (stage.weight.grad is None) is waits
+        stage.set_requires_gradient_sync(True)
+        run.step(rows * 2, rows)
+        return stage.weight.grad.full_tensor()
+
+    for waits in (False, True):
+        outcomes = sim.run(body, world_size=4, args=(waits,))
+        alone = nn.Sequential(two_linears(0), two_linears(1))
+        rows = torch.arange(16.0).view(4, 4) / 16
+        for given in (rows, rows * 2):
+            (2 * squares(alone(given), rows)).backward()
+        for rank, gradient in enumerate(outcomes):
+            torch.testing.assert_close(gradient, alone[rank // 2].weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_on_the_host():
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        place = mesh["pp"].get_local_rank()
+        stage = fully_shard(two_linears(place), mesh=mesh["dp"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+        stage.set_reduce_op_type("sum")
+        rows = torch.arange(16.0).view(4, 4) / 16
+        Pipeline([stage], mesh["pp"], "1f1b", 2, squares).step(rows, rows)
+        alone = nn.Sequential(two_linears(0), two_linears(1))
+        (2 * squares(alone(rows), rows)).backward()
+        torch.testing.assert_close(stage.weight.grad.full_tensor(), alone[place].weight.grad, rtol=1e-5, atol=1e-6)
+
+    sim.run(body, world_size=4)
+
+
+def test_finding_out_shapes_leaves_buffers_and_generators_alone():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("replaced", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.replaced = self.replaced + 1
+            return nn.functional.dropout(self.linear(x), 0.5)
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        stage = Counting()
+        run = Pipeline([stage], mesh, "gpipe", 2, squares)
+        torch.manual_seed(7)
+        run.step(torch.ones(4, 4), torch.ones(4, 4))
+        after = torch.rand(())
+        assert (stage.calls.item(), stage.replaced.item()) == (2, 2)
+        torch.manual_seed(7)
+        for _ in range(2):
+            nn.functional.dropout(torch.ones(2, 4), 0.5)
+        assert torch.equal(torch.rand(()), after)
+
+    sim.run(body, world_size=2)
+
+
+def test_batches_of_other_shapes():
+    def body() -> list[float]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        run = Pipeline([two_linears(mesh.get_local_rank())], mesh, "1f1b", 2, squares)
+        return [run.step(torch.ones(rows, 4), torch.zeros(rows, 4)).item() for rows in (2, 6, 4, 6)]
+
+    one = squares(nn.Sequential(two_linears(0), two_linears(1))(torch.ones(1, 4)), torch.zeros(1, 4)).item()
+    first, last = sim.run(body, world_size=2)
+    assert first == [0.0] * 4
+    assert last == pytest.approx([rows * one for rows in (2, 6, 4, 6)])
