@@ -11,7 +11,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import engine, engine_counts, links, redistribute, shard, simulator, verify, wrapping
+from benchmarks import (
+    attention,
+    checkpoint,
+    dims,
+    engine,
+    engine_counts,
+    links,
+    redistribute,
+    shard,
+    simulator,
+    verify,
+    wrapping,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
@@ -64,6 +76,13 @@ def _shard() -> dict[str, str]:
     return {"shard": f"{_conditions()}, fp32, fused AdamW.\n\n{shard.table()}"}
 
 
+def _dims() -> dict[str, str]:
+    return {
+        "dims": f"{_conditions()}, fp32, fused AdamW.\n\n{dims.table()}",
+        "attention": f"{_conditions()}, fp32.\n\n{attention.table()}",
+    }
+
+
 def _redistribute() -> dict[str, str]:
     planning = redistribute.planning_table()
     _, gloo = redistribute.on_gloo(4)
@@ -93,6 +112,13 @@ def _verify() -> dict[str, str]:
     return {"verify": f"{_conditions()}; the median of {verify.ROUNDS} proofs.\n\n{verify.table()}"}
 
 
+def _checkpoint() -> dict[str, str]:
+    return {
+        "checkpoint stall": f"{_conditions()}, fp32, 2 gloo processes.\n\n{checkpoint.stall_table()}",
+        "checkpoint speed": f"{_conditions()}.\n\n{checkpoint.speed_table()}",
+    }
+
+
 def _links() -> dict[str, str]:
     return {"links": f"{_conditions()}.\n\n{links.table()}"}
 
@@ -102,8 +128,10 @@ PARTS = {
     "counts": _counts,
     "wrapping": _wrapping,
     "shard": _shard,
+    "dims": _dims,
     "redistribute": _redistribute,
     "links": _links,
+    "checkpoint": _checkpoint,
     "verify": _verify,
     "reduce": _reduce,
     "start": _start,

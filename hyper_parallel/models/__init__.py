@@ -1,5 +1,6 @@
 """Small, readable reference models, and ready plans for them and for models of transformers."""
 
+from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface
 from hyper_parallel.models.huggingface import huggingface_plan, parallelize_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
@@ -11,9 +12,12 @@ __all__ = [
     "LlamaConfig",
     "MoEConfig",
     "MoELlama",
+    "export_huggingface",
     "huggingface_plan",
+    "import_huggingface",
     "llama_loss",
     "llama_plan",
+    "load_huggingface",
     "moe_plan",
     "parallelize_huggingface",
     "parallelize_moe",

@@ -112,6 +112,21 @@ def llama_plan(
         input_plan={"input": (streams.rows, "None") if begins else streams.residual},
         wrap_inputs=not local or not begins,
     )
+    if not isinstance(model, Llama) or len(model.layers):  # a stage may have none
+        _add_layers(plan, streams)
+    if begins:
+        streams.add_embedding(plan, "embed", split=vocab_parallel, by_width=embedding == "width")
+    if ends:
+        add_entries(plan, plan={"norm.weight": ("None",), "head.weight": (axis, "None") if vocab_parallel else whole})
+        streams.add_along(plan, ("norm",))
+        streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
+    if not local:
+        plan.local_plan = {path: streams.pending for path in plan.local_plan or {} if path == "layers.*.attention"}
+    return plan
+
+
+def _add_layers(plan: ShardingPlan, streams: Streams) -> None:
+    axis = streams.tp or "None"
     add_entries(
         plan,
         plan={
@@ -124,15 +139,6 @@ def llama_plan(
     streams.add_along(plan, ("layers.*", "layers.*.attention_norm", "layers.*.mlp_norm"))
     streams.add_shares(plan, "layers.*.attention", streams.whole)
     streams.add_shares(plan, "layers.*.mlp", streams.whole)
-    if begins:
-        streams.add_embedding(plan, "embed", split=vocab_parallel, by_width=embedding == "width")
-    if ends:
-        add_entries(plan, plan={"norm.weight": ("None",), "head.weight": (axis, "None") if vocab_parallel else whole})
-        streams.add_along(plan, ("norm",))
-        streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
-    if not local:
-        plan.local_plan = {"layers.*.attention": streams.pending}
-    return plan
 
 
 def llama_loss(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int = -100) -> torch.Tensor:

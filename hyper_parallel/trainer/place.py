@@ -30,6 +30,18 @@ class RankPlace:
     local_world_size: int = 1
 
     @classmethod
+    def current(cls) -> RankPlace:
+        """Ask the process group of torch.distributed, where there is one; else read torchrun's environment.
+
+        Raises:
+            ValueError: there is no process group, and as `from_environment`.
+        """
+        if not dist.is_initialized():
+            return cls.from_environment()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return cls(rank, _number("LOCAL_RANK", rank), world_size, _number("LOCAL_WORLD_SIZE", world_size))
+
+    @classmethod
     def from_environment(cls) -> RankPlace:
         """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, as torchrun sets them; none set means one rank.
 
@@ -56,6 +68,12 @@ class RankPlace:
         return cls(
             int(found["RANK"]), int(found["LOCAL_RANK"]), world_size, int(found.get("LOCAL_WORLD_SIZE", world_size))
         )
+
+
+def _number(name: str, otherwise: int) -> int:
+    """Read a number that whoever made the process group may have set or not."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else otherwise
 
 
 @contextmanager

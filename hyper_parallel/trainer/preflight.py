@@ -78,7 +78,10 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
         return
     parallel, kind = config.parallel, find_schedule(config.parallel.schedule)
     stages = dims.pp * kind.checked_stages_per_rank(parallel.stages_per_rank)
-    kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
+    try:
+        kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
+    except ValueError as error:  # it speaks of its own argument
+        raise ValueError(str(error).replace("micro_batches", "accumulate")) from None
     split_layers(config.model.num_hidden_layers, stages, sizes=parallel.stage_sizes())
 
 

@@ -47,9 +47,9 @@ def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | Non
     >>> len(result.losses)
     2
 
-    The world is read from torchrun's environment; none means one rank. Runs with the same config see the same global
-    batches and start from the same weights, however many ranks share the work, and whatever the degrees. A process
-    group that is there already is used; otherwise one is made for the run.
+    The world is that of the process group, if there is one, which is used and left alone; else torchrun's environment,
+    from which one is made for the run; none means one rank. Runs with the same config see the same global batches and
+    start from the same weights, however many ranks share the work, and whatever the degrees.
 
     Args:
         config: the run.
@@ -62,7 +62,7 @@ def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | Non
         PlatformUnavailableError: the device cannot be used here.
         NonFiniteError: the loss or the gradient is inf or NaN, and the config says to stop.
     """
-    place = RankPlace.from_environment()
+    place = RankPlace.current()
     dims = plan_run(config, place.world_size)
     platform = get_platform(config.train.device)
     platform.set_device(place.local_rank)
@@ -108,6 +108,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
+        self.watchdog: Watchdog | None = None
         self.saver = Saver(config, self.model, self.optimizer, place, self.device)
         self._resume()
 
@@ -121,13 +122,13 @@ class Trainer:
         with ExitStack() as stack:
             log = stack.enter_context(JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
             board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None))
-            watchdog = stack.enter_context(self._watchdog()) if train.stuck_after_s else None
+            self.watchdog = stack.enter_context(self._new_watchdog()) if train.stuck_after_s else None
             stack.enter_context(self.saver)
             while self.steps_done < train.steps and stopped is None:
-                if watchdog is not None:
-                    watchdog.beat(self.steps_done)
+                self._tell("training")
                 record = self.step()
                 stopped = self._asked_to_stop()
+                self._tell("saving")
                 self._save_if_due(ends=stopped is not None)
                 records.append(record)
                 if first_rank:
@@ -146,7 +147,12 @@ class Trainer:
             save_failures=self.saver.failures,
         )
 
-    def _watchdog(self) -> Watchdog:
+    def _tell(self, doing: str) -> None:
+        """Tell the watchdog that this rank has come here."""
+        if self.watchdog is not None:
+            self.watchdog.beat(self.steps_done, doing)
+
+    def _new_watchdog(self) -> Watchdog:
         seconds, place = self.config.train.stuck_after_s, self.place
         return Watchdog(
             seconds, self._out() / "stuck", rank=place.rank, world_size=place.world_size, store=default_store()
@@ -245,6 +251,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss over the held-back text; every rank takes its part, and gets the same number."""
         train, ranks = self.config.train, self.ranks
+        self._tell("validating")
         size = train.batch_size // ranks.batch_ranks
         size = size if self.model.pipeline is not None else max(size // train.accumulate, 1)
         whole = valid_samples(

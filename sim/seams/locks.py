@@ -31,6 +31,7 @@ __all__ = ["LOCK_SEAMS", "OURS", "Local", "Lock", "exchange", "my_scheduler", "w
 
 _real_lock = _thread.allocate_lock
 _real_monotonic = time.monotonic
+_COMPILER = "torch._dynamo.convert_frame"
 _WAIT_IN = (threading.__file__, queue.__file__, concurrent.futures._base.__file__)
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -194,6 +195,8 @@ def _locks(world: World) -> Callable[[], None]:
     original_rlock = threading.RLock
 
     def rlock(*args: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") == _COMPILER:  # imported now, maybe on no rank
+            return _yielding_rlock()
         return original_rlock(*args, **options) if my_scheduler() is None else _python_rlock(*args, **options)
 
     replacements: list[tuple[Any, str, Any]] = [
@@ -229,5 +232,21 @@ def exchange(replacements: list[tuple[Any, str, Any]]) -> Callable[[], None]:
     return undo
 
 
-LOCK_SEAMS = (_locks, _timeouts)
+def _compile_lock(world: World) -> Callable[[], None]:
+    """The lock under which torch.compile compiles yields the turn: the compiler waits for processes, and so yields it.
+
+    It was made when torch._dynamo was imported, which may have been before the ranks began.
+    """
+    frames = sys.modules.get(_COMPILER)
+    return exchange([] if frames is None else [(frames, "compile_lock", _yielding_rlock())])
+
+
+def _yielding_rlock() -> Any:
+    """A lock that its owner can take again, and that yields the turn to whoever has it."""
+    lock = _python_rlock()
+    lock._block = Lock()
+    return lock
+
+
+LOCK_SEAMS = (_locks, _timeouts, _compile_lock)
 """What of Python the locks change; the list of all seams is in ``sim/torch_seams.py``."""

@@ -82,7 +82,7 @@ def test_eight_ranks(ctx, case):
     check(case, ctx.device)
 
 
-@sim.ranks(4)
+@sim.ranks(4, check_races=True, check_replicas=True)
 def test_a_few_of_them_on_all_arms(ctx):
     some = [
         Case("1f1b", pp=4, tied=True),

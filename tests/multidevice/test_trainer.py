@@ -22,6 +22,7 @@ from hyper_parallel.trainer.config import Config, DataConfig, ParallelConfig, Tr
 from hyper_parallel.trainer.optimizer import clip_gradients
 from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.record import StepRecord, TrainResult, read_log
+from hyper_parallel.trainer.steps import Parallelized
 from hyper_parallel.trainer.trainer import train
 
 TINY = Config(
@@ -95,7 +96,7 @@ def test_clipping_is_torchs(max_norm: float) -> None:
             model(torch.arange(10.0).view(2, 5)).square().sum().backward()
             pair.append(model)
         ours, torchs = pair
-        norm = clip_gradients(ours, max_norm)
+        norm = clip_gradients(Parallelized([ours]), max_norm)
         expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), max_norm or math.inf).full_tensor()
         assert norm == pytest.approx(expected.item(), rel=1e-6)
         for ours_param, torchs_param in zip(ours.parameters(), torchs.parameters(), strict=True):

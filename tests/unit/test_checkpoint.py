@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 import threading
 import warnings
+import zlib
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from hyper_parallel.core.checkpoint import (
     read_metadata,
     save_checkpoint,
 )
+from hyper_parallel.core.checkpoint import reader as reader_module
 from hyper_parallel.core.checkpoint import writer as writer_module
 from hyper_parallel.core.checkpoint.reader import check_files
 
@@ -190,6 +193,43 @@ def test_every_bit_of_the_data_counts_whoever_looks_at_it(tmp_path, monkeypatch)
     assert torch.equal(long, torch.arange(48.0))
     with pytest.raises(CheckpointError, match="is damaged"):
         load_checkpoint(tmp_path / "c", {"w": torch.zeros(2, 3)}, strict=False)
+
+
+def test_a_record_leads_nowhere_else(tmp_path):
+    """Whoever writes a record with a right checksum can at most make a load fail."""
+    for number, (old, new) in enumerate(
+        [("data-00000", "../secret0"), ('"float32"', '"ops"'), ('"float32"', '"load"')]
+    ):
+        folder = tmp_path / str(number)
+        save_checkpoint(folder, {"w": W})
+        path = folder / "checkpoint.json"
+        begin, _, rest = path.read_text().partition("\n")
+        content = rest.removesuffix("\n}\n").replace(old, new)
+        begin = re.sub(r'"crc32": "\w+"', f'"crc32": "{zlib.crc32(content.encode()):08x}"', begin)
+        path.write_text(f"{begin}\n{content}\n}}\n")
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged\n.*lacks something: (Value|Key)Error"):
+            read_metadata(folder)
+
+
+def test_a_file_that_breaks_while_it_is_loaded(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "c", {"w": W})
+    real = reader_module.check_files
+
+    def then_truncate(folder, *rest):
+        found = real(folder, *rest)
+        os.truncate(folder / "data-00000.safetensors", 100)
+        return found
+
+    monkeypatch.setattr(reader_module, "check_files", then_truncate)
+    with pytest.raises(CheckpointError, match=r"'data-00000\.safetensors' was sound a moment ago") as caught:
+        load_checkpoint(tmp_path / "c", {"w": torch.zeros(2, 3)})
+    assert "it has become shorter" in str(caught.value)
+
+
+def test_nothing_but_numbers(tmp_path):
+    save_checkpoint(tmp_path / "c", {}, {"step": 3})
+    assert load_checkpoint(tmp_path / "c", {}) == {"step": 3}
+    assert names(tmp_path / "c") == ["checkpoint.json"]
 
 
 @pytest.mark.parametrize("background", [False, True])

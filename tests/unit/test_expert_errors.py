@@ -125,7 +125,7 @@ def test_experts_that_nobody_has_split_are_not_trained_wrong(wrapped, expected):
 def test_plans_that_are_refused():
     with pytest.raises(ValueError, match="cannot plan the mixture of experts: ranks along tp would send the same"):
         moe_plan(CONFIG, {"tp": 2}, etp=1, sequence_parallel=False)
-    with pytest.raises(ValueError, match="tp splits either the inner width(?s:.*)try: etp=4, or etp=1"):
+    with pytest.raises(ValueError, match=r"tp splits either the inner width(?s:.*)try: etp=4, or etp=1"):
         moe_plan(CONFIG, {"tp": 4}, etp=2)
     with pytest.raises(TypeError, match="model is a LlamaConfig, not a MoELlama or a MoEConfig"):
         moe_plan(LlamaConfig(), {"tp": 2})  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def one_rank_each() -> bool:
     """Axes of a single rank change nothing."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ep", "tp"))
     model = MoELlama(CONFIG)
-    before = {name: param for name, param in model.named_parameters()}
+    before = dict(model.named_parameters())
     parallelize_moe(model, mesh)
     return all(before[name] is param for name, param in model.named_parameters())
 

@@ -153,7 +153,8 @@ def test_scores_are_computed_in_float32():
     scores = torch.sigmoid(x.float() @ layer.router.weight.float().T)
     assert torch.equal(chosen, (scores + layer.router.bias).topk(2).indices)
     assert weights.dtype == torch.float32
-    assert torch.equal(again.chosen, chosen) and torch.equal(again.weights, weights)
+    assert torch.equal(again.chosen, chosen)
+    assert torch.equal(again.weights, weights)
     assert layer(x).dtype == torch.bfloat16
 
 
@@ -213,6 +214,18 @@ def test_what_is_computed_again_counts_once(kind):
     assert layer.router.counts.tolist() == plain.router.counts.tolist() == count(plain, x)
     assert torch.equal(layer.router.aux_sum, plain.router.aux_sum)
     assert torch.equal(layer.router.weight.grad, plain.router.weight.grad)
+
+
+def test_a_backward_in_two_parts_counts_once():
+    """Zero-bubble schedules of pipelines compute gradients of activations first, and those of weights later."""
+    halves = pytest.importorskip("torch.distributed.pipelining._backward")
+    layer, x = mixture(aux_loss_weight=0.5), tokens(2, 5, 16)
+    found = halves.stage_backward_input([layer(x)], [torch.ones_like(x)], [x], iter(layer.parameters()))
+    halves.stage_backward_weight(iter(layer.parameters()), found[1])
+    assert layer.router.counts.tolist() == count(layer, x)
+    later = {name: param.grad for name, param in layer.named_parameters()}
+    wanted = gradients(layer, x, layer(x).sum())
+    torch.testing.assert_close({"x": found[0][0], **later}, wanted)
 
 
 def test_bias_goes_towards_the_mean_load():
@@ -384,7 +397,7 @@ def as_theirs(ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors of our model by the names, and in the shapes, of GLM-4.5."""
     found = {}
     for name, value in ours.items():
-        layer, dot, rest = name.partition(".mlp.experts.w1")
+        layer, dot, _rest = name.partition(".mlp.experts.w1")
         if dot:
             both = torch.cat((value, ours[f"{layer}.mlp.experts.w3"]), dim=1)
             found[f"model.{layer}.mlp.experts.gate_up_proj"] = both

@@ -567,5 +567,107 @@ def test_build_starts_the_process_group_from_torchruns_environment(
     assert mesh.get_local_rank() == 1
 
 
+# Joined axes, for what is split over several of them
+
+
+def test_ranks_with_other_rows_and_with_other_tokens() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=3, ep=2, cp=2, tp=2, pp=2, etp=1, world_size=96)
+    assert (dims.batch_ranks, dims.token_ranks) == (12, 24)
+    assert (ParallelDims(tp=4, world_size=4).batch_ranks, ParallelDims(tp=4, world_size=4).token_ranks) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("axes", "rank", "ranks"),
+    [
+        (("dp_shard", "cp"), 0, [0, 1, 4, 5]),  # ep lies between them
+        (("dp_shard", "cp"), 11, [10, 11, 14, 15]),
+        (("cp", "dp_shard"), 11, [10, 11, 14, 15]),  # named in another order
+        (("dp_shard", "ep", "cp"), 9, [8, 9, 10, 11, 12, 13, 14, 15]),
+        (("dp_replicate", "dp_shard", "ep", "cp"), 5, list(range(16))),
+        (("dp_replicate", "ep"), 5, [5, 7, 13, 15]),
+        (("ep",), 5, [5, 7]),
+        (("tp", "ep", "pp"), 5, [5, 7]),  # axes of one rank count for nothing
+    ],
+)
+def test_a_mesh_over_several_axes(start_world: StartWorld, axes: tuple[str, ...], rank: int, ranks: list[int]) -> None:
+    start_world(16, rank=rank)
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, ep=2, cp=2, world_size=16)
+    dims.build_mesh("cpu")
+    mesh = dims.mesh_over(*axes)
+    assert mesh is not None
+    assert mesh.mesh.tolist() == ranks
+    assert dist.get_process_group_ranks(mesh.get_group()) == ranks
+    assert mesh.get_local_rank() == ranks.index(rank)
+
+
+def test_the_same_axes_are_joined_once(start_world: StartWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_world(8)
+    dims = ParallelDims(dp_shard=2, ep=2, cp=2, world_size=8)
+    dims.build_mesh("cpu")
+    made = groups_made(monkeypatch)
+    assert dims.mesh_over("dp_shard", "cp") is not None
+    assert made == [], "it is the mesh of 'loss'"
+    first = dims.mesh_over("dp_shard", "ep")
+    assert [0, 2, 4, 6] in made
+    count = len(made)
+    assert dims.mesh_over("ep", "dp_shard", "tp") is first
+    assert dims.mesh_over("cp") is dims.get_mesh("cp")
+    assert len(made) == count
+
+
+def test_a_mesh_over_nothing_is_none(start_world: StartWorld) -> None:
+    start_world(2)
+    dims = ParallelDims(tp=2, world_size=2)
+    dims.build_mesh("cpu")
+    assert dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp") is None
+    assert dims.mesh_over() is None
+
+
+def test_joining_axes_before_building_says_so() -> None:
+    refusal(
+        lambda: ParallelDims(dp_shard=2, cp=2, world_size=4).mesh_over("dp_shard", "cp"),
+        "cannot look up the mesh over dp_shard x cp: the calling rank has not built the mesh in this world",
+        "build_mesh",
+    )
+
+
+DATA_MESHES = [
+    # degrees, of the calling rank 5: for parameters, for experts
+    ({"dp_shard": 8}, list(range(8)), list(range(8))),
+    ({"dp_shard": 2, "ep": 2, "cp": 2}, list(range(8)), [0, 1, 4, 5]),
+    ({"dp_shard": 4, "tp": 2}, [1, 3, 5, 7], [1, 3, 5, 7]),
+    ({"ep": 4, "tp": 2}, [1, 3, 5, 7], [5]),
+    ({"tp": 8}, [5], [5]),
+    ({"dp_replicate": 2, "dp_shard": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, [[1, 3], [5, 7]], [[1, 3], [5, 7]]),
+    ({"dp_replicate": 2, "ep": 4}, [[0, 1, 2, 3], [4, 5, 6, 7]], [[1], [5]]),
+    ({"dp_replicate": 2, "cp": 2, "ep": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [4, 5]]),
+    ({"dp_replicate": 4, "tp": 2}, [[1], [3], [5], [7]], [[1], [3], [5], [7]]),
+]
+
+
+@pytest.mark.parametrize(("degrees", "dense", "experts"), DATA_MESHES)
+def test_the_data_mesh_has_the_ranks_with_other_tokens(
+    start_world: StartWorld, degrees: dict[str, int], dense: Any, experts: Any
+) -> None:
+    start_world(8, rank=5)
+    dims = ParallelDims(**degrees, world_size=8)
+    dims.build_mesh("cpu")
+    for mesh, expected in ((dims.data_mesh(), dense), (dims.data_mesh(experts=True), experts)):
+        assert mesh.mesh.tolist() == expected
+        assert 5 in mesh.mesh.flatten().tolist()
+        here = mesh.get_coordinate()
+        assert here is not None
+        assert mesh.mesh[tuple(here)].item() == 5
+        assert (
+            dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+            == mesh.mesh.view(-1, mesh.shape[-1])[here[0] if mesh.ndim == 2 else 0].tolist()
+        )
+        if mesh.ndim == 2:
+            assert mesh.mesh_dim_names == ("replicate", "shard")
+            assert dist.get_process_group_ranks(mesh.get_group(0)) == mesh.mesh[:, here[1]].tolist()
+    assert dims.data_mesh() is dims.data_mesh(), "made once"
+
+
 class _Group:
     """Stands for a process group: an object that only has an identity."""

@@ -792,6 +792,23 @@ def test_seam_locks():
     assert places() == before
 
 
+def test_seam_compile_lock():
+    """A compiler that waits, as for a process, lets others run, who then wait for the lock that it holds."""
+    import torch._dynamo.convert_frame as frames
+
+    def slow(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        time.sleep(1.0)
+        return graph.forward
+
+    def body() -> tuple[float, str]:
+        compiled = torch.compile(lambda x: x + 1.0, backend=slow)
+        return compiled(torch.ones(2)).sum().item(), type(frames.compile_lock._block).__name__
+
+    before = frames.compile_lock
+    assert sim.run(body, 3) == [(4.0, "Lock")] * 3
+    assert frames.compile_lock is before
+
+
 def test_seam_timeouts():
     import concurrent.futures
     import queue

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +64,21 @@ class Reader(StorageReader):
         for item in plan.items:
             box = self._record.by_key[item.storage_index.fqn].boxes[item.storage_index.index or 0]
             reads.append((box.file, box.at, len(reads), box.sizes, item))
+        reads.sort(key=lambda read: read[:3])
         buffer = torch.empty(_PIECE, dtype=torch.uint8)
-        opened = -1
-        file = -1
-        try:
-            for number, at, _, sizes, item in sorted(reads, key=lambda read: read[:3]):
-                if number != opened:
-                    if file >= 0:
-                        os.close(file)
-                    file, opened = os.open(self._folder / self._record.files[number].name, os.O_RDONLY), number
-                target = planner.resolve_tensor(item)
-                copy_range(file, at, sizes, item.storage_offsets, item.lengths, target, buffer)
-                planner.commit_tensor(item, target)
-        finally:
-            if file >= 0:
-                os.close(file)
+        for number, of_file in groupby(reads, key=lambda read: read[0]):
+            path = self._folder / self._record.files[number].name
+            try:
+                with path.open("rb") as file:
+                    for _, at, _, sizes, item in of_file:
+                        target = planner.resolve_tensor(item)
+                        copy_range(file.fileno(), at, sizes, item.storage_offsets, item.lengths, target, buffer)
+                        planner.commit_tensor(item, target)
+            except OSError as error:
+                blame = f"{path.name!r} was sound a moment ago, and cannot be read now"
+                seen = f"{error.strerror or error}: {path}; some tensors may have been filled already"
+                asked = f"cannot load the checkpoint {self._folder}"
+                raise CheckpointError(explain(asked, blame, seen, "to load again, or an older checkpoint")) from error
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -129,7 +131,7 @@ def _read_into(file: int, at: int, target: torch.Tensor) -> None:
     while done < len(view):
         got = os.preadv(file, [view[done : done + 2**30]], at + done)
         if got == 0:
-            raise CheckpointError("the file has become shorter since it was checked")
+            raise OSError(errno.EIO, "it has become shorter")
         done += got
 
 
@@ -242,6 +244,6 @@ def _what_is_wrong(path: Path, attempt: str) -> str:
             begin = file.read(8)
             header = json.loads(file.read(min(int.from_bytes(begin, "little"), 100_000_000)))
         of = header["__metadata__"]["attempt"]
-    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, RecursionError):
         return "is damaged, or not a safetensors file"
     return "is damaged" if of == attempt else "belongs to another checkpoint"

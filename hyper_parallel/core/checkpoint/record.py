@@ -13,6 +13,7 @@ import torch
 
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.exact import decoded
+from hyper_parallel.core.checkpoint.files import DTYPES
 from hyper_parallel.core.checkpoint.parts import BETWEEN
 from hyper_parallel.core.dtensor.messages import explain
 
@@ -131,7 +132,7 @@ def read_record(folder: Path) -> CheckpointMetadata:
     try:
         whole = json.loads(raw)
         format_, version, crc = whole["format"], whole["version"], whole["crc32"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(asked, path, f"it is no such record: {type(error).__name__}: {error}") from None
     if format_ != "hyper_parallel checkpoint" or version != VERSION:
         blame = f"{NAME} is of format {format_!r}, version {version!r}"
@@ -143,14 +144,14 @@ def read_record(folder: Path) -> CheckpointMetadata:
         raise _damaged(asked, path, f"its checksum is {zlib.crc32(content.encode()):08x}, and should be {crc}")
     try:
         return _parsed(json.loads(content))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(asked, path, f"it lacks something: {type(error).__name__}: {error}") from None
 
 
 def _parsed(content: dict[str, Any]) -> CheckpointMetadata:
     entries = {
         key: TensorEntry(
-            getattr(torch, entry["dtype"]),
+            _dtype(entry["dtype"]),
             tuple(entry["shape"]),
             tuple(Box(file, at, tuple(offsets), tuple(sizes)) for file, at, offsets, sizes in entry["boxes"]),
         )
@@ -170,11 +171,23 @@ def _parsed(content: dict[str, Any]) -> CheckpointMetadata:
         extra=decoded(content["extra"]),
         tensors=tensors,
         per_rank=per_rank,
-        files=tuple(FileEntry(file["name"], file["bytes"], tuple(file["crc32"])) for file in content["files"]),
+        files=tuple(FileEntry(_name(file["name"]), file["bytes"], tuple(file["crc32"])) for file in content["files"]),
         attempt=content["attempt"],
         block=content["block"],
         by_key=entries,
     )
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {str(dtype): dtype for dtype in DTYPES}
+    return known[f"torch.{name}"]
+
+
+def _name(name: str) -> str:
+    """A record that was not written here must not lead out of its folder."""
+    if Path(name).name != name:
+        raise ValueError(f"a file called {name!r}")
+    return name
 
 
 def _damaged(asked: str, path: Path, why: str) -> CheckpointError:

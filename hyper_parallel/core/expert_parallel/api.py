@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from hyper_parallel.core.shard.local_params import OWN_PARTS, is_unit
 __all__ = ["expert_parallel"]
 
 _ASKED = "cannot split the experts"
-_DEFAULTS = {"ep": "ep", "tp": "tp", "cp": "cp"}
+_DEFAULTS = MappingProxyType({"ep": "ep", "tp": "tp", "cp": "cp"})
 
 
 def expert_parallel(

@@ -20,7 +20,7 @@ from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.fully_shard.unit import Unit, traced_unit_of, unit_of
 from hyper_parallel.core.fully_shard.waiting import remember
 
-__all__ = ["hold_parameters", "keep_gradients", "reduce_gradients", "release_parameters"]
+__all__ = ["hold_parameters", "reduce_gradients", "release_parameters", "units_with_wider_sums"]
 
 
 def hold_parameters(module: nn.Module, *, keep: bool = True) -> None:
@@ -54,15 +54,16 @@ def hold_parameters(module: nn.Module, *, keep: bool = True) -> None:
             unit.defers = True
 
 
-def keep_gradients(module: nn.Module) -> None:
-    """After a micro-batch: add gradients up in the dtype of their reduction where that is wider; no communication.
+def units_with_wider_sums(module: nn.Module) -> list[Unit]:
+    """Return the held units that reduce gradients in another dtype than autograd adds them up in.
+
+    After each micro-batch `unit.keep_gradients()` adds theirs up in that dtype; no communication.
 
     Args:
         module: whose parameters are held.
     """
-    for root in _roots(module):
-        for unit in root.prepared_units():
-            unit.keep_gradients()
+    units = [unit for root in _roots(module) for unit in root.prepared_units()]
+    return [unit for unit in units if unit.held and unit.has_wider_sums]
 
 
 def reduce_gradients(module: nn.Module) -> None:

@@ -598,6 +598,11 @@ class Unit:
         self.start_gather()
         self.held = True
 
+    @property
+    def has_wider_sums(self) -> bool:
+        """Whether gradients that wait are kept in another dtype than autograd adds them up in."""
+        return any(r.keeps_in_another_dtype(self.options.mp_policy.reduce_dtype) for r in self.reducers)
+
     def keep_gradients(self) -> None:
         """After a micro-batch: add its gradients up in the dtype of the reduction, where that is another one."""
         dtype = self.options.mp_policy.reduce_dtype

@@ -351,7 +351,8 @@ def _check_split_backward(name: str, stages: Sequence[nn.Module], *, keep_gather
 
     for stage in stages:
         for path, module in stage.named_modules():
-            forward = hasattr(module.forward, "_torchdynamo_orig_callable")
-            if forward or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            forward = module.forward  # what dynamo is told to leave alone has the first mark, too
+            by_hand = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+            if by_hand or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
                 blame = f"{name!r} computes gradients of inputs and weights apart, and {path!r} is compiled as one"
                 raise ValueError(explain(_ASKED, blame, f"seen: {type(module).__name__}", "schedule='interleaved'"))

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.fully_shard.held import keep_gradients, reduce_gradients
+from hyper_parallel.core.fully_shard.held import reduce_gradients, units_with_wider_sums
+from hyper_parallel.core.fully_shard.unit import Unit
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta, plain_loss
 
 __all__ = ["Place", "Stage"]
@@ -69,6 +70,7 @@ class Stage(PipelineStage):
         self.waits_for_reduction = False  # of gradients, in a step under way
         self.error: Exception | None = None  # what this stage's own code raised, which torch hides in another one
         self._micro_batch = -1
+        self._wider: list[Unit] = []
         self._splits_backward = place.splits_backward
         inputs = tuple(meta.on_meta() for meta in received)
         outputs = tuple(meta.on_meta() for meta in sent) or (Meta((), torch.float32).on_meta(),)
@@ -79,10 +81,11 @@ class Stage(PipelineStage):
     def begin(self, targets: Sequence[Any], *, training: bool) -> None:
         """A step starts."""
         self.targets, self.waits_for_reduction, self.error = targets, training, None
+        self._wider = units_with_wider_sums(self.submod) if training else []
 
     def end(self) -> None:
         """A step is through, or has failed: let go of its tensors."""
-        self.targets, self.waits_for_reduction = (), False
+        self.targets, self._wider, self.waits_for_reduction = (), [], False
         self.clear_runtime_states()
 
     # -- what torch calls ----------------------------------------------------------------------------------------------
@@ -122,7 +125,8 @@ class Stage(PipelineStage):
         """Compute the gradients of a micro-batch: all of them, or those of inputs or of weights alone."""
         result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
         if backward_type != "input":
-            keep_gradients(self.submod)
+            for unit in self._wider:
+                unit.keep_gradients()
         return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

@@ -1,0 +1,128 @@
+"""Causal attention over a sequence that four gloo processes share: ours, and torch's experimental ring.
+
+Forward and backward of one layer's attention, with inputs that are split already. Protocol as for the engine. Torch's
+`context_parallel` refuses tensors on the CPU ("does not have a sharding strategy registered"), as only kernels of GPUs
+are registered with it. So its ring is called here as it calls it, with the CPU's kernel put in. Of Ulysses' exchange of
+heads torch has nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
+
+from benchmarks.dims import in_turns
+from benchmarks.engine import Protocol, _time, _with_interval, on_gloo
+from hyper_parallel.core.context_parallel import ContextParallel
+
+RANKS, HEADS, HEAD_DIM = 4, 8, 64
+DEGREES = {"ring": 1, "both": 2, "ulysses": 4}
+ROTATIONS = {"gather": "allgather", "exchange": "alltoall"}
+SHAPES = {(2, 512): (4, 9), (2, 2048): (1, 7)}
+"""By sequences and tokens of the whole sequence: calls of a block, and blocks."""
+
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def contest(sequences: int, length: int, protocol: Protocol, *, blocks: tuple[int, int]) -> dict[str, list[float]]:
+    """Run the protocol on the calling rank."""
+    del protocol
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    views = {name: ContextParallel(mesh, degree) for name, degree in DEGREES.items()}
+    calls = {}
+    for name in (*DEGREES, *ROTATIONS):
+        view = views.get(name, views["ring"])  # torch splits as our ring does
+        attend: Attend = view.attend if name in DEGREES else partial(_torch_attend, mesh.get_group(), ROTATIONS[name])
+        whole = _whole(sequences, length)
+        local = [view.split(x, dim=2).requires_grad_() for x in whole[:3]]
+        grad = view.split(whole[3], dim=2)
+        _check(name, view, attend, local, grad, whole)
+        calls[name] = partial(_several, attend, local, grad, blocks[0])
+    return in_turns(calls, *blocks)
+
+
+def _whole(sequences: int, length: int) -> list[torch.Tensor]:
+    """Queries, keys, values and the gradient of the result."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(sequences, HEADS, length, HEAD_DIM, generator=draw) for _ in range(4)]
+
+
+def _once(attend: Attend, local: list[torch.Tensor], grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    out = attend(*local)
+    return out, *torch.autograd.grad(out, local, grad)
+
+
+def _several(attend: Attend, local: list[torch.Tensor], grad: torch.Tensor, times: int) -> None:
+    for _ in range(times):
+        _once(attend, local, grad)
+
+
+def _check(name: str, view: Any, attend: Attend, local: Any, grad: torch.Tensor, whole: list[torch.Tensor]) -> None:
+    """Refuse to time contestants that compute something else than attention on one device."""
+    alone = [x.clone().requires_grad_() for x in whole[:3]]
+    wanted = _once(partial(F.scaled_dot_product_attention, is_causal=True), alone, whole[3])
+    for found, expected in zip(_once(attend, local, grad), wanted, strict=True):
+        torch.testing.assert_close(
+            found, view.split(expected, dim=2), rtol=1e-4, atol=1e-4, msg=partial(_differs, name)
+        )
+
+
+def _differs(name: str, found: str) -> str:
+    return f"{name} computes something else: {found}"
+
+
+# -- torch's ring ----------------------------------------------------------------------------------------------------
+
+
+class _TorchRing(torch.autograd.Function):
+    """Attention by torch's ring, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        found = torch_ring._templated_ring_attention(group, 2, _KERNEL, q, k, v, is_causal=True, dropout_p=0.0)
+        ctx.group = group
+        ctx.save_for_backward(q, k, v, *found[:2])
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, out, sums = ctx.saved_tensors
+        found = torch_ring._templated_ring_attention_backward(
+            ctx.group, 2, _BACKWARD, grad, "grad_out", q, k, v, out, sums, is_causal=True, dropout_p=0.0
+        )
+        return None, *found[:3]
+
+
+def _torch_attend(group: Any, rotation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    torch_ring.set_rotate_method(rotation)
+    return _TorchRing.apply(group, q, k, v)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table() -> str:
+    """Times and ratios as a Markdown table."""
+    names = (*DEGREES, *ROTATIONS)
+    lines = [
+        "| tokens | ring, ms | 2 x 2, ms | Ulysses, ms | torch's ring (all_gather), ms | torch's ring (all_to_all), ms "
+        "| ring / torch's | 2 x 2 / torch's | Ulysses / torch's |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for (sequences, length), blocks in SHAPES.items():
+        result = on_gloo(RANKS, sequences, length, partial(contest, blocks=blocks))
+        best = min(ROTATIONS, key=result.median)
+        ratios = [_with_interval(*result.ratio(name, best)) for name in DEGREES]
+        lines.append(f"| {sequences}x{length} | {' | '.join([_time(result, name) for name in names] + ratios)} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)

@@ -1,0 +1,155 @@
+"""`train(config)` with every parallel dimension, and with products of them: the numbers are those of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import sim
+from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer.config import Config, DataConfig, ExpertsConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.record import TrainResult
+from hyper_parallel.trainer.trainer import train
+
+DENSE = Config(
+    model=LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
+    ),
+    data=DataConfig(max_bytes=200_000, ignored=0.2),
+    train=TrainConfig(steps=2, batch_size=8, seq_len=16, accumulate=2, eval_sequences=6, device="cpu"),
+    parallel=ParallelConfig(param_dtype="fp64"),
+)
+EXPERTS = replace(
+    DENSE,
+    train=replace(DENSE.train, model="moe"),
+    experts=ExpertsConfig(num_experts=4, expert_intermediate_size=16, aux_loss_weight=0.1, bias_update_rate=0.05),
+)
+Numbers = dict[str, Any]
+
+DENSE_2 = [
+    {"tp": 2},
+    {"cp": 2, "ulysses_degree": 1},
+    {"cp": 2, "ulysses_degree": 2, "checkpointing": "full"},
+    {"pp": 2},
+    {"pp": 2, "schedule": "zero-bubble"},
+    {"dp_replicate": 2},
+    {"dp_shard": 2, "checkpointing": "selective"},
+    {"dp_shard": 2, "reshard_after_forward": False},
+    {"dp_shard": 2, "engine": "hsdp"},
+]
+DENSE_4 = [
+    {"cp": 2, "ulysses_degree": 1, "tp": 2},
+    {"cp": 4, "ulysses_degree": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "engine": "hsdp"},
+    {"pp": 2, "tp": 2, "checkpointing": "full"},
+    {"pp": 2, "dp_shard": 2, "schedule": "interleaved"},
+    {"dp_replicate": 2, "cp": 2},
+    {"dp_replicate": 2, "tp": 2},
+]
+EXPERTS_2 = [{"ep": 2}, {"pp": 2}, {"tp": 2}, {"cp": 2, "ulysses_degree": 1}]
+EXPERTS_4 = [
+    {"ep": 2, "tp": 2, "etp": 1},
+    {"ep": 2, "tp": 2, "etp": 2},
+    {"ep": 2, "pp": 2},
+    {"ep": 2, "cp": 2},
+    {"ep": 2, "dp_replicate": 2},
+    {"ep": 4, "checkpointing": "full"},
+]
+EXPERTS_8 = [{"ep": 2, "dp_replicate": 2, "tp": 2, "etp": 1}, {"ep": 2, "dp_shard": 2, "pp": 2, "tp": 1}]
+
+
+def named(degrees: Numbers) -> str:
+    return "-".join(f"{name}{value}" for name, value in degrees.items())
+
+
+def told(result: TrainResult) -> Numbers:
+    return {
+        "losses": result.losses,
+        "norms": [record.grad_norm for record in result.steps],
+        "tokens": [record.tokens for record in result.steps],
+        "valid": result.valid_loss,
+    }
+
+
+@pytest.fixture(scope="module")
+def dense() -> Numbers:
+    return told(train(DENSE))
+
+
+@pytest.fixture(scope="module")
+def experts() -> Numbers:
+    return told(train(EXPERTS))
+
+
+def check(ctx, config: Config, degrees: Numbers, alone: Numbers) -> None:
+    """Train on the ranks of `ctx`; all see the same numbers, and those are what one device sees."""
+    narrow = ctx.device_type == "npu"  # which has no float64
+    parallel = replace(config.parallel, param_dtype="fp32" if narrow else "fp64", **degrees)
+    run = replace(config, parallel=parallel).with_changes("train", {"device": ctx.device_type})
+    found = told(train(run))
+    everyone: list[Any] = [None] * ctx.world_size
+    dist.all_gather_object(everyone, found)
+    assert everyone == [found] * ctx.world_size, f"{named(degrees)}: every rank must see the same numbers"
+    for what in ("tokens", "losses", "norms", "valid"):
+        rel = 1e-3 if narrow else 1e-9
+        assert found[what] == pytest.approx(alone[what], rel=rel), f"{named(degrees)}: {what}"
+
+
+@pytest.mark.parametrize("degrees", DENSE_2, ids=named)
+@sim.ranks(2, arms=("sim",))
+def test_two_simulated_ranks(ctx, dense: Numbers, degrees: Numbers):
+    check(ctx, DENSE, degrees, dense)
+
+
+@pytest.mark.parametrize("degrees", DENSE_4, ids=named)
+@sim.ranks(4, arms=("sim",))
+def test_four_simulated_ranks(ctx, dense: Numbers, degrees: Numbers):
+    check(ctx, DENSE, degrees, dense)
+
+
+@pytest.mark.parametrize("degrees", EXPERTS_2, ids=named)
+@sim.ranks(2, arms=("sim",))
+def test_experts_on_two_simulated_ranks(ctx, experts: Numbers, degrees: Numbers):
+    check(ctx, EXPERTS, degrees, experts)
+
+
+@pytest.mark.parametrize("degrees", EXPERTS_4, ids=named)
+@sim.ranks(4, arms=("sim",))
+def test_experts_on_four_simulated_ranks(ctx, experts: Numbers, degrees: Numbers):
+    check(ctx, EXPERTS, degrees, experts)
+
+
+@pytest.mark.parametrize("degrees", EXPERTS_8, ids=named)
+@sim.ranks(8, arms=("sim",))
+def test_experts_on_eight_simulated_ranks(ctx, experts: Numbers, degrees: Numbers):
+    check(ctx, EXPERTS, degrees, experts)
+
+
+# On processes and devices, which cost seconds to start, one after the other.
+
+
+@sim.ranks(2, arms=("gloo", "gpu", "npu"))
+def test_two_ranks(ctx, dense: Numbers, experts: Numbers):
+    for degrees in DENSE_2:
+        check(ctx, DENSE, degrees, dense)
+    for degrees in EXPERTS_2:
+        check(ctx, EXPERTS, degrees, experts)
+
+
+@sim.ranks(4, arms=("gloo", "gpu", "npu"))
+def test_four_ranks(ctx, dense: Numbers, experts: Numbers):
+    for degrees in DENSE_4:
+        check(ctx, DENSE, degrees, dense)
+    for degrees in EXPERTS_4:
+        check(ctx, EXPERTS, degrees, experts)
+
+
+@sim.ranks(2, arms=("sim",))
+def test_one_device_with_other_text_is_told_apart(ctx, dense: Numbers):
+    """The comparison can fail: another seed is another run."""
+    with pytest.raises(AssertionError, match="tp2"):
+        check(ctx, DENSE.with_changes("train", {"seed": 1}), {"tp": 2}, dense)

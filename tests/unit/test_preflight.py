@@ -1,0 +1,209 @@
+"""What is refused before any rank starts: degrees that do not fit the model, each other, the text or the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer.config import Config, ExpertsConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.preflight import estimate_memory, plan_run
+
+
+def run(model: str = "llama", experts: ExpertsConfig | None = None, train: Any = None, **parallel: Any) -> Config:
+    return Config(
+        train=TrainConfig(model=model, **(train or {})),
+        experts=experts or ExpertsConfig(),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+ACCUMULATE = {"accumulate": 8}
+
+REFUSED = [
+    pytest.param(
+        run(ep=2),
+        2,
+        ["cannot split experts over ep=2: model 'llama' has none", "try: ep=1 with dp_shard=2, or model 'moe'"],
+        id="experts of a model without any",
+    ),
+    pytest.param(
+        run("moe", ExpertsConfig(num_experts=3), ep=2),
+        2,
+        ["num_experts=3 is not divisible by ep=2", "try: for num_experts, ep one of 1"],
+        id="experts that do not divide",
+    ),
+    pytest.param(
+        run("moe", ExpertsConfig(expert_intermediate_size=33), tp=2),
+        2,
+        [
+            "cannot split experts of expert_intermediate_size=33 over etp=2: it does not divide",
+            "tp=2",
+            "try: expert_intermediate_size=34, or etp=1",
+        ],
+        id="width of an expert",
+    ),
+    pytest.param(
+        run("moe", ep=2, tp=4, etp=2),
+        8,
+        ["cannot use etp=2 with ep=2 and tp=4", "over all ranks of axis 'tp' or not at all", "try: etp=4 or etp=1"],
+        id="etp between 1 and tp",
+    ),
+    pytest.param(
+        run(train={"seq_len": 18}, cp=2, ulysses_degree=1),
+        2,
+        [
+            "cannot split sequences of seq_len=18 over cp=2 and tp=1: every rank of a ring has an early and a late "
+            "part, so that it must be a multiple of 4",
+            "ulysses_degree=1",
+            "try: seq_len = 16 or 20",
+        ],
+        id="a sequence over a ring",
+    ),
+    pytest.param(
+        run(train={"seq_len": 17}, tp=2),
+        2,
+        ["seq_len=17 is not divisible by cp * tp=2", "try: for seq_len, cp * tp one of 1"],
+        id="a sequence over tp",
+    ),
+    pytest.param(
+        run(cp=4, ulysses_degree=3),
+        4,
+        ["cannot use ulysses_degree=3 with cp=4", "try: ulysses_degree one of 1, 2, 4, or None for 4"],
+        id="ulysses in cp",
+    ),
+    pytest.param(
+        run(cp=8),
+        8,
+        ["num_attention_heads=4 is not divisible by tp * ulysses_degree=8", "one of 1, 2, 4"],
+        id="heads over ulysses",
+    ),
+    pytest.param(
+        run(tp=4), 4, ["num_key_value_heads=2 is not divisible by tp=4", "tp one of 1, 2"], id="key and value heads"
+    ),
+    pytest.param(
+        run(pp=2),
+        2,
+        [
+            "'1f1b' needs at least as many micro-batches as stages\n  accumulate: 1   stages: 2\n"
+            "  try: accumulate=2, or schedule='gpipe'"
+        ],
+        id="too few micro-batches",
+    ),
+    pytest.param(
+        run(train=ACCUMULATE, pp=2, schedule="1f2b"),
+        2,
+        ["there is no schedule '1f2b'", "gpipe, 1f1b, interleaved, looped-bfs, zero-bubble, zbv", "try: '1f1b'"],
+        id="unknown schedule",
+    ),
+    pytest.param(
+        run(train=ACCUMULATE, pp=2, schedule="1f1b", stages_per_rank=3),
+        2,
+        ["'1f1b' has exactly 1 per rank", "stages_per_rank: 3"],
+        id="stages of a rank",
+    ),
+    pytest.param(
+        run(train=ACCUMULATE, pp=8),
+        8,
+        ["there are fewer layers than stages", "num_layers: 4   stages: 8", "try: at most 4 stages"],
+        id="more stages than layers",
+    ),
+    pytest.param(
+        run(train=ACCUMULATE, pp=2, layers_per_stage="1,2"),
+        2,
+        ["sizes add up to 3 layers, not 4", "try: sizes=[2, 2]"],
+        id="layers that do not add up",
+    ),
+    pytest.param(
+        run(train=ACCUMULATE, pp=2, layers_per_stage="1,2,1"),
+        2,
+        ["there are 3 sizes for 2 stages"],
+        id="layers for other stages",
+    ),
+    pytest.param(
+        run(train=ACCUMULATE, pp=2, tp=2, engine="hsdp", param_dtype="bf16"),
+        4,
+        ["cannot train with engine 'hsdp' and tp=2, pp=2, param_dtype='bf16'", "try: engine 'fully_shard'"],
+        id="hsdp with others",
+    ),
+    pytest.param(
+        run("moe", ep=2, engine="hsdp"), 2, ["cannot train with engine 'hsdp' and ep=2"], id="hsdp with experts"
+    ),
+    pytest.param(
+        run("moe", train={"batch_size": 6}, dp_replicate=2, ep=2),
+        4,
+        ["cannot split batch_size=6 sequences over 4 data-parallel ranks", "try: batch_size = 4 or 8"],
+        id="ranks along ep read other rows",
+    ),
+    pytest.param(
+        run(train={"batch_size": 6, "accumulate": 4}, pp=2),
+        2,
+        ["batch_size=6 sequences over 1 data-parallel ranks x accumulate=4 evenly", "try: batch_size = 4 or 8"],
+        id="rows of a pipeline",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "world_size", "messages"), REFUSED)
+def test_what_does_not_fit_is_refused_before_any_rank_starts(
+    config: Config, world_size: int, messages: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan_run(config, world_size)
+    assert [part for part in messages if part not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "degrees"),
+    [
+        (run(tp=2), 8, {"dp_shard": 4, "tp": 2}),
+        (run(cp=2, tp=2), 8, {"dp_shard": 2, "cp": 2, "tp": 2}),
+        (run("moe", ep=2, tp=2, etp=1), 8, {"dp_shard": 2, "ep": 2, "tp": 2}),
+        (run(train=ACCUMULATE, pp=2, schedule="interleaved"), 4, {"dp_shard": 2, "pp": 2}),
+        (run(train=ACCUMULATE, pp=2, schedule="zbv", layers_per_stage="1,1,1,1"), 2, {"pp": 2}),
+        (run(engine="hsdp", cp=2, dp_replicate=2), 8, {"dp_replicate": 2, "dp_shard": 2, "cp": 2}),
+        (run(train={"seq_len": 18}, cp=2), 2, {"cp": 2}),  # heads are split, so that parts need no partner
+    ],
+)
+def test_what_fits_is_not(config: Config, world_size: int, degrees: dict[str, int]) -> None:
+    assert plan_run(config, world_size).mesh_axes == degrees
+
+
+LARGE = run(train={"batch_size": 64, "seq_len": 256, "accumulate": 8})
+
+
+@pytest.mark.parametrize(
+    ("degrees", "state", "activations"),
+    [
+        ({"dp_shard": 4}, 4, 4),
+        ({"dp_replicate": 4}, 1, 4),
+        ({"tp": 2}, 2, 2),
+        ({"cp": 2}, 2, 2),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 4, 8),
+    ],
+)
+def test_each_degree_takes_its_part_of_the_memory(degrees: dict[str, int], state: int, activations: int) -> None:
+    alone = estimate_memory(LARGE, ParallelDims(world_size=1))
+    world_size = 1
+    for degree in degrees.values():
+        world_size *= degree
+    here = estimate_memory(LARGE, ParallelDims(**degrees, world_size=world_size))
+    assert here.state == pytest.approx(alone.state / state, rel=1e-6)
+    assert here.activations == pytest.approx(alone.activations / activations, rel=1e-6)
+
+
+def test_a_pipeline_splits_weights_but_keeps_several_micro_batches() -> None:
+    alone = estimate_memory(LARGE, ParallelDims(world_size=1))
+    stages = estimate_memory(LARGE, ParallelDims(pp=2, world_size=2))
+    assert stages.state == pytest.approx(alone.state / 2, rel=1e-6)
+    assert stages.activations == alone.activations, "half of the layers, for two micro-batches at once"
+
+
+def test_checkpointed_blocks_keep_one_vector_per_token() -> None:
+    dims, narrow = ParallelDims(world_size=1), LlamaConfig(vocab_size=256)
+    config = LARGE.with_changes("parallel", {"checkpointing": "full"})
+    tokens = 64 * 256 // 8
+    assert estimate_memory(config, dims).activations == 4 * tokens * (4 * narrow.hidden_size + 3 * 256)
+    assert estimate_memory(config, dims).activations < estimate_memory(LARGE, dims).activations / 3
