@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -125,6 +126,7 @@ def ours(run: Config) -> Step:
 
 def with_styles(run: Config, *, split_loss: bool) -> Step:
     """Tensor and sequence parallelism, then FSDP2."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of a view, on which nothing works in place
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = _same_weights(run)
     head = ColwiseParallel(

@@ -33,6 +33,7 @@ from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.convert import export_checkpoint, with_shape_of
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.display import TrainingDisplay
+from hyper_parallel.trainer.nonfinite import NonFiniteError
 from hyper_parallel.trainer.place import RankPlace
 from hyper_parallel.trainer.preflight import check_machine, plan_run
 from hyper_parallel.trainer.record import TrainResult
@@ -45,12 +46,14 @@ from hyper_parallel.trainer.report import (
     plot_losses,
     traffic_table,
 )
+from hyper_parallel.trainer.saving import run_to_go_on_from
 from hyper_parallel.trainer.steps import describe_axes
 from hyper_parallel.trainer.stop import StopRequest, stop_on_signals
 from hyper_parallel.trainer.trainer import train as train_rank
 from hyper_parallel.trainer.verify import LlamaSizes, Subject, llama_subject, own_subject, painted
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+_LET_FIRST_SAY_S = 5.0
 
 _DEGREES, _SAVING = "Parallel degrees", "Checkpoints"
 
@@ -171,6 +174,11 @@ def train(
         run = run.with_changes("checkpoint", saving | {"background": background, "resume": resume})
         if start_from is not None or run.train.start_from is not None:
             run = with_shape_of(run, start_from or str(run.train.start_from))
+            if model not in (None, run.train.model):
+                raise ValueError(
+                    f"cannot start '{model}' from {run.train.start_from}: it holds a '{run.train.model}'\n"
+                    f"  --model {model}\n  try: leave out --model"
+                )
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         run = _check(run, sim)
@@ -459,8 +467,7 @@ def _before_ranks_start() -> Iterator[None]:
     except (ValueError, TypeError, PlatformUnavailableError, CheckpointError) as error:
         if isinstance(error, TypeError) and "\n  try: " not in str(error):
             raise  # a mistake of ours, and not in what was asked
-        if _is_first_rank():  # every rank finds the same mistake
-            _error_console().print(f"[red]error:[/red] {escape(str(error))}")
+        _say_error(str(error))
         raise typer.Exit(USER_ERROR) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -468,16 +475,30 @@ def _before_ranks_start() -> Iterator[None]:
 
 @contextmanager
 def _while_ranks_run(left: str) -> Iterator[None]:
-    """Turn Ctrl-C into exit code 130, and a failure into its traceback and exit code 1."""
+    """Turn Ctrl-C into exit code 130, and a failure into exit code 1, with its traceback if it was not foreseen."""
     try:
         yield
     except KeyboardInterrupt:
         if _is_first_rank():
             _error_console().print(f"interrupted; {escape(left)}")
         raise typer.Exit(INTERRUPTED) from None
+    except NonFiniteError as error:  # of simulated ranks: with the rank's own behind it
+        cause = error.__cause__ if isinstance(error.__cause__, NonFiniteError) else error
+        _say_error(f"{cause}\n  {left}")
+        raise typer.Exit(FAILURE) from None
     except Exception:
         traceback.print_exc()
         raise typer.Exit(FAILURE) from None
+
+
+def _say_error(text: str) -> None:
+    """Print what all ranks of this machine have found, once: another machine may lack what this one has."""
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("LOCAL_RANK", rank) == "0":
+        which = "" if rank == "0" else f" rank {rank}:"
+        _error_console().print(f"[red]error:[/red]{which} {escape(text)}")
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_LET_FIRST_SAY_S)  # torchrun kills all ranks as soon as one has ended
 
 
 def _check(run: Config, sim: int | None) -> Config:
@@ -542,6 +563,11 @@ def _describe(console: Console, run: Config, sim: int | None) -> None:
         f"{corpus.valid.size / 1e6:.1f} MB held back"
     )
     console.print(f"batch: {train.batch_size} x {train.seq_len} bytes, {train.steps} steps; {describe_axes(dims)}")
+    found = None if console.quiet else run_to_go_on_from(run)
+    if found is not None:
+        console.print(f"goes on from step {found[0]} in {run.checkpoint.folder}")
+        for change in found[1]:
+            console.print(f"  other text than before: {change}")
 
 
 def _summarise(console: Console, result: TrainResult) -> None:

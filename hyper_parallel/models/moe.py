@@ -15,16 +15,12 @@ from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.expert_parallel.router import SCORES, Router
 from hyper_parallel.models.llama import Block, FeedForward, Llama, LlamaConfig
 
-__all__ = ["MixtureOfExperts", "MoEConfig", "MoELlama"]
+__all__ = ["ExpertsConfig", "MixtureOfExperts", "MoEConfig", "MoELlama"]
 
 
 @dataclass(frozen=True)
-class MoEConfig(LlamaConfig):
-    """The shape of a Llama with experts.
-
-    >>> config = MoEConfig(num_experts=16, experts_per_token=2)
-    >>> config.num_parameters(), config.num_active_parameters()
-    (2778240, 713856)
+class ExpertsConfig:
+    """The shape of the feed-forward of a model with experts.
 
     Args:
         num_experts: experts of a layer.
@@ -39,7 +35,7 @@ class MoEConfig(LlamaConfig):
         aux_loss_weight: of the loss that balances loads within a sequence; 0: off. See `Router`.
 
     Raises:
-        ValueError: as for `LlamaConfig`; sizes below their least, more experts per token than there are, no such score.
+        ValueError: sizes below their least, more experts per token than there are, no such score.
     """
 
     num_experts: int = 8
@@ -54,7 +50,6 @@ class MoEConfig(LlamaConfig):
     aux_loss_weight: float = 1e-3
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name in ("num_experts", "experts_per_token", "expert_intermediate_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a mixture of experts needs {name} >= 1, got {name}={getattr(self, name)}")
@@ -65,11 +60,6 @@ class MoEConfig(LlamaConfig):
             raise ValueError(
                 f"cannot send a token to experts_per_token={self.experts_per_token} of num_experts={self.num_experts}\n"
                 f"  try: experts_per_token={self.num_experts} or less"
-            )
-        if self.num_dense_layers > self.num_hidden_layers:
-            raise ValueError(
-                f"cannot make num_dense_layers={self.num_dense_layers} of num_hidden_layers={self.num_hidden_layers} "
-                f"dense\n  try: num_dense_layers={self.num_hidden_layers} or less"
             )
         if self.score not in SCORES:
             raise ValueError(f"there is no score {self.score!r}\n  try: {' or '.join(map(repr, SCORES))}")
@@ -82,6 +72,28 @@ class MoEConfig(LlamaConfig):
     def is_dense(self, layer: int) -> bool:
         """Tell whether the layer with this number has a dense feed-forward."""
         return layer < self.num_dense_layers
+
+
+@dataclass(frozen=True)
+class MoEConfig(ExpertsConfig, LlamaConfig):
+    """The shape of a Llama with experts: the arguments are those of `LlamaConfig`, then those of `ExpertsConfig`.
+
+    >>> config = MoEConfig(num_experts=16, experts_per_token=2)
+    >>> config.num_parameters(), config.num_active_parameters()
+    (2778240, 713856)
+
+    Raises:
+        ValueError: as for both; more dense layers than there are layers.
+    """
+
+    def __post_init__(self) -> None:
+        LlamaConfig.__post_init__(self)
+        ExpertsConfig.__post_init__(self)
+        if self.num_dense_layers > self.num_hidden_layers:
+            raise ValueError(
+                f"cannot make num_dense_layers={self.num_dense_layers} of num_hidden_layers={self.num_hidden_layers} "
+                f"dense\n  try: num_dense_layers={self.num_hidden_layers} or less"
+            )
 
     def num_parameters(self) -> int:
         """Count the parameters without building the model."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
 
 MODELS = ("llama", "moe")
 
@@ -193,45 +194,6 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
-    """The feed-forward of the model "moe"; see `hyper_parallel.models.moe.MoEConfig`.
-
-    Args:
-        num_experts: experts of a layer, of which each token uses some.
-        experts_per_token: how many.
-        num_shared_experts: experts that every token uses.
-        expert_intermediate_size: inner width of one expert.
-        num_dense_layers: first layers, which have a plain feed-forward.
-        score: "sigmoid" or "softmax" of the router's logits.
-        norm_weights: divide the weights of a token's experts by their sum.
-        routed_scale: multiplies the weights.
-        bias_update_rate: how fast the router's bias evens out the load of experts; 0: not at all.
-        aux_loss_weight: of the auxiliary loss that evens out the load within each sequence; 0: none.
-    """
-
-    num_experts: int = 8
-    experts_per_token: int = 2
-    num_shared_experts: int = 1
-    expert_intermediate_size: int = 96
-    num_dense_layers: int = 1
-    score: str = "sigmoid"
-    norm_weights: bool = True
-    routed_scale: float = 1.0
-    bias_update_rate: float = 1e-3
-    aux_loss_weight: float = 1e-3
-
-    def __post_init__(self) -> None:
-        _at_least("experts", self, 1, "num_experts", "experts_per_token", "expert_intermediate_size")
-        _at_least("experts", self, 0, "num_shared_experts", "num_dense_layers", "bias_update_rate", "aux_loss_weight")
-        _one_of("experts", self, "score", ("sigmoid", "softmax"))
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"experts.experts_per_token={self.experts_per_token} is more than there are: "
-                f"num_experts={self.num_experts}\n  try: experts_per_token={self.num_experts}"
-            )
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     """Where a run keeps what it needs to go on.
 
@@ -295,8 +257,6 @@ class Config:
         dense = dataclasses.replace(self.model, max_seq_len=max(self.model.max_seq_len, self.train.seq_len))
         if self.train.model == "llama":
             return dense
-        from hyper_parallel.models.moe import MoEConfig
-
         return MoEConfig(**dataclasses.asdict(dense), **dataclasses.asdict(self.experts))
 
     def check_batch(self, dp_size: int) -> None:
@@ -321,9 +281,9 @@ class Config:
 def _one_of(section: str, values: object, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(values, name)
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.75)
         words = ", ".join(repr(choice) for choice in choices[:-1]) + f" or {choices[-1]!r}"
-        hint = f"did you mean '{near[0]}'?" if near else f"try: {words}"
+        hint = f"try: {words}" + (f"; did you mean '{near[0]}'?" if near else "")
         raise ValueError(f"{section}.{name}={value!r} is not known\n  {hint}")
 
 

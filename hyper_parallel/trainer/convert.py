@@ -14,8 +14,8 @@ from hyper_parallel.core.checkpoint.optimizer import model_tensors
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
-from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.trainer.config import Config, ExpertsConfig
+from hyper_parallel.models.moe import ExpertsConfig, MoEConfig, MoELlama
+from hyper_parallel.trainer.config import Config
 
 __all__ = ["export_checkpoint", "with_shape_of"]
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.steps import Parallelized
@@ -57,6 +58,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 def clip_gradients(model: Parallelized, max_norm: float) -> float:
     """Scale all gradients down so that their norm over all parameters and ranks is at most `max_norm`.
 
+    A norm that is inf or NaN scales nothing: the gradients still say which of them are to blame.
+
     Communication: as `get_total_norm`: one all_reduce of a number for each set of axes that parameters are split over.
 
     Args:
@@ -66,6 +69,9 @@ def clip_gradients(model: Parallelized, max_norm: float) -> float:
     Returns:
         The norm before, which is the same on every rank.
     """
-    limit = max_norm or math.inf
     group = None if model.pipeline is None else model.pipeline.group
-    return float(clip_grad_norm(model.parts, limit, group, tied=() if model.tied is None else model.tied))
+    total = clip_grad_norm(model.parts, math.inf, group, tied=() if model.tied is None else model.tied)
+    norm = float(total)
+    if max_norm and math.isfinite(norm) and norm + 1e-6 > max_norm:  # below that the factor is 1
+        clip_grads_with_norm_([param for part in model.parts for param in part.parameters()], max_norm, total)
+    return norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel.core.expert_parallel.balance import forget_expert_counts, set_aux_scale, update_expert_bias
+from hyper_parallel.core.expert_parallel.balance import set_aux_scale, update_expert_bias
 from hyper_parallel.core.shard.init import init_parameters
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
@@ -77,10 +77,7 @@ def parallelize_moe(run: Config, dims: ParallelDims, device: torch.device, loss:
 
     def balance(taken: bool) -> None:
         for model in models:
-            if taken:
-                update_expert_bias(model, [] if tokens is None else [tokens])
-            else:
-                forget_expert_counts(model)
+            update_expert_bias(model, [] if tokens is None else [tokens], forget=not taken)
 
     pipeline = build_pipeline(models, stages, run, dims, loss)
     return Parallelized(list(models), pipeline, context, tie_stages(pipeline, run), balance)

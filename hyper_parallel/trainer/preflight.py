@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import check_length, load_corpus
 from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.saving import run_to_go_on_from
+from hyper_parallel.trainer.tensorboard import check_tensorboard
 
 GB = 2**30
 
@@ -37,11 +40,20 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
     config.check_batch(dims.batch_ranks)
     if config.model.vocab_size < 256:
         raise ValueError(f"model.vocab_size={config.model.vocab_size} cannot hold the 256 byte values of the text")
+    _check_etp(config, dims)
     _check_experts(config, dims)
     _check_sequence(config, dims)
     _check_pipeline(config, dims)
     _check_engine(config, dims)
+    _check_saving(config)
     return dims
+
+
+def _check_etp(config: Config, dims: ParallelDims) -> None:
+    if dims.etp not in (1, dims.tp):
+        blame, hint = "inside of an expert all ranks of tp split, or none", "etp=1"
+        hint = f"etp={dims.tp} or etp=1" if dims.tp_enabled else hint
+        raise ValueError(explain(f"cannot use etp={dims.etp} with tp={dims.tp}", blame, dims.summary(), hint))
 
 
 def _check_experts(config: Config, dims: ParallelDims) -> None:
@@ -74,9 +86,17 @@ def _check_sequence(config: Config, dims: ParallelDims) -> None:
 
 
 def _check_pipeline(config: Config, dims: ParallelDims) -> None:
-    if not dims.pp_enabled:
-        return
     parallel, kind = config.parallel, find_schedule(config.parallel.schedule)
+    if not dims.pp_enabled:
+        if parallel.layers_per_stage is not None:
+            asked, blame = f"cannot use layers_per_stage='{parallel.layers_per_stage}'", "there is no pipeline"
+            raise ValueError(explain(asked, blame, dims.summary(), f"pp={len(parallel.layers_per_stage.split(','))}"))
+        return
+    other = "compile" if parallel.compile else "checkpointing='selective'"
+    if kind.splits_backward and (parallel.compile or parallel.checkpointing == "selective"):
+        asked, blame = f"cannot train with schedule='{kind.name}' and {other}", "it goes backward twice through a block"
+        seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
+        raise ValueError(explain(asked, blame, seen, f"schedule='interleaved', or no {other}"))
     stages = dims.pp * kind.checked_stages_per_rank(parallel.stages_per_rank)
     try:
         kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
@@ -99,6 +119,14 @@ def _check_engine(config: Config, dims: ParallelDims) -> None:
         )
 
 
+def _check_saving(config: Config) -> None:
+    keep = config.checkpoint
+    if keep.folder is None and (keep.every or keep.background):
+        asked = f"cannot save every {keep.every} steps" if keep.every else "cannot save in the background"
+        seen = f"checkpoint.folder: None   every: {keep.every}   background: {keep.background}"
+        raise ValueError(explain(asked, "no folder is given", seen, "--checkpoint-dir out/run"))
+
+
 def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host: bool) -> None:
     """Check that the text, the log file and the memory are there, on the machine where the ranks will run.
 
@@ -109,13 +137,21 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
         on_host: whether the ranks compute in the host's memory; a device's memory is not looked at.
 
     Raises:
-        ValueError: text is missing or too short, the log cannot be written, or the run needs more memory than there is.
+        ValueError: text is missing or too short; log or checkpoints cannot be written; TensorBoard is not installed;
+            the checkpoint to go on from is another model's; the run needs more memory than there is.
+        CheckpointError: the checkpoint to go on from is damaged.
     """
     corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
     check_length(corpus.train, config.train.seq_len, "training")
     check_length(corpus.valid, config.train.seq_len, "validation")
     if config.train.log is not None:
         _check_log(Path(config.train.log))
+    if config.train.tensorboard is not None:
+        check_tensorboard()
+        _check_folder(Path(config.train.tensorboard), "TensorBoard's log")
+    if config.checkpoint.folder is not None:
+        _check_folder(Path(config.checkpoint.folder), "checkpoints")
+        run_to_go_on_from(config)
     if on_host:
         check_memory(config, dims, local_ranks)
 
@@ -233,3 +269,12 @@ def _check_log(path: Path) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ValueError(f"cannot write the log '{path}': no permission to write in '{folder}'")
+
+
+def _check_folder(path: Path, what: str) -> None:
+    asked, hint = f"cannot write {what} to '{path}'", "a folder that can be written to"
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(explain(asked, f"'{there}' is no folder", f"folder: {path}", hint))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(explain(asked, f"no permission to write in '{there}'", f"folder: {path}", hint))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -84,7 +86,8 @@ class TrainResult:
 class JsonlLog:
     """A JSONL file with one line per step, on disk as soon as the step is done: a run that is cut short keeps its log.
 
-    A field that does not apply is left out of its line.
+    A field that does not apply is left out of its line. A disk that is full ends the log, with a warning, and not the
+    run.
 
     Args:
         path: file to write, its folder is made; None writes nothing.
@@ -93,7 +96,7 @@ class JsonlLog:
     """
 
     def __init__(self, path: str | None, keep_steps: int = 0) -> None:
-        self._file = None
+        self._path, self._file = path, None
         if path is None:
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +112,11 @@ class JsonlLog:
             told = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
             if not record.skipped:
                 del told["skipped"]
-            self._file.write(json.dumps(told) + "\n")
+            try:
+                self._file.write(json.dumps(told) + "\n")
+            except OSError as error:
+                warnings.warn(f"the log {self._path} ends before step {record.step}: {error.strerror}", stacklevel=2)
+                self._close()
 
     def __enter__(self) -> JsonlLog:
         return self
@@ -117,8 +124,13 @@ class JsonlLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what could not be written has been told
+                file.close()
 
 
 def read_log(path: str | Path) -> list[StepRecord]:

@@ -163,7 +163,8 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
         False when matplotlib is not installed; nothing is written then.
 
     Raises:
-        ValueError: no logs, one that is not there, one without a finished step, one that is no log.
+        ValueError: no logs, one that is not there, one without a finished step, one that is no log; a picture that
+            cannot be written.
     """
     runs = {str(log): _read(Path(log)) for log in logs}
     if not runs:
@@ -195,8 +196,12 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     for axes in (losses, norms, speeds):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # ValueError: a kind of picture that matplotlib does not know
+        seen = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ValueError(explain(f"cannot plot to {path}", "it cannot be written", seen, "out/train.png")) from None
     return True
 
 

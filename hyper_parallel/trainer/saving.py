@@ -82,11 +82,7 @@ class Saver:
         path = Peers.of(None).agree(None, self._files.latest() if self.place.rank == 0 else None)[0]
         if path is None:
             return None
-        if not self.config.checkpoint.resume:
-            blame, hint = "it holds the checkpoints of another run", "another folder, or go on with --resume"
-            raise ValueError(explain("cannot start anew in this folder", blame, f"there is: {path}", hint))
-        metadata = read_metadata(path)
-        self._check_model(metadata, path)
+        metadata = _checked(self.config, path)
         state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
         tensors, twins = self._by_one_name({**model_tensors(self.model.parts), **state})
         generators = self._generators() if metadata.world_size == self.place.world_size else {}
@@ -102,7 +98,7 @@ class Saver:
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
         tensors, _ = self._by_one_name({**model_tensors(self.model.parts), **state})
-        extra = {"progress": dataclasses.asdict(progress), "model": self._shape()}
+        extra = {"progress": dataclasses.asdict(progress), "model": _shape(self.config), "text": _text(self.config)}
         self._note(self._files.save(progress.steps, tensors, extra, per_rank=self._generators()))
 
     def __enter__(self) -> Saver:
@@ -118,23 +114,6 @@ class Saver:
     def _note(self, saved: Saved | None) -> None:
         if saved is not None and saved.error is not None:
             self.failures = (*self.failures, f"step {saved.step}: {saved.error}")
-
-    def _shape(self) -> dict[str, Any]:
-        shape = dataclasses.asdict(self.config.shape())
-        del shape["max_seq_len"]  # tables that are no weights
-        return {"kind": self.config.train.model, "precision": self._dtype(), **shape}
-
-    def _dtype(self) -> str:
-        return "fp64" if self.config.parallel.param_dtype == "fp64" else "fp32"
-
-    def _check_model(self, metadata: CheckpointMetadata, path: Path) -> None:
-        saved, mine = (metadata.extra or {}).get("model", {}), self._shape()
-        different = [key for key in mine if saved.get(key) != mine[key]]
-        if different:
-            blame = "it is of another model"
-            seen = "\n  ".join(f"{key}: {saved.get(key)!r} there, {mine[key]!r} here" for key in different)
-            hint = "the [model] and [experts] it was saved with, or another folder"
-            raise ValueError(explain(f"cannot go on from {path}", blame, seen, hint))
 
     # -- one weight under two names ----------------------------------------------------------------------------------
 
@@ -173,3 +152,65 @@ class Saver:
             torch.set_rng_state(states["generator.cpu"])
         if "generator.device" in states:
             torch.get_device_module(self.device.type).set_rng_state(states["generator.device"])
+
+
+# -- what a checkpoint is of -----------------------------------------------------------------------------------------
+
+
+def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
+    """Find, before any rank starts, the checkpoint that a run goes on from: its step, and what is not as it was then.
+
+    Weights and optimizer do not depend on what is told, but the text does: another seed draws it anew.
+
+    Args:
+        config: the run.
+
+    Returns:
+        Step and changes, such as ``seed: 0 then, 7 now``; None if there is nothing to go on from.
+
+    Raises:
+        ValueError: it is of another model, or of none; the run is to start anew in a folder that holds another one's.
+        CheckpointError: it is damaged.
+    """
+    if config.checkpoint.folder is None:
+        return None
+    with Checkpointer(config.checkpoint.folder) as files:
+        path = files.latest()
+    if path is None:
+        return None
+    extra = _checked(config, path).extra
+    then, now = extra.get("text", {}), _text(config)
+    changes = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in now if key in then and then[key] != now[key]]
+    return extra["progress"]["steps"], changes
+
+
+def _checked(config: Config, path: Path) -> CheckpointMetadata:
+    """Return what a checkpoint says of itself, if the run can go on from it."""
+    if not config.checkpoint.resume:
+        blame, hint = "it holds the checkpoints of another run", "another folder, or go on with --resume"
+        raise ValueError(explain("cannot start anew in this folder", blame, f"there is: {path}", hint))
+    metadata, asked = read_metadata(path), f"cannot go on from {path}"
+    extra, mine = metadata.extra, _shape(config)
+    if not isinstance(extra, dict) or not {"progress", "model"} <= extra.keys():
+        seen = f"extra: {extra!r}"[:200]
+        raise ValueError(explain(asked, "it was not saved by hyper-parallel train", seen, "another folder"))
+    saved = extra["model"]
+    told = ("kind",) if saved.get("kind") != mine["kind"] else tuple(mine)
+    different = [key for key in told if saved.get(key) != mine[key]]
+    if different:
+        seen = "\n  ".join(f"{key}: {saved.get(key)!r} there, {mine[key]!r} here" for key in different)
+        hint = "the [model] and [experts] it was saved with, or another folder"
+        raise ValueError(explain(asked, "it is of another model", seen, hint))
+    return metadata
+
+
+def _shape(config: Config) -> dict[str, Any]:
+    shape = dataclasses.asdict(config.shape())
+    del shape["max_seq_len"]  # tables that are no weights
+    precision = "fp64" if config.parallel.param_dtype == "fp64" else "fp32"
+    return {"kind": config.train.model, "precision": precision, **shape}
+
+
+def _text(config: Config) -> dict[str, Any]:
+    """Return what the place of a sample in the text depends on."""
+    return {**dataclasses.asdict(config.data), "seq_len": config.train.seq_len, "seed": config.train.seed}

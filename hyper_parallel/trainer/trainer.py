@@ -127,12 +127,12 @@ class Trainer:
             while self.steps_done < train.steps and stopped is None:
                 self._tell("training")
                 record = self.step()
+                records.append(record)
+                log.write(record)  # before the save: what goes on from there keeps the lines up to its step
                 stopped = self._asked_to_stop()
                 self._tell("saving")
                 self._save_if_due(ends=stopped is not None)
-                records.append(record)
                 if first_rank:
-                    log.write(record)
                     board.write(record)
                     if on_step is not None:
                         on_step(record)
@@ -238,6 +238,7 @@ class Trainer:
                 folder = self._out() / "nonfinite"
                 named, rank = self.model.named_parameters(), self.place.rank
                 dump_nonfinite(folder, named, rank=rank, step=step, loss=loss, grad_norm=grad_norm, samples=part)
+                self.ranks.any(False)  # a rank that raises ends the others: let all have written
             raise nonfinite_error(step, loss, grad_norm, skipped_in_a_row=self.skipped, dumped_to=folder)
         taken = action == "go"
         self.skipped = 0 if taken else self.skipped + 1

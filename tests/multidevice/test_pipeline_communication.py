@@ -206,12 +206,18 @@ def test_finding_out_shapes_leaves_buffers_and_generators_alone():
 
 
 def test_batches_of_other_shapes():
-    def body() -> list[float]:
+    """Shapes are found out once each, by one more forward of all stages but the last."""
+
+    def body() -> tuple[list[float], int]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-        run = Pipeline([two_linears(mesh.get_local_rank())], mesh, "1f1b", 2, squares)
-        return [run.step(torch.ones(rows, 4), torch.zeros(rows, 4)).item() for rows in (2, 6, 4, 6)]
+        stage, calls = two_linears(mesh.get_local_rank()), []
+        stage.register_forward_hook(lambda *_: calls.append(1))
+        run = Pipeline([stage], mesh, "1f1b", 2, squares)
+        losses = [run.step(torch.ones(rows, 4), torch.zeros(rows, 4)).item() for rows in (2, 6, 4, 6)]
+        run.eval(torch.ones(2, 4), torch.zeros(2, 4))
+        return losses, len(calls)
 
     one = squares(nn.Sequential(two_linears(0), two_linears(1))(torch.ones(1, 4)), torch.zeros(1, 4)).item()
     first, last = sim.run(body, world_size=2)
-    assert first == [0.0] * 4
-    assert last == pytest.approx([rows * one for rows in (2, 6, 4, 6)])
+    assert first == ([0.0] * 4, 5 * 2 + 3)
+    assert last == (pytest.approx([rows * one for rows in (2, 6, 4, 6)]), 5 * 2)

@@ -7,33 +7,280 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from functools import partialmethod
-from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-
-import sim
-from hyper_parallel.core.fully_shard.api import HSDPModule
-from hyper_parallel.core.pipeline import SCHEDULES
-from hyper_parallel.trainer.config import ParallelConfig
-from hyper_parallel.trainer.preflight import plan_run
-from hyper_parallel.trainer.ranks import Ranks
-from hyper_parallel.trainer.saving import Saver
-from hyper_parallel.trainer.trainer import train
-from tests.property.training_kit import (
+from training_kit import (
+    CHOOSES,
+    LAYERS,
     PROBLEMS,
     STEPS,
     Arrangement,
     Problem,
     arrangements,
     folder,
+    numbers,
     reference,
     run,
     saved,
     step_folder,
 )
 
+import sim
+from hyper_parallel.core.expert_parallel.router import Router
+from hyper_parallel.core.fully_shard.api import HSDPModule
+from hyper_parallel.core.pipeline import SCHEDULES
+from hyper_parallel.trainer.config import CheckpointConfig, Config, ParallelConfig
+from hyper_parallel.trainer.preflight import plan_run
+from hyper_parallel.trainer.ranks import Ranks
+from hyper_parallel.trainer.saving import Progress, Saver
+from hyper_parallel.trainer.steps import Parallelized
+from hyper_parallel.trainer.trainer import train
+
 pytestmark = pytest.mark.sim
+
+
+def examples(share: float) -> settings:
+    return settings(
+        max_examples=round(share * settings.default.max_examples),
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+problems = st.sampled_from(PROBLEMS)
+
+
+def seen(problem: Problem, arrangement: Arrangement) -> None:
+    """Let `--hypothesis-show-statistics` tell what was drawn."""
+    parallel = arrangement.parallel
+    for axis in ("dp_replicate", "cp", "tp", "pp", "ep"):
+        if getattr(parallel, axis) > 1:
+            event(axis)
+    event(f"{problem.model}, {problem.precision}")
+    event(f"{arrangement.world_size} ranks")
+    if parallel.pp > 1:
+        event(parallel.schedule)
+
+
+# -- as on one device --------------------------------------------------------------------------------------------------
+
+
+@examples(1)
+@given(st.data(), problems)
+def test_any_ranks_train_as_one_device(data, problem):
+    arrangement = data.draw(arrangements(problem))
+    seen(problem, arrangement)
+    with folder() as keep:
+        found = run(arrangement.of(problem), arrangement.world_size, keep)
+    reference(problem).check(found)
+
+
+@examples(0.2)
+@given(st.data(), problems, st.integers(1, STEPS - 1), st.booleans())
+def test_a_saved_run_goes_on_under_any_ranks(data, problem, step, changed):
+    before = data.draw(arrangements(problem), label="saved by")
+    after = data.draw(arrangements(problem), label="goes on by") if changed else before
+    with folder() as keep:
+        whole = run(before.of(problem), before.world_size, keep)
+        middle = saved(step_folder(keep, step))
+        for later in range(step + 1, STEPS + 1):
+            shutil.rmtree(step_folder(keep, later))
+        rest = run(after.of(problem), after.world_size, keep)
+        unchanged = saved(step_folder(keep, step))
+    reference(problem).check(whole)
+    reference(problem).check(rest, first_step=step + 1)
+    assert all(torch.equal(middle[name], tensor) for name, tensor in unchanged.items())
+    if after == before:
+        different = [name for name, value in rest.items() if not torch.equal(value, whole[name])]
+        assert not different, "the same ranks must go on bit for bit"
+
+
+# -- what the reference is worth ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_bounds_are_far_below_what_is_trained(problem):
+    values, bounds = reference(problem)
+    most = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 1e-2}[problem.precision]
+    assert all(bounds[f"loss of step {step}"][0] < most * values[f"loss of step {step}"] for step in (1, 2, 3))
+    moments = [name for name, value in values.items() if name.endswith("exp_avg") and value.numel() >= 64]
+    assert len(moments) > 10
+    most = {"fp64": 1e-8, "fp32": 0.02, "bf16": 0.8}[problem.precision]
+    assert all(bounds[name][1] < most * values[name].norm() for name in moments)
+    assert values["loss of step 3"] < values["loss of step 1"]
+
+
+@pytest.mark.parametrize("model", CHOOSES)
+def test_no_token_is_between_two_experts(model, monkeypatch):
+    margins = []
+
+    def watched(self, x):
+        scores = torch.nn.functional.linear(x, self.weight)
+        scores = (scores.sigmoid() if self.score == "sigmoid" else scores.softmax(-1)) + self.bias
+        best = scores.detach().topk(self.experts_per_token + 1).values
+        margins.append((best[..., -2] - best[..., -1]).min().item())
+        return routed(self, x)
+
+    routed = Router.forward
+    monkeypatch.setattr(Router, "forward", watched)
+    with folder() as keep:
+        run(Problem(model, "fp64").config(), 1, keep)
+    assert min(margins) > 1e-9
+    # And a router is only moved by what moves weights, far less than that.
+    values, bounds = reference(Problem(model, "fp64"))
+    assert max(bounds[name][0] for name in values if name.startswith("model.")) < 1e-3 * min(margins)
+
+
+# -- a checker must be able to fail ------------------------------------------------------------------------------------
+
+DATA = Arrangement(2, 1, ParallelConfig())
+
+
+def averaged(monkeypatch):
+    change = HSDPModule.set_reduce_op_type
+    monkeypatch.setattr(HSDPModule, "set_reduce_op_type", lambda self, kind: change(self, "avg"))
+
+
+def counted_by_each(monkeypatch):
+    monkeypatch.setattr(Ranks, "over_tokens", lambda self, value: value)
+
+
+def same_rows(monkeypatch):
+    made = Ranks.__init__
+
+    def with_rank_zero(self, *args):
+        made(self, *args)
+        self.batch_rank = 0
+
+    monkeypatch.setattr(Ranks, "__init__", with_rank_zero)
+
+
+def no_replicas(monkeypatch):
+    """Gradients of the tied embedding stay where they are."""
+    monkeypatch.setattr(Parallelized, "tied", None, raising=False)
+    made = Parallelized.__init__
+
+    def untied(self, parts, pipeline=None, context=None, tied=None, *rest):
+        made(self, parts, pipeline, context, None, *rest)
+
+    monkeypatch.setattr(Parallelized, "__init__", untied)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("fault", "arrangement"),
+    [
+        (averaged, DATA),
+        (counted_by_each, DATA),
+        (same_rows, DATA),
+        (no_replicas, Arrangement(2, 2, ParallelConfig(pp=2))),
+    ],
+)
+def test_a_fault_in_training_is_found(fault, arrangement, precision, monkeypatch):
+    problem = Problem("dense, tied, tokens ignored", precision)
+    expected = reference(problem)
+    with folder() as keep:
+        expected.check(run(arrangement.of(problem), arrangement.world_size, keep))
+    fault(monkeypatch)
+    with folder() as keep, pytest.raises(AssertionError, match="bounds"):
+        expected.check(run(arrangement.of(problem), arrangement.world_size, keep))
+
+
+def no_moments(monkeypatch):
+    resumed = Saver.resume
+
+    def forgetful(self):
+        found = resumed(self)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].zero_()
+        return found
+
+    monkeypatch.setattr(Saver, "resume", forgetful)
+
+
+def first_text(monkeypatch):
+    resumed = Saver.resume
+
+    def rewound(self):
+        found = resumed(self)
+        return Progress(found.steps, 0, found.skipped)
+
+    monkeypatch.setattr(Saver, "resume", rewound)
+
+
+@pytest.mark.parametrize("fault", [no_moments, first_text])
+def test_a_fault_in_resuming_is_found(fault, monkeypatch):
+    problem = Problem("dense, tied, tokens ignored", "fp64")
+    with folder() as keep:
+        run(DATA.of(problem), 2, keep)
+        shutil.rmtree(step_folder(keep, STEPS))
+        fault(monkeypatch)
+        rest = run(DATA.of(problem), 2, keep)
+    with pytest.raises(AssertionError, match="bounds"):
+        reference(problem).check(rest, first_step=STEPS)
+
+
+# -- any degrees at all ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def any_arrangements(draw: st.DrawFn) -> Arrangement:
+    """Draw ranks that may fit or not: shrinks towards one rank and everything at 1."""
+    world_size = draw(st.sampled_from((1, 2, 4, 3, 6, 8)))
+    dims = draw(sim.strategies.parallel_dims(ranks=world_size))
+    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+    degrees = {axis: getattr(dims, axis) for axis in axes}
+    if draw(st.integers(0, 7)) == 7:
+        degrees[draw(st.sampled_from(axes))] = draw(st.integers(1, 4))
+    sizes = draw(st.none() | st.lists(st.integers(0, LAYERS), min_size=1, max_size=8))
+    accumulate = draw(st.sampled_from((1, 2, 4, 3)))
+    parallel = ParallelConfig(
+        **degrees,
+        ulysses_degree=draw(st.sampled_from((None, 1, 2, 3))),
+        etp=draw(st.sampled_from((None, 1, 2))),
+        schedule=draw(st.sampled_from(list(SCHEDULES))),
+        stages_per_rank=draw(st.sampled_from((None, 1, 2))),
+        layers_per_stage=None if sizes is None else ",".join(map(str, sizes)),
+        engine=draw(st.sampled_from(("fully_shard", "hsdp"))),
+        reshard_after_forward=draw(st.booleans()),
+        checkpointing=draw(st.sampled_from(("none", "full", "selective"))),
+    )
+    return Arrangement(world_size, accumulate, parallel)
+
+
+def refusal(config: Config, world_size: int) -> str | None:
+    try:
+        plan_run(config, world_size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@examples(1)
+@given(any_arrangements(), problems)
+def test_what_does_not_fit_is_refused_by_every_rank_before_it_starts(arrangement, problem):
+    config = arrangement.of(problem)
+    config = replace(config, train=replace(config.train, steps=1), checkpoint=CheckpointConfig())
+
+    def body():
+        try:
+            return numbers(train(config))
+        except ValueError as error:
+            return str(error)
+
+    refused = refusal(config, arrangement.world_size)
+    if refused:
+        event("refused")
+        with sim.world(arrangement.world_size) as world:
+            assert world.run(body) == [refused] * arrangement.world_size
+            assert not world.trace.events, "nothing has communicated"
+        return
+    event("trains")
+    outcomes = sim.run(body, arrangement.world_size)
+    assert all(outcome == outcomes[0] and len(outcome) == 1 for outcome in outcomes), outcomes
+    reference_loss = reference(problem).values["loss of step 1"].item()
+    assert outcomes[0][0][1] == pytest.approx(reference_loss, abs=reference(problem).bounds["loss of step 1"][0])

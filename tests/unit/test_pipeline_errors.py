@@ -113,6 +113,27 @@ def test_a_split_backward_of_parameters_that_are_freed():
     raises(ValueError, "computes gradients of weights later, when parameters would be freed", body)
 
 
+class Shared(nn.Module):
+    """Its weight is used twice, with a bias of its own each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.eye(3))
+
+    def forward(self, x):
+        return nn.functional.linear(nn.functional.linear(x, self.weight, self.first).tanh(), self.weight, self.second)
+
+
+@splits
+def test_a_split_backward_of_a_weight_that_torch_cannot_take_apart():
+    def body():
+        Pipeline([Shared(), Shared()], mesh_of(1), "zbv", 2, square).step(X, X)
+
+    said = "cannot compute the gradients of the weights of stage 1 apart: some weight is used several times"
+    raises(RuntimeError, said, body, ranks=1)
+
+
 # -- running it --------------------------------------------------------------------------------------------------------
 
 

@@ -182,16 +182,12 @@ class Checkpointer:
     ) -> Saved | Exception:
         begin = time.perf_counter()
         try:
-            ready()
-            if peers.rank == 0:
-                self._clean()
+            failure = self._prepared(folder, peers, ready, failure)
             write(folder, parts, text, peers, step=step, replace=True, failure=failure, on_stage=self._on_stage)
             if peers.rank == 0:
                 self._on_stage("prune")
                 self._prune(folder)
             self._on_stage("done")
-        except (ValueError, TypeError) as error:
-            return error
         except (RuntimeError, OSError) as error:
             if not isinstance(error, CheckpointError):  # of torch.distributed, when a rank has died
                 asked, blame = f"cannot save the checkpoint {folder}", "the ranks could not talk to each other"
@@ -200,7 +196,25 @@ class Checkpointer:
                 lost.__cause__ = error
                 error = lost
             return error if self._raises else Saved(step, None, str(error), time.perf_counter() - begin)
+        except Exception as error:  # a mistake of the caller's, or of ours: raised by who asks how the save ended
+            return error
         return Saved(step, folder, None, time.perf_counter() - begin)
+
+    def _prepared(
+        self, folder: Path, peers: Peers, ready: Callable[[], None], failure: Exception | None
+    ) -> Exception | None:
+        """Get ready to write; return what has gone wrong: the others hear of it where they wait for this rank."""
+        from hyper_parallel.core.checkpoint.writer import cannot_write  # torch's checkpoints take time to import
+
+        try:
+            ready()
+            if peers.rank == 0:
+                self._clean()
+        except OSError as error:
+            return failure or cannot_write(folder, self.root, error, 0, 0)
+        except Exception as error:
+            return failure or error
+        return failure
 
     def _join(self) -> Saved | Exception | None:
         if self._thread is not None:
@@ -225,8 +239,8 @@ class Checkpointer:
     def _prune(self, new: Path) -> None:
         if self.keep_last is None:
             return
-        others = [path for _, path in self._complete() if path != new]
         with suppress(OSError):  # whatever could not be deleted now is tried again after the next save
+            others = [path for _, path in self._complete() if path != new]
             for path in others[max(0, self.keep_last - 1) :]:
                 folders.remove(path)
 

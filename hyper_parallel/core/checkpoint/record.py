@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -165,17 +166,49 @@ def _parsed(content: dict[str, Any]) -> CheckpointMetadata:
             per_rank.setdefault(name, {})[int(rank.removeprefix("rank "))] = entry
         else:
             tensors[name] = entry
+    files = tuple(FileEntry(_name(file["name"]), file["bytes"], tuple(file["crc32"])) for file in content["files"])
+    _check_files(files, content["block"], content["world_size"])
+    for key, entry in entries.items():
+        _check_boxes(key, entry, files)
     return CheckpointMetadata(
         step=content["step"],
         world_size=content["world_size"],
         extra=decoded(content["extra"]),
         tensors=tensors,
         per_rank=per_rank,
-        files=tuple(FileEntry(_name(file["name"]), file["bytes"], tuple(file["crc32"])) for file in content["files"]),
+        files=files,
         attempt=content["attempt"],
         block=content["block"],
         by_key=entries,
     )
+
+
+def _check_files(files: tuple[FileEntry, ...], block: Any, world_size: Any) -> None:
+    for name, value in (("block", block), ("world_size", world_size)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}")
+    for file in files:
+        if not _are_counts((file.size, *file.crcs)) or len(file.crcs) != -(-file.size // block):
+            raise ValueError(f"{len(file.crcs)} checksums for the {file.size!r} bytes of {file.name!r}")
+
+
+def _check_boxes(key: str, entry: TensorEntry, files: tuple[FileEntry, ...]) -> None:
+    """What no box covers would be left as it was when it is loaded, without a word."""
+    for box in entry.boxes:
+        if not _are_counts((box.file, box.at, *box.offsets, *box.sizes, *entry.shape)):
+            raise ValueError(f"{key!r} has a box {box}")
+        ends = tuple(map(sum, zip(box.offsets, box.sizes, strict=True)))
+        if len(ends) != len(entry.shape) or any(end > size for end, size in zip(ends, entry.shape, strict=True)):
+            raise ValueError(f"{key!r} is {entry.shape}, with a box {box}")
+        last = box.at + math.prod(box.sizes) * entry.dtype.itemsize
+        if box.file >= len(files) or last > files[box.file].size:
+            raise ValueError(f"{key!r} ends at byte {last} of file {box.file}")
+    if sum(math.prod(box.sizes) for box in entry.boxes) != math.prod(entry.shape):
+        raise ValueError(f"the boxes of {key!r} are not all of {entry.shape}")
+
+
+def _are_counts(values: tuple[Any, ...]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -185,7 +218,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _name(name: str) -> str:
     """A record that was not written here must not lead out of its folder."""
-    if Path(name).name != name:
+    if Path(name).name != name or name in ("", ".."):
         raise ValueError(f"a file called {name!r}")
     return name
 

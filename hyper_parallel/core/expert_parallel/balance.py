@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.expert_parallel.router import Router
 
-__all__ = ["forget_expert_counts", "routers_of", "set_aux_scale", "take_aux", "update_expert_bias"]
+__all__ = ["routers_of", "set_aux_scale", "take_aux", "update_expert_bias"]
 
 
 def routers_of(model: nn.Module) -> Iterator[tuple[str, Router]]:
@@ -83,17 +83,6 @@ def update_expert_bias(
         return
     for experts in sorted({router.num_experts for router in found}):
         _update([router for router in found if router.num_experts == experts], list(groups))
-
-
-@torch.no_grad()
-def forget_expert_counts(model: nn.Module) -> None:
-    """Count tokens anew, without an update of the bias, as after a step that was left out.
-
-    Args:
-        model: with routers.
-    """
-    for _, router in routers_of(model):
-        router.counts.zero_()
 
 
 def _update(routers: list[Router], groups: list[dist.ProcessGroup | DeviceMesh]) -> None:

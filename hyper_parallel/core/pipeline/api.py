@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.fully_shard.held import hold_parameters, release_parameters
-from hyper_parallel.core.fully_shard.module import nested_units
+from hyper_parallel.core.pipeline.arguments import (
+    LossFn,
+    as_tensors,
+    check_indices,
+    check_mesh,
+    check_split_backward,
+    check_units,
+    checked_loss_fn,
+    checked_stages,
+)
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
 from hyper_parallel.core.pipeline.probe import find_boundaries
 from hyper_parallel.core.pipeline.schedules import find_schedule
@@ -27,10 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
-_ASKED = "cannot make a pipeline"
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+_MOST_SHAPES = 64  # of batches that are remembered
 
 
 @dataclass
@@ -101,27 +109,27 @@ class Pipeline:
         boundary: Layout | Sequence[Layout | None] | None = None,
         keep_gathered: bool = True,
     ) -> None:
-        self.stages = _checked_stages(stages)
+        self.stages = checked_stages(stages)
         self.kind = find_schedule(schedule)
         self._torch_class = self.kind.torch_class
-        self.loss_fn = _checked_loss_fn(loss_fn)
-        _check_mesh(mesh)
+        self.loss_fn = checked_loss_fn(loss_fn)
+        check_mesh(mesh)
         self.group: dist.ProcessGroup = mesh.get_group()
         rank, ranks = self.group.rank(), self.group.size()
         each = self.kind.checked_stages_per_rank(len(self.stages))
         self.num_stages = ranks * each
         self.stage_indices = stages_of_rank(schedule, rank, ranks, each)
-        _check_indices(self.stage_indices, stage_indices, self.num_stages, num_stages, f"{schedule!r}")
+        check_indices(self.stage_indices, stage_indices, self.num_stages, num_stages, f"{schedule!r}")
         self.kind.check_micro_batches(micro_batches, ranks, self.num_stages)
         self.micro_batches = micro_batches
         self.boundary = Boundary(boundary)
         self.device = get_platform(mesh.device_type).device()
         self.keep_gathered = keep_gathered
         if self.kind.splits_backward:
-            _check_split_backward(self.kind.name, self.stages, keep_gathered=keep_gathered)
-        _check_units(self.stages, self.group)
+            check_split_backward(self.kind.name, self.stages, keep_gathered=keep_gathered)
+        check_units(self.stages, self.group)
         self._owners = [rank_of_stage(schedule, stage, ranks, each) for stage in range(self.num_stages)]
-        self._known: tuple[Any, list[tuple[Meta, ...]]] | None = None  # what goes between stages, for inputs of a shape
+        self._known: dict[Any, list[tuple[Meta, ...]]] = {}  # what goes between stages, for inputs of some shapes
         self._runners: dict[bool, _Runner] = {}
 
     @property
@@ -163,9 +171,9 @@ class Pipeline:
             return self._run(inputs, targets, training=False)
 
     def _run(self, inputs: Tensors, targets: Any, *, training: bool) -> torch.Tensor:
-        given = _tensors(inputs, "inputs")
+        given = as_tensors(inputs, "inputs")
         parts = self._micro_batches(given, "inputs")
-        wanted = self._micro_batches(_tensors(targets, "targets"), "targets")
+        wanted = self._micro_batches(as_tensors(targets, "targets"), "targets")
         labels = [part[0] for part in wanted] if isinstance(targets, torch.Tensor) else list(wanted)
         with self._whole_parameters(parts[0], training=training) as runner:
             for stage in runner.stages:
@@ -177,14 +185,14 @@ class Pipeline:
             run(*(given if self.has_first else ()), target=rows, losses=losses, return_outputs=False)
             for stage in runner.stages:
                 stage.perform_reduce_grad(1)  # where the schedule has not asked for it
-        dtype = self._loss_dtype()
+        dtype = self._loss_dtype(runner)
         if not self.has_last:
             return torch.zeros((), device=self.device, dtype=dtype)
         return torch.stack([loss.detach().to(dtype) for loss in losses]).sum()
 
-    def _loss_dtype(self) -> torch.dtype:
+    def _loss_dtype(self, runner: _Runner) -> torch.dtype:
         """The same on all ranks, who may add their losses up: double where what goes into the last stage is."""
-        before = self._known[1][-1] if self._known is not None and self._known[1] else ()
+        before = self._known[runner.key][-1] if self.num_stages > 1 else ()
         params = [] if self.num_stages > 1 else [param.dtype for param in self.stages[-1].parameters()]
         known = [meta.dtype for meta in before] + params
         return torch.float64 if torch.float64 in known else torch.float32
@@ -195,11 +203,13 @@ class Pipeline:
         runner: _Runner | None = None
         key = tuple((tuple(each.shape), each.dtype) for each in inputs)
         try:
-            if self._known is None or self._known[0] != key:
+            if key not in self._known:
                 self._hold(keep=True)
                 mine = dict(zip(self.stage_indices, self.stages, strict=True))
                 found = find_boundaries(mine, self._owners, self.boundary, inputs, self.group, self.device)
-                self._known = (key, found)
+                if len(self._known) == _MOST_SHAPES:
+                    self._known.pop(next(iter(self._known)))  # the oldest
+                self._known[key] = found
                 if not self.keep_gathered:
                     self._let_go(None, failed=False)
                     self._hold(keep=False)
@@ -238,9 +248,8 @@ class Pipeline:
         known = self._runners.get(training)
         if known is not None and known.key == key:
             return known
-        assert self._known is not None
         first = tuple(Meta(tuple(each.shape), each.dtype) for each in inputs)
-        between = [first, *self._known[1], ()]
+        between = [first, *self._known[key], ()]
         stages = [
             Stage(
                 module,
@@ -274,85 +283,3 @@ def _first(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The loss, which the last stage has counted already."""
     del rows
     return output
-
-
-# -- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _tensors(given: Any, what: str) -> tuple[torch.Tensor, ...]:
-    values = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    if not values or not all(isinstance(value, torch.Tensor) for value in values):
-        kinds = ", ".join(type(value).__name__ for value in values) or "nothing"
-        blame = f"{what} must be a tensor or a tuple of tensors"
-        raise TypeError(explain("cannot run the pipeline", blame, f"{what}: {kinds}", f"{what}=tokens"))
-    return values
-
-
-def _checked_stages(stages: Any) -> list[nn.Module]:
-    given = [stages] if isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList) else list(stages)
-    if not given or not all(isinstance(stage, nn.Module) for stage in given):
-        kinds = ", ".join(type(stage).__name__ for stage in given) or "none"
-        raise TypeError(explain(_ASKED, "stages must be modules", f"stages: {kinds}", "Pipeline([stage], ...)"))
-    return given
-
-
-def _checked_loss_fn(loss_fn: Any) -> LossFn:
-    if not callable(loss_fn):
-        blame = f"loss_fn is a {type(loss_fn).__name__}, which cannot be called"
-        hint = "loss_fn=lambda output, target: the micro-batch's share of the loss"
-        raise TypeError(explain(_ASKED, blame, f"loss_fn: {loss_fn!r}", hint))
-    found: LossFn = loss_fn
-    return found
-
-
-def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
-        raise TypeError(explain(_ASKED, blame, f"mesh: {mesh!r}", 'mesh["pp"]'))
-    if mesh.ndim != 1:
-        blame = f"mesh has {mesh.ndim} axes, and stages are along one"
-        raise ValueError(explain(_ASKED, blame, f"mesh: {mesh}", 'mesh["pp"]'))
-
-
-def _check_indices(
-    mine: tuple[int, ...], given: Sequence[int] | None, count: int, asked: int | None, schedule: str
-) -> None:
-    if given is not None and tuple(given) != mine:
-        blame = f"{schedule} gives this rank other stages"
-        seen = f"stage_indices: {list(given)}   the schedule's: {list(mine)}"
-        raise ValueError(explain(_ASKED, blame, seen, "stages_of_rank(schedule, rank, ranks), which says them"))
-    if asked is not None and asked != count:
-        blame = f"every rank has as many stages as this one, which are {count} in all"
-        seen = f"num_stages: {asked}   stages of this rank: {len(mine)}"
-        raise ValueError(explain(_ASKED, blame, seen, f"num_stages={count}"))
-
-
-def _check_units(stages: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
-    """Refuse parameters that are split, or reduced, over ranks with other stages."""
-    peers = dist.get_process_group_ranks(group)
-    others = [rank for rank in peers if rank != dist.get_rank()]
-    for stage in stages:
-        for unit in nested_units(stage):
-            over = {rank for reach in unit.groups() for rank in dist.get_process_group_ranks(reach)}
-            wrong = [rank for rank in others if rank in over]
-            if wrong:
-                kind = type(unit.modules[0]).__name__
-                blame = f"parameters of {kind} are shared with rank {wrong[0]}, which has other stages"
-                hint = 'fully_shard(module, mesh=mesh["dp"]), a mesh without the pipeline axis; hsdp takes all ranks'
-                raise ValueError(explain(_ASKED, blame, f"pipeline ranks: {peers}   shared: {sorted(over)}", hint))
-
-
-def _check_split_backward(name: str, stages: Sequence[nn.Module], *, keep_gathered: bool) -> None:
-    """Refuse what cannot have its backward in two parts."""
-    if not keep_gathered:
-        blame = f"{name!r} computes gradients of weights later, when parameters would be freed"
-        raise ValueError(explain(_ASKED, blame, "keep_gathered: False", "keep_gathered=True, or schedule='1f1b'"))
-    from torch._dynamo import OptimizedModule
-
-    for stage in stages:
-        for path, module in stage.named_modules():
-            forward = module.forward  # what dynamo is told to leave alone has the first mark, too
-            by_hand = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
-            if by_hand or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
-                blame = f"{name!r} computes gradients of inputs and weights apart, and {path!r} is compiled as one"
-                raise ValueError(explain(_ASKED, blame, f"seen: {type(module).__name__}", "schedule='interleaved'"))

@@ -123,7 +123,17 @@ class Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of a micro-batch: all of them, or those of inputs or of weights alone."""
-        result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        try:
+            result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        except RuntimeError as error:
+            if backward_type != "weight" or "graph a second time" not in str(error):
+                raise
+            asked = f"cannot compute the gradients of the weights of stage {self.stage_index} apart"
+            blame = "some weight is used several times, each time beside another one, which torch cannot take apart"
+            seen = f"seen: {str(error).partition('.')[0]}"
+            raise RuntimeError(
+                explain(asked, blame, seen, "schedule='interleaved', or a copy of the weight")
+            ) from error
         if backward_type != "input":
             for unit in self._wider:
                 unit.keep_gradients()

@@ -1,0 +1,114 @@
+"""What a pipeline asks of its arguments, checked on all ranks alike before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.fully_shard.module import nested_units
+
+__all__ = [
+    "LossFn",
+    "as_tensors",
+    "check_indices",
+    "check_mesh",
+    "check_split_backward",
+    "check_units",
+    "checked_loss_fn",
+    "checked_stages",
+]
+
+_ASKED = "cannot make a pipeline"
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+"""From what the last stage returned, and the targets of a micro-batch, to its share of the loss."""
+
+
+def as_tensors(given: Any, what: str) -> tuple[torch.Tensor, ...]:
+    """Return a tensor or several as a tuple."""
+    values = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+        kinds = ", ".join(type(value).__name__ for value in values) or "nothing"
+        blame = f"{what} must be a tensor or a tuple of tensors"
+        raise TypeError(explain("cannot run the pipeline", blame, f"{what}: {kinds}", f"{what}=tokens"))
+    return values
+
+
+def checked_stages(stages: Any) -> list[nn.Module]:
+    """Return the stages as a list of modules."""
+    given = [stages] if isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList) else list(stages)
+    if not given or not all(isinstance(stage, nn.Module) for stage in given):
+        kinds = ", ".join(type(stage).__name__ for stage in given) or "none"
+        raise TypeError(explain(_ASKED, "stages must be modules", f"stages: {kinds}", "Pipeline([stage], ...)"))
+    return given
+
+
+def checked_loss_fn(loss_fn: Any) -> LossFn:
+    """Return a loss function that can be called."""
+    if not callable(loss_fn):
+        blame = f"loss_fn is a {type(loss_fn).__name__}, which cannot be called"
+        hint = "loss_fn=lambda output, target: the micro-batch's share of the loss"
+        raise TypeError(explain(_ASKED, blame, f"loss_fn: {loss_fn!r}", hint))
+    found: LossFn = loss_fn
+    return found
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh of one axis."""
+    if not isinstance(mesh, DeviceMesh):
+        blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
+        raise TypeError(explain(_ASKED, blame, f"mesh: {mesh!r}", 'mesh["pp"]'))
+    if mesh.ndim != 1:
+        blame = f"mesh has {mesh.ndim} axes, and stages are along one"
+        raise ValueError(explain(_ASKED, blame, f"mesh: {mesh}", 'mesh["pp"]'))
+
+
+def check_indices(
+    mine: tuple[int, ...], given: Sequence[int] | None, count: int, asked: int | None, schedule: str
+) -> None:
+    """Refuse numbers of stages that are not those of the schedule."""
+    if given is not None and tuple(given) != mine:
+        blame = f"{schedule} gives this rank other stages"
+        seen = f"stage_indices: {list(given)}   the schedule's: {list(mine)}"
+        raise ValueError(explain(_ASKED, blame, seen, "stages_of_rank(schedule, rank, ranks), which says them"))
+    if asked is not None and asked != count:
+        blame = f"every rank has as many stages as this one, which are {count} in all"
+        seen = f"num_stages: {asked}   stages of this rank: {len(mine)}"
+        raise ValueError(explain(_ASKED, blame, seen, f"num_stages={count}"))
+
+
+def check_units(stages: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    """Refuse parameters that are split, or reduced, over ranks with other stages."""
+    peers = dist.get_process_group_ranks(group)
+    others = [rank for rank in peers if rank != dist.get_rank()]
+    for stage in stages:
+        for unit in nested_units(stage):
+            over = {rank for reach in unit.groups() for rank in dist.get_process_group_ranks(reach)}
+            wrong = [rank for rank in others if rank in over]
+            if wrong:
+                kind = type(unit.modules[0]).__name__
+                blame = f"parameters of {kind} are shared with rank {wrong[0]}, which has other stages"
+                hint = 'fully_shard(module, mesh=mesh["dp"]), a mesh without the pipeline axis; hsdp takes all ranks'
+                raise ValueError(explain(_ASKED, blame, f"pipeline ranks: {peers}   shared: {sorted(over)}", hint))
+
+
+def check_split_backward(name: str, stages: Sequence[nn.Module], *, keep_gathered: bool) -> None:
+    """Refuse what cannot have its backward in two parts."""
+    if not keep_gathered:
+        blame = f"{name!r} computes gradients of weights later, when parameters would be freed"
+        raise ValueError(explain(_ASKED, blame, "keep_gathered: False", "keep_gathered=True, or schedule='1f1b'"))
+    from torch._dynamo import OptimizedModule
+
+    for stage in stages:
+        for path, module in stage.named_modules():
+            forward = module.forward  # what dynamo is told to leave alone has the first mark, too
+            by_hand = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+            if by_hand or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+                blame = f"{name!r} computes gradients of inputs and weights apart, and {path!r} is compiled as one"
+                raise ValueError(explain(_ASKED, blame, f"seen: {type(module).__name__}", "schedule='interleaved'"))
