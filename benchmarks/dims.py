@@ -29,7 +29,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel
 
+import sim
 from benchmarks.engine import Protocol, _time, _with_interval, on_gloo
+from benchmarks.engine_counts import Traffic
 from benchmarks.shard import _with_styles
 from hyper_parallel.core.shard.init import init_parameters
 from hyper_parallel.models.llama import Llama, LlamaConfig
@@ -243,27 +245,49 @@ def _whole(value: Any) -> torch.Tensor:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
+def traffic(run: Config, name: str) -> Traffic:
+    """Count what a rank communicates in the second step, on simulated ranks."""
+    built: dict[int, Step] = {}
+
+    def train() -> None:
+        rank = dist.get_rank()
+        if rank not in built:
+            built[rank] = ours(run) if name == "ours" else TORCH[name](run)
+        built[rank]()
+
+    with sim.world(RANKS) as world:
+        world.run(train)
+        world.trace.clear()
+        world.run(train)
+    return Traffic.of(world.trace)
+
+
 def table() -> str:
-    """Times and ratios of whole steps as a Markdown table."""
+    """Times, ratios and bytes of whole steps as a Markdown table."""
     lines = [
         "| mesh | width, layers | ours, ms | torch, ms | torch, logits gathered, ms | ours / torch "
-        "| ours / logits gathered |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| ours / logits gathered | ours, collectives | torch, collectives | ours, bytes sent | torch, bytes sent |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for hidden in BLOCKS:
         run = run_of(hidden, ParallelConfig(dp_shard=2, tp=2))
-        lines.append(_row("dp=2,tp=2", run, ("torch", "replicated")))
+        lines.append(row("dp=2, tp=2", run, ("torch", "replicated")))
         print(lines[-1], flush=True)
     run = run_of(256, ParallelConfig(dp_shard=2, pp=2), accumulate=4)
-    lines.append(_row("dp=2,pp=2, 4 micro-batches", run, ("pipelining",)))
+    lines.append(row("dp=2, pp=2, 4 micro-batches", run, ("pipelining",)))
+    print(lines[-1], flush=True)
     return "\n".join(lines)
 
 
-def _row(mesh: str, run: Config, rivals: tuple[str, ...]) -> str:
+def row(mesh: str, run: Config, rivals: tuple[str, ...]) -> str:
+    """Hold one contest, and count what ours and the first rival communicate."""
     hidden = run.model.hidden_size
+    counted = [traffic(run, name) for name in ("ours", rivals[0])]
     result = on_gloo(RANKS, SEQUENCES, LENGTH, partial(contest, run=run, rivals=rivals, blocks=BLOCKS[hidden]))
     times = [_time(result, name) for name in ("ours", *rivals)]
     ratios = [_with_interval(*result.ratio("ours", rival)) for rival in rivals]
     blank = ["-"] * (2 - len(rivals))
     cells = [mesh, f"{hidden}, {run.model.num_hidden_layers}", *times, *blank, *ratios, *blank]
+    cells += [str(sum(found.operations.values())) for found in counted]
+    cells += [f"{found.sent:,}" for found in counted]
     return f"| {' | '.join(cells)} |"

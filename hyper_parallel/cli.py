@@ -190,6 +190,10 @@ def train(
         else:
             result, _ = _run_simulated(console, f"{sim} simulated ranks", run, sim, stop)
         _summarise(console, result)
+        if run.checkpoint.folder is not None and result.steps:
+            console.print(f"checkpoints: {run.checkpoint.folder}")
+        elif result.stopped is not None:
+            console.print("nothing is saved: there was no --checkpoint-dir")
         console.print(f"log: {run.train.log}")
 
 
@@ -482,13 +486,20 @@ def _while_ranks_run(left: str) -> Iterator[None]:
         if _is_first_rank():
             _error_console().print(f"interrupted; {escape(left)}")
         raise typer.Exit(INTERRUPTED) from None
-    except NonFiniteError as error:  # of simulated ranks: with the rank's own behind it
-        cause = error.__cause__ if isinstance(error.__cause__, NonFiniteError) else error
-        _say_error(f"{cause}\n  {left}")
+    except NonFiniteError as error:
+        _say_error(f"{_own(error)}\n  {left}")
+        raise typer.Exit(FAILURE) from None
+    except CheckpointError as error:
+        _say_error(str(_own(error)))
         raise typer.Exit(FAILURE) from None
     except Exception:
         traceback.print_exc()
         raise typer.Exit(FAILURE) from None
+
+
+def _own(error: Exception) -> BaseException:
+    """Return what the rank raised: the simulator wraps it."""
+    return error.__cause__ if hasattr(error, "rank") and error.__cause__ is not None else error
 
 
 def _say_error(text: str) -> None:

@@ -34,6 +34,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Optimizer
         {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), params in groups.items()
     ]
+    # A pipeline stage without a layer has no parameters, and torch refuses no groups, but not an empty one.
+    settings = settings or [{"params": [], "weight_decay": 0.0}]
     return torch.optim.AdamW(settings, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 

@@ -97,6 +97,7 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
         asked, blame = f"cannot train with schedule='{kind.name}' and {other}", "it goes backward twice through a block"
         seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
         raise ValueError(explain(asked, blame, seen, f"schedule='interleaved', or no {other}"))
+    assert kind.torch_class, "raises where this torch lacks it"
     stages = dims.pp * kind.checked_stages_per_rank(parallel.stages_per_rank)
     try:
         kind.check_micro_batches(config.train.accumulate, dims.pp, stages)

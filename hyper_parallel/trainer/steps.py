@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -135,7 +135,11 @@ def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | No
     """Let attention reach over all ranks along cp, of which each has a part of every sequence."""
     if not dims.cp_enabled:
         return None
-    contexts = [context_parallel(model, dims.get_mesh("cp"), dims.ulysses_degree) for model in models]
+    mesh, ulysses = dims.get_mesh("cp"), dims.ulysses_degree
+    contexts = [  # a stage without a layer has no attention
+        context_parallel(model, mesh, ulysses) if len(model.layers) else ContextParallel(mesh, ulysses)
+        for model in models
+    ]
     return contexts[0]  # all alike
 
 
@@ -203,7 +207,9 @@ def shard_blocks(model: Llama, dims: ParallelDims, parallel: ParallelConfig) -> 
     for block in model.layers:
         experts = getattr(block.mlp, "experts", None)
         if experts is not None and dims.ep_enabled:  # they are on a mesh of their own
-            units.append(fully_shard(experts, mesh=dims.data_mesh(experts=True), **options))
+            # Tokens come in the dtype of the block already; the weights of the router stay float32.
+            policy = replace(options["mp_policy"], cast_forward_inputs=False)
+            units.append(fully_shard(experts, mesh=dims.data_mesh(experts=True), **{**options, "mp_policy": policy}))
         units.append(fully_shard(block, mesh=dims.data_mesh(), **options))
     units.append(fully_shard(model, mesh=dims.data_mesh(), **options))
     for unit in units:

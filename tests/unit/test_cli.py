@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import sim
 from hyper_parallel import cli
+from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.display import TrainingDisplay
 from hyper_parallel.trainer.record import StepRecord, TrainResult
 from hyper_parallel.trainer.report import largest_difference, loss_table, plot_losses, traffic_table
@@ -229,6 +230,125 @@ def test_simulated_ranks_give_the_losses_of_one_device() -> None:
         losses.append([json.loads(line)["loss"] for line in Path("log.jsonl").read_text().splitlines()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert len(losses[0]) == 2
+
+
+FLAGS = [
+    # section, key, flag, what is given, what the config then has
+    ("train", "steps", "--steps", "7", 7),
+    ("train", "batch_size", "--batch-size", "8", 8),
+    ("train", "seq_len", "--seq-len", "16", 16),
+    ("train", "accumulate", "--accumulate", "2", 2),
+    ("train", "model", "--model", "moe", "moe"),
+    ("train", "on_nonfinite", "--on-nonfinite", "skip", "skip"),
+    ("train", "stuck_after_s", "--stuck-after", "2.5", 2.5),
+    ("train", "tensorboard", "--tensorboard", "board", "board"),
+    ("train", "device", "--device", "cpu", "cpu"),
+    ("train", "eval_every", "--eval-every", "3", 3),
+    ("train", "seed", "--seed", "5", 5),
+    ("train", "log", "--log-file", "b.jsonl", "b.jsonl"),
+    ("train", "memory_limit_gb", "--memory-limit-gb", "9", 9.0),
+    ("optimizer", "lr", "--lr", "0.5", 0.5),
+    ("parallel", "dp_replicate", "--dp-replicate", "2", 2),
+    ("parallel", "dp_shard", "--dp-shard", "2", 2),
+    ("parallel", "tp", "--tp", "2", 2),
+    ("parallel", "cp", "--cp", "2", 2),
+    ("parallel", "ulysses_degree", "--ulysses-degree", "1", 1),
+    ("parallel", "pp", "--pp", "2", 2),
+    ("parallel", "ep", "--ep", "2", 2),
+    ("parallel", "etp", "--etp", "1", 1),
+    ("parallel", "schedule", "--schedule", "gpipe", "gpipe"),
+    ("parallel", "layers_per_stage", "--layers-per-stage", "1,2,1", "1,2,1"),
+    ("parallel", "engine", "--engine", "hsdp", "hsdp"),
+    ("parallel", "param_dtype", "--precision", "bf16", "bf16"),
+    ("parallel", "checkpointing", "--checkpointing", "selective", "selective"),
+    ("parallel", "compile", "--compile", None, True),
+    ("checkpoint", "folder", "--checkpoint-dir", "saved", "saved"),
+    ("checkpoint", "every", "--save-every", "4", 4),
+    ("checkpoint", "keep", "--keep", "1", 1),
+    ("checkpoint", "background", "--background", None, True),
+    ("checkpoint", "resume", "--no-resume", None, False),
+]
+
+
+def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
+    """Return the config that a command line asks for, without a check and without a run."""
+    asked: list[Config] = []
+
+    def keep(run: Config, sim: int | None) -> Config:
+        asked.append(run)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(cli, "_check", keep)
+    assert invoke("train", "tiny.toml", *arguments) == (cli.USER_ERROR, "error: seen\n")
+    return asked[0]
+
+
+@pytest.mark.parametrize(("section", "key", "flag", "given", "expected"), FLAGS, ids=[entry[2] for entry in FLAGS])
+def test_every_flag_changes_its_key_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, section: str, key: str, flag: str, given: str | None, expected: object
+) -> None:
+    plain = config_of(monkeypatch)
+    assert getattr(getattr(plain, section), key) != expected or (section, key) == ("train", "device")
+    changed = config_of(monkeypatch, flag, *([] if given is None else [given]))
+    assert changed == plain.with_changes(section, {key: expected})
+    assert getattr(getattr(changed, section), key) == expected
+
+
+def test_every_flag_of_train_is_in_the_table() -> None:
+    from typer.main import get_command
+
+    command = get_command(cli.app).commands["train"]  # type: ignore[attr-defined]
+    flags = {param.name for param in command.params if param.opts[0].startswith("--")}
+    given = {flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for _, _, flag, _, _ in FLAGS}
+    assert flags - given == {"sim", "start_from"}, "these two are read elsewhere"
+
+
+def test_no_log_flag_and_no_log_key_write_to_a_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("tiny.toml").write_text(TINY.replace('log = "log.jsonl"\n', ""))
+    assert config_of(monkeypatch).train.log == "out/train.jsonl"
+
+
+@pytest.mark.sim
+def test_a_run_with_several_dimensions_says_what_it_does_and_goes_on() -> None:
+    flags = ("--sim", "4", "--model", "moe", "--ep", "2", "--pp", "2", "--accumulate", "2", "--checkpoint-dir", "saved")
+    Path("tiny.toml").write_text(TINY.replace("num_hidden_layers = 1", "num_hidden_layers = 2"))
+    code, output = invoke("train", "tiny.toml", *flags)
+    assert code == 0, output
+    assert output.startswith("Llama with 8 experts per layer, ")
+    assert "4 ranks: ep=2 x pp=2" in output
+    code, output = invoke("train", "tiny.toml", *flags)
+    assert code == 0, output
+    assert "nothing to do: the checkpoint is of the last step, 2\n" in output
+    code, output = invoke("train", "tiny.toml", *flags, "--steps", "3")
+    assert code == 0, output
+    assert "went on from step 2\n" in output
+    code, output = invoke("train", "tiny.toml", *flags, "--steps", "3", "--no-resume")
+    assert code != 0
+    assert "cannot start anew in this folder: it holds the checkpoints of another run" in output
+    assert [json.loads(line)["step"] for line in Path("log.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (("--pp", "2", "--sim", "2"), ["'1f1b' needs at least as many micro-batches as stages", "try: accumulate=2"]),
+        (("--model", "mole"), ["error: train.model='mole' is not known", "did you mean 'moe'?"]),
+        (("--ep", "2", "--sim", "2"), ["cannot split experts over ep=2: model 'llama' has none"]),
+        (("--tp", "3", "--sim", "3"), ["num_attention_heads=4 is not divisible by tp=3"]),
+        (("--engine", "ddp"), ["error: parallel.engine='ddp' is not known", "'fully_shard'", "'hsdp'"]),
+        (("--precision", "fp16"), ["error: parallel.param_dtype='fp16' is not known"]),
+        (("--on-nonfinite", "halt"), ["error: train.on_nonfinite='halt' is not known", "'skip', 'stop' or 'dump'"]),
+        (("--stuck-after", "-1"), ["error: train.stuck_after_s must be a number >= 0, got -1.0"]),
+        (("--keep", "0"), ["error: checkpoint.keep must be a number >= 1, got 0"]),
+        (("--layers-per-stage", "1;2"), ["parallel.layers_per_stage must be numbers with commas", "try: '1,2,1'"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistake_in_the_parallel_plan_is_exit_code_2(arguments: tuple[str, ...], messages: list[str]) -> None:
+    code, output = invoke("train", "--device", "cpu", *arguments)
+    assert code == cli.USER_ERROR, output
+    assert [message for message in messages if message not in output] == [], output
+    assert not Path("out").exists()
 
 
 def run_of(losses: list[float], valid_loss: float) -> TrainResult:

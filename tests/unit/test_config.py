@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.models import LlamaConfig
-from hyper_parallel.trainer.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ExpertsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.optimizer import learning_rate
 from hyper_parallel.trainer.parallel_dims import ParallelDims
@@ -118,6 +126,103 @@ def test_an_empty_file_is_the_default(write) -> None:
 def test_a_mistake_is_pointed_at(write, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         load_config(write(text))
+
+
+def test_every_section_is_read(write) -> None:
+    config = load_config(
+        write(
+            """
+            [data]
+            ignored = 0.25
+            [train]
+            model = "moe"
+            tensorboard = "board"
+            on_nonfinite = "skip"
+            max_skips = 3
+            stuck_after_s = 60
+            [experts]
+            num_experts = 16
+            score = "softmax"
+            aux_loss_weight = 0
+            [parallel]
+            dp_shard = 2
+            cp = 2
+            ulysses_degree = 1
+            tp = 2
+            pp = 2
+            ep = 2
+            etp = 1
+            schedule = "interleaved"
+            stages_per_rank = 2
+            layers_per_stage = "1,1,1,1"
+            engine = "fully_shard"
+            checkpointing = "selective"
+            compile = true
+            [checkpoint]
+            folder = "saved"
+            every = 10
+            keep = 2
+            background = true
+            resume = false
+            """
+        )
+    )
+    assert config == Config(
+        data=DataConfig(ignored=0.25),
+        train=TrainConfig(model="moe", tensorboard="board", on_nonfinite="skip", max_skips=3, stuck_after_s=60.0),
+        experts=ExpertsConfig(num_experts=16, score="softmax", aux_loss_weight=0.0),
+        parallel=ParallelConfig(
+            dp_shard=2,
+            cp=2,
+            ulysses_degree=1,
+            tp=2,
+            pp=2,
+            ep=2,
+            etp=1,
+            schedule="interleaved",
+            stages_per_rank=2,
+            layers_per_stage="1,1,1,1",
+            checkpointing="selective",
+            compile=True,
+        ),
+        checkpoint=CheckpointConfig(folder="saved", every=10, keep=2, background=True, resume=False),
+    )
+    assert config.parallel.stage_sizes() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nmodel = 'mole'\n", "train.model='mole' is not known"),
+        ("[train]\non_nonfinite = 'halt'\n", "train.on_nonfinite='halt' is not known"),
+        ("[train]\nmax_skips = 0\n", "train.max_skips must be a number >= 1, got 0"),
+        ("[train]\nstuck_after_s = -1\n", "train.stuck_after_s must be a number >= 0, got -1.0"),
+        ("[data]\nignored = 1.0\n", "data.ignored must be in [0, 1), got 1.0"),
+        ("[experts]\nexperts_per_token = 9\n", "cannot send a token to experts_per_token=9 of num_experts=8"),
+        ("[experts]\nscore = 'soft'\n", "there is no score 'soft'"),
+        ("[parallel]\ntp = '2'\n", "'tp' in [parallel] must be a whole number, got '2'"),
+        ("[parallel]\ncompile = 1\n", "'compile' in [parallel] must be true or false, got 1"),
+        ("[parallel]\nengine = 'ddp'\n", "parallel.engine='ddp' is not known"),
+        ("[parallel]\ncheckpointing = 'ful'\n", "parallel.checkpointing='ful' is not known"),
+        ("[parallel]\nstages_per_rank = 0\n", "parallel.stages_per_rank must be a number >= 1, got 0"),
+        ("[parallel]\nlayers_per_stage = '1;2'\n", "parallel.layers_per_stage must be numbers with commas, got '1;2'"),
+        ("[checkpoint]\nkeep = 0\n", "checkpoint.keep must be a number >= 1, got 0"),
+        ("[checkpoint]\nfolder = 3\n", "'folder' in [checkpoint] must be a string in quotes, got 3"),
+    ],
+)
+def test_a_mistake_in_any_section_shows_its_line(write, text: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_config(write(text))
+    first, shown, *_ = str(caught.value).splitlines()
+    assert first == f"run.toml:2: {message}"
+    assert shown.strip() == text.splitlines()[1]
+
+
+def test_a_model_with_experts_has_their_shape() -> None:
+    config = Config(train=TrainConfig(model="moe", seq_len=1_000), experts=ExpertsConfig(num_experts=16))
+    shape = config.shape()
+    assert (shape.num_experts, shape.max_seq_len) == (16, 1_000)  # type: ignore[attr-defined]
+    assert shape.num_parameters() > Config().shape().num_parameters()
 
 
 def test_a_missing_file_names_its_neighbour(write) -> None:

@@ -31,6 +31,8 @@ def model_tensors(model_parts: nn.Module | Iterable[nn.Module], prefix: str = "m
 
     found = {}
     for part in _parts(model_parts):
+        if not part.state_dict():  # a pipeline stage without a layer; torch refuses those
+            continue
         for name, value in get_model_state_dict(part).items():
             if isinstance(value, torch.Tensor):
                 found[prefix + name] = value

@@ -99,12 +99,14 @@ class GroupedExperts(nn.Module):
         group = self.exchange.group
         to = counts.view(group.size(), -1)
         come = exchange_counts(to, group)
-        sent, received = torch.stack((to.sum(1), come.sum(1))).tolist()  # the one place that waits for the device
+        numbers = torch.cat((to.sum(1), come.sum(1), come.sum(0))).tolist()  # the one place that waits for the device
+        ranks, own = come.shape
+        sent, received, each = numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
         arrived = exchange_rows(rows, sent, received, group)
-        own = come.shape[1]
-        expert = torch.arange(own, device=rows.device).repeat(group.size()).repeat_interleave(come.flatten())
+        expert = torch.arange(own, device=rows.device).repeat(ranks)
+        expert = expert.repeat_interleave(come.flatten(), output_size=sum(received))
         order = Order.by(expert, own)
-        out = restored(self._here(sorted_rows(arrived, order), order.counts.tolist()), order)
+        out = restored(self._here(sorted_rows(arrived, order), each), order)
         return exchange_rows(out, received, sent, group)
 
     def _here(self, rows: Tensor, counts: list[int]) -> Tensor:
