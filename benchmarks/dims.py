@@ -11,6 +11,7 @@ cut their batches out of the same text, and report the loss and the norm of ever
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 import warnings
@@ -44,7 +45,7 @@ from hyper_parallel.trainer.trainer import Trainer
 
 RANKS, SEQUENCES, LENGTH, CHECKED_STEPS = 4, 8, 128, 3
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant")
-BLOCKS = {128: (3, 9), 256: (2, 7), 512: (1, 7)}
+BLOCKS = {128: (3, 7), 256: (2, 7), 512: (1, 7)}
 """By width: steps of a block, and blocks."""
 
 Step = Callable[[], tuple[float, float]]
@@ -129,6 +130,7 @@ def ours(run: Config) -> Step:
 def with_styles(run: Config, *, split_loss: bool) -> Step:
     """Tensor and sequence parallelism, then FSDP2."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of a view, on which nothing works in place
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # of the norm's two sums
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = _same_weights(run)
     head = ColwiseParallel(

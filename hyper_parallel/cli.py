@@ -579,6 +579,8 @@ def _describe(console: Console, run: Config, sim: int | None) -> None:
         console.print(f"goes on from step {found[0]} in {run.checkpoint.folder}")
         for change in found[1]:
             console.print(f"  other text than before: {change}")
+    elif train.start_from is not None:
+        console.print(f"starts with the weights of {train.start_from}")
 
 
 def _summarise(console: Console, result: TrainResult) -> None:

@@ -17,7 +17,10 @@ from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig, MoELlama
 from hyper_parallel.trainer.config import Config
 
-__all__ = ["export_checkpoint", "with_shape_of"]
+__all__ = ["check_start", "export_checkpoint", "with_shape_of"]
+
+_FREE = frozenset({"max_seq_len", "init_std", "bias_update_rate", "aux_loss_weight"})
+"""What two models may differ in and compute the same with the same weights."""
 
 
 def export_checkpoint(checkpoint: str | Path, folder: str | Path, dtype: torch.dtype | None = None) -> LlamaConfig:
@@ -40,7 +43,8 @@ def export_checkpoint(checkpoint: str | Path, folder: str | Path, dtype: torch.d
         CheckpointError: it is damaged.
     """
     path = _newest(Path(checkpoint))
-    extra = read_metadata(path).extra
+    metadata = read_metadata(path)
+    extra = metadata.extra
     shape = extra.get("model") if isinstance(extra, dict) else None
     if not isinstance(shape, dict):
         blame = "it does not say which model it is of"
@@ -54,7 +58,11 @@ def export_checkpoint(checkpoint: str | Path, folder: str | Path, dtype: torch.d
     tensors = model_tensors(model)
     if config.tie_embeddings:
         tensors.pop("model.head.weight", None)
-    load_checkpoint(path, tensors, strict=False)
+    if lacking := [name for name in tensors if name not in metadata.tensors]:
+        blame = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model"
+        hint = "the checkpoint of a whole model"
+        raise ValueError(explain(f"cannot export {path}", blame, f"tensors: {len(metadata.tensors)}", hint))
+    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
     if config.tie_embeddings and model.head is not None and model.embed is not None:
         model.head.weight = model.embed.weight
     export_huggingface(model.state_dict(), config, folder, dtype=dtype)
@@ -88,3 +96,23 @@ def with_shape_of(run: Config, folder: str | Path) -> Config:
             **{field.name: values[field.name] for field in dataclasses.fields(ExpertsConfig)}
         )
     return dataclasses.replace(run, **changed).with_changes("train", {"model": kind, "start_from": str(folder)})
+
+
+def check_start(run: Config) -> None:
+    """Refuse to start from weights of a model that computes something else with them, though their shapes may fit.
+
+    Args:
+        run: with `train.start_from`.
+
+    Raises:
+        ValueError: as `import_huggingface`; the model of the folder is not the run's.
+    """
+    assert run.train.start_from is not None, "the caller looks"
+    theirs, _ = import_huggingface(run.train.start_from)
+    there, here = dataclasses.asdict(theirs), dataclasses.asdict(run.shape())
+    unlike = [name for name in {**here, **there} if name not in _FREE and there.get(name) != here.get(name)]
+    if unlike:
+        blame = f"its model has another {unlike[0]} than the run's"
+        seen = "\n  ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in unlike)
+        hint = "with_shape_of(config, folder), or the [model] and [experts] of the folder"
+        raise ValueError(explain(f"cannot start from {run.train.start_from}", blame, seen, hint))

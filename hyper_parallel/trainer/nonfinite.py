@@ -80,7 +80,7 @@ def nonfinite_error(
     >>> print(nonfinite_error(7, math.nan, math.nan, dumped_to="out/nonfinite"))
     cannot take step 7: the loss is nan
       loss: nan   gradient norm: nan
-      try: look at out/nonfinite/step-00000007/rank-0.json: the parameters with non-finite gradients, and the samples
+      try: look at out/nonfinite/step-00000007/rank-0.json and the other ranks': non-finite gradients, and the samples
 
     Args:
         step: number of the step, from 1.
@@ -96,7 +96,7 @@ def nonfinite_error(
         hint = "on_nonfinite='dump' to see which parameters and samples; a lower learning rate, a longer warmup"
     else:
         file = _folder(dumped_to, step) / "rank-0.json"
-        hint = f"look at {file}: the parameters with non-finite gradients, and the samples"
+        hint = f"look at {file} and the other ranks': non-finite gradients, and the samples"
     seen = f"loss: {loss}   gradient norm: {grad_norm}"
     return NonFiniteError(explain(f"cannot take step {step}", bad, seen, hint))
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.pipeline.schedules import find_schedule
-from hyper_parallel.core.pipeline.split import split_layers
+from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import check_length, load_corpus
 from hyper_parallel.trainer.parallel_dims import ParallelDims
@@ -103,7 +103,13 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
         kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
     except ValueError as error:  # it speaks of its own argument
         raise ValueError(str(error).replace("micro_batches", "accumulate")) from None
-    split_layers(config.model.num_hidden_layers, stages, sizes=parallel.stage_sizes())
+    parts = split_layers(config.model.num_hidden_layers, stages, sizes=parallel.stage_sizes())
+    for rank in range(dims.pp):
+        mine = stages_of_rank(kind.name, rank, dims.pp, parallel.stages_per_rank)
+        if not any(parts[stage] or stage in (0, stages - 1) for stage in mine):
+            asked, blame = "cannot split the layers over stages", f"rank {rank} of the pipeline would have nothing"
+            seen = f"layers_per_stage='{parallel.layers_per_stage}'   its stages, from 0: {', '.join(map(str, mine))}"
+            raise ValueError(explain(asked, blame, seen, "a layer for one of these stages, or a smaller pp"))
 
 
 def _check_engine(config: Config, dims: ParallelDims) -> None:

@@ -16,6 +16,7 @@ from hyper_parallel.core.hsdp.api import HSDPCell
 from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.convert import check_start
 from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
 from hyper_parallel.trainer.loss import ShareOfLoss
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
@@ -125,12 +126,12 @@ class Trainer:
             self.watchdog = stack.enter_context(self._new_watchdog()) if train.stuck_after_s else None
             stack.enter_context(self.saver)
             while self.steps_done < train.steps and stopped is None:
-                self._tell("training")
+                self._tell(self.steps_done + 1, "training")
                 record = self.step()
                 records.append(record)
                 log.write(record)  # before the save: what goes on from there keeps the lines up to its step
                 stopped = self._asked_to_stop()
-                self._tell("saving")
+                self._tell(self.steps_done, "saving")
                 self._save_if_due(ends=stopped is not None)
                 if first_rank:
                     board.write(record)
@@ -147,10 +148,10 @@ class Trainer:
             save_failures=self.saver.failures,
         )
 
-    def _tell(self, doing: str) -> None:
-        """Tell the watchdog that this rank has come here."""
+    def _tell(self, step: int, doing: str) -> None:
+        """Tell the watchdog that this rank has come here; steps are numbered from 1, as in the log."""
         if self.watchdog is not None:
-            self.watchdog.beat(self.steps_done, doing)
+            self.watchdog.beat(step, doing)
 
     def _new_watchdog(self) -> Watchdog:
         seconds, place = self.config.train.stuck_after_s, self.place
@@ -252,7 +253,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss over the held-back text; every rank takes its part, and gets the same number."""
         train, ranks = self.config.train, self.ranks
-        self._tell("validating")
+        self._tell(self.steps_done, "validating")
         size = train.batch_size // ranks.batch_ranks
         size = size if self.model.pipeline is not None else max(size // train.accumulate, 1)
         whole = valid_samples(
@@ -273,6 +274,7 @@ class Trainer:
     def _resume(self) -> None:
         found = self.saver.resume()
         if found is None and self.config.train.start_from is not None:
+            check_start(self.config)
             load_huggingface(dict(self.model.named_tensors()), self.config.train.start_from)
         if found is not None:
             self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped

@@ -67,7 +67,10 @@ def test_a_run_of_processes_survives_a_kill() -> None:
         where, victim, _, left = outcome["case"]
         whole, again = outcome["whole"], outcome["again"]
         assert outcome["killed"][victim] == signal.SIGKILL, outcome
-        assert outcome["killed"][1 - victim] == "RuntimeError", f"nobody goes on alone: {outcome}"
+        survivor = outcome["killed"][1 - victim]
+        if survivor != "RuntimeError":  # it had left the last step behind before the other one died in the background
+            assert outcome["case"][2], f"nobody goes on alone: {outcome}"
+            assert survivor["failures"], outcome
         done_before = 3 if where == "prune" else 2  # then the third checkpoint is complete
         assert again["first"] == done_before + 1, outcome
         if left == 2:

@@ -150,7 +150,9 @@ def degrees_of(problem: Problem, world_size: int) -> tuple[ParallelConfig, ...]:
 
 
 def _filled(stages: int) -> list[int]:
-    """Numbers of layers for any number of stages."""
+    """Numbers of layers for any number of stages; the first has the embedding, and goes without first."""
+    if stages > LAYERS:
+        return [int(1 <= stage <= LAYERS) for stage in range(stages)]
     return [LAYERS // stages + (stage < LAYERS % stages) for stage in range(stages)]
 
 
@@ -192,14 +194,10 @@ def arrangements(draw: st.DrawFn, problem: Problem) -> Arrangement:
     if parallel.pp > 1 and (stages > LAYERS or draw(st.booleans())):
         cuts = sorted(draw(st.lists(st.integers(0, LAYERS), min_size=stages - 1, max_size=stages - 1)))
         sizes = ",".join(str(last - first) for first, last in itertools.pairwise([0, *cuts, LAYERS]))
-    parallel = replace(
-        parallel,
-        schedule=name,
-        stages_per_rank=each,
-        layers_per_stage=sizes,
-        reshard_after_forward=draw(st.booleans()),
-    )
-    found = Arrangement(world_size, accumulate, parallel)
+    parallel = replace(parallel, schedule=name, stages_per_rank=each, layers_per_stage=sizes)
+    if not fits(problem, Arrangement(world_size, accumulate, parallel)):  # a rank would have nothing
+        parallel = replace(parallel, layers_per_stage=",".join(map(str, _filled(stages))))
+    found = Arrangement(world_size, accumulate, replace(parallel, reshard_after_forward=draw(st.booleans())))
     for key, others in (("checkpointing", ("full", "selective")), ("engine", ("hsdp",))):
         made = [found._replace(parallel=replace(found.parallel, **{key: other})) for other in others]
         found = draw(st.sampled_from([found, *(each for each in made if fits(problem, each))]))

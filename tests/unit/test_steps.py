@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sim
 from hyper_parallel.models import Llama, LlamaConfig
@@ -15,6 +16,7 @@ from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.data import IGNORED
 from hyper_parallel.trainer.loss import ShareOfLoss
 from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.place import RankPlace
 from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.steps import Parallelized, checkpoint_blocks, compile_blocks, describe_axes, plain_name
 
@@ -106,6 +108,23 @@ def test_one_rank_that_says_yes_is_enough() -> None:
 
     assert sim.run(body, 3, args=([1],)) == [True] * 3
     assert sim.run(body, 3, args=([],)) == [False] * 3
+
+
+def test_a_process_group_that_is_there_says_which_rank_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where whoever made it has set nothing, or too little for torchrun's rendezvous."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert RankPlace.current() == RankPlace(0, 0, 1, 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        assert RankPlace.current() == RankPlace(5, 5, 8, 8)
+        for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
+            monkeypatch.setenv(name, value)
+        assert RankPlace.current() == RankPlace(5, 1, 8, 8)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert RankPlace.current() == RankPlace(5, 1, 8, 4)
+    finally:
+        dist.destroy_process_group()
 
 
 # Blocks

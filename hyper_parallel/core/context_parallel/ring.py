@@ -110,7 +110,8 @@ class _RingAttention(torch.autograd.Function):
                 first, _, block = found
                 out, lse = block.forward()
                 if joined is None:  # its own keys come first, and of these every query sees itself at least
-                    joined = Joined(out.to(dtype), lse.contiguous())
+                    # Copies, for these are added to, and selective checkpointing keeps what the kernel has returned.
+                    joined = Joined(out.to(dtype, copy=True), lse.clone(memory_format=torch.contiguous_format))
                 else:
                     joined.add(out, lse, first)
         assert joined is not None, "every query sees itself"

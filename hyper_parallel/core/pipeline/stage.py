@@ -110,8 +110,8 @@ class Stage(PipelineStage):
         return tuple(map(self._detachable, parts))
 
     def _detachable(self, output: torch.Tensor) -> torch.Tensor:
-        """Torch detaches outputs in place where it splits backwards, which it cannot do to views."""
-        return output.clone() if self._splits_backward and output._is_view() else output
+        """Losses, and outputs where backwards are split, are detached in place later, which views cannot be."""
+        return output.clone() if (self._splits_backward or self.is_last) and output._is_view() else output
 
     def _check_sent(self, metas: tuple[Meta, ...]) -> None:
         if metas != self.sent:
@@ -121,10 +121,12 @@ class Stage(PipelineStage):
             hint = "shapes and dtypes that depend on the inputs' shapes alone"
             raise ValueError(explain(asked, blame, f"now: {now}   before: {before}", hint))
 
-    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Compute the gradients of a micro-batch: all of them, or those of inputs or of weights alone."""
         try:
-            result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
         except RuntimeError as error:
             if backward_type != "weight" or "graph a second time" not in str(error):
                 raise
@@ -134,6 +136,11 @@ class Stage(PipelineStage):
             raise RuntimeError(
                 explain(asked, blame, seen, "schedule='interleaved', or a copy of the weight")
             ) from error
+        if backward_type == "full" and self.is_last:
+            # Torch keeps all losses until the step ends, and with each of them its graph, and what that still holds.
+            given = bwd_kwargs["stage_output"]
+            for loss in given if isinstance(given, (tuple, list)) else (given,):
+                loss.detach_()
         if backward_type != "input":
             for unit in self._wider:
                 unit.keep_gradients()
