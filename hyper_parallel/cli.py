@@ -146,7 +146,7 @@ def train(
     eval_every: Annotated[int | None, typer.Option(help="Steps between validations; 0: only at the end.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, data order and simulated interleaving.")] = None,
     log_file: Annotated[
-        str | None, typer.Option(help="JSONL file, written anew as the run goes; default: out/train.jsonl.")
+        str | None, typer.Option(help="JSONL file, written anew unless the run goes on; default: out/train.jsonl.")
     ] = None,
     memory_limit_gb: Annotated[
         float | None, typer.Option(help="Refuse to start above this estimate; default: what is free.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,13 +105,20 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
         kind.check_micro_batches(config.train.accumulate, dims.pp, stages)
     except ValueError as error:  # it speaks of its own argument
         raise ValueError(str(error).replace("micro_batches", "accumulate")) from None
-    parts = split_layers(config.model.num_hidden_layers, stages, sizes=parallel.stage_sizes())
+    try:
+        parts = split_layers(config.model.num_hidden_layers, stages, sizes=parallel.stage_sizes())
+    except ValueError as error:  # likewise
+        raise ValueError(re.sub(r"sizes=\[([\d, .]+)\]", _as_typed, str(error))) from None
     for rank in range(dims.pp):
         mine = stages_of_rank(kind.name, rank, dims.pp, parallel.stages_per_rank)
         if not any(parts[stage] or stage in (0, stages - 1) for stage in mine):
             asked, blame = "cannot split the layers over stages", f"rank {rank} of the pipeline would have nothing"
             seen = f"layers_per_stage='{parallel.layers_per_stage}'   its stages, from 0: {', '.join(map(str, mine))}"
             raise ValueError(explain(asked, blame, seen, "a layer for one of these stages, or a smaller pp"))
+
+
+def _as_typed(sizes: re.Match[str]) -> str:
+    return f"layers_per_stage='{sizes[1].replace(' ', '')}'"
 
 
 def _check_engine(config: Config, dims: ParallelDims) -> None:
@@ -276,6 +285,20 @@ def _check_log(path: Path) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ValueError(f"cannot write the log '{path}': no permission to write in '{folder}'")
+    if path.is_file() and path.stat().st_size and not _is_log(path):
+        raise ValueError(
+            f"cannot write the log '{path}': there is a file that is no log, and would be lost\n"
+            f"  try: --log-file {path.with_suffix('.jsonl')}"
+        )
+
+
+def _is_log(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            first = json.loads(file.readline(100_000))
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and "step" in first
 
 
 def _check_folder(path: Path, what: str) -> None:

@@ -17,6 +17,7 @@ from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_ta
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.nonfinite import NonFiniteError
 from hyper_parallel.trainer.place import RankPlace
 from hyper_parallel.trainer.steps import Parallelized
 
@@ -107,8 +108,8 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, ranks that wait for each other here could wait for ever.
-        if self._files is not None and kind is None:
+        # After an error, ranks that wait for each other here could wait for ever; but for one that all raise alike.
+        if self._files is not None and (kind is None or issubclass(kind, NonFiniteError)):
             self._note(self._files.close())
 
     def _note(self, saved: Saved | None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import threading
 import weakref
 import zlib
 from collections.abc import Callable
@@ -19,12 +21,21 @@ from torch import nn
 import sim
 from hyper_parallel import init_device_mesh
 from hyper_parallel.core.checkpoint import Checkpointer, CheckpointError, load_checkpoint, record, save_checkpoint
+from hyper_parallel.core.checkpoint.writer import Writer
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.pipeline import Pipeline
 from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.models.hf_weights import export_huggingface
-from hyper_parallel.trainer.config import Config, DataConfig, ExpertsConfig, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.trainer import train
+from hyper_parallel.trainer import trainer
+from hyper_parallel.trainer.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ExpertsConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from hyper_parallel.trainer.trainer import Trainer, train
 
 TINY = Config(
     model=LlamaConfig(
@@ -133,6 +144,34 @@ def test_an_error_that_nobody_thought_of_is_told(tmp_path: Path, background: boo
         run.save(1, whole())
     with pytest.raises(KeyError, match="surprise"):
         run.wait() if background else run.save(1, whole())
+
+
+def test_a_save_under_way_is_finished_before_a_loss_that_is_not_finite_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    over = threading.Event()
+    write, backward, error = Writer.write_data, Trainer._backward, trainer.nonfinite_error
+
+    def slow(self: Writer, *args: Any) -> Any:
+        if self._step == 2:
+            over.wait()
+        return write(self, *args)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        over.set()
+        return error(*args, **kwargs)
+
+    def broken(self: Trainer, *args: Any) -> torch.Tensor:
+        return backward(self, *args) * (math.nan if self.steps_done == 2 else 1.0)
+
+    monkeypatch.setattr(Writer, "write_data", slow)
+    monkeypatch.setattr(Trainer, "_backward", broken)
+    monkeypatch.setattr(trainer, "nonfinite_error", told)
+    run = replace(TINY, checkpoint=CheckpointConfig(folder=str(tmp_path), every=1, background=True))
+    run = run.with_changes("train", {"steps": 4})
+    with pytest.raises(ArithmeticError, match="the loss is nan"):
+        train(run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -127,7 +127,7 @@ def fits(problem: Problem, arrangement: Arrangement) -> bool:
     return True
 
 
-@lru_cache(maxsize=None)
+@cache
 def degrees_of(problem: Problem, world_size: int) -> tuple[ParallelConfig, ...]:
     """Return all degrees by which the model can be split over so many ranks; the first are the simplest."""
     found = []
@@ -161,7 +161,7 @@ def _complexity(parallel: ParallelConfig) -> tuple[int, ...]:
     return (sum(size > 1 for size in sizes), *sizes)
 
 
-@lru_cache(maxsize=None)
+@cache
 def pipelines_of(
     problem: Problem, world_size: int, parallel: ParallelConfig
 ) -> tuple[tuple[str, int | None, int, int], ...]:
@@ -280,14 +280,14 @@ def gaps(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
     return float(difference.abs().max()), float(difference.norm())
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(problem: Problem) -> Reference:
     """Train on one device, once plainly and a few times perturbed."""
     config = problem.config()
     config = replace(config, train=replace(config.train, accumulate=2))
     with folder() as keep:
         values = run(config, 1, keep)
-    moved = {name: (0.0, 0.0) for name in values}
+    moved = dict.fromkeys(values, (0.0, 0.0))
     for seed in range(RUNS):
         with folder() as keep, mock.patch("hyper_parallel.trainer.trainer.Trainer", perturbed(seed)):
             again = run(config, 1, keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer.config import Config, ExpertsConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.parallel_dims import ParallelDims
-from hyper_parallel.trainer.preflight import estimate_memory, plan_run
+from hyper_parallel.trainer.preflight import check_machine, estimate_memory, plan_run
 
 
 def run(model: str = "llama", experts: ExpertsConfig | None = None, train: Any = None, **parallel: Any) -> Config:
@@ -113,7 +114,7 @@ REFUSED = [
     pytest.param(
         run(train=ACCUMULATE, pp=2, layers_per_stage="1,2"),
         2,
-        ["sizes add up to 3 layers, not 4", "try: sizes=[2, 2]"],
+        ["sizes add up to 3 layers, not 4", "try: layers_per_stage='2,2'"],
         id="layers that do not add up",
     ),
     pytest.param(
@@ -207,3 +208,23 @@ def test_checkpointed_blocks_keep_one_vector_per_token() -> None:
     tokens = 64 * 256 // 8
     assert estimate_memory(config, dims).activations == 4 * tokens * (4 * narrow.hidden_size + 3 * 256)
     assert estimate_memory(config, dims).activations < estimate_memory(LARGE, dims).activations / 3
+
+
+def test_a_file_that_is_no_log_is_not_overwritten(tmp_path: Path) -> None:
+    file, dims = tmp_path / "notes.md", ParallelDims(world_size=1)
+    config = Config(train=TrainConfig(log=str(file)))
+    file.write_text("what I want to keep\n")
+    with pytest.raises(
+        ValueError, match=r"there is a file that is no log, and would be lost\n  try: --log-file .*jsonl"
+    ):
+        check_machine(config, dims, 1, on_host=True)
+    for text in ("", '{"step": 1, "loss": 2.0}\n'):
+        file.write_text(text)
+        check_machine(config, dims, 1, on_host=True)
+
+
+def test_stages_are_told_as_they_are_typed() -> None:
+    with pytest.raises(
+        ValueError, match=r"sizes add up to 10 layers, not 4(?s:.*)try: layers_per_stage='2,2', or none"
+    ):
+        plan_run(run(pp=2, layers_per_stage="9,1", train={"accumulate": 2}), 2)
