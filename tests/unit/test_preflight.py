@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_before_any_rank_starts(
         (run(cp=2, tp=2), 8, {"dp_shard": 2, "cp": 2, "tp": 2}),
         (run("moe", ep=2, tp=2, etp=1), 8, {"dp_shard": 2, "ep": 2, "tp": 2}),
         (run(train=ACCUMULATE, pp=2, schedule="interleaved"), 4, {"dp_shard": 2, "pp": 2}),
-        (run(train=ACCUMULATE, pp=2, schedule="zbv", layers_per_stage="1,1,1,1"), 2, {"pp": 2}),
+        (run(train=ACCUMULATE, pp=2, schedule="looped-bfs", layers_per_stage="1,1,1,1"), 2, {"pp": 2}),
         (run(engine="hsdp", cp=2, dp_replicate=2), 8, {"dp_replicate": 2, "dp_shard": 2, "cp": 2}),
         (run(train={"seq_len": 18}, cp=2), 2, {"cp": 2}),  # heads are split, so that parts need no partner
     ],
