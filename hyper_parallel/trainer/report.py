@@ -193,6 +193,7 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     losses.legend(frameon=False)
     norms.set(ylabel="gradient norm")
     speeds.set(ylabel="tokens/s", xlabel="step", ylim=(0, None))
+    speeds.xaxis.get_major_locator().set_params(integer=True)
     for axes in (losses, norms, speeds):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
