@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.dtensor.names import plain_name
 from hyper_parallel.models.llama import LlamaConfig
 
 __all__ = ["check_known", "plain_names", "some_of"]
 
 _SHOWN = 6
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -22,7 +21,7 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Args:
         state: tensors by name.
     """
-    return {_WRAPPERS.sub("", name): tensor for name, tensor in state.items()}
+    return {plain_name(name): tensor for name, tensor in state.items()}
 
 
 def check_known(asked: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: LlamaConfig) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.names import plain_name
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.hsdp.api import hsdp
@@ -82,15 +83,6 @@ class Parallelized:
         finally:
             for part in self.parts:
                 part.train()
-
-
-def plain_name(name: str) -> str:
-    """Take what wrappers have added out of a parameter's name.
-
-    >>> plain_name("layers.0._checkpoint_wrapped_module.mlp.w1.weight")
-    'layers.0.mlp.w1.weight'
-    """
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def describe_axes(dims: ParallelDims) -> str:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sim
+from hyper_parallel.core.dtensor.names import plain_name
 from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.data import IGNORED
@@ -18,7 +19,7 @@ from hyper_parallel.trainer.loss import ShareOfLoss
 from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.place import RankPlace
 from hyper_parallel.trainer.ranks import Ranks
-from hyper_parallel.trainer.steps import Parallelized, checkpoint_blocks, compile_blocks, describe_axes, plain_name
+from hyper_parallel.trainer.steps import Parallelized, checkpoint_blocks, compile_blocks, describe_axes
 
 SMALL = {
     "vocab_size": 32,

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, TensorEntry
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.names import plain_name
 
 __all__ = ["load_optimizer_scalars", "model_tensors", "optimizer_targets", "optimizer_tensors"]
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
 
 
 def model_tensors(model_parts: nn.Module | Iterable[nn.Module], prefix: str = "model.") -> dict[str, torch.Tensor]:
@@ -158,9 +157,7 @@ def _named(model_parts: nn.Module | Iterable[nn.Module], optimizer: Optimizer) -
     names: dict[int, str] = {}
     for part in _parts(model_parts):
         for name, param in part.named_parameters():
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            names.setdefault(id(param), name)
+            names.setdefault(id(param), plain_name(name))
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
             if id(param) not in names:

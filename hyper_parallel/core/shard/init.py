@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from hyper_parallel.core.dtensor.checks import check_int
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.names import plain_name
 from hyper_parallel.core.shard.filling import Filling
 from hyper_parallel.core.shard.parts import Box, Cut, Home, Part
 from hyper_parallel.core.shard.random import Stream
@@ -23,7 +23,6 @@ from hyper_parallel.platform import get_platform
 __all__ = ["init_parameters"]
 
 _ASKED = "cannot initialise the model"
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")  # names do not depend on these
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -81,7 +80,7 @@ def init_parameters(
                 continue
             for home in homes:
                 home.locked = _is_elsewhere(owners[id(home.tensor)], path)
-            mode.enter(_plain(path), type(module).__name__)
+            mode.enter(plain_name(path), type(module).__name__)
             with mode:
                 fill()
         for home in homes:
@@ -107,10 +106,6 @@ def _children_first(module: nn.Module, path: str, seen: set[int]) -> Iterator[tu
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}.{name}" if path else name, seen)
     yield path, module
-
-
-def _plain(name: str) -> str:
-    return _WRAPPERS.sub("", name)
 
 
 # -- parameters and buffers --------------------------------------------------------------------------------------------
@@ -150,7 +145,7 @@ def _homes(model: nn.Module, seed: int) -> list[Home]:
         if is_lazy(tensor):
             hint = "one forward pass with an input of the right size first, or sizes instead of a Lazy module"
             raise ValueError(explain(_ASKED, f"{name!r} has no shape yet", f"seen: {type(tensor).__name__}", hint))
-        home = Home(_plain(name), tensor, _box(name, tensor), Stream(seed, _plain(name)), fresh=tensor.is_meta)
+        home = Home(plain_name(name), tensor, _box(name, tensor), Stream(seed, plain_name(name)), fresh=tensor.is_meta)
         homes.append(home)
     return homes
 
@@ -254,8 +249,8 @@ def _check_filled(model: nn.Module, homes: list[Home], init_fn: Any) -> None:
         bare = [home for home in homes if home.fresh and _has_nan(home.local)]
     if not bare:
         return
-    modules = {_plain(path): module for path, module in model.named_modules()}
-    kinds = {_plain(name) for name, _ in model.named_parameters()}
+    modules = {plain_name(path): module for path, module in model.named_modules()}
+    kinds = {plain_name(name) for name, _ in model.named_parameters()}
     rows = []
     for home in bare:
         owner = home.name.rpartition(".")[0]
