@@ -202,8 +202,8 @@ def watch_memory() -> Iterator[Memory]:
     live = 0
     for when, size, pointer in sorted(changes, key=lambda change: change[0]):
         if size > 0:
+            live += size - sizes.get(pointer, 0)  # an address given out again was released on another thread
             sizes[pointer] = size
-            live += size
         else:
             live -= sizes.pop(pointer, 0)
         memory.live.append((when, live))

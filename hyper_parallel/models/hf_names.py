@@ -180,6 +180,10 @@ def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         ValueError: no model there computes the same.
     """
     is_moe = isinstance(config, MoEConfig)
+    if config.qk_norm or config.head_dim * config.num_attention_heads != config.hidden_size:
+        seen = f"qk_norm: {config.qk_norm}   head_size: {config.head_size}   hidden_size: {config.hidden_size}"
+        blame = "what is imported again has heads of hidden_size / num_attention_heads, without norms"
+        raise ValueError(explain("cannot export to Hugging Face", blame, seen, "qk_norm=False, head_size=None"))
     keys, fixed = (_KEYS + _MOE_KEYS, _FIXED[:2] + _MOE_FIXED) if is_moe else (_KEYS, _FIXED)
     if isinstance(config, MoEConfig):
         asked, seen = "cannot export to Hugging Face", f"score: {config.score!r}"

@@ -8,7 +8,7 @@ this rank have), and `Llama.keep` (a pipeline stage keeps only some of the layer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,8 @@ class LlamaConfig:
         norm_eps: added to the mean square in RMSNorm.
         init_std: standard deviation of fresh weights; what writes to the residual stream gets it over sqrt(2 * layers).
         tie_embeddings: use the embedding as the output head.
+        head_size: size of one attention head; None: hidden_size / num_attention_heads.
+        qk_norm: normalise queries and keys, head by head, before positions turn them.
 
     Raises:
         ValueError: a size below one, or head counts that do not divide.
@@ -55,6 +57,8 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.05
     tie_embeddings: bool = False
+    head_size: int | None = None
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -69,7 +73,12 @@ class LlamaConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"a Llama needs {name} >= 1, got {name}={getattr(self, name)}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if self.hidden_size % (2 * heads):
+        if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
+            raise ValueError(
+                f"cannot make heads of head_size={self.head_size}: rotary positions turn pairs\n"
+                f"  try: head_size={max(2, self.head_size + self.head_size % 2)}"
+            )
+        if self.head_size is None and self.hidden_size % (2 * heads):
             even = 2 * heads * math.ceil(self.hidden_size / 2 / heads)
             raise ValueError(
                 f"cannot split hidden_size={self.hidden_size} into num_attention_heads={heads} heads of an even size "
@@ -84,8 +93,12 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        """Size of one attention head.
+
+        >>> LlamaConfig(hidden_size=128, num_attention_heads=4, head_size=64).head_dim
+        64
+        """
+        return self.head_size or self.hidden_size // self.num_attention_heads
 
     def num_parameters(self) -> int:
         """Count the parameters without building the model.
@@ -94,7 +107,8 @@ class LlamaConfig:
         853120
         """
         d, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
-        block = 2 * d + 2 * d * d + 2 * d * kv + 3 * d * self.intermediate_size
+        attention = 2 * d * self.num_attention_heads * self.head_dim + 2 * d * kv + 2 * self.head_dim * self.qk_norm
+        block = 2 * d + attention + 3 * d * self.intermediate_size
         head = 0 if self.tie_embeddings else self.vocab_size * d
         return self.vocab_size * d + self.num_hidden_layers * block + d + head
 
@@ -136,22 +150,28 @@ class Attention(nn.Module):
 
     Attributes:
         attend: what happens between the projections; `causal_attention` unless it is replaced.
+        q_norm: of each query head; None unless the config says `qk_norm`.
+        k_norm: of each key head.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        self.wq = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        size, kv_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.wq = nn.Linear(config.hidden_size, size, bias=False)
         self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.wv = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.wo = nn.Linear(size, config.hidden_size, bias=False)
+        norms = (nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = norms
         self.attend: Attend = causal_attention
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map x (batch, seq, hidden) to the same shape."""
         # -1: under tensor parallelism a rank holds only some of the heads; and under data parallelism maybe no rows.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         return self.wo(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
@@ -228,7 +248,7 @@ class Llama(nn.Module):
         """Make layer number `index`; a model whose blocks differ overrides this."""
         return Block(self.config)
 
-    def keep(self, layers: range, *, embed: bool, head: bool) -> Self:
+    def keep(self, layers: Container[int], *, embed: bool, head: bool) -> Self:
         """Drop, in place, everything but some layers: what is left is one stage of a pipeline.
 
         >>> stage = Llama(LlamaConfig(num_hidden_layers=4)).keep(range(2, 4), embed=False, head=True)

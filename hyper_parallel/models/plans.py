@@ -114,6 +114,9 @@ def llama_plan(
     )
     if not isinstance(model, Llama) or len(model.layers):  # a stage may have none
         _add_layers(plan, streams)
+        if config.qk_norm:
+            paths = ("layers.*.attention.q_norm.weight", "layers.*.attention.k_norm.weight")
+            add_entries(plan, plan=dict.fromkeys(paths, ("None",)))
     if begins:
         streams.add_embedding(plan, "embed", split=vocab_parallel, by_width=embedding == "width")
     if ends:

@@ -147,7 +147,8 @@ class ParallelConfig:
         engine: "fully_shard", or "hsdp" where only data and context are parallel.
         reshard_after_forward: free gathered weights after forward and gather them again for backward.
         param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
-        checkpointing: what backward computes again: "none", "full" blocks, or "selective": all but matrix products.
+        checkpointing: what backward computes again: "none", "full" blocks, "selective": all but matrix products and
+            attention, or "alternate": every other matrix product as well.
         compile: let torch.compile make one kernel of what lies between matrix products.
     """
 
@@ -170,7 +171,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _one_of("parallel", self, "param_dtype", ("fp32", "bf16", "fp64"))
-        _one_of("parallel", self, "checkpointing", ("none", "full", "selective"))
+        _one_of("parallel", self, "checkpointing", ("none", "full", "selective", "alternate"))
         _one_of("parallel", self, "engine", ("fully_shard", "hsdp"))
         if self.stages_per_rank is not None:
             _at_least("parallel", self, 1, "stages_per_rank")

@@ -12,15 +12,16 @@ from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.loss import ShareOfLoss
 from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.steps import (
-    WEIGHTS,
     Parallelized,
     build_pipeline,
     checkpoint_blocks,
     compile_blocks,
+    kept_in,
     own_stages,
     shard_blocks,
     split_context,
     tie_stages,
+    without_memory,
 )
 
 
@@ -41,11 +42,10 @@ def parallelize_llama(run: Config, dims: ParallelDims, device: torch.device, los
     # 1. Pipeline: each stage keeps some of the layers. Nothing takes memory yet: the weights come last, when each rank
     #    knows which are its own.
     stages = own_stages(run, dims)
-    with torch.device("meta"):
-        models = [
-            Llama(config).to(WEIGHTS[parallel.param_dtype]).keep(part.layers, embed=part.is_first, head=part.is_last)
-            for part in stages
-        ]
+    with without_memory():
+        models = [Llama(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
+    for model in models:
+        kept_in(model, parallel.param_dtype)
 
     # 2. Tensor and sequence parallelism: split what is inside of a layer, and the stream between layers.
     if dims.tp_enabled:

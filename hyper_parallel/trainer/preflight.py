@@ -95,7 +95,7 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
             raise ValueError(explain(asked, blame, dims.summary(), f"pp={len(parallel.layers_per_stage.split(','))}"))
         return
     other = "compile" if parallel.compile else "checkpointing='selective'"
-    if kind.splits_backward and (parallel.compile or parallel.checkpointing == "selective"):
+    if kind.splits_backward and (parallel.compile or parallel.checkpointing in ("selective", "alternate")):
         asked, blame = f"cannot train with schedule='{kind.name}' and {other}", "it goes backward twice through a block"
         seen = "first for inputs, then for weights; what is compiled, or selectively kept, goes backward once"
         raise ValueError(explain(asked, blame, seen, f"schedule='interleaved', or no {other}"))

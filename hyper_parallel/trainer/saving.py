@@ -195,7 +195,7 @@ def _checked(config: Config, path: Path) -> CheckpointMetadata:
     if not isinstance(extra, dict) or not {"progress", "model"} <= extra.keys():
         seen = f"extra: {extra!r}"[:200]
         raise ValueError(explain(asked, "it was not saved by hyper-parallel train", seen, "another folder"))
-    saved = extra["model"]
+    saved = {"qk_norm": False, **extra["model"]}  # checkpoints from before there was such a thing do not say
     told = ("kind",) if saved.get("kind") != mine["kind"] else tuple(mine)
     different = [key for key in told if saved.get(key) != mine[key]]
     if different:

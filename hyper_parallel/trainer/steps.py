@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -32,8 +33,10 @@ _PRODUCTS = frozenset(
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_mm.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
@@ -83,6 +86,21 @@ class Parallelized:
         finally:
             for part in self.parts:
                 part.train()
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Return the context in which a model is built that takes no memory yet.
+
+    Where tensors have no values anyway, under torch's FakeTensorMode, they take none on their own device either.
+    """
+    return nullcontext() if detect_fake_mode() is not None else torch.device("meta")
+
+
+def kept_in(model: nn.Module, param_dtype: str) -> None:
+    """Let the weights of a model that has no values yet be of the dtype that they are kept in, see `WEIGHTS`."""
+    dtype = WEIGHTS[param_dtype]
+    if any(param.dtype != dtype for param in model.parameters()):
+        model.to(dtype)
 
 
 def describe_axes(dims: ParallelDims) -> str:
@@ -140,20 +158,42 @@ def checkpoint_blocks(model: Llama, policy: str) -> None:
 
     Args:
         model: whose blocks are wrapped.
-        policy: "none"; "full": nothing is kept but a block's input; "selective": matrix products and attention are
-            kept as well, which makes the second computation cheap.
+        policy: see `checkpointed`; "none" wraps none.
     """
     if policy == "none":
         return
-    context: dict[str, Any] = {"context_fn": _keep_products} if policy == "selective" else {}
     for name, block in model.layers.named_children():
-        model.layers._modules[name] = checkpoint_wrapper(
-            block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context
-        )
+        model.layers._modules[name] = checkpointed(block, policy)
+
+
+def checkpointed(block: nn.Module, policy: str) -> nn.Module:
+    """Return a block wrapped so that backward computes it again.
+
+    Args:
+        block: which.
+        policy: "full": nothing is kept but the input; "selective": matrix products and attention are kept as well,
+            which makes the second computation cheap; "alternate": attention, and every other matrix product.
+    """
+    keeping = {"selective": _keep_products, "alternate": _keep_alternate_products}.get(policy)
+    context: dict[str, Any] = {} if keeping is None else {"context_fn": keeping}
+    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context)
 
 
 def _keep_products() -> Any:
     def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def _keep_alternate_products() -> Any:
+    counts = {False: 0, True: 0}  # of forward, and of the second computation
+
+    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(choose)
@@ -189,19 +229,40 @@ def shard_blocks(model: Llama, dims: ParallelDims, parallel: ParallelConfig) -> 
         _wrap_by_hsdp(model, dims, parallel)
         return
     dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    shard_units(model, list(model.layers), dims, policy, reshard_after_forward=parallel.reshard_after_forward)
+
+
+def shard_units(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    dims: ParallelDims,
+    policy: MixedPrecisionPolicy,
+    *,
+    reshard_after_forward: bool,
+) -> None:
+    """Make a unit of `fully_shard` of each block, one of its experts, and one of what is left of the model.
+
+    Args:
+        model: changed in place.
+        blocks: of the model.
+        dims: the degrees; the mesh is built.
+        policy: precision.
+        reshard_after_forward: free gathered weights after forward.
+    """
     options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
+        "mp_policy": policy,
         # A pipeline runs each stage many times per step: gathering the weights for each micro-batch would cost more
         # than it saves.
-        "reshard_after_forward": parallel.reshard_after_forward and not dims.pp_enabled,
+        "reshard_after_forward": reshard_after_forward and not dims.pp_enabled,
     }
     units: list[Any] = []
-    for block in model.layers:
-        experts = getattr(block.mlp, "experts", None)
+    for block in blocks:
+        experts = getattr(getattr(block, "mlp", None), "experts", None)
         if experts is not None and dims.ep_enabled:  # they are on a mesh of their own
             # Tokens come in the dtype of the block already; the weights of the router stay float32.
-            policy = replace(options["mp_policy"], cast_forward_inputs=False)
-            units.append(fully_shard(experts, mesh=dims.data_mesh(experts=True), **{**options, "mp_policy": policy}))
+            inner = replace(policy, cast_forward_inputs=False)
+            units.append(fully_shard(experts, mesh=dims.data_mesh(experts=True), **{**options, "mp_policy": inner}))
         units.append(fully_shard(block, mesh=dims.data_mesh(), **options))
     units.append(fully_shard(model, mesh=dims.data_mesh(), **options))
     for unit in units:

@@ -138,7 +138,7 @@ def degrees_of(problem: Problem, world_size: int) -> tuple[ParallelConfig, ...]:
         if world_size % math.prod(sizes):
             continue
         named = dict(zip(("dp_replicate", "cp", "tp", "pp", "ep"), sizes, strict=True))
-        sizes_of_stages = ",".join(map(str, _filled(named["pp"])))
+        sizes_of_stages = _sizes(named["pp"])
         for etp in (None, 1) if named["tp"] > 1 and named["ep"] > 1 else (None,):
             for ulysses in (each for each in divisors if named["cp"] % each == 0):
                 parallel = ParallelConfig(
@@ -147,6 +147,11 @@ def degrees_of(problem: Problem, world_size: int) -> tuple[ParallelConfig, ...]:
                 if fits(problem, Arrangement(world_size, 1, parallel)):
                     found.append(parallel)
     return tuple(sorted(found, key=_complexity))
+
+
+def _sizes(stages: int) -> str | None:
+    """Say how many layers each stage has; None without a pipeline, where there is nothing to say."""
+    return ",".join(map(str, _filled(stages))) if stages > 1 else None
 
 
 def _filled(stages: int) -> list[int]:
@@ -172,7 +177,7 @@ def pipelines_of(
             continue
         for each in (None, 1, 3) if kind.is_multi and kind.style == "loop" and parallel.pp == 2 else (None,):
             stages = parallel.pp * kind.checked_stages_per_rank(each) if parallel.pp > 1 else 1
-            sizes = ",".join(map(str, _filled(stages)))
+            sizes = _sizes(stages)
             for accumulate in (1, 2, 4, 8):
                 asked = replace(parallel, schedule=name, stages_per_rank=each, layers_per_stage=sizes)
                 if fits(problem, Arrangement(world_size, accumulate, asked)):
@@ -196,7 +201,7 @@ def arrangements(draw: st.DrawFn, problem: Problem) -> Arrangement:
         sizes = ",".join(str(last - first) for first, last in itertools.pairwise([0, *cuts, LAYERS]))
     parallel = replace(parallel, schedule=name, stages_per_rank=each, layers_per_stage=sizes)
     if not fits(problem, Arrangement(world_size, accumulate, parallel)):  # a rank would have nothing
-        parallel = replace(parallel, layers_per_stage=",".join(map(str, _filled(stages))))
+        parallel = replace(parallel, layers_per_stage=_sizes(stages))
     found = Arrangement(world_size, accumulate, replace(parallel, reshard_after_forward=draw(st.booleans())))
     for key, others in (("checkpointing", ("full", "selective")), ("engine", ("hsdp",))):
         made = [found._replace(parallel=replace(found.parallel, **{key: other})) for other in others]

@@ -132,7 +132,7 @@ def test_a_process_group_that_is_there_says_which_rank_this_is(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["llama", "moe"])
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", ["full", "selective", "alternate"])
 def test_checkpointed_blocks_have_the_same_names_and_gradients(policy: str, kind: str) -> None:
     plain = build(kind)
     wrapped = copy.deepcopy(plain)
@@ -176,17 +176,20 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_full_keeps_least_and_selective_makes_no_product_twice() -> None:
-    plain, full, selective = build(), build(), build()
+def test_full_keeps_least_and_selective_makes_no_product_twice_and_alternate_every_other_one() -> None:
+    plain, full, selective, alternate = build(), build(), build(), build()
     checkpoint_blocks(full, "full")
     checkpoint_blocks(selective, "selective")
+    checkpoint_blocks(alternate, "alternate")
     assert kept_by_forward(full) < 0.5 * kept_by_forward(plain)
     counts = []
-    for model in (plain, selective, full):
+    for model in (plain, selective, full, alternate):
         with Counted() as counted:
             backward(model)
         counts.append(counted)
-    of_plain, of_selective, of_full = counts
+    of_plain, of_selective, of_full, of_alternate = counts
+    again = of_full.products - of_plain.products
+    assert of_alternate.products - of_plain.products == again // 2  # of a block's first 6 products the 2nd, 4th, 6th
     assert of_plain.products == of_selective.products < of_full.products
     assert of_plain.others < of_selective.others
 

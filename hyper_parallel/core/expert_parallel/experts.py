@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from hyper_parallel.core.expert_parallel.order import Order, restored, sorted_co
 from hyper_parallel.core.redistribute.boundary import to_local
 from hyper_parallel.core.redistribute.eager import runs_eagerly
 
-__all__ = ["GroupedExperts", "Ranks"]
+__all__ = ["CountRows", "GroupedExperts", "Loads", "Ranks", "count_rows"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,34 @@ class Ranks:
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
+
+
+class Loads(NamedTuple):
+    """How many rows go where; the first two are empty where all experts are here.
+
+    Attributes:
+        sent: to each of the ranks that the experts are split over.
+        received: from each of them.
+        each: to each expert of this rank.
+    """
+
+    sent: list[int]
+    received: list[int]
+    each: list[int]
+
+
+CountRows = Callable[["GroupedExperts", Tensor, Tensor, Tensor | None], Loads]
+"""The experts, those that each token has chosen, the rows of this rank by (rank, expert), or by expert where all are
+here, and the rows that come by (rank, own expert), None where all are here -> how many."""
+
+
+def count_rows(experts: GroupedExperts, chosen: Tensor, to: Tensor, come: Tensor | None) -> Loads:
+    """Read counts from the device: the one place that waits for it."""
+    if come is None:
+        return Loads([], [], to.tolist())
+    numbers = torch.cat((to.sum(1), come.sum(1), come.sum(0))).tolist()
+    ranks = len(come)
+    return Loads(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
 
 
 class GroupedExperts(nn.Module):
@@ -50,6 +79,8 @@ class GroupedExperts(nn.Module):
         w2: (num_experts, hidden_size, inner_size).
         w3: as `w1`.
         exchange: the ranks that the experts are split over; None: all are here.
+        count_rows: says how many rows go where; it reads that from the device unless it is replaced, as a simulation
+            does whose tensors have no values.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, inner_size: int) -> None:
@@ -59,6 +90,7 @@ class GroupedExperts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
         self.w3 = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.exchange: Ranks | None = None
+        self.count_rows: CountRows = count_rows
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -89,19 +121,21 @@ class GroupedExperts(nn.Module):
     def _run(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         order = Order.by(chosen.flatten(), self.num_experts)
         rows = sorted_copies(x.flatten(0, -2), order, chosen.shape[-1])
-        out = self._here(rows, order.counts.tolist()) if self.exchange is None else self._elsewhere(rows, order.counts)
+        if self.exchange is None:
+            out = self._here(rows, self.count_rows(self, chosen, order.counts, None).each)
+        else:
+            out = self._elsewhere(rows, chosen, order.counts)
         out = restored(out, order).view(*chosen.shape, x.shape[-1])
         return (out * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
-    def _elsewhere(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _elsewhere(self, rows: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
         """Let the ranks that have the experts compute, on rows in the order of experts."""
         assert self.exchange is not None, "the caller looks"
         group = self.exchange.group
         to = counts.view(group.size(), -1)
         come = exchange_counts(to, group)
-        numbers = torch.cat((to.sum(1), come.sum(1), come.sum(0))).tolist()  # the one place that waits for the device
+        sent, received, each = self.count_rows(self, chosen, to, come)
         ranks, own = come.shape
-        sent, received, each = numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
         arrived = exchange_rows(rows, sent, received, group)
         expert = torch.arange(own, device=rows.device).repeat(ranks)
         expert = expert.repeat_interleave(come.flatten(), output_size=sum(received))

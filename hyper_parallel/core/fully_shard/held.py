@@ -11,7 +11,7 @@ put between two calls, and the hooks stay out of it::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -23,7 +23,11 @@ from hyper_parallel.core.fully_shard.waiting import remember
 __all__ = ["hold_parameters", "reduce_gradients", "release_parameters", "units_with_wider_sums"]
 
 
-def hold_parameters(module: nn.Module, *, keep: bool = True) -> None:
+Told = Callable[[Unit], object]
+"""Told of each unit before anything is done with it."""
+
+
+def hold_parameters(module: nn.Module, *, keep: bool = True, before: Told | None = None) -> None:
     """Gather all parameters in `module`, and leave them whole until `reduce_gradients` or `release_parameters`.
 
     Forwards meanwhile cast inputs and outputs as the policy says and do nothing else. Gradients add up in the whole
@@ -35,6 +39,7 @@ def hold_parameters(module: nn.Module, *, keep: bool = True) -> None:
         module: with units of `fully_shard` or `hsdp` in it, or none: then this does nothing.
         keep: False: gather and free in each forward and backward as ever, which must then be a whole one; only the
             reductions wait.
+        before: called with each unit before it is gathered.
 
     Raises:
         ValueError: a unit for `torch.compile` to trace, whose communication is part of its graph.
@@ -48,6 +53,8 @@ def hold_parameters(module: nn.Module, *, keep: bool = True) -> None:
         hint = "reduce_gradients(module), or release_parameters(module), once per hold_parameters(module)"
         raise RuntimeError(explain("cannot hold parameters", "they are held already", f"seen: unit {name}", hint))
     for unit in units:
+        if before is not None:
+            before(unit)
         if keep:
             unit.become_held()
         else:
@@ -66,7 +73,7 @@ def units_with_wider_sums(module: nn.Module) -> list[Unit]:
     return [unit for unit in units if unit.held and unit.has_wider_sums]
 
 
-def reduce_gradients(module: nn.Module) -> None:
+def reduce_gradients(module: nn.Module, *, before: Told | None = None) -> None:
     """Reduce all gradients that wait in `module`, in `param.grad` of the sharded parameters, as a backward's end would.
 
     What waits are gradients of held parameters, which are freed, and those of backwards without gradient sync. With
@@ -76,6 +83,7 @@ def reduce_gradients(module: nn.Module) -> None:
 
     Args:
         module: with units of `fully_shard` or `hsdp` in it, or none.
+        before: called with each unit before its gradients are reduced.
 
     Raises:
         ValueError: a unit for `torch.compile` to trace.
@@ -91,6 +99,8 @@ def reduce_gradients(module: nn.Module) -> None:
                 if bucket.gathered:
                     bucket.check_untouched()
         for unit in reversed(units):
+            if before is not None:
+                before(unit)
             unit.reduce_now()
         if any(unit.options.finish_late for unit in units):
             remember(schedule)

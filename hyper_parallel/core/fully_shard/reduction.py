@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.core.fully_shard.comm import Pending, all_reduce
 from hyper_parallel.core.fully_shard.param import ManagedParam
@@ -125,7 +126,9 @@ class Reduction:
     def _apply(self, part: torch.Tensor) -> None:
         self.done = True
         owner, end = self._owner, self._starts[-1]
-        used = self._used if all(self._used) else [count > 0 for count in part[end:].real.tolist()]
+        used = self._used
+        if not all(used) and not isinstance(part, FakeTensor):  # without values, others are taken to be like this one
+            used = [count > 0 for count in part[end:].real.tolist()]
         if self._finish.scale != 1.0:
             part[:end].mul_(self._finish.scale)
         if self._finish.options.show:

@@ -20,6 +20,7 @@ from hyper_parallel.core.dtensor.checks import check_shape
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.numbers import gather_numbers
 from hyper_parallel.core.dtensor.shards import count_parts
 from hyper_parallel.core.redistribute.api import _local, back_to, build, gradient_layout, redistribute, torch_form
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
@@ -265,12 +266,6 @@ def _check_alike(asked: str, layout: Layout, ranks: tuple[int, ...], parts: list
 
 def _all_parts(local: torch.Tensor, ranks: tuple[int, ...], layout: Layout) -> list[tuple[tuple[int, ...], str]]:
     """Return shape and dtype of every rank's part, exchanged over the mesh."""
-    mine = torch.zeros(_MOST_DIMS + 2, dtype=torch.int64)
-    mine[0], mine[-1] = local.dim(), _DTYPES.index(local.dtype)
-    mine[1 : 1 + local.dim()] = torch.tensor(local.shape, dtype=torch.int64)
-    group = group_of(ranks, layout.alias_name, layout.mesh)
-    gathered = torch.empty(len(ranks) * len(mine), dtype=torch.int64, device=local.device)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, mine.to(local.device), group=group)
-    rows = gathered.view(len(ranks), -1).tolist()
+    mine = [local.dim(), *local.shape, *[0] * (_MOST_DIMS - local.dim()), _DTYPES.index(local.dtype)]
+    rows = gather_numbers(mine, group_of(ranks, layout.alias_name, layout.mesh), local.device)
     return [(tuple(row[1 : 1 + row[0]]), str(_DTYPES[row[-1]]).removeprefix("torch.")) for row in rows]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from hyper_parallel.core.dtensor import shards
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.numbers import gather_numbers
 from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.core.redistribute.groups import group_of
 
@@ -61,12 +61,7 @@ def _all_shapes(local: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
     mesh = layout.mesh
     assert mesh is not None, "the callers see to a mesh"
     ranks = tuple(sorted(layout.rank_list))
-    mine = torch.zeros(_MOST_DIMS + 1, dtype=torch.int64)
-    mine[0] = local.dim()
-    mine[1 : 1 + local.dim()] = torch.tensor(tuple(local.shape), dtype=torch.int64)
+    mine = [local.dim(), *local.shape, *[0] * (_MOST_DIMS - local.dim())]
     device = "cpu" if mesh.device_type == "cpu" else local.device  # not meta: its values are read
-    gathered = torch.empty(len(ranks) * len(mine), dtype=torch.int64, device=device)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, mine.to(device), group=group_of(ranks, layout.alias_name, mesh))
-    rows = dict(zip(ranks, gathered.view(len(ranks), -1).tolist(), strict=True))
+    rows = dict(zip(ranks, gather_numbers(mine, group_of(ranks, layout.alias_name, mesh), device), strict=True))
     return [tuple(rows[rank][1 : 1 + rows[rank][0]]) for rank in layout.rank_list]

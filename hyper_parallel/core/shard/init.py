@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -49,6 +50,8 @@ def init_parameters(
     that come from the shape come from the global one. What needs other ranks' elements (`orthogonal_`, a norm) raises,
     unless the parameter is not split. A parameter under several names is filled once, by the module that has it first.
 
+    Under torch's FakeTensorMode, where no tensor has values, this fills nothing.
+
     Args:
         model: whose parameters may be on meta, DTensors or both; those that have values get new ones, in their place.
         seed: 0 or more.
@@ -66,6 +69,8 @@ def init_parameters(
             parameter or buffer that was on meta and that nothing fills; an operation that parts do not allow.
     """
     _check(model, seed, init_fn)
+    if detect_fake_mode() is not None:
+        return model  # tensors have no values here
     target = _device(model, device)
     homes = _homes(model, int(seed))
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # tables are the same on every device
