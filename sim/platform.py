@@ -39,4 +39,4 @@ def provide(device_type: str | None) -> Platform | None:
     context = current_context()
     if context is None or device_type not in (None, "cpu", context.world.map_device):
         return None
-    return SimPlatform(context.world.device, context.world.map_device)
+    return context.world.platform()

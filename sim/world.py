@@ -23,6 +23,7 @@ from sim.errors import RankLost, RankStopped, SimError, rank_failed, ranks_phras
 from sim.faults import Fault
 from sim.faults.hooks import Faults
 from sim.group import Group, Message, Slot
+from sim.platform import SimPlatform
 from sim.process_group import SimProcessGroup
 from sim.scheduler import RankThread, Scheduler
 from sim.script.failure import device_hint, exit_hint
@@ -222,7 +223,7 @@ class World:
         self.world_size = world_size
         self.seed = seed
         self._schedule = None if schedule is None else iter(tuple(schedule))
-        self.trace = Trace(world_size)
+        self.trace = self._new_trace()
         self.pricing = pricing or Pricing(None)
         self.digest: Callable[[Sequence[torch.Tensor]], str] | None = None
         self.check_races = check_races
@@ -230,7 +231,7 @@ class World:
         self.meetings = replicas.Meetings()
         self._clocks = [0.0] * world_size
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
-        self.store = SharedStore(self)
+        self.store = self._new_store()
         self.scheduler: Scheduler = self._new_scheduler()
         ordered = "" if schedule is None else f", schedule={list(schedule)}"
         self.replay = f"sim.run(..., world_size={world_size}, seed={seed}{ordered})"
@@ -249,9 +250,30 @@ class World:
         self._process_threads = 1
         self._life = "new"  # then "alive", "running" and "alive" in turns, "ended"
         base = {k: v for k, v in os.environb.items() if not k.startswith(b"TORCHELASTIC_")}
-        self.contexts = [RankContext(self, rank, base | self._torchrun_variables(rank)) for rank in range(world_size)]
+        self.contexts = [self._new_context(rank, base | self._torchrun_variables(rank)) for rank in self._living()]
         self.faults = Faults(self)
         self.faults.add(*faults)
+
+    # What a world of which not every rank is run does in another way.
+
+    def _living(self) -> Sequence[int]:
+        return range(self.world_size)
+
+    def _new_store(self) -> SharedStore:
+        return SharedStore(self)
+
+    def _new_trace(self) -> Trace:
+        return Trace(self.world_size)
+
+    def _new_context(self, rank: int, environment: dict[bytes, bytes]) -> RankContext:
+        return RankContext(self, rank, environment)
+
+    def _new_group(self, name: str, ranks: tuple[int, ...]) -> Group:
+        return Group(self, name, ranks)
+
+    def platform(self) -> SimPlatform:
+        """What ranks are answered that ask for their device."""
+        return SimPlatform(self.device, self.map_device)
 
     def _torchrun_variables(self, rank: int) -> dict[bytes, bytes]:
         size = str(self.world_size)
@@ -277,7 +299,7 @@ class World:
             raise SimError(f"this world has {_PAST[self._life]}\n  try: make a new one: with sim.world(...) as w")
         torch_seams.install(self)
         try:
-            self._workers = threads.lease(self.world_size)
+            self._workers = threads.lease(len(self.contexts))
         except BaseException:
             torch_seams.uninstall(self)
             raise
@@ -462,7 +484,7 @@ class World:
         key = (name, ranks, context.generation)
         group = self.groups.get(key)
         if group is None:
-            group = self.groups[key] = Group(self, name, ranks)
+            group = self.groups[key] = self._new_group(name, ranks)
             if context.faults is not None:
                 context.faults.losses.note_group(group)
         process_group = SimProcessGroup(context, group, ranks.index(context.rank))

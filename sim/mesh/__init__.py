@@ -1,0 +1,47 @@
+"""Estimate memory and time of a training step on any number of devices, from the code that trains.
+
+>>> from hyper_parallel.trainer.parallel_dims import ParallelDims
+>>> import sim.mesh
+>>> est = sim.mesh.estimate("llama-tiny", ParallelDims(tp=2, world_size=2), batch=2, seq_len=64, hardware="h100-sxm")
+>>> est.memory.fits()
+True
+"""
+
+from sim.mesh.cost import UnknownOperation
+from sim.mesh.custom import Custom
+from sim.mesh.estimate import Estimate, Quantity, estimate, price
+from sim.mesh.hardware import Hardware, find_hardware, hardware_names
+from sim.mesh.job import Job
+from sim.mesh.models import find_model, model_names
+from sim.mesh.pricing.calibration import Calibration, load_calibration
+from sim.mesh.recipe import Recipe
+from sim.mesh.routing import Routing
+from sim.mesh.search import SearchResult, search
+from sim.mesh.tracing.trace import trace
+
+__all__ = [
+    # What a step needs
+    "estimate",
+    "Estimate",
+    "Quantity",
+    "search",
+    "SearchResult",
+    # What is estimated
+    "Recipe",
+    "Routing",
+    "Custom",
+    "find_model",
+    "model_names",
+    # On what
+    "Hardware",
+    "find_hardware",
+    "hardware_names",
+    "Calibration",
+    "load_calibration",
+    # In two steps: what depends on the program, and what on the hardware
+    "Job",
+    "trace",
+    "price",
+    # What can go wrong
+    "UnknownOperation",
+]

@@ -1,0 +1,282 @@
+"""Prices: seconds of each operation and communication of a program on a hardware.
+
+>>> from sim.mesh.hardware import find_hardware
+>>> from sim.mesh.program import Op
+>>> pricing = Pricing(find_hardware("h100-sxm"))
+>>> matmul = Op("aten.mm", "matmul", 2 * 4096**3, (), (), "bfloat16", (1, 4096, 4096, 4096), 0, 0)
+>>> price = pricing.op(matmul)
+>>> 150e-6 < price.seconds < 200e-6, price.grade, price.bound
+(True, 'calibrated', 'compute')
+
+An operation of a kind without a price is an :class:`UnknownOperation`: nothing is taken to be free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor.messages import explain
+from sim.mesh.hardware import Hardware
+from sim.mesh.pricing.calibration import Calibration, load_calibration
+from sim.mesh.pricing.comm_cost import (
+    COLLECTIVES,
+    Links,
+    Placement,
+    Spread,
+    collective_seconds,
+    message_seconds,
+    spread_of,
+)
+from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_seconds, stream_seconds
+from sim.mesh.pricing.hardware_file import GRADES
+from sim.mesh.program import Comm, Event, Group, Op
+
+__all__ = ["Placement", "Price", "Pricing", "UnknownOperation", "weakest"]
+
+_ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "fp8": 1}
+_STREAMED = {"memory": "stream", "random": "random", "optimizer": "optimizer", "fused": "fused"}
+
+
+class UnknownOperation(ValueError):
+    """An operation or communication that there is no price for."""
+
+
+def weakest(*grades: str) -> str:
+    """Return the weakest of some evidence grades.
+
+    >>> weakest("measured", "assumed", "datasheet")
+    'assumed'
+    """
+    return max(grades, key=GRADES.index)
+
+
+def _of_curve(curve: str, figure: str) -> str:
+    """Return the grade of a share that was measured or fitted, of a figure of the device: a datasheet's is as good."""
+    if curve == figure == "measured" or figure == "assumed":
+        return figure
+    return "calibrated" if curve in ("measured", "calibrated") else weakest(curve, figure)
+
+
+class Pricing:
+    """Seconds of operations and communication on a hardware.
+
+    Args:
+        hardware: what it runs on.
+        calibration: figures of kernels and links; None: those of ``sim/mesh/data``.
+        attention: kernels of attention, where a program does not say: ``flash1``, ``flash2``, ``flash3``, ``cudnn``;
+            None: what torch takes on the device.
+        graphs: whether the host replays captured graphs, instead of issuing each operation.
+        tp_overlap: whether communication along ``tp`` is cut in parts that go along with the matmuls beside it; then
+            only a share of its seconds is counted (``hidden`` of ``[overlap]`` is the rest).
+        placement: which slot of the cluster a rank has; None: ranks are counted node by node.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        calibration: Calibration | None = None,
+        *,
+        attention: str | None = None,
+        graphs: bool = False,
+        tp_overlap: bool = False,
+        placement: Placement | None = None,
+    ) -> None:
+        self.hardware = hardware
+        self.calibration = calibration or load_calibration()
+        self.placement = placement
+        self.graphs = graphs
+        overlap = self.calibration.of(hardware, "overlap", hardware.family)
+        self._tp_counted = 1.0 - float(overlap.get("hidden", 0.0)) if tp_overlap else 1.0
+        self._matmul = self.calibration.of(hardware, "matmul", hardware.family)
+        self._memory = self.calibration.of(hardware, "memory", hardware.family)
+        self._attention = self.calibration.of(hardware, "attention", hardware.family)
+        self._kernels = attention or str(self._attention.get("default", "flash2"))
+        self._check_kernels(self._kernels)
+        self._fabric = self.calibration.of(hardware, "fabric", hardware.fabric)
+        self.links = Links(
+            intra=hardware.value("intra.bandwidth"),
+            mesh=hardware.topology == "mesh",
+            devices=hardware.devices_per_node,
+            in_switch=hardware.figures["intra.in_switch"].value if "intra.in_switch" in hardware.figures else None,
+            in_switch_from=hardware.value("intra.in_switch_from", 2),
+            inter=hardware.value("inter.bandwidth"),
+            taper=hardware.value("inter.taper", 0.0),
+            curves=self.calibration.of(hardware, "links", hardware.links),
+            fabric=self._fabric,
+        )
+        host = self.calibration.of(hardware, "host")
+        self._op_seconds = float(host["graphs_us"]) * 1e-6 if graphs else self._host(host, "op")
+        self._comm_seconds = float(host["graphs_us"]) * 1e-6 if graphs else self._host(host, "collective")
+        self._prices: dict[Any, Price] = {}
+        self._spreads: dict[int, tuple[Sequence[int], Spread]] = {}
+
+    def _host(self, section: Mapping[str, Any], name: str) -> float:
+        own = self.hardware.value(f"host.{name}")
+        return float(section[f"{name}_us"]) * 1e-6 if f"{name}_us" in section else own
+
+    # -- operations -------------------------------------------------------------------------------------------------
+
+    def op(self, op: Op) -> Price:
+        """Return the price of an operation.
+
+        Raises:
+            UnknownOperation: it is of a kind that has none; the message names it.
+        """
+        moved = 0 if op.kind in ("attention", "attention_backward", "host") else op.bytes
+        key = (op.name, op.kind, op.flops, op.shape, op.dtype, moved)
+        price = self._prices.get(key)
+        if price is None:
+            price = self._prices[key] = self._price(op, moved)
+        return price
+
+    def _price(self, op: Op, moved: int) -> Price:
+        if op.kind == "host":
+            return Price(0.0, "measured", "host")
+        if op.kind == "matmul" and op.shape:
+            return self._matmul_price(op.shape, op.dtype, op.flops, moved)
+        if op.kind in ("attention", "attention_backward") and op.shape:
+            return self._attention_price(op)
+        if op.kind in _STREAMED:
+            curve = self._memory
+            share = "softmax" if "softmax" in op.name and op.kind == "memory" else _STREAMED[op.kind]
+            seconds, bound = stream_seconds(curve, moved, self.hardware.memory_bandwidth, share)
+            grade = _of_curve(curve["grade"], self.hardware.grade("device.bandwidth"))
+            if op.flops:  # a kernel that does compute: no faster than its arithmetic
+                arithmetic = op.flops / (self._matmul["cap"] * self.hardware.peak(op.dtype))
+                seconds, bound = (arithmetic, "compute") if arithmetic > seconds else (seconds, bound)
+            return Price(seconds, grade, bound, float(curve.get("spread", 0)))
+        if op.flops and op.kind in ("matmul", "attention", "attention_backward"):  # of no known shape: a plain roofline
+            cap = self._matmul["cap"] * float(self._matmul.get("sustained", 1))
+            arithmetic = op.flops / (cap * self.hardware.peak(op.dtype))
+            memory = op.bytes / (self._memory["stream"] * self.hardware.memory_bandwidth)
+            seconds = self._matmul["floor_us"] * 1e-6 + max(arithmetic, memory)
+            return Price(seconds, "assumed", "compute" if arithmetic > memory else "memory", 0.3)
+        asked = f"cannot price the operation {op.name!r}"
+        blame = f"its kind is {op.kind!r}, which says neither how much it computes nor what it moves"
+        seen = f"dtype: {op.dtype}   reads and writes: {op.bytes} bytes"
+        hint = "give it a kind in sim/mesh/tracing/kinds.py, or build the model of operations that have one"
+        raise UnknownOperation(explain(asked, blame, seen, hint))
+
+    def _matmul_price(self, shape: tuple[int, ...], dtype: str, flops: int, moved: int) -> Price:
+        hardware, curve = self.hardware, self._matmul
+        name = hardware.computed_as(dtype)
+        if name in curve:
+            curve = {**curve, **curve[name]}
+        peak, bandwidth = hardware.peak(dtype), hardware.memory_bandwidth
+        seconds, bound = matmul_seconds(curve, shape, peak, hardware.cores, _ITEM[name], bandwidth)
+        batch, m, n, k = shape
+        if moved:  # operands that are broadcast, or read in another dtype
+            memory = moved / (curve["stream"] * bandwidth) + curve["floor_us"] * 1e-6
+            seconds, bound = (memory, "memory") if memory > seconds * 1.5 else (seconds, bound)
+        if flops > 2.2 * batch * m * n * k:  # two products in one operation, as in a convolution's backward
+            seconds *= flops / (2.0 * batch * m * n * k)
+        grade = _of_curve(curve["grade"], hardware.grade(f"peak.{name}"))
+        return Price(seconds, grade, bound, float(curve.get("spread", 0)))
+
+    def _attention_price(self, op: Op) -> Price:
+        kernels = "cudnn" if "cudnn" in op.name and "cudnn" in self._attention else self._kernels
+        curve = {**self._attention, **self._attention[kernels]}
+        peak = self.hardware.peak(op.dtype)
+        sustained = float(self._matmul.get("sustained", 1))
+        backward = op.kind == "attention_backward"
+        seconds, bound = attention_seconds(curve, op.shape, peak, backward=backward, sustained=sustained)
+        grade = _of_curve(curve["grade"], self.hardware.grade(f"peak.{self.hardware.computed_as(op.dtype)}"))
+        return Price(seconds, grade, bound, float(curve.get("spread", 0)))
+
+    def _check_kernels(self, kernels: str) -> None:
+        known = [name for name, value in self._attention.items() if isinstance(value, Mapping)]
+        if kernels not in known:
+            asked = f"cannot price attention of {kernels!r} kernels on {self.hardware.name}"
+            raise ValueError(explain(asked, "it has no figures of them", f"known: {', '.join(known)}", repr(known[0])))
+
+    # -- communication ----------------------------------------------------------------------------------------------
+
+    def comm(self, comm: Comm, group: Group, sharing: float = 1.0, *, rank: int | None = None) -> Price:
+        """Return the price of a communication.
+
+        Args:
+            comm: what is communicated.
+            group: who takes part.
+            sharing: how many communications of other axes share its links.
+            rank: that it was recorded on, to tell whether the peer of a message is on its node; None: it is not.
+
+        Raises:
+            UnknownOperation: an operation that there is no price for.
+        """
+        if comm.op in ("send", "recv", "isend", "irecv"):
+            same = self._same_node(rank, comm.peer)
+            spread = Spread(2, 1, 2) if same else Spread(2, 2, 1)
+            key: Any = (comm.op, comm.size, same, sharing)
+        elif comm.op in COLLECTIVES:
+            spread, same = self._spread(group.ranks), False
+            key = (comm.op, comm.size, comm.moved, comm.messages, spread, sharing)
+        else:
+            asked = f"cannot price the communication {comm.op!r}"
+            seen = f"group: {group.axis} of {len(group.ranks)} ranks   {comm.size} bytes"
+            raise UnknownOperation(explain(asked, "it has none", seen, f"one of {', '.join(COLLECTIVES)}, send, recv"))
+        price = self._prices.get(key)
+        if price is None:
+            price = self._prices[key] = self._comm_price(comm, spread, same, sharing)
+        if self._tp_counted != 1.0 and group.axis == "tp":
+            return price._replace(seconds=price.seconds * self._tp_counted)
+        return price
+
+    def _comm_price(self, comm: Comm, spread: Spread, same: bool, sharing: float) -> Price:
+        links, hardware = self.links, self.hardware
+        if comm.op not in COLLECTIVES:
+            seconds, bound = message_seconds(links, comm.size * sharing, same_node=same)
+            curve = links.curves.get("send", links.curve("all_gather")) if same else self._fabric
+        elif spread.ranks == 1:  # a copy
+            seconds, bound = stream_seconds(self._memory, 2.0 * comm.size, hardware.memory_bandwidth)
+            curve = self._memory
+        else:
+            exchange = COLLECTIVES[comm.op] == "exchange"
+            moved = comm.moved * sharing if exchange else None
+            seconds, bound = collective_seconds(links, comm.op, comm.size * sharing, spread, moved)
+            curve = links.curve(comm.op) if spread.nodes == 1 else self._fabric
+        if comm.messages > 1:
+            seconds += (comm.messages - 1) * float(self._fabric.get("each_message_us", 0)) * 1e-6
+        grade = _of_curve(curve["grade"], hardware.grade("intra.bandwidth" if spread.nodes == 1 else "inter.bandwidth"))
+        return Price(seconds, grade, bound, float(curve.get("spread", 0)))
+
+    def _same_node(self, rank: int | None, peer: int | None) -> bool:
+        if rank is None or peer is None:
+            return self.hardware.devices_per_node > 8  # a SuperPoD: all are neighbours
+        return spread_of((rank, peer), self.hardware.devices_per_node, self.placement).nodes == 1
+
+    def _spread(self, ranks: Sequence[int]) -> Spread:
+        known = self._spreads.get(id(ranks))
+        if known is None or known[0] is not ranks:
+            known = (ranks, spread_of(ranks, self.hardware.devices_per_node, self.placement))
+            self._spreads[id(ranks)] = known
+        return known[1]
+
+    def link(self, group: Group) -> str:
+        """Return which links a group uses: communications of groups that use the same ones share them."""
+        return "inter" if self.crosses_nodes(group) else "intra"
+
+    @property
+    def overlap_slowdown(self) -> float:
+        """How much longer kernels take while a communication is under way: it takes cores and bandwidth from them."""
+        return float(self.calibration.of(self.hardware, "overlap", self.hardware.family).get("slowdown", 1.0))
+
+    def crosses_nodes(self, group: Group) -> bool:
+        """Tell whether a group lies on more than one node."""
+        return self._spread(group.ranks).nodes > 1
+
+    # -- host -------------------------------------------------------------------------------------------------------
+
+    def host_seconds(self, event: Event) -> float:
+        """Return the host's time to issue an event; waits and memory cost it next to nothing."""
+        if isinstance(event, Op):
+            return self._op_seconds
+        if isinstance(event, Comm):
+            return self._comm_seconds
+        return 0.0
+
+    def interval(self, price: Price) -> tuple[float, float]:
+        """Return the 80 % interval of the seconds of a price."""
+        factor = math.exp(1.2816 * price.spread)
+        return price.seconds / factor, price.seconds * factor

@@ -1,0 +1,349 @@
+"""Does it fit, how long is a step, where does the time go, and how sure is that."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.mesh.cost import Pricing, weakest
+from sim.mesh.hardware import Hardware, find_hardware
+from sim.mesh.job import PLACEMENT, Job
+from sim.mesh.memory import ClassMemory, replay_memory
+from sim.mesh.models import find_model
+from sim.mesh.pricing.calibration import Calibration, load_calibration
+from sim.mesh.program import Program
+from sim.mesh.recipe import Recipe
+from sim.mesh.replay.allocator import PLAIN, AllocatorRules
+from sim.mesh.replay.pieces import Evidence
+from sim.mesh.replay.player import RankTime
+from sim.mesh.timeline import Timeline, replay_time
+from sim.mesh.tracing.trace import trace
+
+__all__ = ["Estimate", "MemoryEstimate", "Quantity", "TimeEstimate", "Timelines", "estimate", "price"]
+
+_Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A figure, how sure it is, and what it rests on.
+
+    Attributes:
+        value: the figure.
+        low: lower end of the interval that is to hold the truth in 80 of 100 cases.
+        high: its upper end.
+        grade: of the weakest evidence that matters: measured, calibrated, datasheet or assumed.
+    """
+
+    value: float
+    low: float
+    high: float
+    grade: str
+
+    def __float__(self) -> float:
+        return self.value
+
+    @classmethod
+    def spread_by(cls, value: float, spread: float, grade: str) -> Quantity:
+        """Return a figure whose logarithm has a standard deviation.
+
+        >>> Quantity.spread_by(100.0, 0.1, "calibrated").high > 110
+        True
+        """
+        factor = math.exp(_Z80 * spread)
+        return cls(value, value / factor, value * factor, grade)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of each class of ranks, in bytes.
+
+    Attributes:
+        classes: one for each place along the pipeline.
+        limit: what the device's allocator can have.
+        spread: relative standard deviation of what is reserved.
+    """
+
+    classes: tuple[ClassMemory, ...]
+    limit: int
+    spread: float
+
+    @property
+    def fullest(self) -> ClassMemory:
+        """The class that reserves most."""
+        return max(self.classes, key=lambda one: one.peak_reserved)
+
+    @property
+    def peak(self) -> int:
+        """Allocated at most, by any rank."""
+        return max(one.peak_allocated for one in self.classes)
+
+    @property
+    def reserved(self) -> int:
+        """Reserved at most, by any rank."""
+        return max(one.peak_reserved for one in self.classes)
+
+    @property
+    def interval(self) -> Quantity:
+        """What is reserved at most, with its 80 % interval."""
+        return Quantity.spread_by(float(self.reserved), self.spread, "calibrated")
+
+    def fits(self, limit_bytes: int | None = None) -> bool:
+        """Tell whether every rank's allocated memory, and what lies outside of the allocator, are within a limit.
+
+        Args:
+            limit_bytes: None: what the device has.
+        """
+        limit = self.limit if limit_bytes is None else limit_bytes
+        return all(one.peak_reserved + one.context_bytes <= limit and not one.missing for one in self.classes)
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Where a step's time goes, in seconds, on the slowest class of ranks.
+
+    Attributes:
+        step: from one step's end to the next one's.
+        compute: at least one stream computes.
+        exposed: by axis: nothing computes, as it waits for communication.
+        bubble: nothing computes, as other stages have not got there.
+        optimizer: of all that, in the optimizer.
+        host: nothing computes, as the host has not issued it.
+        mfu: model FLOPs (attention counted in full, recomputation not) over what the devices could do in the dtype that
+            is computed in.
+        tokens_per_second_per_device: of a step, over all devices.
+    """
+
+    step: Quantity
+    compute: Quantity
+    exposed: Mapping[str, Quantity]
+    bubble: Quantity
+    optimizer: Quantity
+    host: Quantity
+    mfu: Quantity
+    tokens_per_second_per_device: Quantity
+
+
+@dataclass
+class Timelines:
+    """A timeline, with the memory that goes along with it."""
+
+    timeline: Timeline
+    memory: tuple[ClassMemory, ...]
+    title: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("timeline", "memory", "title"):
+            raise AttributeError(name)
+        return getattr(self.timeline, name)
+
+    def to_chrome(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline for https://ui.perfetto.dev, with the memory as counters."""
+        self.timeline.to_chrome(path, self.memory)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw it, ``.png``, ``.svg`` or ``.pdf``: computation, communication, what of it is exposed, and memory."""
+        self.timeline.plot(path, self.memory, self.title)
+
+
+@dataclass
+class Estimate:
+    """What a step needs.
+
+    Attributes:
+        job: what was estimated.
+        hardware: what it runs on.
+        memory: by class of ranks.
+        time: of a step.
+        timeline: of the streams of each class of ranks.
+        programs: what each class of ranks does.
+    """
+
+    job: Job
+    hardware: Hardware
+    memory: MemoryEstimate
+    time: TimeEstimate
+    timeline: Timelines
+    programs: list[Program] = field(repr=False)
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self.job.model
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The degrees of parallelism."""
+        return self.job.dims
+
+    @property
+    def recipe(self) -> Recipe:
+        """How it is trained."""
+        return self.job.recipe
+
+    @property
+    def batch(self) -> int:
+        """Sequences per step on each data-parallel rank."""
+        return self.job.batch
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return self.job.seq_len
+
+    def explain(self, check: int = 0) -> str:
+        """Say in words what takes the time and the memory, how sure that is, and what to change.
+
+        Args:
+            check: how many of the changes to estimate, too.
+        """
+        from sim.mesh.explain import explain
+
+        return explain(self, check)
+
+
+def estimate(
+    model: Any,
+    dims: ParallelDims,
+    batch: int,
+    seq_len: int,
+    hardware: str | Path | Hardware,
+    recipe: Recipe | None = None,
+    *,
+    placement: Sequence[str] = PLACEMENT,
+    layers_per_stage: Sequence[int] | None = None,
+    calibration: Calibration | None = None,
+) -> Estimate:
+    """Estimate memory and time of a training step on any number of devices, without any of them.
+
+    >>> from sim.mesh.estimate import estimate
+    >>> est = estimate("llama-tiny", ParallelDims(dp_shard=4, world_size=4), batch=2, seq_len=64, hardware="h100-sxm")
+    >>> est.memory.fits(), est.time.step.low < est.time.step.value < est.time.step.high
+    (True, True)
+
+    The real model, plan and engine run on tensors without values, one rank of each kind; what they do is priced by
+    the calibrated figures of the hardware, and replayed. It costs seconds, whatever the number of devices.
+
+    Args:
+        model: a name (:func:`sim.mesh.model_names`), a config of `hyper_parallel.models`, or :class:`sim.mesh.Custom`.
+        dims: the degrees of parallelism.
+        batch: sequences per step on each data-parallel rank: the global batch over dp_replicate * dp_shard * ep.
+        seq_len: tokens of a sequence.
+        hardware: a name (:func:`sim.mesh.hardware_names`), the path of a TOML file, or a :class:`sim.mesh.Hardware`.
+        recipe: precision, recomputation, sharding, schedule.
+        placement: axes from the outermost to the innermost: how ranks are numbered over the devices of the nodes. By
+            default tp neighbours share a node and pipelines reach over nodes, as launchers of large runs place them;
+            the mesh of `ParallelDims` itself counts along pp first.
+        layers_per_stage: of a pipeline; None: balanced.
+        calibration: figures to price with; None: those of the package.
+
+    Raises:
+        ValueError: degrees, sizes or names that do not fit; sizes in the model that depend on values.
+        UnknownOperation: an operation that there is no price for.
+    """
+    told = tuple(placement)
+    sizes = None if layers_per_stage is None else tuple(layers_per_stage)
+    found = find_hardware(hardware)
+    job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, told, sizes)
+    return price(trace(job), job, found, calibration)
+
+
+def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Calibration | None = None) -> Estimate:
+    """Estimate what has been traced already, on a hardware.
+
+    Args:
+        programs: what :func:`sim.mesh.tracing.trace.trace` has returned for the job.
+        job: what was traced.
+        hardware: to run it on.
+        calibration: figures to price with; None: those of the package.
+    """
+    figures = calibration or load_calibration()
+    general = figures.of(hardware, "estimate", hardware.family)
+    memory = _memory(programs, hardware, general)
+    pricing = Pricing(hardware, figures, graphs=job.recipe.graphs, tp_overlap=job.recipe.tp_overlap)
+    timeline = replay_time(programs, pricing)
+    time = _time(timeline, job, hardware, general)
+    title = f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
+    return Estimate(job, hardware, memory, time, Timelines(timeline, memory.classes, title), programs)
+
+
+def _memory(programs: list[Program], hardware: Hardware, general: Mapping[str, Any]) -> MemoryEstimate:
+    if hardware.family == "cpu":
+        rules = PLAIN
+    else:
+        rules = AllocatorRules(limit=hardware.allocatable_bytes)
+    classes = []
+    for program in programs:
+        groups = {(group.axis, tuple(group.ranks)) for group in program.groups if len(group.ranks) > 1}
+        context = hardware.context_bytes + len(groups) * hardware.bytes_per_group
+        classes.append(replay_memory(program, rules, context_bytes=context))
+    return MemoryEstimate(tuple(classes), hardware.memory_bytes, float(general.get("memory_spread", 0.05)))
+
+
+def _time(timeline: Timeline, job: Job, hardware: Hardware, general: Mapping[str, Any]) -> TimeEstimate:
+    slowest = timeline.slowest
+    nodes = max(1, -(-job.dims.world_size // hardware.devices_per_node))
+    factor = 1.0 + float(general.get("straggler", 0.0)) * math.log2(nodes)
+    grade, spread = _evidence(slowest)
+    model_spread = float(general.get("step_spread", 0.1))
+    total = math.hypot(spread, model_spread)
+
+    def part(seconds: float, names: Sequence[str]) -> Quantity:
+        own_grade, own_spread = _evidence(slowest, names)
+        return Quantity.spread_by(seconds * factor, math.hypot(own_spread, model_spread), own_grade)
+
+    step = Quantity.spread_by(timeline.step * factor, total, grade)
+    kinds = list(slowest.kinds)
+    tokens = job.tokens_per_step / job.dims.world_size
+
+    def rate(of: float) -> Quantity:
+        return Quantity(of / step.value, of / step.high, of / step.low, grade)
+
+    flops = job.model.flops_per_token(job.seq_len) * tokens
+    return TimeEstimate(
+        step=step,
+        compute=part(slowest.compute, kinds),
+        exposed={axis: part(seconds, [axis]) for axis, seconds in slowest.exposed.items() if seconds > 0},
+        bubble=part(slowest.bubble, kinds),
+        optimizer=part(slowest.optimizer, kinds),
+        host=part(slowest.host, []),
+        mfu=rate(flops / hardware.peak(job.recipe.param_dtype)),
+        tokens_per_second_per_device=rate(tokens),
+    )
+
+
+def _evidence(rank: RankTime, names: Sequence[str] | None = None) -> tuple[str, float]:
+    """The grade of the weakest evidence that makes up a tenth or more, and the spread of all of it.
+
+    What one kind of operation's price is off by is the same for all of the kind, and independent of other kinds.
+    """
+    evidence: Evidence = rank.evidence
+    chosen = evidence.seconds if names is None else {n: evidence.seconds[n] for n in names if n in evidence.seconds}
+    weight: dict[str, float] = {**rank.kinds, **rank.exposed}
+    total = sum(sum(by_grade.values()) for by_grade in chosen.values())
+    if not total:
+        return "assumed", 0.2
+    if names is None:
+        whole = sum(weight.get(name, 0.0) for name in chosen) or total
+        variance = 0.0
+        grades: dict[str, float] = {}
+        for name, by_grade in chosen.items():
+            seconds = sum(by_grade.values())
+            share = weight.get(name, 0.0) / whole
+            relative = evidence.spreads.get(name, 0.0) / seconds if seconds else 0.0
+            variance += (share * relative) ** 2
+            for grade, amount in by_grade.items():
+                grades[grade] = grades.get(grade, 0.0) + share * (amount / seconds if seconds else 0.0)
+        told = [grade for grade, share in grades.items() if share >= 0.1] or list(grades)
+        return weakest(*told), math.sqrt(variance)
+    spread = math.sqrt(sum(evidence.spreads.get(name, 0.0) ** 2 for name in chosen)) / total
+    amounts: dict[str, float] = {}
+    for by_grade in chosen.values():
+        for grade, amount in by_grade.items():
+            amounts[grade] = amounts.get(grade, 0.0) + amount
+    return weakest(*[grade for grade, amount in amounts.items() if amount >= 0.1 * total]), spread

@@ -1,0 +1,137 @@
+"""Predict published runs with the simulator, keeping the traces: what depends on the device is worked out anew."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from sim.mesh.cost import Pricing
+from sim.mesh.estimate import Estimate, price
+from sim.mesh.evidence.published import Case
+from sim.mesh.evidence.validate import Prediction
+from sim.mesh.hardware import Hardware, find_hardware
+from sim.mesh.job import Job
+from sim.mesh.models import find_model
+from sim.mesh.pricing.calibration import Calibration, load_calibration
+from sim.mesh.program import Program
+from sim.mesh.timeline import replay_time
+from sim.mesh.tracing.trace import trace
+
+__all__ = ["Simulator", "hardware_of", "job_of", "prediction_of", "programs_of", "seconds_of"]
+
+_PRICED = {
+    "advice", "allocator", "bounds", "calibration", "candidates", "chrome", "comm_cost", "compute_cost", "cost", "draw",
+    "estimate", "explain", "hardware", "hardware_file", "measure", "memory", "predict", "published", "relative",
+    "report", "search", "streams", "timeline", "validate", "validation", "words",
+}  # fmt: skip
+"""Modules that a trace does not depend on."""
+
+
+def job_of(case: Case) -> Job:
+    """Return what is traced of a case."""
+    return Job(find_model(case.model), case.dims, case.batch, case.seq_len, case.recipe)
+
+
+def hardware_of(case: Case, calibration: Calibration) -> Hardware:
+    """Return the description of a case's device, with the network of its cluster and the kernels of its time."""
+    hardware = find_hardware(case.hardware)
+    if case.attention_kernel is not None:
+        hardware = hardware.with_attention(case.attention_kernel)
+    share = float(calibration.section("framework", case.framework).get(hardware.family, 1.0))
+    if share != 1.0:
+        rate = float(calibration.of(hardware, "matmul", hardware.family).get("sustained", 1.0))
+        own = {**hardware.curves.get("matmul", {}), "sustained": share * rate}
+        hardware = replace(hardware, curves={**hardware.curves, "matmul": own})
+    return hardware if case.network is None else hardware.with_network(case.network, case.fabric)
+
+
+def figures_of(case: Case, calibration: Calibration) -> Calibration:
+    """Return the figures that hold for a case: its framework's host cost of an operation stands over the device's."""
+    own = calibration.section("framework", case.framework)
+    return calibration.replace({"host.op_us": own["op_us"]}) if "op_us" in own else calibration
+
+
+def programs_of(case: Case, folder: str | Path | None) -> list[Program]:
+    """Return the programs of a case, from the folder if they are there."""
+    if folder is None:
+        return trace(job_of(case))
+    said = (case.model, case.dims, case.batch, case.seq_len, case.recipe, _tracer())
+    path = Path(folder) / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.pickle"
+    if path.exists():
+        with path.open("rb") as file:
+            return list(pickle.load(file))
+    programs = trace(job_of(case))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    with partial.open("wb") as file:
+        pickle.dump(programs, file, protocol=5)
+    partial.replace(path)
+    return programs
+
+
+@cache
+def _tracer() -> str:
+    """Return a fingerprint of the code that traces: what it made before is not what it makes now."""
+    here = Path(__file__).parent.parent
+    files = sorted(path for path in here.rglob("*.py") if path.stem not in _PRICED)
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+class Simulator:
+    """Predicts cases.
+
+    Args:
+        folder: to keep traces in; None: they are not kept.
+        changes: of the calibration, by dotted name; see `Calibration.replace`.
+    """
+
+    def __init__(self, folder: str | Path | None = None, changes: Mapping[str, Any] | None = None) -> None:
+        self.folder, self.changes = folder, dict(changes or {})
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The figures of kernels and links that are used."""
+        return load_calibration().replace(self.changes)
+
+    def __call__(self, case: Case) -> Prediction:
+        """Return what is predicted of a case."""
+        programs = programs_of(case, self.folder)
+        beside = 2**30 * float(self.calibration.section("framework", case.framework).get("context_gib", 0.0))
+        figures = figures_of(case, self.calibration)
+        return prediction_of(beside, price(programs, job_of(case), hardware_of(case, figures), figures))
+
+
+def seconds_of(case: Case, programs: Sequence[Program], calibration: Calibration) -> float:
+    """Return the seconds of a step, and nothing of its memory."""
+    calibration = figures_of(case, calibration)
+    hardware = hardware_of(case, calibration)
+    pricing = Pricing(hardware, calibration, graphs=case.recipe.graphs, tp_overlap=case.recipe.tp_overlap)
+    nodes = max(1, -(-case.dims.world_size // hardware.devices_per_node))
+    straggler = float(calibration.of(hardware, "estimate", hardware.family).get("straggler", 0.0))
+    return replay_time(programs, pricing).step * (1 + straggler * math.log2(nodes))
+
+
+def prediction_of(beside: float, estimate: Estimate) -> Prediction:
+    """Return of an estimate what is compared.
+
+    Args:
+        beside: bytes that the framework takes outside of torch's allocator, or keeps in it for its own ends.
+        estimate: of the run.
+    """
+    memory, rate = estimate.memory, estimate.time.tokens_per_second_per_device
+    bytes_ = {
+        "allocated": memory.peak,
+        "reserved": memory.reserved,
+        "device": max(one.peak_reserved + one.context_bytes for one in memory.classes) + beside,
+        "first step": max(one.peak_reserved - one.by_category.get("optimizer", 0) for one in memory.classes),
+    }
+    factors = (1.0, memory.interval.low / memory.interval.value, memory.interval.high / memory.interval.value)
+    kinds = {kind: (value * factors[0], value * factors[1], value * factors[2]) for kind, value in bytes_.items()}
+    return Prediction((rate.value, rate.low, rate.high), kinds, memory.fits())

@@ -1,0 +1,278 @@
+"""Predicted against published: put rows of measurements through the estimator, and keep what comes out.
+
+    hyper-parallel validate rows.json
+    hyper-parallel validate --write docs/validation.md
+
+A row becomes a job (`published.py`), the job is traced and priced, and the outcome is compared with what was
+measured: tokens/s of a device, and peak memory of the kind that the row states. Traces know nothing of devices; they
+are kept in a folder, so that a second run with another calibration only prices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sim.mesh.evidence.published import Case, Row, Skipped, case_of, is_held_out, read_rows
+
+__all__ = [
+    "Compared",
+    "Outcome",
+    "Prediction",
+    "main",
+    "outcome_of",
+    "read_outcomes",
+    "run",
+    "validate",
+    "wanted",
+    "write_outcomes",
+]
+
+GIB = 2**30
+CACHE = Path("~/.cache/hyper-parallel/mesh").expanduser()
+"""Where traces are kept unless another folder is named."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was predicted of a run: (value, low, high) of an 80 % interval each.
+
+    Attributes:
+        tokens_per_second: of a device.
+        memory: bytes by kind: ``allocated``, ``reserved``, ``device``, ``first step``.
+        fits: whether every device has enough.
+    """
+
+    tokens_per_second: tuple[float, float, float]
+    memory: Mapping[str, tuple[float, float, float]]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A truth and its prediction, in tokens/s or GiB."""
+
+    truth: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """Signed, as a part of the truth."""
+        return self.predicted / self.truth - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the truth lies in the interval."""
+        return self.low <= self.truth <= self.high
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a row.
+
+    Attributes:
+        id: of the row.
+        source: where it was published.
+        group: what it may be ordered within: source, device and model.
+        text: the configuration in one line.
+        is_held_out: whether no fit has seen it.
+        speed: tokens/s of a device; None: not measured, or not predicted.
+        memory: GiB; None likewise.
+        memory_kind: what the row states of it.
+        notes: where the job is not quite the run.
+        reason: why there is no prediction; empty: there is one.
+        is_oom: the run was out of memory; with `fits`.
+        fits: whether the prediction says that it has enough.
+    """
+
+    id: str
+    source: str
+    group: str
+    text: str
+    is_held_out: bool
+    speed: Compared | None = None
+    memory: Compared | None = None
+    memory_kind: str = ""
+    notes: tuple[str, ...] = ()
+    reason: str = ""
+    is_oom: bool = False
+    fits: bool | None = None
+
+
+Predict = Callable[[Case], Prediction]
+
+
+def outcome_of(row: Row, predict: Predict) -> Outcome:
+    """Predict a row and compare; what goes wrong becomes the outcome's reason."""
+    case = case_of(row)
+    blank = Outcome(
+        str(row["id"]),
+        str(row.get("source", "")),
+        f"{row.get('source', '')} | {row.get('hw_device', '')} | {row.get('model', '')}",
+        _text_of(row),
+        is_held_out(row),
+    )
+    if isinstance(case, Skipped):
+        return dataclasses.replace(blank, reason=f"cannot be said: {case.reason}")
+    truth = case.measured
+    try:
+        predicted = predict(case)
+    except Exception as error:  # one row's failure is a line of the report and not the end of it
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        return dataclasses.replace(
+            blank, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:160]} ({where})"
+        )
+    speed = None
+    if truth.tokens_per_second is not None:
+        speed = Compared(truth.tokens_per_second, *predicted.tokens_per_second)
+    memory = None
+    if truth.memory is not None:
+        value, low, high = (bytes_ / GIB for bytes_ in predicted.memory[truth.memory_kind])
+        memory = Compared(truth.memory / GIB, value, low, high)
+    kind = truth.memory_kind if memory is not None else ""
+    return dataclasses.replace(
+        blank, speed=speed, memory=memory, memory_kind=kind, notes=case.notes, is_oom=truth.is_oom, fits=predicted.fits
+    )
+
+
+def wanted(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows that state enough to be compared: measured runs whose inputs of first order are known."""
+    return [
+        row for row in rows if row.get("kind") != "analytic" and (row.get("predict_time") or row.get("predict_mem"))
+    ]
+
+
+def run(rows: Sequence[Row], predict: Predict, *, processes: int = 2) -> Iterator[Outcome]:
+    """Yield the outcome of each row, in their order.
+
+    Args:
+        rows: see `read_rows`.
+        predict: what predicts; with more than one process it must be picklable.
+        processes: that work at the same time.
+    """
+    one = partial(outcome_of, predict=predict)
+    if processes == 1:
+        yield from map(one, rows)
+        return
+    # Fresh interpreters: a fork would take over this one's threads and torch's state.
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=50) as pool:
+        yield from pool.imap(one, rows, chunksize=1)
+
+
+def _text_of(row: Row) -> str:
+    """Return the configuration of a row in a line."""
+    degrees = [f"{key}{row[key]}" for key in ("tp", "cp", "pp", "ep") if (row.get(key) or 1) > 1]
+    device = str(row.get("hw_device", "")).split(" (")[0]
+    parts = [f"{row['n_devices']}x {device}", str(row.get("model", "")), *degrees, f"seq {row['seq_len']}"]
+    parts.append(f"batch {row.get('global_batch')} by {row.get('micro_batch')}")
+    for key in ("ac_policy", "fp8"):
+        if row.get(key):
+            parts.append(str(row[key]).split(" (")[0].split(":")[0])
+    return ", ".join(parts + (["compiled"] if row.get("compile") else []))
+
+
+# Outcomes in a file
+
+
+def write_outcomes(outcomes: Iterable[Outcome], path: str | Path) -> None:
+    """Write outcomes as JSON lines, figures to five digits."""
+    lines = [json.dumps(_rounded(dataclasses.asdict(outcome)), separators=(",", ":")) for outcome in outcomes]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_outcomes(path: str | Path) -> list[Outcome]:
+    """Read what `write_outcomes` has written."""
+    outcomes = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        said = json.loads(line)
+        for key in ("speed", "memory"):
+            said[key] = None if said[key] is None else Compared(**said[key])
+        outcomes.append(Outcome(**{**said, "notes": tuple(said["notes"])}))
+    return outcomes
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return value
+
+
+def validate(
+    file: str | Path | None = None,
+    *,
+    write: str | Path | None = None,
+    cache: str | Path | None = CACHE,
+    processes: int = 2,
+    progress: Callable[[int, int, Outcome], None] | None = None,
+) -> str:
+    """Validate rows, and return the report as markdown.
+
+    Args:
+        file: of rows; None: those of the package.
+        write: also write the report here, and the outcomes beside it, ending in ``.jsonl``.
+        cache: folder to keep traces in; None: they are not kept.
+        processes: that work at the same time.
+        progress: called with how many rows are done, of how many, and the last outcome.
+
+    Raises:
+        ValueError: the file holds no rows.
+    """
+    from sim.mesh.evidence.predict import Simulator
+    from sim.mesh.evidence.validation import fitted, page
+
+    rows = wanted(read_rows(file))
+    outcomes = []
+    for outcome in run(rows, Simulator(cache), processes=processes):
+        outcomes.append(outcome)
+        if progress is not None:
+            progress(len(outcomes), len(rows), outcome)
+    named = "" if file is None else f" {file}"
+    command = f"hyper-parallel validate{named} --write {write or 'docs/validation.md'}"
+    text = page(outcomes, command, fitted())
+    if write is not None:
+        Path(write).write_text(text, encoding="utf-8")
+        write_outcomes(outcomes, Path(write).with_suffix(".jsonl"))
+    return text
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line: print the report's summary, and write the page if asked to; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="hyper-parallel validate", description="Predicted against published.")
+    parser.add_argument("file", nargs="?", help="rows: a JSON list, or JSON lines; default: those of the package")
+    parser.add_argument("--write", metavar="PAGE", help="write the page here, and the outcomes beside it")
+    parser.add_argument("--cache", metavar="FOLDER", default=CACHE, help="where traces are kept")
+    parser.add_argument("--processes", type=int, default=2, help="that work at the same time")
+    options = parser.parse_args(args)
+
+    def progress(done: int, count: int, outcome: Outcome) -> None:
+        errors = [f"{one.error:+.1%}" for one in (outcome.speed, outcome.memory) if one is not None]
+        told = outcome.reason or " ".join(errors)
+        print(f"{done}/{count} {outcome.id} {outcome.text}: {told}", file=sys.stderr, flush=True)
+
+    try:
+        text = validate(
+            options.file,
+            write=options.write,
+            cache=options.cache,
+            processes=options.processes,
+            progress=progress,
+        )
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text.split("\n## The worst rows")[0])
+    return 0

@@ -1,0 +1,234 @@
+"""What outcomes of a validation say: errors by source, order of configurations, coverage; and the page about it."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sim.mesh.evidence.conventions import FOLDER, tomllib
+from sim.mesh.evidence.validate import Compared, Outcome
+
+__all__ = ["Summary", "fitted", "ordered_pairs", "page", "summary"]
+
+FIT = FOLDER.parent / "fit.toml"
+APART = 0.05
+"""Configurations whose truths are nearer than this are not asked to be in order."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The errors of some rows, as parts of the truth.
+
+    Attributes:
+        count: rows.
+        median: of the errors' sizes.
+        p90: what nine of ten are below.
+        worst: the largest.
+        bias: median of the signed errors: above 0, predictions are too high.
+        inside: share of truths inside of the 80 % interval.
+    """
+
+    count: int
+    median: float
+    p90: float
+    worst: float
+    bias: float
+    inside: float
+
+
+def summary(compared: Sequence[Compared]) -> Summary | None:
+    """Return the summary of some comparisons; None: there are none."""
+    if not compared:
+        return None
+    sizes = sorted(abs(one.error) for one in compared)
+    return Summary(
+        len(sizes),
+        statistics.median(sizes),
+        sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))],
+        sizes[-1],
+        statistics.median(one.error for one in compared),
+        sum(one.is_inside for one in compared) / len(sizes),
+    )
+
+
+def ordered_pairs(outcomes: Iterable[Outcome]) -> tuple[int, int]:
+    """Return how many pairs of one source, device and model are in the right order by speed, and of how many.
+
+    Pairs whose speeds differ by 5 % or less are left out.
+    """
+    right = count = 0
+    by_group: dict[str, list[Compared]] = {}
+    for outcome in outcomes:
+        if outcome.speed is not None:
+            by_group.setdefault(outcome.group, []).append(outcome.speed)
+    for group in by_group.values():
+        for one, other in itertools.combinations(group, 2):
+            if abs(one.truth - other.truth) > APART * min(one.truth, other.truth):
+                count += 1
+                right += (one.truth > other.truth) == (one.predicted > other.predicted)
+    return right, count
+
+
+Pick = Callable[[Outcome], "Compared | None"]
+KINDS: tuple[tuple[str, str, Pick], ...] = (
+    ("Throughput", "tokens/s of a device", lambda outcome: outcome.speed),
+    ("Memory", "GiB", lambda outcome: outcome.memory),
+)
+
+
+def fitted(path: Path = FIT) -> str:
+    """Return what was fitted to published runs, with its evidence, as markdown."""
+    lines = ["| figure | value | evidence |", "|---|--:|---|"]
+
+    def walk(section: dict[str, Any], names: tuple[str, ...]) -> None:
+        for name, value in section.items():
+            if isinstance(value, dict):
+                walk(value, (*names, name))
+            elif not name.endswith("_source") and name not in ("grade", "source"):
+                lines.append(f"| `{'.'.join((*names, name))}` | {value:g} | {section.get(name + '_source', '')} |")
+
+    walk(tomllib.loads(path.read_text(encoding="utf-8")), ())
+    return "\n".join(lines)
+
+
+def page(outcomes: Sequence[Outcome], command: str, fit: str = "") -> str:
+    """Return docs/validation.md.
+
+    Args:
+        outcomes: of all rows.
+        command: that makes the page.
+        fit: what was fitted, as markdown.
+    """
+    parts = [_HEAD.format(command=command), "## In short\n", _coverage(outcomes), _short(outcomes)]
+    parts += ["\n## By source\n", *(_by_source(outcomes, *kind) for kind in KINDS)]
+    parts += ["\n## The worst rows\n", *(_worst(outcomes, *kind) for kind in KINDS)]
+    parts += ["\n## Out of memory\n", _out_of_memory(outcomes)]
+    if fit:
+        parts += ["\n## What was fitted\n", fit]
+    parts += ["\n## Rows without a prediction\n", _skipped(outcomes)]
+    parts += ["\n## Every row\n", *(_rows(outcomes, *kind) for kind in KINDS)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+_HEAD = """# Predicted against published
+
+`sim.mesh` predicts step time and peak memory of training runs that others have published. This page is written by
+
+    {command}
+
+from the rows in `sim/mesh/data/published/` (collected from public documents, each with its source); nothing in them was
+measured by this project. Held-out rows were chosen by whole sources and groups before anything was fitted; some groups
+changed sides after a few predictions had been seen, and two held-out rows bear on one fitted figure: `held_out.toml`
+and `fit.toml` say which. Speeds are compared as tokens/s of a device, never as MFU, whose definitions differ. Memory is
+compared with what the row states: reserved or allocated bytes of torch's allocator, or nvidia-smi's. "Inside" is the
+share of truths in the predicted 80 % interval. "Order" is the share of pairs of configurations (one source, device and
+model; speeds more than 5 % apart) whose order by speed is predicted right.
+"""
+
+
+def _coverage(outcomes: Sequence[Outcome]) -> str:
+    """Say of how many rows there are predictions: the tables are about these."""
+    told = [outcome for outcome in outcomes if not outcome.reason]
+    missing = len(outcomes) - len(told)
+    text = f"Of {len(outcomes)} rows that state enough, {len(told)} have a prediction."
+    if missing:
+        reasons = Counter(outcome.reason for outcome in outcomes if outcome.reason)
+        why, count = reasons.most_common(1)[0]
+        text += (
+            f"\nThe figures below say nothing of the other {missing} ({count}: {why}): see *Rows without a prediction*."
+        )
+        text += (
+            "\nOutcomes are kept in `validation.jsonl`; they may be of several passes, with other figures in between."
+        )
+    return text + "\n"
+
+
+def _short(outcomes: Sequence[Outcome]) -> str:
+    lines = ["| | rows | median error | 9 of 10 below | worst | bias | inside | order |", "|---|" + "--:|" * 7]
+    for name, _, pick in KINDS:
+        for held, told in ((True, "held out"), (False, "calibration")):
+            some = [outcome for outcome in outcomes if outcome.is_held_out == held]
+            found = summary([one for outcome in some if (one := pick(outcome)) is not None])
+            right, count = ordered_pairs(some) if name == "Throughput" else (0, 0)
+            order = f"{right} of {count} ({right / count:.0%})" if count else "-"
+            lines.append(f"| {name}, {told} | {_figures(found)} | {order} |")
+    return "\n".join(lines)
+
+
+def _figures(found: Summary | None) -> str:
+    if found is None:
+        return "0 | - | - | - | - | -"
+    errors = f"{found.median:.1%} | {found.p90:.1%} | {found.worst:.1%} | {found.bias:+.1%}"
+    return f"{found.count} | {errors} | {found.inside:.0%}"
+
+
+def _by_source(outcomes: Sequence[Outcome], name: str, unit: str, pick: Pick) -> str:
+    lines = [f"\n**{name}**\n", "| source | | rows | median error | 9 of 10 below | worst | bias | inside |"]
+    lines.append("|---|---|" + "--:|" * 6)
+    for source, held in sorted({(outcome.source, outcome.is_held_out) for outcome in outcomes}):
+        some = [outcome for outcome in outcomes if (outcome.source, outcome.is_held_out) == (source, held)]
+        found = summary([one for outcome in some if (one := pick(outcome)) is not None])
+        if found is not None:
+            lines.append(f"| {source} | {'held out' if held else ''} | {_figures(found)} |")
+    return "\n".join(lines)
+
+
+def _worst(outcomes: Sequence[Outcome], name: str, unit: str, pick: Pick, count: int = 10) -> str:
+    found = [(one, outcome) for outcome in outcomes if (one := pick(outcome)) is not None]
+    found.sort(key=lambda pair: (-abs(pair[0].error), pair[1].id))
+    lines = [f"\n**{name}** ({unit})\n", "| row | configuration | published | predicted | error | notes |"]
+    lines.append("|---|---|--:|--:|--:|---|")
+    for one, outcome in found[:count]:
+        lines.append(
+            f"| {outcome.id} | {outcome.source}: {outcome.text} | {_digits(one.truth)} | {_digits(one.predicted)} | "
+            f"{one.error:+.1%} | {'; '.join(outcome.notes)} |"
+        )
+    return "\n".join(lines)
+
+
+def _out_of_memory(outcomes: Sequence[Outcome]) -> str:
+    failed = [outcome for outcome in outcomes if outcome.is_oom and outcome.fits is not None]
+    ran = [outcome for outcome in outcomes if not outcome.is_oom and outcome.fits is not None]
+    said = sum(not outcome.fits for outcome in failed)
+    wrong = sum(not outcome.fits for outcome in ran)
+    return (
+        f"Of {len(failed)} published runs that were out of memory, {said} are predicted not to fit; of {len(ran)} that "
+        f"ran, {wrong} are predicted not to fit (by peak reserved memory against the device's)."
+    )
+
+
+def _skipped(outcomes: Sequence[Outcome]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.reason:
+            reasons.setdefault(outcome.reason, []).append(outcome.id)
+    if not reasons:
+        return "None."
+    lines = ["| rows | reason | which |", "|--:|---|---|"]
+    for reason, ids in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
+        some = ", ".join(ids[:6]) + (" ..." if len(ids) > 6 else "")
+        lines.append(f"| {len(ids)} | {reason.replace('|', '/')} | {some} |")
+    return "\n".join(lines)
+
+
+def _rows(outcomes: Sequence[Outcome], name: str, unit: str, pick: Pick) -> str:
+    lines = [f"\n**{name}** ({unit}; * held out)\n", "| row | configuration | published | predicted | 80 % | error |"]
+    lines.append("|---|---|--:|--:|---|--:|")
+    for outcome in outcomes:
+        if (one := pick(outcome)) is not None:
+            kind = f", {outcome.memory_kind}" if name == "Memory" else ""
+            lines.append(
+                f"| {outcome.id}{'*' if outcome.is_held_out else ''} | {outcome.text}{kind} | {_digits(one.truth)} | "
+                f"{_digits(one.predicted)} | {_digits(one.low)} to {_digits(one.high)} | {one.error:+.1%} |"
+            )
+    return "\n".join(lines)
+
+
+def _digits(value: float) -> str:
+    """Return four digits, without an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,287 @@
+"""What a training machine is made of: descriptions of devices, nodes and networks as data, each figure with its source.
+
+>>> h100 = find_hardware("h100-sxm")
+>>> h100.devices_per_node, h100.peak("bfloat16") / 1e12, h100.figures["device.bandwidth"].grade
+(8, 989.4, 'datasheet')
+
+The descriptions are the TOML files of ``sim/mesh/data/hardware``; a user's own lie in the folder that the environment
+variable ``HYPER_PARALLEL_HARDWARE`` names, or anywhere, named by path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.core.dtensor.messages import explain, nearest
+from sim.mesh.pricing.hardware_file import FIGURES, GRADES, Figure, read_hardware_file, write_hardware_file
+
+__all__ = ["FOLDER_VARIABLE", "GRADES", "Figure", "Hardware", "find_hardware", "hardware_names"]
+
+FOLDER_VARIABLE = "HYPER_PARALLEL_HARDWARE"
+_OWN = Path(__file__).parent / "data" / "hardware"
+_DTYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32", "float64": "fp64",
+    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float8_e4m3fnuz": "fp8", "float8_e5m2fnuz": "fp8",
+}  # fmt: skip
+# What a device without a figure of its own for a dtype computes it as.
+_INSTEAD = {"fp16": ("bf16",), "bf16": ("fp16", "fp32"), "fp8": ("bf16",), "tf32": ("fp32",), "fp64": ("fp32",)}
+_FABRICS = {
+    "infiniband": ("infiniband", "ndr", "hdr", " ib", "ib "),
+    "efa-v1": ("efa-v1", "p4d", "efa 400", "efa, 400", "400gb/s efa"),
+    "efa": ("efa",),
+    "roce": ("roce", "rdma"),
+    "omni-path": ("omni-path", "omnipath", "opa"),
+    "ub": ("unified bus", "ub"),
+    "gloo": ("gloo",),
+    "ethernet": ("ethernet", "tcp"),
+}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device, the node that it sits in and the network between nodes.
+
+    Attributes:
+        name: such as ``h100-sxm``.
+        title: in words.
+        family: whose curves (of matmuls, attention, kernels) it uses: ``hopper``, ``ampere``, ``ascend`` ...
+        figures: what is known of it, in bytes, bytes per second, FLOP/s and seconds, by name; see ``FIGURES``.
+        links: kind of the links within a node: ``nvlink3``, ``nvlink4``, ``hccs`` ...
+        topology: of the links within a node: ``switch``, at which every device has its whole bandwidth to any other,
+            or ``mesh``, in which each pair has a link of its own.
+        fabric: kind of the network between nodes: ``infiniband``, ``efa``, ``roce``, ``omni-path`` ...
+        allocator: how torch takes its memory: ``caching`` or ``none``.
+        backend: of ``torch.distributed``.
+        curves: figures that stand for those of ``calibration.toml`` on this device, by section and name.
+    """
+
+    name: str
+    title: str
+    family: str
+    figures: Mapping[str, Figure]
+    links: str = "nvlink4"
+    topology: str = "switch"
+    fabric: str = "infiniband"
+    allocator: str = "caching"
+    backend: str = "nccl"
+    curves: Mapping[str, Any] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.links, self.fabric, tuple(self.figures.items())))
+
+    def __str__(self) -> str:
+        return self.name
+
+    def value(self, figure: str, default: float | None = None) -> float:
+        """Return a figure by name, in basic units."""
+        if figure in self.figures:
+            return self.figures[figure].value
+        if default is None:
+            names = nearest(figure, self.figures)
+            raise ValueError(explain(f"cannot read {figure!r} of {self.name}", "it has no such figure", "", names))
+        return default
+
+    def grade(self, figure: str) -> str:
+        """Return the evidence grade of a figure; of one that is not there: ``assumed``."""
+        return self.figures[figure].grade if figure in self.figures else "assumed"
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of a device, as it is sold."""
+        return int(self.value("device.memory"))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a device that programs can have: what ``torch.cuda.mem_get_info`` calls total."""
+        return int(self.value("device.usable_memory"))
+
+    @property
+    def allocatable_bytes(self) -> int:
+        """What the allocator can reserve: the memory less the context of the driver."""
+        return self.memory_bytes - self.context_bytes
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second that the memory of a device reads or writes."""
+        return self.value("device.bandwidth")
+
+    @property
+    def cores(self) -> int:
+        """Cores of a device that each compute a tile of a matmul: streaming multiprocessors, AI cores, CPU cores."""
+        return int(self.value("device.cores"))
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices in a node; rank r sits in node ``r // devices_per_node``."""
+        return int(self.value("node.devices"))
+
+    @property
+    def context_bytes(self) -> int:
+        """Memory that the driver takes before the first tensor, which torch's statistics do not count."""
+        return int(self.value("context.bytes", 0))
+
+    @property
+    def bytes_per_group(self) -> int:
+        """Memory that a communicator takes on each of its ranks, which torch's statistics do not count."""
+        return int(self.value("context.per_group", 0))
+
+    def peak(self, dtype: str) -> float:
+        """Return the FLOP/s of dense matmuls in a dtype, named as torch or as in ``peak.bf16``.
+
+        >>> find_hardware("a100-80gb").peak("float8_e4m3fn") / 1e12  # computed as bf16
+        312.0
+        """
+        return self.value("peak." + self.computed_as(dtype))
+
+    def computed_as(self, dtype: str) -> str:
+        """Return the dtype, ``bf16`` ..., whose peak counts for another one on this device."""
+        short = _DTYPES.get(dtype.removeprefix("torch."), dtype)
+        for name in (short, *_INSTEAD.get(short, ())):
+            if f"peak.{name}" in self.figures:
+                return name
+        if short == "fp8":
+            return self.computed_as("bf16")
+        known = [name[5:] for name in self.figures if name.startswith("peak.")]
+        seen = f"known: {', '.join(known)}"
+        raise ValueError(explain(f"cannot tell how fast {self.name} computes in {dtype}", "no figure", seen, known[0]))
+
+    def with_figures(self, grade: str = "assumed", source: str = "given by the caller", **values: float) -> Hardware:
+        """Return it with other figures, in basic units; dots of a name are written as two underscores.
+
+        >>> find_hardware("h100-sxm").with_figures(node__devices=4).devices_per_node
+        4
+        """
+        names = {name.replace("__", "."): float(value) for name, value in values.items()}
+        for name, value in names.items():
+            asked = f"cannot change {name!r} of {self.name}"
+            if name not in FIGURES:
+                raise ValueError(explain(asked, "no such figure", f"given: {value!r}", nearest(name, FIGURES)))
+            if not value > 0 and not FIGURES[name].zero:
+                raise ValueError(explain(asked, "a figure is above 0", f"given: {value!r}", "leave it out"))
+        made = {name: Figure(value, FIGURES[name].unit, grade, source) for name, value in names.items()}
+        return replace(self, figures={**self.figures, **made})
+
+    def with_network(
+        self,
+        inter_bw_gbytes_s_per_dev: float | None = None,
+        fabric: str | None = None,
+        grade: str = "datasheet",
+        source: str = "given by the caller",
+    ) -> Hardware:
+        """Return it with another network between nodes.
+
+        Args:
+            inter_bw_gbytes_s_per_dev: GB/s of a device, one direction; devices that share an adapter share its rate.
+            fabric: what it is, in any words that name the kind: ``"4x100Gb/s Omni-Path"``.
+            grade: evidence grade of the bandwidth.
+            source: of the bandwidth.
+        """
+        hardware = self
+        if inter_bw_gbytes_s_per_dev is not None:
+            rate = inter_bw_gbytes_s_per_dev * 1e9
+            hardware = hardware.with_figures(grade, source, inter__bandwidth=rate)
+        return hardware if fabric is None else replace(hardware, fabric=fabric_kind(fabric, self.fabric))
+
+    def with_memory(
+        self,
+        usable_gib: float | None = None,
+        bandwidth_tbytes_s: float | None = None,
+        source: str = "given by the caller",
+    ) -> Hardware:
+        """Return it with other memory: GiB that programs can have, TB/s."""
+        changes: dict[str, float] = {}
+        if usable_gib is not None:
+            changes["device__usable_memory"] = usable_gib * 2**30
+        if bandwidth_tbytes_s is not None:
+            changes["device__bandwidth"] = bandwidth_tbytes_s * 1e12
+        return self.with_figures("datasheet", source, **changes)
+
+    def with_attention(self, kernels: str) -> Hardware:
+        """Return it with other kernels of attention: those of its family in ``curves.toml``, such as ``flash3``."""
+        return replace(
+            self, curves={**self.curves, "attention": {**self.curves.get("attention", {}), "default": kernels}}
+        )
+
+    def write(self, path: str | Path) -> Path:
+        """Write it to a TOML file that :func:`find_hardware` reads; returns the path."""
+        names = ("title", "family", "links", "topology", "fabric", "allocator", "backend")
+        texts = {name: str(getattr(self, name)) for name in names}
+        write_hardware_file(Path(path), texts, self.figures, self.curves)
+        return Path(path)
+
+    def with_peak(self, bf16_tflops: float, source: str = "given by the caller") -> Hardware:
+        """Return it with another peak of bf16 and fp16 matmuls; other dtypes are scaled alike."""
+        factor = bf16_tflops * 1e12 / self.peak("bf16")
+        changes = {
+            name.replace(".", "__"): figure.value * factor
+            for name, figure in self.figures.items()
+            if name.startswith("peak.")
+        }
+        return self.with_figures("datasheet", source, **changes)
+
+
+def fabric_kind(words: str, otherwise: str = "ethernet") -> str:
+    """Return the kind of network that a description names.
+
+    >>> fabric_kind("NVLink3 + 4x100Gb/s Omni-Path per node"), fabric_kind("8x400Gb/s NDR IB per node")
+    ('omni-path', 'infiniband')
+
+    Args:
+        words: the description.
+        otherwise: what it is when they name none.
+    """
+    text = words.lower()
+    for kind, hints in _FABRICS.items():
+        if text == kind or any(hint in text for hint in hints if hint != "ub"):
+            return kind
+    return otherwise
+
+
+def hardware_names() -> list[str]:
+    """Return the names that :func:`find_hardware` knows, in order; a user's own are among them.
+
+    >>> [name for name in hardware_names() if name.startswith("a100")]
+    ['a100-40gb', 'a100-80gb']
+    """
+    return sorted(_files())
+
+
+def find_hardware(hardware: str | Path | Hardware) -> Hardware:
+    """Return the description of a name, a TOML file, or the description itself.
+
+    Args:
+        hardware: a name of :func:`hardware_names`, the path of a TOML file, or what this function has returned.
+
+    Raises:
+        ValueError: no such name, with the nearest; a file that is missing or that says something odd, with the line.
+        TypeError: neither a name, a path nor a Hardware.
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    given: object = hardware
+    if not isinstance(given, (str, Path)):
+        blame = f"hardware is a {type(hardware).__name__}, not a name, a path or a Hardware"
+        raise TypeError(explain("cannot find the hardware", blame, f"hardware: {hardware!r}", "'h100-sxm'"))
+    files = _files()
+    if str(hardware) in files:
+        path = files[str(hardware)]
+    elif isinstance(hardware, Path) or hardware.endswith(".toml") or os.sep in hardware:
+        path = Path(hardware)
+    else:
+        known = hardware_names()
+        seen = f"known: {', '.join(known)}"
+        hint = f"{nearest(hardware, known)}, or the path of a TOML file"
+        raise ValueError(explain(f"cannot find the hardware {hardware!r}", "nothing has that name", seen, hint))
+    read = read_hardware_file(path)
+    return Hardware(name=read.pop("name", path.stem), **read)
+
+
+def _files() -> dict[str, Path]:
+    folders = [_OWN]
+    if os.environ.get(FOLDER_VARIABLE):
+        folders.append(Path(os.environ[FOLDER_VARIABLE]))
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.toml"))}

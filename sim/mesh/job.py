@@ -1,0 +1,194 @@
+"""What is estimated: a model, how the ranks are arranged, how much each of them gets, and how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
+from hyper_parallel.trainer.parallel_dims import AXIS_ORDER, ParallelDims
+from sim.mesh.recipe import Recipe
+from sim.mesh.routing import Routing
+from sim.mesh.spec import ModelSpec
+
+__all__ = ["PLACEMENT", "Job", "StagePart"]
+
+PLACEMENT = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+"""Axes from the outermost to the innermost: neighbours along tp sit on one node, and pipelines reach over nodes."""
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """One stage of a pipeline, or the whole model.
+
+    Attributes:
+        index: its number.
+        rank: along the pipeline axis, who has it.
+        layers: numbers of its layers in the whole model.
+        is_first: whether it has what comes before the layers.
+        is_last: whether it has what comes after them.
+    """
+
+    index: int
+    rank: int
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step to be estimated.
+
+    Args:
+        model: which.
+        dims: the degrees of parallelism.
+        batch: sequences per step on each rank that reads its own: the global batch over dp_replicate * dp_shard * ep.
+        seq_len: tokens of a sequence.
+        recipe: precision, what is kept and what is sharded.
+        placement: axes from the outermost to the innermost: how ranks are numbered over the devices.
+        layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
+
+    Raises:
+        ValueError: numbers that do not fit each other.
+    """
+
+    model: ModelSpec
+    dims: ParallelDims
+    batch: int
+    seq_len: int
+    recipe: Recipe = field(default_factory=Recipe)
+    placement: tuple[str, ...] = PLACEMENT
+    layers_per_stage: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        asked = f"cannot estimate {self.model.name}"
+        for name, wanted in (("dims", ParallelDims), ("recipe", Recipe)):
+            given: object = getattr(self, name)
+            if not isinstance(given, wanted):
+                blame = f"{name} is a {type(given).__name__}, not a {wanted.__name__}"
+                raise TypeError(explain(asked, blame, f"{name}: {given!r}", f"{name}={wanted.__name__}(...)"))
+        for name in ("batch", "seq_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(explain(asked, f"{name} is not an int from 1 up", f"{name}: {value!r}", f"{name}=1"))
+        if sorted(self.placement) != sorted(PLACEMENT):
+            odd = [axis for axis in self.placement if axis not in PLACEMENT]
+            hint = nearest(odd[0], PLACEMENT) if odd else f"placement={PLACEMENT}"
+            blame = "placement does not name each axis once"
+            raise ValueError(explain(asked, blame, f"placement: {self.placement}", hint))
+        if self.dims.pp_enabled and not self.model.has_stages:
+            blame = "this model cannot be cut into stages: it has no `keep(layers, embed=, head=)`"
+            raise ValueError(explain(asked, blame, f"pp: {self.dims.pp}", "pp=1, or a model that has it"))
+        if self.seq_len % self.dims.cp:
+            blame = f"seq_len does not divide over cp={self.dims.cp} ranks"
+            hint = f"seq_len={-(-self.seq_len // self.dims.cp) * self.dims.cp}"
+            raise ValueError(explain(asked, blame, f"seq_len: {self.seq_len}", hint))
+        object.__setattr__(
+            self, "layers_per_stage", None if self.layers_per_stage is None else (*self.layers_per_stage,)
+        )
+        self._check_degrees(asked)
+        self.recipe.parts(self.batch, self.dims)
+        self.stages()
+        if self.dims.pp_enabled:
+            kind = find_schedule(self.recipe.schedule)
+            kind.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
+
+    def _check_degrees(self, asked: str) -> None:
+        """Check what the trainer checks, too: heads, experts, and sequences that do not split."""
+        dims = self.dims
+        if dims.ep_enabled and self.model.family != "moe":
+            hint = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}, or a model with experts"
+            raise ValueError(explain(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint))
+        if self.model.family not in ("llama", "moe"):
+            return
+        dims.validate_against_model(self.model, self.seq_len if self.recipe.sequence_parallel else None)
+        if not dims.cp_enabled:
+            return
+        multiple = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp
+        if self.seq_len % multiple:
+            blame = f"every rank of a ring has an early and a late part, so that seq_len is a multiple of {multiple}"
+            hint = f"seq_len={-(-self.seq_len // multiple) * multiple}"
+            raise ValueError(explain(asked, blame, f"seq_len: {self.seq_len}   cp: {dims.cp}   tp: {dims.tp}", hint))
+
+    @property
+    def microbatches(self) -> int:
+        """Parts that the batch is cut into."""
+        return self.recipe.parts(self.batch, self.dims)
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a part."""
+        return self.batch // self.microbatches
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, all ranks together."""
+        return self.batch * self.dims.batch_ranks * self.seq_len
+
+    @property
+    def local_seq_len(self) -> int:
+        """Tokens of a sequence that one rank along cp has."""
+        return self.seq_len // self.dims.cp
+
+    def stages(self) -> list[StagePart]:
+        """Return the stages of all ranks, in model order; one with everything, without a pipeline."""
+        count = self.model.num_layers
+        if not self.dims.pp_enabled:
+            return [StagePart(0, 0, range(count), is_first=True, is_last=True)]
+        kind = find_schedule(self.recipe.schedule)
+        each = kind.checked_stages_per_rank(self.recipe.stages_per_rank)
+        total = self.dims.pp * each
+        sizes = None if self.layers_per_stage is None else list(self.layers_per_stage)
+        ranges = split_layers(count, total, sizes=sizes)
+        return [
+            StagePart(
+                index,
+                rank_of_stage(self.recipe.schedule, index, self.dims.pp, each),
+                layers,
+                is_first=index == 0,
+                is_last=index == total - 1,
+            )
+            for index, layers in enumerate(ranges)
+        ]
+
+    def device_of(self, ranks: Sequence[int]) -> list[int]:
+        """Return the device that each rank of the mesh sits on.
+
+        >>> from sim.mesh.models import find_model
+        >>> job = Job(find_model("llama-tiny"), ParallelDims(tp=2, pp=2, world_size=4), batch=2, seq_len=16)
+        >>> job.device_of([0, 1, 2, 3])  # the mesh counts along pp first, the devices along tp
+        [0, 2, 1, 3]
+
+        Args:
+            ranks: of the mesh.
+        """
+        sizes = [getattr(self.dims, axis) for axis in AXIS_ORDER]
+        places = np.unravel_index(np.asarray(list(ranks), dtype=np.int64), sizes)
+        by_axis = dict(zip(AXIS_ORDER, places, strict=True))
+        outer = [by_axis[axis] for axis in self.placement]
+        return [int(n) for n in np.ravel_multi_index(outer, [getattr(self.dims, axis) for axis in self.placement])]
+
+    def rank_of_stage_rank(self, pp_rank: int) -> int:
+        """Return the rank of the mesh that stands for all at this place of the pipeline: the first along most axes."""
+        inner = self.dims.cp * self.dims.tp * self.dims.pp
+        return self._ep_rank() * inner + pp_rank  # pp is the innermost axis of the mesh, ep the next but two
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether ranks along ep differ, as their experts get more or fewer tokens: the fullest one is recorded."""
+        return self.dims.ep_enabled and self.recipe.routing is not None and self.recipe.routing != Routing()
+
+    def _ep_rank(self) -> int:
+        """The rank along ep whose experts get most tokens."""
+        config, routing = self.model.config, self.recipe.routing
+        if not self.is_skewed or routing is None:
+            return 0
+        tokens = self.micro_batch * self.local_seq_len
+        sizes = {"experts": config.num_experts, "per_token": config.experts_per_token}
+        return routing.heaviest(tokens=tokens, ranks=self.dims.ep, **sizes)

@@ -1,0 +1,350 @@
+"""Replay of a program's memory: how much is allocated and reserved at most, of what, and where in the step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sim.mesh.program import Comm, Op, Place, Program
+from sim.mesh.replay.allocator import CACHING, AllocatorRules, Block, CachingAllocator
+from sim.mesh.replay.takings import MemoryPlan, Pattern, find_pattern
+
+__all__ = ["OTHER", "ROUNDING", "ClassMemory", "CurvePoint", "replay_memory"]
+
+ROUNDING = "rounding"
+"""Category of what blocks are larger than asked for, because the allocator did not split them."""
+OTHER = "other"
+"""Category of blocks that the program names none for."""
+_FINEST = 0.004  # of the peak: changes below it are not in the curve
+_MOST_POINTS = 20_000
+
+
+class CurvePoint(NamedTuple):
+    """Memory in use at a moment of the steady step.
+
+    Attributes:
+        position: in ``Program.order``; -1: before it.
+        event: its number in the segment.
+        totals: bytes by category, in the order of ``ClassMemory.categories``.
+        reserved: bytes taken from the device.
+    """
+
+    position: int
+    event: int
+    totals: tuple[int, ...]
+    reserved: int
+
+
+@dataclass(frozen=True)
+class ClassMemory:
+    """Memory of a rank, and of those that are like it, in the second step: the first one takes the optimizer's state.
+
+    Attributes:
+        rank: that stands for its class.
+        like: ranks that are alike.
+        peak_allocated: bytes, as ``torch.cuda.max_memory_allocated`` counts them.
+        peak_reserved: bytes, as ``torch.cuda.max_memory_reserved``.
+        at: where in the step `peak_allocated` is reached.
+        by_category: bytes at that moment, largest first; they add up to `peak_allocated`.
+        context_bytes: outside of torch's allocator: the device's context and communicators.
+        first_allocated: peak of the first step.
+        first_reserved: likewise.
+        persistent: bytes in use between steps.
+        retries: times in both steps that cached memory had to be returned to the device to stay within its limit.
+        missing: bytes by which the limit was passed all the same; 0: it fits.
+        blocks: takings and givings replayed, both steps.
+        skipped: those left out of the replay because they repeat what was replayed.
+        categories: in the order of ``CurvePoint.totals``.
+        curve: memory over the steady step.
+        unmatched: blocks given back in the second step that were not in use: an error of the recording if not 0.
+    """
+
+    rank: int
+    like: int
+    peak_allocated: int
+    peak_reserved: int
+    at: str
+    by_category: dict[str, int]
+    context_bytes: int = 0
+    first_allocated: int = 0
+    first_reserved: int = 0
+    persistent: int = 0
+    retries: int = 0
+    missing: int = 0
+    blocks: int = 0
+    skipped: int = 0
+    categories: tuple[str, ...] = ()
+    curve: list[CurvePoint] = field(default_factory=list, repr=False)
+    unmatched: int = 0
+
+    @property
+    def fragments(self) -> int:
+        """Bytes that are reserved at most beyond what is allocated at most."""
+        return self.peak_reserved - self.peak_allocated
+
+
+def replay_memory(
+    program: Program, rules: AllocatorRules | None = CACHING, *, context_bytes: int = 0, cut: bool = True
+) -> ClassMemory:
+    """Replay what a program takes and gives back: what builds the model, then two steps.
+
+    Each micro-batch has its own instance of the blocks that its forward takes and its backward gives back. Blocks that
+    are taken outside of micro-batches, or given back there, such as accumulated gradients, or never given back, exist
+    once.
+
+    Long schedules repeat themselves: once the allocator is, block by block, in a state that it has been in before at
+    the same point of the schedule's pattern, the repetitions are left out. The result is the same.
+
+    Args:
+        program: of a rank.
+        rules: of the allocator. None: no allocator, sizes are only rounded up to 512 bytes; reserved is then allocated.
+        context_bytes: to be kept with the result.
+        cut: whether repetitions are left out.
+
+    Raises:
+        ValueError: the order names a segment that the program does not have.
+    """
+    plan = MemoryPlan(program)
+    replay = _Replay(plan, rules if rules is not None else AllocatorRules(caching=False), cut)
+    for key in program.segments:
+        if key[0] == "build":
+            replay.item(key, -1, -1)
+    first = replay.step()
+    persistent = replay.allocator.allocated
+    second = replay.step()
+    totals, curve = _by_category(plan, first, second)
+    by_category = {name: size for name, size in totals.items() if size}
+    rest = second.allocated - sum(by_category.values())
+    if rest:
+        by_category[ROUNDING] = rest
+    return ClassMemory(
+        rank=program.rank,
+        like=program.like,
+        peak_allocated=second.allocated,
+        peak_reserved=second.reserved,
+        at=_describe(plan, second.position, second.index),
+        by_category=dict(sorted(by_category.items(), key=lambda item: -item[1])),
+        context_bytes=context_bytes,
+        first_allocated=first.allocated,
+        first_reserved=first.reserved,
+        persistent=persistent,
+        retries=replay.retries + replay.allocator.retries,
+        missing=replay.allocator.missing,
+        blocks=2 * sum(len(plan.memory[key]) for key, _ in program.order),
+        skipped=sum(plan.count(jump.start, jump.end) for step in (first, second) for jump in step.jumps),
+        categories=tuple(totals),
+        curve=curve,
+        unmatched=second.unmatched,
+    )
+
+
+class _Jump(NamedTuple):
+    """Positions from ``start`` to ``end`` are left out: they repeat those from ``like``, ``shift`` micro-batches on."""
+
+    start: int
+    end: int
+    like: int
+    shift: int
+
+
+@dataclass
+class _Step:
+    """What the replay of a step has found."""
+
+    allocated: int = 0
+    position: int = -1
+    index: int = -1
+    reserved: int = 0
+    unmatched: int = 0
+    jumps: list[_Jump] = field(default_factory=list)
+    reserved_after: dict[int, int] = field(default_factory=dict)
+
+
+class _Replay:
+    """The blocks in use, by number: those of micro-batch n are ``stride * (n + 1)`` higher."""
+
+    def __init__(self, plan: MemoryPlan, rules: AllocatorRules, cut: bool) -> None:
+        self.plan = plan
+        self.allocator = CachingAllocator(rules)
+        self.live: dict[int, Block] = {}
+        self.retries = 0  # in what was left out
+        self.pattern = find_pattern(plan.program.order) if cut else None
+        self.found = _Step()
+
+    def step(self) -> _Step:
+        """Replay a step."""
+        self.found = _Step(self.allocator.allocated, reserved=self.allocator.reserved)
+        order = self.plan.program.order
+        seen: dict[object, tuple[int, int]] = {}
+        position = 0
+        while position < len(order):
+            if self.pattern is not None and self.pattern.starts(position):
+                position = self._jump(self.pattern, position, seen)
+                if position == len(order):
+                    break
+            self.item(*order[position], position)
+            self.found.reserved_after[position] = self.allocator.reserved
+            position += 1
+        return self.found
+
+    def item(self, key: tuple[str, int, str], batch: int, position: int) -> None:
+        """Replay a segment for a micro-batch."""
+        allocator, live, found = self.allocator, self.live, self.found
+        take, give = allocator.take, allocator.give
+        shift = self.plan.stride * (batch + 1)
+        peak = found.allocated
+        for block, size, stream, each, index in self.plan.memory[key]:
+            handle = block + shift if each else block
+            if size < 0:
+                used = live.pop(handle, None)
+                if used is not None:
+                    give(used)
+                else:
+                    found.unmatched += 1
+            elif handle not in live:
+                live[handle] = take(size, stream)
+                if allocator.allocated > peak:
+                    peak = found.allocated = allocator.allocated
+                    found.position, found.index = position, index
+        found.reserved = max(found.reserved, allocator.reserved)
+
+    def _jump(self, pattern: Pattern, position: int, seen: dict[object, tuple[int, int]]) -> int:
+        """Return the position to go on from: later than the given one if the state was seen before."""
+        stride = self.plan.stride
+        moved = stride * pattern.shift * ((position - pattern.start) // pattern.length)
+        names = {id(block): (n - moved if n >= stride else n) for n, block in self.live.items()}
+        state = self.allocator.state(lambda block: names.get(id(block), "gap"))
+        if state not in seen:
+            seen[state] = (position, self.allocator.retries)
+            return position
+        like, retries = seen[state]
+        cycle = position - like
+        times = (pattern.end - position) // cycle
+        if times == 0:
+            return position
+        shift = times * pattern.shift * (cycle // pattern.length)
+        self.live = {(n + stride * shift if n >= stride else n): block for n, block in self.live.items()}
+        self.retries += times * (self.allocator.retries - retries)
+        self.found.jumps.append(_Jump(position, position + times * cycle, like, shift))
+        seen.clear()
+        return position + times * cycle
+
+
+class _Walk:
+    """Sizes in use by category, without an allocator."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self.plan = plan
+        self.names = list(dict.fromkeys([*plan.program.categories.values(), OTHER]))
+        self.totals = [0] * len(self.names)
+        self.live: dict[int, tuple[int, int]] = {}
+        self.points: list[CurvePoint] = []
+        numbers = {name: at for at, name in enumerate(self.names)}
+        self.category = {
+            block: numbers[plan.program.categories.get(block, OTHER)]
+            for taken in plan.memory.values()
+            for block in [taking.block for taking in taken]
+        }
+
+    def item(self, key: tuple[str, int, str], batch: int) -> Iterator[int]:
+        """Replay a segment; yield the index of each event that changes something, after the change."""
+        shift = self.plan.stride * (batch + 1)
+        live, totals, category = self.live, self.totals, self.category
+        for block, size, _, each, index in self.plan.memory[key]:
+            handle = block + shift if each else block
+            if size < 0:
+                used = live.pop(handle, None)
+                if used is None:
+                    continue
+                totals[used[0]] -= used[1]
+            elif handle in live:
+                continue
+            else:
+                used = live[handle] = (category[block], -(-size // 512) * 512)
+                totals[used[0]] += used[1]
+            yield index
+
+    def rename(self, shift: int) -> None:
+        """The blocks in use are those of later micro-batches."""
+        stride = self.plan.stride
+        self.live = {(n + stride * shift if n >= stride else n): used for n, used in self.live.items()}
+
+    def step(self, found: _Step, record: bool) -> dict[str, int]:
+        """Replay a step as it was found; return the totals at its peak, and keep the curve if it is to be recorded."""
+        order = self.plan.program.order
+        jumps = {jump.start: jump for jump in found.jumps}
+        at_peak = list(self.totals)
+        reserved, kept, finest = 0, -1, max(1, int(_FINEST * found.allocated))
+        starts: dict[int, int] = {}
+        position = 0
+        while position < len(order):
+            jump = jumps.get(position)
+            if jump is not None:
+                self._repeat(jump, starts)
+                self.rename(jump.shift)
+                position = jump.end
+                continue
+            starts[position] = len(self.points)
+            key, batch = order[position]
+            reserved = found.reserved_after.get(position, reserved)
+            for index in self.item(key, batch):
+                is_peak = position == found.position and index == found.index
+                if is_peak:
+                    at_peak = list(self.totals)
+                if record and (is_peak or abs(sum(self.totals) - kept) >= finest):
+                    kept = sum(self.totals)
+                    self.points.append(CurvePoint(position, index, tuple(self.totals), reserved))
+            position += 1
+        return dict(zip(self.names, at_peak, strict=True))
+
+    def _repeat(self, jump: _Jump, starts: dict[int, int]) -> None:
+        """Copy the points of what repeats."""
+        cycle = self.points[starts[jump.like] :]
+        for by in range(jump.start - jump.like, jump.end - jump.like, jump.start - jump.like):
+            if len(self.points) + len(cycle) > _MOST_POINTS:
+                return
+            self.points.extend([point._replace(position=point.position + by) for point in cycle])
+
+
+def _by_category(plan: MemoryPlan, first: _Step, second: _Step) -> tuple[dict[str, int], list[CurvePoint]]:
+    """Return the bytes of each category at the peak of the second step, and the curve over that step."""
+    walk = _Walk(plan)
+    for key in plan.program.segments:
+        if key[0] == "build":
+            deque(walk.item(key, -1), maxlen=0)
+    walk.step(first, record=False)
+    walk.points.append(CurvePoint(-1, 0, tuple(walk.totals), first.reserved))
+    totals = walk.step(second, record=True)
+    return totals, _thinned(walk.points)
+
+
+def _thinned(points: list[CurvePoint]) -> list[CurvePoint]:
+    """Return at most ``_MOST_POINTS`` points: the highest of neighbours."""
+    each = -(-len(points) // _MOST_POINTS)
+    return [max(points[at : at + each], key=lambda point: sum(point.totals)) for at in range(0, len(points), each)]
+
+
+def _describe(plan: MemoryPlan, position: int, index: int) -> str:
+    """Return where an event of the order is, in words."""
+    program = plan.program
+    if position < 0:
+        return "between steps"
+    key, batch = program.order[position]
+    events = program.segments[key].events
+    near = [*events[index:], *reversed(events[:index])]
+    number = next((event.place for event in near if isinstance(event, Op | Comm)), None)
+    place = program.places[number] if number is not None and number < len(program.places) else Place(key[0])
+    words = [place.phase]
+    if place.module:
+        words.append(f"of {place.module}")
+    elif place.layer is not None:
+        words.append(f"of layer {place.layer}")
+    if place.recomputes:
+        words.append("(recomputed)")
+    if batch >= 0 and len({number for _, number in program.order if number >= 0}) > 1:
+        words.append(f"of micro-batch {batch}")
+    if len(program.stages) > 1 and key[1] >= 0:
+        words.append(f"of stage {key[1]}")
+    return " ".join(words)

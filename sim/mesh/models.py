@@ -1,0 +1,293 @@
+"""The models of estimates: shapes by name, the project's own configs, and any `nn.Module`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.moe import MoEConfig, MoELlama
+from hyper_parallel.models.moe_plan import moe_plan
+from hyper_parallel.models.plans import MeshLike, llama_loss, llama_plan
+from hyper_parallel.trainer.metrics import flops_per_token
+from sim.mesh.custom import Custom, CustomSpec
+from sim.mesh.recipe import Recipe
+from sim.mesh.spec import ModelSpec
+from sim.mesh.zoo.gpt import GPT, GPTConfig, gpt_plan
+from sim.mesh.zoo.kernels import use_kernels
+from sim.mesh.zoo.mla import MLAConfig, MLALlama, mla_plan
+
+__all__ = ["Custom", "Model", "ModelSpec", "find_model", "model_names", "model_source"]
+
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+_FILE = Path(__file__).parent / "data" / "models.toml"
+_ABOUT = ("kind", "source", "like", "parameters", "active")
+
+Model: TypeAlias = "str | LlamaConfig | GPTConfig | Custom | ModelSpec"
+"""A name of `model_names()`, a config (`MoEConfig` is a `LlamaConfig`), any module as a `Custom`, or what was found."""
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the models that are known by name.
+
+    >>> "llama3-8b" in model_names()
+    True
+    """
+    return tuple(_tables())
+
+
+def model_source(name: str) -> dict[str, Any]:
+    """Return what is published of a model: its source, its parameters where they are counted, what it is only like.
+
+    >>> model_source("llama3-8b")["parameters"]
+    8030261248
+    """
+    table = _tables()[name]
+    return {key: table[key] for key in _ABOUT if key in table}
+
+
+def find_model(model: Model) -> ModelSpec:
+    """Return what an estimate asks of a model.
+
+    >>> spec = find_model("llama3-8b")
+    >>> spec.num_parameters, spec.num_layers, round(spec.flops_per_token(8192) / 1e9, 1)
+    (8030261248, 32, 57.9)
+    >>> find_model(LlamaConfig()).name
+    'llama-0.9m'
+
+    Args:
+        model: see `Model`.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: no such name.
+    """
+    if isinstance(model, ModelSpec):
+        return model
+    if isinstance(model, str):
+        key = model.strip().lower().replace("_", "-")
+        table = _tables().get(key)
+        if table is None:
+            blame, seen = f"there is no model {model!r}", f"models: {', '.join(_tables())}"
+            hint = f"{nearest(key, _tables())}, a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module"
+            raise ValueError(explain("cannot find the model", blame, seen, hint))
+        kinds: dict[str, Any] = {"llama": LlamaConfig, "moe": MoEConfig, "mla": MLAConfig, "gpt": GPTConfig}
+        config = kinds[table["kind"]](**{name: value for name, value in table.items() if name not in _ABOUT})
+        return _of_config(key, config)
+    given: object = model
+    if isinstance(model, LlamaConfig | GPTConfig):
+        kind = "moe" if isinstance(model, MoEConfig) else "llama" if isinstance(model, LlamaConfig) else "gpt"
+        return _of_config(f"{kind}-{_short(model.num_parameters())}", model)
+    if isinstance(given, Custom):
+        return CustomSpec(given)
+    blame = f"model is a {type(given).__name__}"
+    hint = 'a name such as "llama3-8b", a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module'
+    raise TypeError(explain("cannot find the model", blame, f"model: {given!r}", hint))
+
+
+@lru_cache(maxsize=1)
+def _tables() -> dict[str, dict[str, Any]]:
+    return dict(tomllib.loads(_FILE.read_text(encoding="utf-8")))
+
+
+def _short(number: int) -> str:
+    """Write a count of parameters as in names of models."""
+    for unit, letter in ((1e12, "t"), (1e9, "b"), (1e6, "m")):
+        if number >= 0.1 * unit:
+            return f"{number / unit:.3g}{letter}" if number >= unit else f"{number / unit:.1g}{letter}"
+    return str(number)
+
+
+def _of_config(name: str, config: LlamaConfig | GPTConfig) -> ModelSpec:
+    if isinstance(config, GPTConfig):
+        return GPTSpec(name, config)
+    if isinstance(config, MLAConfig):
+        return MLASpec(name, config)
+    return MoESpec(name, config) if isinstance(config, MoEConfig) else LlamaSpec(name, config)
+
+
+class _ByConfig(ModelSpec):
+    """A model whose sizes its config tells, with Llama's names."""
+
+    config: Any
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them."""
+        return int(self.config.num_parameters())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that a token uses."""
+        return self.num_parameters
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of the whole model."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each block: those of a kind do the same."""
+        return ("dense",) * self.num_layers
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Different tokens."""
+        return int(self.config.vocab_size)
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of what goes from block to block."""
+        return int(self.config.hidden_size)
+
+
+@dataclass(frozen=True)
+class LlamaSpec(_ByConfig):
+    """A `Llama`."""
+
+    name: str
+    config: LlamaConfig
+
+    @property
+    def family(self) -> str:
+        """The kind of model."""
+        return "llama"
+
+    def at(self, seq_len: int) -> LlamaConfig:
+        """Return the config with tables just as long as the sequences."""
+        return dataclasses.replace(self.config, max_seq_len=seq_len)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward, no recompute, attention in full."""
+        return flops_per_token(self.at(seq_len), seq_len)
+
+    def build(
+        self,
+        seq_len: int,
+        layers: Collection[int] | None = None,
+        *,
+        embed: bool = True,
+        head: bool = True,
+        recipe: Recipe | None = None,
+    ) -> nn.Module:
+        """Make the model, or a stage of it; see `ModelSpec.build`."""
+        whole = self._whole(seq_len)
+        kept = whole.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
+        return use_kernels(kept, recipe)
+
+    def _whole(self, seq_len: int) -> Llama:
+        return Llama(self.at(seq_len))
+
+    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
+        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
+        assert isinstance(module, Llama), "made by build"
+        return llama_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+
+    def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
+        """Return the mean cross-entropy, of targets that are shaped as the tokens."""
+        return llama_loss(output, inputs[0])
+
+
+@dataclass(frozen=True)
+class MoESpec(LlamaSpec):
+    """A `MoELlama`."""
+
+    config: MoEConfig
+
+    @property
+    def family(self) -> str:
+        """The kind of model."""
+        return "moe"
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that a token uses."""
+        return self.config.num_active_parameters()
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Dense blocks come first, those with experts after them."""
+        return tuple("dense" if self.config.is_dense(layer) else "experts" for layer in range(self.num_layers))
+
+    def _whole(self, seq_len: int) -> Llama:
+        config = self.at(seq_len)
+        assert isinstance(config, MoEConfig), "replace keeps the type"
+        return MoELlama(config)
+
+    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
+        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
+        assert isinstance(module, MoELlama), "made by build"
+        return moe_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+
+
+@dataclass(frozen=True)
+class MLASpec(MoESpec):
+    """A `sim.mesh.zoo.mla.MLALlama`."""
+
+    config: MLAConfig
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward, no recompute, attention in full."""
+        return self.config.flops_per_token(seq_len)
+
+    def _whole(self, seq_len: int) -> Llama:
+        config = self.at(seq_len)
+        assert isinstance(config, MLAConfig), "replace keeps the type"
+        return MLALlama(config)
+
+    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
+        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
+        assert isinstance(module, MLALlama), "made by build"
+        return mla_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+
+
+@dataclass(frozen=True)
+class GPTSpec(_ByConfig):
+    """A `sim.mesh.zoo.gpt.GPT`."""
+
+    name: str
+    config: GPTConfig
+
+    @property
+    def family(self) -> str:
+        """The kind of model."""
+        return "gpt"
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward, no recompute, attention in full."""
+        return self.config.flops_per_token(seq_len)
+
+    def build(
+        self,
+        seq_len: int,
+        layers: Collection[int] | None = None,
+        *,
+        embed: bool = True,
+        head: bool = True,
+        recipe: Recipe | None = None,
+    ) -> nn.Module:
+        """Make the model, or a stage of it; see `ModelSpec.build`."""
+        model = GPT(dataclasses.replace(self.config, max_seq_len=max(seq_len, self.config.max_seq_len)))
+        kept = model.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
+        return use_kernels(kept, recipe)
+
+    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
+        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
+        assert isinstance(module, GPT), "made by build"
+        return gpt_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+
+    def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
+        """Return the mean cross-entropy, of targets that are shaped as the tokens."""
+        return llama_loss(output, inputs[0])

@@ -1,0 +1,1 @@
+"""What kernels and communication cost: figures of devices and links, fitted, published or assumed."""

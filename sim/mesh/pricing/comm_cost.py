@@ -1,0 +1,223 @@
+"""Seconds of collectives: alpha-beta by operation, size and how the group lies on the nodes.
+
+A ring sends (n-1)/n of the buffer through every rank, an all_reduce twice that; between nodes all members of a group on
+a node use their adapters at once, as NCCL's rings do, so a group with r ranks per node has r adapters, and a group
+with one has one: the other groups of the axis have the others (Thakur et al., 2005; NCCL, src/graph/tuning.cc).
+
+    t = base + hops + moving * (1 + (ramp / moving) ** power),   moving = wire / bandwidth
+
+The last factor is what chunks, protocols and filling the pipe take off the bandwidth of messages that are not endless.
+An all_reduce of many nodes is a tree, which passes small messages on at once and large ones in chunks: it takes the
+faster of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["COLLECTIVES", "Links", "Placement", "Spread", "collective_seconds", "message_seconds", "spread_of"]
+
+COLLECTIVES = {
+    "all_gather": "gather",
+    "all_gather_single": "gather",
+    "all_gather_into_tensor": "gather",
+    "all_gather_coalesced": "gather",
+    "reduce_scatter": "gather",
+    "reduce_scatter_single": "gather",
+    "reduce_scatter_tensor": "gather",
+    "reduce_scatter_coalesced": "gather",
+    "all_reduce": "reduce",
+    "all_reduce_coalesced": "reduce",
+    "all_to_all": "exchange",
+    "all_to_all_single": "exchange",
+    "broadcast": "one",
+    "reduce": "one",
+    "scatter": "gather",
+    "gather": "gather",
+    "barrier": "sync",
+}
+"""How each operation moves data: it is priced as others of its pattern."""
+
+_CURVE_OF = {"gather": "all_gather", "reduce": "all_reduce", "exchange": "all_to_all", "one": "broadcast"}
+
+
+class Spread(NamedTuple):
+    """How a group lies on the nodes.
+
+    Attributes:
+        ranks: in all.
+        nodes: that they lie on.
+        most: ranks on the node that has most of them.
+    """
+
+    ranks: int
+    nodes: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which slot of the cluster a rank has; slots are counted node by node.
+
+    >>> place = Placement((("dp", 2), ("tp", 4), ("pp", 2)), ("pp", "dp", "tp"))
+    >>> [place.slot(rank) for rank in range(8)]  # tp lies within a node: its ranks are neighbours
+    [0, 8, 1, 9, 2, 10, 3, 11]
+
+    Attributes:
+        axes: of the mesh with their sizes, the outermost first: a rank is the number that its coordinates spell.
+        order: the same axes as they lie on the cluster, the last within a node.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+    order: tuple[str, ...] = ()
+
+    def slot(self, rank: int) -> int:
+        """Return the slot of a rank."""
+        if not self.order:
+            return rank
+        at: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, at[name] = divmod(rank, size)
+        slot, sizes = rank, dict(self.axes)
+        for name in self.order:
+            slot = slot * sizes[name] + at[name]
+        return slot
+
+
+def spread_of(ranks: Sequence[int], devices_per_node: int, placement: Placement | None = None) -> Spread:
+    """Count the nodes that a group lies on.
+
+    >>> spread_of(range(0, 64, 8), 8), spread_of(range(16), 8)
+    (Spread(ranks=8, nodes=8, most=1), Spread(ranks=16, nodes=2, most=8))
+    """
+    counts: dict[int, int] = {}
+    for rank in ranks:
+        node = (placement.slot(rank) if placement else rank) // devices_per_node
+        counts[node] = counts.get(node, 0) + 1
+    return Spread(len(ranks), max(len(counts), 1), max(counts.values(), default=1))
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a group communicates over.
+
+    Attributes:
+        intra: bytes per second of a device to its node.
+        mesh: whether each pair of the node has a link of its own, instead of a switch between all.
+        devices: of a node.
+        in_switch: bytes per second of an all_reduce's buffer that the switch computes; None: it does not.
+        in_switch_from: ranks from which it does.
+        inter: bytes per second of a device's share of the adapters.
+        taper: share of ``inter`` lost at each doubling of the nodes.
+        curves: of the links within a node, by operation.
+        fabric: curve of the network.
+    """
+
+    intra: float
+    mesh: bool
+    devices: int
+    in_switch: float | None
+    in_switch_from: float
+    inter: float
+    taper: float
+    curves: Mapping[str, Mapping[str, Any]]
+    fabric: Mapping[str, Any]
+
+    def curve(self, op: str) -> Mapping[str, Any]:
+        """Return the curve of an operation within a node."""
+        pattern = COLLECTIVES[op]
+        for name in (
+            op,
+            op.removesuffix("_single").removesuffix("_coalesced"),
+            _CURVE_OF.get(pattern, ""),
+            "all_gather",
+        ):
+            if name in self.curves:
+                return self.curves[name]
+        raise KeyError(op)
+
+    def within(self, op: str, ranks: int) -> float:
+        """Return the bandwidth of a ring, or of all links of a mesh, of so many ranks of a node."""
+        curve = self.curve(op)
+        if self.mesh:  # a rank has a link to each other one, and uses those to its group
+            share = min(1.0, (ranks - 1) / max(self.devices - 1, 1))
+            return self.intra * share * float(curve["efficiency"])
+        return self.intra * float(curve["efficiency"]) * (1 - float(curve.get("pair_loss", 0)) / ranks)
+
+    def between(self, spread: Spread, share: str = "efficiency") -> float:
+        """Return the bandwidth between nodes of one rank of the group."""
+        left = (1 - self.taper) ** max(0.0, math.log2(spread.nodes) - 1)
+        return self.inter * float(self.fabric[share]) * left
+
+
+def collective_seconds(
+    links: Links, op: str, size: float, spread: Spread, moved: float | None = None
+) -> tuple[float, str]:
+    """Return the seconds of a collective, and what bounds it: ``latency``, ``link`` or ``network``.
+
+    Args:
+        links: that it goes over.
+        op: one of ``COLLECTIVES``.
+        size: bytes of the full buffer, as nccl-tests counts.
+        spread: how its group lies.
+        moved: bytes that the busiest rank sends or receives, where that is not what ``size`` says: of uneven exchanges.
+    """
+    pattern, n = COLLECTIVES[op], spread.ranks
+    curve, fabric = links.curve(op), links.fabric
+    times = 2 if pattern == "reduce" else 1
+    wire = {"one": size, "sync": 0.0}.get(pattern, times * size * (n - 1) / n)
+    if pattern == "exchange" and moved:
+        wire = max(wire, moved)
+    inside = spread.most > 1
+    within = links.within(op, spread.most) if inside else math.inf
+    switched = pattern == "reduce" and links.in_switch is not None and spread.most >= links.in_switch_from
+    if switched:
+        switch = links.curves.get("all_reduce_in_switch", {})
+        rate = (links.in_switch or 0.0) * float(switch.get("efficiency", 1.0))
+        within = max(within, rate * 2 * (n - 1) / n)
+        curve = switch or curve
+    if spread.nodes == 1:
+        base = float(curve["base_us"]) + float(curve.get("hop_us", 0)) * (n - 1)
+        return _seconds(base * 1e-6, wire, within, curve, "link")
+    adapter = links.between(spread, "exchange" if pattern == "exchange" else "efficiency")
+    if pattern == "exchange":
+        outside = (n - spread.most) / max(n - 1, 1)
+        across = adapter / outside if outside else math.inf
+        within = within / (1 - outside) if outside < 1 and inside else math.inf
+    elif pattern == "reduce" and spread.nodes == 2:  # two nodes exchange halves: each sends the buffer once
+        across = adapter * spread.most * 2 * (n - 1) / n
+    else:
+        across = adapter * spread.most
+    hop = float(curve.get("hop_us", 0)) * (spread.most - 1)
+    base, rate = float(fabric["base_us"]), min(within, across)
+    bound = "network" if across <= within else "link"
+    if pattern == "reduce":
+        doublings = math.log2(spread.nodes) - 1
+        large = _seconds((base + hop + float(fabric["tree_us"]) * doublings) * 1e-6, wire, rate, fabric, bound)
+        quick = (base + hop + float(fabric["small_tree_us"]) * doublings) * 1e-6
+        return min(large, _seconds(quick, wire, rate * float(fabric["small_share"]), {}, bound))
+    if pattern == "exchange":
+        hops = float(fabric["peer_us"]) * (n - 1)
+    else:
+        hops = float(fabric["hop_us"]) * (spread.nodes - 1) + hop * spread.nodes
+    return _seconds((base + hops) * 1e-6, wire, rate, fabric, bound)
+
+
+def message_seconds(links: Links, size: float, *, same_node: bool) -> tuple[float, str]:
+    """Return the seconds of a message from one rank to another."""
+    if same_node:
+        curve = links.curves.get("send", links.curve("all_gather"))
+        rate = links.intra / max(links.devices - 1, 1) if links.mesh else links.intra
+        return _seconds(float(curve["base_us"]) * 1e-6, size, rate * float(curve["efficiency"]), curve, "link")
+    rate = links.inter * float(links.fabric["message"])
+    return _seconds(float(links.fabric["message_us"]) * 1e-6, size, rate, links.fabric, "network")
+
+
+def _seconds(base: float, wire: float, rate: float, curve: Mapping[str, Any], bound: str) -> tuple[float, str]:
+    moving = wire / rate
+    if moving:
+        moving *= 1 + (float(curve.get("ramp_us", 0)) * 1e-6 / moving) ** float(curve.get("power", 1))
+    return base + moving, "latency" if base > moving else bound

@@ -1,0 +1,242 @@
+"""Reads a hardware description: figures with units, sources and evidence grades, in TOML.
+
+```toml
+title = "My accelerator, in nodes of 8"
+family = "hopper"           # whose curves of matmuls and kernels it uses
+links = "nvlink4"           # links within a node
+fabric = "infiniband"       # network between nodes
+
+[sources]
+sheet = "vendor's datasheet, 2025"
+
+[device]
+memory = { value = 80, unit = "GB", grade = "datasheet", source = "sheet" }
+```
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hyper_parallel.core.dtensor.messages import explain, nearest
+
+__all__ = ["FIGURES", "GRADES", "Figure", "Kind", "read_hardware_file", "write_hardware_file"]
+
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+GRADES = ("measured", "calibrated", "datasheet", "assumed")
+"""Evidence of a figure, the best first: measured on the device, fitted to measurements, its maker's word, assumed."""
+
+_SI = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_UNITS: dict[str, dict[str, float]] = {
+    "B": {f"{k}B": v for k, v in _SI.items()} | {f"{k}iB": 1024.0**i for i, k in enumerate("KMGT", start=1)},
+    "B/s": {f"{k}B/s": v for k, v in _SI.items()} | {f"{k}bit/s": v / 8 for k, v in _SI.items()},
+    "FLOP/s": {f"{k}FLOP/s": v for k, v in _SI.items()},
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    "1": {"1": 1.0, "%": 0.01},
+    "W": {"W": 1.0},
+}
+
+
+class Figure(NamedTuple):
+    """A number of a description.
+
+    Attributes:
+        value: in the basic unit: bytes, bytes per second, FLOP/s, seconds, or a plain number.
+        unit: the basic unit: ``B``, ``B/s``, ``FLOP/s``, ``s``, ``1``, ``W``.
+        grade: one of ``GRADES``.
+        source: where it is from.
+    """
+
+    value: float
+    unit: str
+    grade: str
+    source: str
+
+
+class Kind(NamedTuple):
+    """What a figure of a name must be.
+
+    Attributes:
+        unit: its basic unit.
+        required: whether every description has it.
+        meaning: in words.
+        zero: whether it may be 0.
+    """
+
+    unit: str
+    required: bool
+    meaning: str
+    zero: bool = False
+
+
+FIGURES: dict[str, Kind] = {
+    "device.memory": Kind("B", True, "memory of a device, as it is sold"),
+    "device.usable_memory": Kind("B", True, "memory of a device that programs can have"),
+    "device.bandwidth": Kind("B/s", True, "of its memory"),
+    "device.cores": Kind("1", True, "that each compute a tile of a matmul at a time"),
+    "device.power": Kind("W", False, "power limit"),
+    "peak.bf16": Kind("FLOP/s", False, "dense bf16 matmuls"),
+    "peak.fp16": Kind("FLOP/s", False, "dense fp16 matmuls"),
+    "peak.fp32": Kind("FLOP/s", True, "fp32 matmuls with full precision"),
+    "peak.tf32": Kind("FLOP/s", False, "dense TF32 matmuls"),
+    "peak.fp64": Kind("FLOP/s", False, "fp64 matmuls"),
+    "peak.fp8": Kind("FLOP/s", False, "dense fp8 matmuls"),
+    "node.devices": Kind("1", True, "devices of a node"),
+    "intra.bandwidth": Kind("B/s", True, "a device to the others of its node, one direction, all its links"),
+    "intra.in_switch": Kind("B/s", False, "bus bandwidth of an all_reduce that the switch computes"),
+    "intra.in_switch_from": Kind("1", False, "ranks from which the switch computes all_reduces"),
+    "inter.bandwidth": Kind("B/s", True, "a device's share of its node's network adapters, one direction"),
+    "inter.taper": Kind("1", False, "bandwidth lost at each doubling of nodes", zero=True),
+    "host.op": Kind("s", True, "the host's time to issue an operation", zero=True),
+    "host.collective": Kind("s", True, "the host's time to issue a communication", zero=True),
+    "context.bytes": Kind("B", False, "memory of the driver's context", zero=True),
+    "context.per_group": Kind("B", False, "memory of a communicator", zero=True),
+}
+"""The figures of a description by name, ``section.key`` in the file."""
+
+_TEXTS = ("name", "title", "family", "links", "topology", "fabric", "allocator", "backend")
+_CHOICES = {"topology": ("switch", "mesh"), "allocator": ("caching", "none")}
+
+
+class _File:
+    """The text of the file, to point at."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+            hint = "'h100-sxm', or the path of a TOML file"
+            raise ValueError(explain("cannot read the hardware", reason, f"path: {path}", hint)) from None
+
+    def error(self, blame: str, seen: str, hint: str, key: str = "") -> ValueError:
+        """Build the error that points at a key, given as ``section.key``."""
+        section, _, name = key.rpartition(".")
+        at, current = "", ""
+        for number, line in enumerate(self.lines, start=1):
+            header = re.match(r"\s*\[\s*([^\]]+?)\s*\]", line)
+            current = header[1] if header else current
+            if current == section and re.match(rf"\s*{re.escape(name)}\s*[=.]", line):
+                at = f":{number}"
+        return ValueError(explain(f"cannot read the hardware {self.path}{at}", blame, seen, hint))
+
+
+def read_hardware_file(path: Path) -> dict[str, Any]:
+    """Read a description; what comes back are arguments of ``Hardware``.
+
+    Raises:
+        ValueError: the file is missing or is not TOML; an unknown or missing key; a figure without a number, unit,
+            grade or source, or with a unit of something else.
+    """
+    file = _File(path)
+    try:
+        data = tomllib.loads("\n".join(file.lines))
+    except ValueError as error:
+        raise file.error("it is not valid TOML", str(error), "title = '...'") from None
+    sources = data.pop("sources", {})
+    made: dict[str, Any] = {"figures": {}, "curves": data.pop("curves", {})}
+    sections = {name.split(".")[0] for name in FIGURES}
+    for key, value in data.items():
+        if key in _TEXTS:
+            made[key] = _text(file, key, value)
+        elif key in sections and isinstance(value, dict):
+            for name, entry in value.items():
+                made["figures"][f"{key}.{name}"] = _figure(file, f"{key}.{name}", entry, sources)
+        else:
+            hint = nearest(key, (*_TEXTS, *sorted(sections), "sources", "curves"))
+            raise file.error(f"there is no {key!r}", f"{key} = {value!r}", hint, key)
+    for name in ("title", "family"):
+        if name not in made:
+            raise file.error(f"it does not say its {name}", "", f'{name} = "{path.stem}"')
+    absent = [name for name, kind in FIGURES.items() if kind.required and name not in made["figures"]]
+    if absent:
+        kind = FIGURES[absent[0]]
+        section, _, key = absent[0].partition(".")
+        hint = f'[{section}] {key} = {{ value = ..., unit = "{kind.unit}", grade = "datasheet", source = "..." }}'
+        raise file.error(f"{absent[0]} is missing ({kind.meaning})", f"missing: {', '.join(absent)}", hint)
+    return made
+
+
+def write_hardware_file(
+    path: Path, texts: Mapping[str, str], figures: Mapping[str, Figure], curves: Mapping[str, Any]
+) -> None:
+    """Write a description.
+
+    Args:
+        path: of the file.
+        texts: ``title``, ``family`` and the like.
+        figures: by name.
+        curves: figures that stand for those of ``calibration.toml``.
+    """
+    names = {source: f"s{i}" for i, source in enumerate(dict.fromkeys(figure.source for figure in figures.values()), 1)}
+    lines = [f"{name} = {_toml(text)}" for name, text in texts.items()]
+    lines += ["", "[sources]", *(f"{name} = {_toml(source)}" for source, name in names.items())]
+    for section in dict.fromkeys(name.partition(".")[0] for name in figures):
+        lines += ["", f"[{section}]"]
+        for name, (value, unit, grade, source) in figures.items():
+            if name.startswith(f"{section}."):
+                said = f"value = {_toml(value)}, unit = {_toml(unit)}, grade = {_toml(grade)}"
+                lines.append(f"{name.partition('.')[2]} = {{ {said}, source = {_toml(names[source])} }}")
+    path.write_text("\n".join([*lines, *_tables("curves", curves)]) + "\n", encoding="utf-8")
+
+
+def _tables(path: str, table: Mapping[str, Any]) -> list[str]:
+    plain = [f"{name} = {_toml(value)}" for name, value in table.items() if not isinstance(value, Mapping)]
+    lines = ["", f"[{path}]", *plain] if plain else []
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            lines += _tables(f"{path}.{name}", value)
+    return lines
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return f"{int(value)}" if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else repr(value)
+
+
+def _text(file: _File, key: str, value: object) -> str:
+    choices = _CHOICES.get(key)
+    if not isinstance(value, str) or (choices and value not in choices):
+        hint = " or ".join(map(repr, choices)) if choices else f'{key} = "..."'
+        raise file.error(f"{key} is not {'one of its choices' if choices else 'text'}", f"{key} = {value!r}", hint, key)
+    return value
+
+
+def _figure(file: _File, name: str, entry: object, sources: dict[str, str]) -> Figure:
+    if name not in FIGURES:
+        raise file.error(f"there is no figure {name!r}", f"{name} = {entry!r}", nearest(name, FIGURES), name)
+    kind = FIGURES[name]
+    example = f'{{ value = 1, unit = "{kind.unit}", grade = "datasheet", source = "..." }}'
+    if not isinstance(entry, dict):
+        raise file.error(f"{name} is not a table with value, unit, grade and source", f"{entry!r}", example, name)
+    for key in entry:
+        if key not in ("value", "unit", "grade", "source"):
+            hint = nearest(key, ("value", "unit", "grade", "source"))
+            raise file.error(f"{name} has an unknown key {key!r}", f"{entry!r}", hint, name)
+    value, unit, grade, source = (entry.get(key) for key in ("value", "unit", "grade", "source"))
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not kind.zero):  # type: ignore[operator]
+        raise file.error(f"the value of {name} is not a number above 0", f"value = {value!r}", example, name)
+    if unit not in _UNITS[kind.unit]:
+        units = [name for name in _UNITS[kind.unit] if len(name) > 1 or len(_UNITS[kind.unit]) < 5]
+        raise file.error(f"{name} ({kind.meaning}) is not given in {unit!r}", f"{entry!r}", f"one of {units}", name)
+    if grade not in GRADES:
+        raise file.error(
+            f"the grade of {name} is not an evidence grade", f"grade = {grade!r}", f"one of {GRADES}", name
+        )
+    if not isinstance(source, str) or not source.strip():
+        raise file.error(f"{name} has no source", f"{entry!r}", 'source = "vendor\'s datasheet, 2025"', name)
+    scaled = float(value) * _UNITS[kind.unit][unit]  # type: ignore[arg-type]
+    return Figure(scaled, kind.unit, grade, sources.get(source, source))

@@ -1,0 +1,193 @@
+"""Fits a hardware description to what ``sim/mesh/pricing/measure.py`` has timed."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from sim.mesh.hardware import Hardware
+from sim.mesh.pricing.comm_cost import Links, Spread, collective_seconds
+from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
+from sim.mesh.pricing.fitting import Row, descend, loss_of, spread_in, summary
+from sim.mesh.pricing.hardware_file import Figure
+
+__all__ = ["OPS", "Sample", "fit_hardware"]
+
+Sample = dict[str, Any]
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
+
+
+def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: int) -> Hardware:
+    """Fit a description to what was measured.
+
+    Args:
+        samples: each with ``what``, ``seconds`` and what it takes to predict them.
+        machine: ``device``, ``title``, ``memory`` and ``cores`` of a process.
+        processes: that shared the machine.
+    """
+    cpu = machine["device"] == "cpu"
+    day = datetime.date.today().isoformat()
+    share = f"{processes} processes of {machine['cores']} cores" if cpu else f"{processes} processes"
+    source = f"measured by `hyper-parallel hardware measure` on {machine['title']}, {share}, torch {torch.__version__}"
+    source += f", {day}"
+    figures: dict[str, Figure] = {}
+
+    def add(name: str, value: float, unit: str, grade: str = "measured", said: str = source) -> None:
+        figures[name] = Figure(float(value if unit == "B" else f"{value:.4g}"), unit, grade, said)
+
+    add("device.memory", machine["memory"], "B")
+    add("device.usable_memory", machine["memory"], "B")
+    add("device.cores", machine["cores"], "1")
+    streams = [sample for sample in samples if sample["what"] == "stream"]
+    bandwidth = streams[-1]["bytes"] / streams[-1]["seconds"]
+    add("device.bandwidth", bandwidth, "B/s")
+    peaks: dict[str, float] = {}
+    for sample in samples:
+        if sample["what"] == "matmul":
+            name = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}[sample["dtype"]]
+            rate = 2.0 * math.prod(sample["shape"]) / sample["seconds"]
+            peaks[name] = max(peaks.get(name, 0.0), rate)
+    for name, rate in peaks.items():
+        add(f"peak.{name}", rate, "FLOP/s")
+    add("node.devices", processes, "1")
+    operation = next(sample["seconds"] for sample in samples if sample["what"] == "operation")
+    issue = next((sample["seconds"] for sample in samples if sample["what"] == "issue"), 5e-5)
+    # On a CPU the host is the device: what an operation costs to issue is in its own time, see floor_us.
+    add("host.op", 0.0 if cpu else operation, "s")
+    add("host.collective", issue, "s")
+    floor = operation * 1e6 if cpu else min(streams[0]["seconds"] * 1e6, 5.0)
+    curves: dict[str, Any] = {
+        "matmul": _fit_matmul(samples, peaks, machine["cores"], bandwidth, floor),
+        "memory": _fit_memory(samples, bandwidth, floor),
+        "attention": _fit_attention(samples, peaks, floor),
+    }
+    fastest, links = _fit_links(samples, processes)
+    if links:
+        curves["links"] = links
+    add("intra.bandwidth", fastest, "B/s", "measured" if links else "assumed", source if links else "assumed")
+    add("inter.bandwidth", 125e6, "B/s", "assumed", "assumed: 1 Gbit/s Ethernet")
+    kind = {"family": "cpu", "links": "gloo", "fabric": "ethernet", "allocator": "none", "backend": "gloo"}
+    if not cpu:
+        kind = {
+            "family": "hopper",
+            "links": "nvlink4",
+            "fabric": "infiniband",
+            "allocator": "caching",
+            "backend": "nccl",
+        }
+    title = f"{machine['title']}, {share}, as measured"
+    return Hardware("measured", title, figures=figures, topology="switch", curves=curves, **kind)
+
+
+def _noted(figures: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+    error = [round(x, 3) for x in summary(rows, figures)]
+    return {**figures, "grade": "measured", "spread": max(0.03, spread_in(rows, figures)), "error": error}
+
+
+def _fit_matmul(
+    samples: list[Sample], peaks: Mapping[str, float], cores: int, bandwidth: float, floor: float
+) -> dict[str, Any]:
+    start = {"floor_us": floor, "rate": 1.0, "prologue": 32.0, "edge": 8.0, "quantised": 0.0, "cap": 1.0, "stream": 0.9}
+    free = {"rate": (0.3, 1.5), "prologue": (1, 400), "edge": (1, 100)}
+    made: dict[str, Any] = {}
+    for name, peak in peaks.items():
+        item = 4 if name == "fp32" else 2
+        rows = []
+        for sample in samples:
+            if sample["what"] == "matmul" and sample["dtype"] == _torch_name(name):
+                shape = tuple(sample["shape"])
+
+                def predict(
+                    figures: Mapping[str, float], shape: Any = shape, peak: float = peak, item: int = item
+                ) -> float:
+                    # Timed in a row, operations do not pay what a model pays for each: that is floor_us.
+                    return matmul_seconds({**figures, "floor_us": 1.0}, shape, peak, cores, item, bandwidth)[0]
+
+                rows.append(Row("", sample["seconds"], predict))
+        fitted = _noted(descend(rows, start, free), rows)
+        made = {**made, name: fitted} if made else {**fitted, name: fitted}
+    return made
+
+
+def _torch_name(name: str) -> str:
+    return {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[name]
+
+
+def _fit_memory(samples: list[Sample], bandwidth: float, floor: float) -> dict[str, Any]:
+    def predict(sample: Sample) -> Callable[[Mapping[str, float]], float]:
+        return lambda at: stream_seconds({**at, "floor_us": at["least_us"]}, sample["bytes"], bandwidth)[0]
+
+    rows = [Row("", sample["seconds"], predict(sample)) for sample in samples if sample["what"] == "stream"]
+    start = {"least_us": 1.0, "cache_mib": 8.0, "cache_speedup": 3.0, "stream": 1.0}
+    free = {"least_us": (0.1, 50.0), "cache_mib": (0.2, 200.0), "cache_speedup": (1.0, 30.0)}
+    fitted = descend(rows, start, free)
+    made: dict[str, Any] = {**_noted(fitted, rows), "floor_us": round(max(floor, fitted["least_us"]), 2)}
+    made |= {"fused": 1.0, "softmax": 1.0}
+    for what in ("random", "optimizer"):
+        sample = next(sample for sample in samples if sample["what"] == what)
+        alone = stream_seconds({**made, "floor_us": 0.0}, sample["bytes"], bandwidth)[0]
+        made[what] = float(f"{alone / sample['seconds']:.3g}")
+    return made
+
+
+def _fit_attention(samples: list[Sample], peaks: Mapping[str, float], floor: float) -> dict[str, Any]:
+    timed = [sample for sample in samples if sample["what"].startswith("attention")]
+    peak = peaks["fp32" if timed[0]["dtype"] == "torch.float32" else "bf16"]
+    base: dict[str, Any] = {"causal_length_forward": 0.5, "causal_length_backward": 0.5, "floor_us": 1.0}
+    made: dict[str, Any] = {**base, "floor_us": round(floor, 2), "grade": "measured", "spread": 0.05}
+    causal = []
+    for name, what in (("forward", "attention"), ("backward", "attention_backward")):
+        rows = []
+        for sample in timed:
+            if sample["what"] == what:
+
+                def predict(at: Mapping[str, float], shape: Any = tuple(sample["shape"]), name: str = name) -> float:
+                    shares = {"64": at["share"], "128": at["share"]}
+                    curve = {**base, name: shares, f"half_{name}": at["half"], "causal": at["causal"]}
+                    return attention_seconds(curve, shape, peak, backward=name == "backward")[0]
+
+                rows.append(Row("", sample["seconds"], predict))
+        free = {"share": (0.01, 1.5), "half": (1, 1000), "causal": (0.4, 1.0)}
+        fitted = descend(rows, {"share": 0.5, "half": 100, "causal": 0.9}, free)
+        made |= {name: {"64": fitted["share"], "128": fitted["share"]}, f"half_{name}": fitted["half"]}
+        made["spread"] = max(made["spread"], spread_in(rows, fitted))
+        causal.append(fitted["causal"])
+    return {"default": "flash2", "flash2": {**made, "causal": round(statistics.fmean(causal), 3)}}
+
+
+def _fit_links(samples: list[Sample], processes: int) -> tuple[float, dict[str, Any]]:
+    timed = [sample for sample in samples if sample["what"] == "collective"]
+    if not timed:
+        return 1e9, {}
+
+    def wire(sample: Sample) -> float:
+        if sample["op"] in ("broadcast", "send"):
+            return float(sample["size"])
+        return sample["size"] * (processes - 1) / processes * (2 if sample["op"] == "all_reduce" else 1)
+
+    fastest = max(wire(sample) / sample["seconds"] for sample in timed)
+    made = {}
+    for op in OPS:
+        rows = []
+        for sample in timed:
+            if sample["op"] == op:
+
+                def predict(at: Mapping[str, float], sample: Sample = sample, op: str = op) -> float:
+                    name = "broadcast" if op == "send" else op
+                    spread = Spread(2 if op == "send" else processes, 1, 2 if op == "send" else processes)
+                    links = Links(fastest, False, processes, None, 2, 1.0, 0.0, {name: at}, {})
+                    return collective_seconds(links, name, sample["size"], spread)[0]
+
+                rows.append(Row("", sample["seconds"], predict, sample["size"]))
+        smallest = min(sample["seconds"] for sample in timed if sample["op"] == op) * 1e6
+        start = {"efficiency": 0.8, "base_us": smallest, "ramp_us": 20.0, "power": 0.8, "hop_us": 0.0, "pair_loss": 0.0}
+        free = {"efficiency": (0.02, 1.2), "base_us": (1, 5000), "ramp_us": (1, 5000), "power": (0.5, 0.95)}
+        starts = [start, *({**start, "ramp_us": ramp, "power": 0.6} for ramp in (100.0, 1000.0))]
+        tried = [descend(rows, one, free) for one in starts]
+        made[op] = _noted(min(tried, key=lambda at: loss_of(rows, at)), rows)
+    return fastest, made

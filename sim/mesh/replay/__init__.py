@@ -1,0 +1,1 @@
+"""Programs played again: the allocator's memory, the streams' time, and pictures of both."""

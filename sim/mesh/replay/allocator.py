@@ -1,0 +1,288 @@
+"""torch's caching allocator as a model: which memory it takes from the device, and which pieces of it lie idle.
+
+Rules as in torch's ``CUDACachingAllocator``, which ``torch_npu`` shares: sizes are rounded up to 512 bytes; requests of
+up to 1 MiB come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger ones from segments of their own
+size, rounded up to 2 MiB; the smallest free block that is large enough is taken, and split if what is left is worth it;
+a block that comes back is joined with free neighbours. Blocks belong to the stream that they were taken on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["CACHING", "EXPANDABLE", "PLAIN", "AllocatorRules", "Block", "CachingAllocator"]
+
+MIB = 1 << 20
+_FAR = 1 << 30  # pages between ranges that expand
+
+
+@dataclass(frozen=True)
+class AllocatorRules:
+    """Parameters of an allocator, in bytes.
+
+    >>> AllocatorRules().rounded(1), AllocatorRules().rounded(1025)
+    (512, 1536)
+
+    Attributes:
+        caching: whether it keeps what is given back; if not, reserved is allocated.
+        expandable: ``expandable_segments:True``: one range of addresses per stream and pool, which grows by pages.
+        limit: what the device can give; before it passes that, it returns cached segments. None: no limit.
+        round_to: sizes are multiples of this.
+        small: largest request of the small pool.
+        small_segment: what the small pool takes from the device at once.
+        medium: smallest request that gets a segment of its own.
+        medium_segment: what smaller ones of the large pool share.
+        round_segment: own segments are multiples of this.
+    """
+
+    caching: bool = True
+    expandable: bool = False
+    limit: int | None = None
+    round_to: int = 512
+    small: int = MIB
+    small_segment: int = 2 * MIB
+    medium: int = 10 * MIB
+    medium_segment: int = 20 * MIB
+    round_segment: int = 2 * MIB
+
+    def rounded(self, size: int) -> int:
+        """Return the bytes that a request of ``size`` bytes takes."""
+        return -(-size // self.round_to) * self.round_to
+
+    def segment(self, size: int) -> int:
+        """Return the bytes that are taken from the device for a rounded request that no free block serves."""
+        if size <= self.small:
+            return self.small_segment
+        if size < self.medium:
+            return self.medium_segment
+        return -(-size // self.round_segment) * self.round_segment
+
+
+CACHING = AllocatorRules()
+"""Of CUDA and NPU devices, as they are set without environment variables."""
+EXPANDABLE = AllocatorRules(expandable=True)
+"""The same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
+PLAIN = AllocatorRules(caching=False, round_to=64)
+"""Of a CPU: nothing is kept; malloc aligns to 64 bytes."""
+
+
+class Block:
+    """A piece of a segment."""
+
+    __slots__ = ("address", "after", "arena", "before", "free", "size")
+
+    def __init__(self, size: int, address: int, arena: _Arena) -> None:
+        self.size = size
+        self.address = address
+        self.arena = arena
+        self.free = False
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+class _Arena:
+    """Blocks of one stream and pool: the free ones by size, then address."""
+
+    __slots__ = ("free", "heads", "least_rest", "small", "tail")
+
+    def __init__(self, small: bool, least_rest: int) -> None:
+        self.small = small
+        self.least_rest = least_rest  # a block is split if at least this is left of it
+        self.free: list[tuple[int, int, Block]] = []
+        self.heads: dict[int, Block] = {}  # first block of each segment
+        self.tail: Block | None = None  # of the one segment that grows
+
+
+class CachingAllocator:
+    """Takes and gives back blocks, and knows the totals.
+
+    >>> allocator = CachingAllocator(CACHING)
+    >>> block = allocator.take(3 * MIB, stream=0)
+    >>> allocator.allocated // MIB, allocator.reserved // MIB
+    (3, 20)
+    >>> allocator.give(block)
+    >>> allocator.allocated, allocator.reserved // MIB
+    (0, 20)
+
+    Attributes:
+        allocated: bytes of blocks that are in use, as ``torch.cuda.memory_allocated`` counts them.
+        reserved: bytes taken from the device, as ``torch.cuda.memory_reserved``.
+        retries: how often cached segments had to be returned to stay within the limit.
+        missing: bytes by which the limit was passed all the same; 0: it fits.
+    """
+
+    def __init__(self, rules: AllocatorRules) -> None:
+        self.rules = rules
+        self.allocated = 0
+        self.reserved = 0
+        self.retries = 0
+        self.missing = 0
+        self._arenas: dict[tuple[int, bool], _Arena] = {}
+        self._next_address = 0
+
+    def take(self, size: int, stream: int) -> Block:
+        """Return a block of at least ``size`` bytes."""
+        rules = self.rules
+        size = -(-size // rules.round_to) * rules.round_to
+        small = size <= rules.small
+        arena = self._arenas.get((stream, small))
+        if arena is None:
+            arena = self._new_arena(stream, small)
+        if not rules.caching:
+            self.allocated += size
+            self.reserved = self.allocated
+            return Block(size, 0, arena)
+        free = arena.free
+        at = bisect_left(free, (size,))
+        if rules.expandable and at < len(free) - 1 and free[at][2] is arena.tail:
+            at += 1  # what can grow counts as the largest
+        block = free.pop(at)[2] if at < len(free) else self._grow(arena, size)
+        rest = block.size - size
+        if rest >= arena.least_rest:
+            other = Block(rest, block.address + size, arena)
+            other.free = True
+            other.before = block
+            after = other.after = block.after
+            if after is not None:
+                after.before = other
+            elif block is arena.tail:
+                arena.tail = other
+            block.after = other
+            block.size = size
+            insort(free, (rest, other.address, other))
+        block.free = False
+        self.allocated += block.size
+        return block
+
+    def give(self, block: Block) -> None:
+        """Take a block back."""
+        self.allocated -= block.size
+        if not self.rules.caching:
+            self.reserved = self.allocated
+            return
+        arena = block.arena
+        free = arena.free
+        before, after = block.before, block.after
+        if after is not None and after.free:
+            del free[bisect_left(free, (after.size, after.address))]
+            self._join(block, after)
+        if before is not None and before.free:
+            del free[bisect_left(free, (before.size, before.address))]
+            self._join(before, block)
+            block = before
+        block.free = True
+        insort(free, (block.size, block.address, block))
+
+    def release_cached(self) -> None:
+        """Return to the device what is free: whole segments, or whole pages of the one that expands."""
+        for arena in self._arenas.values():
+            page = self._page(arena)
+            for size, address, block in list(arena.free):
+                if self.rules.expandable:
+                    self._unmap(arena, block, page)
+                elif block.before is None and block.after is None:
+                    del arena.free[bisect_left(arena.free, (size, address))]
+                    del arena.heads[address]
+                    self.reserved -= size
+
+    def state(self, name: Callable[[Block], object]) -> tuple[object, ...]:
+        """Return all that later calls depend on: free and used blocks in the order of their addresses.
+
+        Two moments with equal states behave alike from then on.
+
+        Args:
+            name: of a block in use.
+        """
+        found: list[object] = []
+        for key, arena in self._arenas.items():
+            found.append(key)
+            for address in sorted(arena.heads):
+                block: Block | None = arena.heads[address]
+                found.append("segment")
+                while block is not None:
+                    found.append((block.size, "free" if block.free else name(block)))
+                    block = block.after
+        return tuple(found)
+
+    def _new_arena(self, stream: int, small: bool) -> _Arena:
+        splits_small = small or self.rules.expandable
+        arena = _Arena(small, self.rules.round_to if splits_small else self.rules.small + 1)
+        self._arenas[stream, small] = arena
+        return arena
+
+    def _page(self, arena: _Arena) -> int:
+        return self.rules.small_segment if arena.small else self.rules.medium_segment
+
+    def _grow(self, arena: _Arena, size: int) -> Block:
+        """Take memory from the device and return it as a block that is in no free list."""
+        wanted = self._from_device(arena, size)
+        if self.rules.limit is not None and self.reserved + wanted > self.rules.limit:
+            self.release_cached()
+            self.retries += 1
+            wanted = self._from_device(arena, size)
+            self.missing = max(self.missing, self.reserved + wanted - self.rules.limit)
+        self.reserved += wanted
+        tail = arena.tail if self.rules.expandable else None
+        if tail is not None and tail.free:
+            del arena.free[bisect_left(arena.free, (tail.size, tail.address))]
+            tail.size += wanted
+            return tail
+        if tail is None:
+            block = Block(wanted, self._next_address, arena)
+            arena.heads[block.address] = block
+            # Ranges that expand must not run into each other.
+            self._next_address += wanted if not self.rules.expandable else _FAR * self.rules.medium_segment
+        else:
+            block = Block(wanted, tail.address + tail.size, arena)
+            block.before, tail.after = tail, block
+        arena.tail = block
+        return block
+
+    def _from_device(self, arena: _Arena, size: int) -> int:
+        if not self.rules.expandable:
+            return self.rules.segment(size)
+        page = self._page(arena)
+        at_hand = arena.tail.size if arena.tail is not None and arena.tail.free else 0
+        return -(-(size - at_hand) // page) * page
+
+    def _unmap(self, arena: _Arena, block: Block, page: int) -> None:
+        """Return the whole pages inside of a free block; their addresses stay behind as a gap that nothing uses."""
+        start = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if end <= start:
+            return
+        del arena.free[bisect_left(arena.free, (block.size, block.address))]
+        self.reserved -= end - start
+        left, right = start - block.address, block.address + block.size - end
+        gap = Block(end - start, start, arena)
+        gap.before, gap.after = block.before, block.after
+        if left:
+            block.size = left
+            gap.before, block.after = block, gap
+            insort(arena.free, (left, block.address, block))
+        elif gap.before is not None:
+            gap.before.after = gap
+        else:
+            del arena.heads[block.address]
+            arena.heads[start] = gap
+        if right:
+            rest = Block(right, end, arena)
+            rest.free = True
+            rest.before, rest.after, gap.after = gap, gap.after, rest
+            insort(arena.free, (right, end, rest))
+        last = gap.after if right else gap
+        if last is not None and last.after is not None:
+            last.after.before = last
+        if arena.tail is block and last is not None:
+            arena.tail = last
+
+    @staticmethod
+    def _join(left: Block, right: Block) -> None:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        if right.arena.tail is right:
+            right.arena.tail = left

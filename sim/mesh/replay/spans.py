@@ -1,0 +1,195 @@
+"""A timeline as boxes: what runs from when to when in which row, few enough to be drawn."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from sim.mesh.program import COMPUTE, Comm, Op, Place, Program
+from sim.mesh.replay.flights import BUBBLE, HOST
+from sim.mesh.replay.player import Occurrence
+from sim.mesh.replay.streams import Ran
+from sim.mesh.timeline import Timeline
+
+__all__ = ["COMMUNICATION", "EXPOSED", "Span", "exposed_parts", "spans"]
+
+COMMUNICATION = "communication"
+"""Kind of spans in which something is sent or received."""
+EXPOSED = "exposed"
+"""Kind of spans in which a rank computes nothing, as it waits for communication."""
+_DETAILS = ("op", "layer", "segment")
+
+
+class Span(NamedTuple):
+    """A box.
+
+    Attributes:
+        row: number of the program.
+        lane: ``compute``, ``compute 1`` for other streams, or the axis that is communicated along.
+        start: seconds from the beginning of the step.
+        end: likewise.
+        name: what is written on it.
+        kind: of computation its phase (``forward``, ``recompute``, ``loss``, ``backward``, ``optimizer`` ...), or
+            ``COMMUNICATION``; of time without computation ``EXPOSED`` (in the axis's lane), ``bubble`` or ``host``.
+        batch: micro-batch; -1: none.
+    """
+
+    row: int
+    lane: str
+    start: float
+    end: float
+    name: str
+    kind: str
+    batch: int = -1
+
+
+def spans(timeline: Timeline, detail: str | None = None, limit: int = 20_000) -> list[Span]:
+    """Return a timeline as spans, in the order of ranks.
+
+    Args:
+        timeline: of a step.
+        detail: ``op``: one for each operation; ``layer``: one for each stretch of a layer and phase; ``segment``: one
+            for each forward, backward ... None: the finest that has at most `limit` spans of computation.
+        limit: see `detail`.
+    """
+    if detail is None:
+        ops = sum([len(one.outcome.ops) for row in timeline.occurrences for one in row])
+        detail = "op" if ops <= limit else "layer"
+        if detail == "layer" and len(_computed(timeline, "layer")) > limit:
+            detail = "segment"
+    elif detail not in _DETAILS:
+        raise ValueError(f"cannot list spans by {detail!r}\n  detail: one of {', '.join(_DETAILS)}\n  try: 'layer'")
+    found = [*_computed(timeline, detail), *_communicated(timeline), *_idle(timeline)]
+    # Some stages are ahead of the first one, in what belongs to this step.
+    return [span._replace(start=max(0.0, span.start)) for span in found if span.end > 0]
+
+
+def exposed_parts(found: list[Span]) -> list[Span]:
+    """Return the parts of communication during which its rank waits for it, as spans of the kind ``EXPOSED``."""
+    waits: dict[tuple[int, str], list[Span]] = {}
+    for span in found:
+        if span.kind == EXPOSED:
+            waits.setdefault((span.row, span.lane), []).append(span)
+    parts: list[Span] = []
+    for several in waits.values():
+        several.sort(key=lambda span: span.start)
+    starts = {key: [span.start for span in several] for key, several in waits.items()}
+    for span in found:
+        several = waits.get((span.row, span.lane), [])
+        if span.kind != COMMUNICATION or not several:
+            continue
+        at = max(0, bisect_right(starts[span.row, span.lane], span.start) - 1)
+        while at < len(several) and several[at].start < span.end:
+            start, end = max(span.start, several[at].start), min(span.end, several[at].end)
+            if end > start:
+                parts.append(span._replace(start=start, end=end, kind=EXPOSED))
+            at += 1
+    return parts
+
+
+def _computed(timeline: Timeline, detail: str) -> list[Span]:
+    found: list[Span] = []
+    for occurrences in timeline.occurrences:
+        for one in occurrences:
+            program = timeline.programs[one.row]
+            if detail == "op":
+                found.extend(_each(one, program))
+            elif detail == "layer":
+                found.extend(_stretches(one, program))
+            else:
+                found.extend(_whole(one, program, timeline.step / 200))
+    return found
+
+
+def _each(one: Occurrence, program: Program) -> Iterator[Span]:
+    events = program.segments[one.piece.key].events
+    for ran in one.outcome.ops:
+        op = events[ran.event]
+        assert isinstance(op, Op)
+        kind = _phase(program.places[op.place]) if program.places else one.piece.key[0]
+        yield Span(one.row, _lane(ran.lane), one.base + ran.start, one.base + ran.end, op.name, kind, one.batch)
+
+
+def _stretches(one: Occurrence, program: Program) -> Iterator[Span]:
+    """Operations of the same layer and phase that follow each other on a stream, as one."""
+    events = program.segments[one.piece.key].events
+    open_: dict[int, tuple[tuple[str, int | None], float, float]] = {}
+    for ran in one.outcome.ops:
+        op = events[ran.event]
+        assert isinstance(op, Op)
+        place = program.places[op.place] if program.places else Place(one.piece.key[0])
+        what = (_phase(place), place.layer)
+        before = open_.get(ran.lane)
+        if before is not None and before[0] == what:
+            open_[ran.lane] = (what, before[1], ran.end)
+            continue
+        if before is not None:
+            yield _stretch(one, ran.lane, *before)
+        open_[ran.lane] = (what, ran.start, ran.end)
+    for lane, before in open_.items():
+        yield _stretch(one, lane, *before)
+
+
+def _stretch(one: Occurrence, lane: int, what: tuple[str, int | None], start: float, end: float) -> Span:
+    phase, layer = what
+    name = phase if layer is None else str(layer)
+    return Span(one.row, _lane(lane), one.base + start, one.base + end, name, phase, one.batch)
+
+
+def _whole(one: Occurrence, program: Program, closest: float) -> Iterator[Span]:
+    """A segment, in parts where it waits for long."""
+    name, stage, _ = one.piece.key
+    label = name if one.batch < 0 else str(one.batch)
+    if len(program.stages) > 1 and stage >= 0 and one.batch >= 0:
+        label = f"{one.batch} ({stage})"
+    kind = "backward" if name.startswith("backward") else name
+    part: Span | None = None
+    for ran in sorted(one.outcome.ops):
+        start, end = one.base + ran.start, one.base + ran.end
+        if part is not None and start <= part.end + closest:
+            part = part._replace(end=max(part.end, end))
+            continue
+        if part is not None:
+            yield part
+        part = Span(one.row, _lane(COMPUTE), start, end, label, kind, one.batch)
+    if part is not None:
+        yield part
+
+
+def _communicated(timeline: Timeline) -> list[Span]:
+    found: list[Span] = []
+    for row, occurrences in enumerate(timeline.occurrences):
+        program = timeline.programs[row]
+        for one in occurrences:
+            events = program.segments[one.piece.key].events
+            for ran in one.outcome.comms:
+                axis, name = program.groups[ran.lane].axis, _comm_name(events, ran)
+                found.append(Span(row, axis, one.base + ran.start, one.base + ran.end, name, COMMUNICATION, one.batch))
+    return found
+
+
+def _comm_name(events: Sequence[object], ran: Ran) -> str:
+    event = events[ran.event] if 0 <= ran.event < len(events) else None
+    return event.op if isinstance(event, Comm) else "recv"
+
+
+def _idle(timeline: Timeline) -> list[Span]:
+    found: list[Span] = []
+    for row, occurrences in enumerate(timeline.occurrences):
+        for one in occurrences:
+            for gap in one.outcome.gaps:
+                start, end = one.base + gap.start, one.base + gap.end
+                if gap.cause in (BUBBLE, HOST):
+                    found.append(Span(row, _lane(COMPUTE), start, end, gap.cause, gap.cause, one.batch))
+                else:
+                    found.append(Span(row, gap.cause, start, end, gap.cause, EXPOSED, one.batch))
+    return found
+
+
+def _lane(stream: int) -> str:
+    return "compute" if stream == COMPUTE else f"compute {stream}"
+
+
+def _phase(place: Place) -> str:
+    return "recompute" if place.recomputes else place.phase

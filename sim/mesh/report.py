@@ -1,0 +1,270 @@
+"""Estimates as tables."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sim.mesh.models import find_model
+from sim.mesh.searching.space import Candidate
+from sim.mesh.words import gib, interval, per_second, percent, seconds
+
+__all__ = [
+    "as_text",
+    "estimate_dict",
+    "estimate_text",
+    "estimate_view",
+    "headline",
+    "kinds",
+    "memory_table",
+    "number",
+    "plain_table",
+    "terms",
+    "time_table",
+]
+
+_WIDTH = 120
+_MOST_CLASSES = 8
+_SHORT: dict[str, str] = {"parameters": "params", "gradients": "grads", "gathered weights": "gathered"}
+"""What is above the column of a category, where that is not its name."""
+_ORDER = ("parameters", "gradients", "optimizer", "activations", "gathered weights", "communication", "logits")
+
+
+def plain_table(*columns: str, left: int = 1) -> Table:
+    """Return a table without lines; the columns after the first `left` are of numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="left" if at < left else "right", no_wrap=True)
+    return table
+
+
+def as_text(view: RenderableType, width: int = _WIDTH) -> str:
+    """Return what rich would print, without colours, and without spaces at the ends of lines."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False, no_color=True)
+    console.print(view)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in written.splitlines())
+
+
+def model_name(estimate: Any) -> str:
+    """Return what the model of an estimate is called."""
+    return find_model(estimate.model).name
+
+
+def estimate_text(estimate: Any) -> str:
+    """Return the tables of an estimate as text.
+
+    Args:
+        estimate: what `sim.mesh.estimate` has returned.
+    """
+    return as_text(estimate_view(estimate))
+
+
+def estimate_view(estimate: Any) -> Group:
+    """Return the tables of an estimate, to be printed by rich.
+
+    Args:
+        estimate: what `sim.mesh.estimate` has returned.
+    """
+    return Group(
+        Text(headline(estimate)),
+        Text(),
+        Text("Memory of a rank, where it is fullest", style="bold"),
+        memory_table(estimate),
+        Text("\n".join(_memory_notes(estimate))),
+        Text(),
+        Text("Time of a step", style="bold"),
+        time_table(estimate),
+        Text("\n".join(_time_notes(estimate))),
+    )
+
+
+def headline(estimate: Any) -> str:
+    """Return what was estimated, in three lines."""
+    dims = estimate.dims
+    candidate = Candidate(dims, estimate.recipe, estimate.batch)
+    sequences = estimate.batch * dims.batch_ranks
+    parts = candidate.parts
+    cut = f", in {parts} micro-batches of {estimate.batch // parts}" if parts > 1 else ""
+    steps = f"{sequences:,} sequence{'s' * (sequences > 1)} of {estimate.seq_len:,} tokens in a step"
+    return (
+        f"{model_name(estimate)} on {dims.world_size:,} x {estimate.hardware.title}: {candidate.degrees}\n"
+        f"{steps}, {estimate.batch:,} on each data-parallel rank{cut}\n{estimate.recipe.describe()}"
+    )
+
+
+def memory_table(estimate: Any) -> Table:
+    """Show memory by rank class and category.
+
+    Args:
+        estimate: what `sim.mesh.estimate` has returned.
+    """
+    classes = _shown(estimate.memory.classes)
+    found = {name for one in classes for name, size in one.by_category.items() if size >= 0.02 * one.peak_allocated}
+    names = [*(name for name in _ORDER if name in found), *sorted(found.difference(_ORDER))]
+    table = plain_table(
+        "rank", "ranks alike", "reserved", "allocated", *(_SHORT.get(name, name) for name in names), "other"
+    )
+    for one in classes:
+        shown = [one.by_category.get(name, 0) for name in names]
+        rest = one.peak_allocated - sum(shown)
+        table.add_row(
+            str(one.rank),
+            f"{one.like:,}",
+            gib(one.peak_reserved),
+            gib(one.peak_allocated),
+            *map(_gib_or_none, [*shown, rest]),
+        )
+    return table
+
+
+def _gib_or_none(amount: float) -> str:
+    return gib(amount) if amount else "-"
+
+
+def _shown(classes: Sequence[Any]) -> list[Any]:
+    """All classes, or where there are many the first, the last and the fullest."""
+    if len(classes) <= _MOST_CLASSES:
+        return list(classes)
+    fullest = sorted(classes, key=lambda one: -one.peak_reserved)[: _MOST_CLASSES - 2]
+    return [one for at, one in enumerate(classes) if at in (0, len(classes) - 1) or any(one is it for it in fullest)]
+
+
+def _fullest(estimate: Any) -> Any:
+    return max(estimate.memory.classes, key=lambda one: one.peak_reserved)
+
+
+def _memory_notes(estimate: Any) -> list[str]:
+    memory, fullest = estimate.memory, _fullest(estimate)
+    left_out = len(memory.classes) - len(_shown(memory.classes))
+    notes = [f"{left_out} more rank classes are not shown"] if left_out else []
+    notes.append(f"allocated is highest in {fullest.at}, on rank {fullest.rank}")
+    limit = estimate.hardware.memory_bytes
+    used = memory.reserved + fullest.context_bytes
+    fits = "fits" if memory.fits() else "DOES NOT FIT"
+    outside = f" and {gib(fullest.context_bytes)} outside of torch's allocator" if fullest.context_bytes else ""
+    notes.append(f"{fits}: {gib(memory.reserved)} reserved{outside}, {percent(used / limit)} of {gib(limit)}")
+    if memory.interval is not None:
+        notes.append(f"80 % interval of reserved: {_range(memory.interval)}")
+    return notes
+
+
+def _range(between: Any) -> str:
+    """Write an interval of bytes, given as a quantity or as a pair."""
+    low, high = (between.low, between.high) if hasattr(between, "low") else between
+    return f"{gib(low)} to {gib(high)}"
+
+
+def terms(estimate: Any) -> list[tuple[str, Any]]:
+    """Return what a step consists of, as it is named in tables; what is nothing is left out."""
+    time = estimate.time
+    named = [("compute", time.compute)]
+    named += [(f"exposed communication, {axis}", quantity) for axis, quantity in time.exposed.items()]
+    named += [("bubble", time.bubble), ("waits for the host", time.host)]
+    return [(name, quantity) for name, quantity in named if quantity.value > 1e-4 * time.step.value]
+
+
+_KINDS: dict[str, str] = {
+    "matmul": "matrix products",
+    "attention": "attention, forward",
+    "attention_backward": "attention, backward",
+    "memory": "memory-bound operations",
+    "fused": "fused operations",
+    "random": "random numbers",
+    "optimizer": "the optimizer",
+}
+
+
+def kinds(estimate: Any) -> list[tuple[str, float]]:
+    """Return what the slowest rank computes: kinds of operations and their part of its compute, the largest first."""
+    found: dict[str, float] = dict(estimate.timeline.slowest.kinds)
+    total = sum(found.values())
+    ordered = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
+    return [(_KINDS.get(name) or name, amount / total) for name, amount in ordered if amount > 0]
+
+
+def time_table(estimate: Any) -> Table:
+    """Show what a step consists of, with intervals and evidence grades.
+
+    Args:
+        estimate: what `sim.mesh.estimate` has returned.
+    """
+    step = estimate.time.step
+    table = plain_table("", "time", "share", "80 % interval", "evidence")
+    for name, quantity in terms(estimate):
+        share = percent(quantity.value / step.value)
+        table.add_row(name, seconds(quantity.value), share, interval(quantity), quantity.grade)
+    table.add_row("step", seconds(step.value), "", interval(step), step.grade, style="bold")
+    return table
+
+
+def _time_notes(estimate: Any) -> list[str]:
+    time = estimate.time
+    rate = time.tokens_per_second_per_device
+    computed = ", ".join(f"{name} {percent(share)}" for name, share in kinds(estimate) if share >= 0.005)
+    optimizer = time.optimizer.value / time.step.value
+    return [
+        f"compute: {computed}",
+        *([f"the optimizer's part of the step, with its communication: {percent(optimizer)}"] if optimizer else []),
+        f"{per_second(rate.value)} tokens/s on each device ({interval(rate, per_second)}), "
+        f"{per_second(rate.value * estimate.dims.world_size)} on all; MFU {percent(number(time.mfu))}",
+    ]
+
+
+def number(quantity: Any) -> float:
+    """Return the value of a quantity, or the number that it is."""
+    return float(getattr(quantity, "value", quantity))
+
+
+def estimate_dict(estimate: Any) -> dict[str, Any]:
+    """Return an estimate as data for JSON: bytes, seconds, and intervals.
+
+    Args:
+        estimate: what `sim.mesh.estimate` has returned.
+    """
+    time, memory = estimate.time, estimate.memory
+    return {
+        "model": model_name(estimate),
+        "hardware": estimate.hardware.name,
+        "degrees": {
+            name: getattr(estimate.dims, name)
+            for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree", "world_size")
+        },
+        "recipe": estimate.recipe.describe(),
+        "batch": estimate.batch,
+        "seq_len": estimate.seq_len,
+        "memory": {
+            "reserved": memory.reserved,
+            "allocated": memory.peak,
+            "fits": memory.fits(),
+            "classes": [
+                {
+                    "rank": one.rank,
+                    "like": one.like,
+                    "peak_allocated": one.peak_allocated,
+                    "peak_reserved": one.peak_reserved,
+                    "context_bytes": one.context_bytes,
+                    "at": one.at,
+                    "by_category": dict(one.by_category),
+                }
+                for one in memory.classes
+            ],
+        },
+        "time": {
+            "step": _quantity(time.step),
+            "terms": {name: _quantity(quantity) for name, quantity in terms(estimate)},
+            "optimizer": _quantity(time.optimizer),
+            "kinds": dict(kinds(estimate)),
+            "mfu": number(time.mfu),
+            "tokens_per_second_per_device": _quantity(time.tokens_per_second_per_device),
+        },
+    }
+
+
+def _quantity(quantity: Any) -> dict[str, Any]:
+    return {name: getattr(quantity, name) for name in ("value", "low", "high", "grade")}

@@ -1,0 +1,124 @@
+"""Which way to train is fastest among those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.core.dtensor.messages import explain, nearest
+from sim.mesh.hardware import Hardware, find_hardware
+from sim.mesh.models import Model, find_model
+from sim.mesh.recipe import Recipe
+from sim.mesh.searching.bounds import machine_of
+from sim.mesh.searching.explore import Exploration, Progress
+from sim.mesh.searching.ranking import Found, SearchResult
+from sim.mesh.searching.space import Candidate, Space, default_recipes, shape_of
+
+__all__ = ["Found", "SearchResult", "search"]
+
+
+def search(
+    model: Model,
+    hardware: str | Path | Hardware,
+    num_devices: int,
+    global_batch: int,
+    memory_limit: float | None = None,
+    *,
+    seq_len: int,
+    recipes: Sequence[Recipe] | None = None,
+    fixed: Mapping[str, int] | None = None,
+    limit: int = 24,
+    progress: Progress | None = None,
+    estimator: Callable[..., Any] | None = None,
+) -> SearchResult:
+    """Rank ways to train a model on a number of devices.
+
+        result = search("llama3-8b", "h100-sxm", 64, global_batch=128, seq_len=8192)
+        result.best.candidate.dims, result.best.tokens_per_second
+        print(result)
+
+    Tensor parallelism is tried within a node, context parallelism where sequences are long, the pipeline with one and
+    two stages on each rank, sharding over all data-parallel ranks and over fewer nodes, micro-batches of 1, 2, 4 and 8
+    sequences, each with every recipe. Ctrl-C ends a search; what it has found so far is returned.
+
+    Args:
+        model: name, config or `Custom`.
+        hardware: name, file or `Hardware`.
+        num_devices: ranks.
+        global_batch: sequences of a step, over all ranks.
+        memory_limit: bytes on a device; None: what the hardware has.
+        seq_len: tokens of a sequence.
+        recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays.
+        fixed: degrees that are given, such as ``{"tp": 8}``; also ``etp`` and ``ulysses_degree``.
+        limit: most estimates.
+        progress: told how far the search is.
+        estimator: what estimates one candidate, called as `estimate` is; None: that.
+
+    Raises:
+        ValueError: arguments that do not fit; nothing can be placed, or nothing fits into memory: the message says what
+            comes closest.
+    """
+    device, spec = find_hardware(hardware), find_model(model)
+    _check(num_devices=num_devices, global_batch=global_batch, seq_len=seq_len, limit=limit)
+    fixed = _checked_fixed(fixed or {}, num_devices)
+    if memory_limit is not None and not memory_limit > 0:
+        raise ValueError(
+            explain("cannot search", "a memory limit must be above 0", f"memory_limit: {memory_limit!r}", "80 * 2**30")
+        )
+    limit_bytes = float(device.memory_bytes if memory_limit is None else memory_limit)
+    shape = shape_of(spec, seq_len)
+    space = Space(
+        shape,
+        num_devices,
+        device.devices_per_node,
+        global_batch,
+        seq_len,
+        tuple(recipes) if recipes is not None else default_recipes(),
+        fixed,
+    )
+    title = f"{spec.name} on {num_devices:,} x {device.name}, {global_batch:,} x {seq_len:,} tokens"
+    if estimator is None:
+        from sim.mesh.estimate import estimate
+
+        estimator = estimate
+    asked = estimator
+
+    def one(candidate: Candidate) -> Any:
+        return asked(
+            model=model,
+            dims=candidate.dims,
+            batch=candidate.batch,
+            seq_len=seq_len,
+            hardware=device,
+            recipe=candidate.recipe,
+        )
+
+    return Exploration(space, machine_of(device), limit_bytes, limit, title).run(one, progress or _silent)
+
+
+def _silent(done: int, total: int, now: str) -> None:
+    """Nobody is told."""
+
+
+def _check(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(explain("cannot search", f"{name} must be an int", f"{name}: {value!r}", f"{name}=64"))
+        if value < 1:
+            raise ValueError(explain("cannot search", f"{name} must be 1 or more", f"{name}: {value}", f"{name}=64"))
+
+
+def _checked_fixed(fixed: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    known = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "etp", "ulysses_degree")
+    for name, value in fixed.items():
+        if name not in known:
+            blame = f"there is no degree {name!r}"
+            raise ValueError(explain("cannot search", blame, f"fixed: {dict(fixed)}", nearest(name, known)))
+        _check(**{name: value})
+        if num_devices % value:
+            blame = f"{name}={value} does not divide the devices"
+            fits = [d for d in range(1, num_devices + 1) if num_devices % d == 0][:12]
+            hint = f"{name} one of {', '.join(map(str, fits))}"
+            raise ValueError(explain("cannot search", blame, f"num_devices: {num_devices}", hint))
+    return dict(fixed)

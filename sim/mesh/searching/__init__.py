@@ -1,0 +1,1 @@
+"""The ways to train a model on some devices, and how to find the good ones."""

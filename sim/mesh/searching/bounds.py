@@ -1,0 +1,244 @@
+"""What can be said of a candidate in microseconds: memory that it needs at least, and about how long a step takes.
+
+A search skips what cannot fit by :func:`least_memory`, and looks first at what promises most by :func:`guess_seconds`
+and :func:`guess_memory`. None of them is shown as a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyper_parallel.core.pipeline.schedules import find_schedule
+from sim.mesh.hardware import Hardware
+from sim.mesh.searching.space import Candidate, Shape
+
+__all__ = ["Machine", "guess_memory", "guess_seconds", "least_memory", "machine_of"]
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_MOMENTS = {"adamw": 8, "adamw-foreach": 8, "sgd": 0}
+_MATMUL = 0.6  # of the peak: a guess that only orders candidates
+_RECOMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What bounds need of the hardware.
+
+    Attributes:
+        flops: that a device computes in a second at most, in the dtype of matrix products.
+        devices_per_node: that fast links join.
+        inside: bytes per second and device between devices of a node.
+        between: likewise between nodes.
+    """
+
+    flops: float
+    devices_per_node: int
+    inside: float
+    between: float
+
+
+def least_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
+    """Return bytes that the fullest rank needs at least: no candidate above the limit by this can fit.
+
+    Weights, gradients and optimizer state are counted as ZeRO splits them (Rajbhandari et al. 2019, table 1). Of
+    activations, what any implementation keeps: a block's input where it is checkpointed; else also what matrix products
+    and attention read in backward. Pipelines have as many micro-batches under way as stages (Narayanan et al. 2021,
+    section 2.2).
+
+    Args:
+        shape: of the model.
+        candidate: to be bounded.
+        seq_len: tokens of a sequence.
+    """
+    return _together(_state(shape, candidate), _activations(shape, candidate, seq_len), candidate)
+
+
+def _together(state: tuple[float, float], activations: float, candidate: Candidate) -> float:
+    """Add up what is there at the same time: the first micro-batch's gradients come as its activations go."""
+    standing, gradients = state
+    if candidate.parts == 1:
+        return standing + max(gradients, activations)
+    return standing + gradients + activations
+
+
+def _on_a_rank(shape: Shape, candidate: Candidate) -> tuple[float, float]:
+    """Parameters outside and inside of experts that a rank computes with."""
+    dims = candidate.dims
+    dense = (shape.parameters - shape.expert_parameters) / (dims.tp * dims.pp)
+    experts = shape.expert_parameters / (dims.ep * (dims.etp if dims.ep > 1 else dims.tp) * dims.pp)
+    return dense, experts
+
+
+def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
+    """Weights with optimizer state, and gradients."""
+    dims, recipe = candidate.dims, candidate.recipe
+    computed = _BYTES[recipe.param_dtype]
+    has_master = recipe.master == "fp32" and computed < 4
+    weights, moments = (4 if recipe.master == "fp32" else computed), _MOMENTS[recipe.optimizer]
+    dense, experts = _on_a_rank(shape, candidate)
+    standing = gradients = 0.0
+    for parameters, shards in ((dense, dims.dp_shard * dims.ep * dims.cp), (experts, dims.dp_shard * dims.cp)):
+        if recipe.zero >= 2:
+            whole = computed if recipe.zero == 2 and shards > 1 else 0
+            standing += parameters * ((weights + moments) / shards + whole)
+            gradients += parameters * weights / shards
+        elif recipe.zero == 1:
+            ranks = shards * dims.dp_replicate
+            standing += parameters * (computed + (moments + (4 if has_master else 0)) / ranks)
+            gradients += parameters * computed
+        else:
+            standing += parameters * (computed + moments)
+            gradients += parameters * computed
+    return standing, gradients
+
+
+def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
+    dims, recipe = candidate.dims, candidate.recipe
+    tokens = candidate.batch // candidate.parts * seq_len / dims.cp
+    layers = shape.layers // dims.pp
+    width = _BYTES[recipe.param_dtype]
+    split = dims.tp if recipe.sequence_parallel else 1
+    checkpointed = layers if recipe.checkpoint_layers is None else min(recipe.checkpoint_layers, layers)
+    checkpointed = 0 if recipe.checkpointing == "none" else checkpointed
+    small = shape.hidden * width / split
+    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * width / dims.tp
+    kept = small + attention + 2 * shape.intermediate * width / dims.tp
+    per_layer = {"full": small, "selective": small + attention}.get(recipe.checkpointing, small + attention / 4)
+    under_way = _under_way(candidate)
+    bytes_ = tokens * under_way * (checkpointed * per_layer + (layers - checkpointed) * kept)
+    if dims.pp == 1 and not recipe.fused_loss:
+        bytes_ += tokens * shape.vocab / dims.tp * width
+    return bytes_
+
+
+def _under_way(candidate: Candidate) -> int:
+    """Micro-batches whose activations the first stage keeps at once."""
+    if candidate.dims.pp == 1:
+        return 1
+    if find_schedule(candidate.recipe.schedule).rule == "any" and candidate.recipe.schedule != "zbv":
+        return candidate.parts
+    return min(candidate.dims.pp, candidate.parts)
+
+
+def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
+    """Return about how many bytes the fullest rank allocates, to order candidates by.
+
+    Per token and block without checkpointing what matrix products, attention, norms and the gated product keep for
+    backward; selectively checkpointed, the results of matrix products and attention. Of each logit 12 bytes, less
+    where the loss is the library's or compiled. Two gathered blocks and what is outside of blocks, and the gradients of
+    one block.
+
+    Args:
+        shape: of the model.
+        candidate: whose memory is guessed.
+        seq_len: tokens of a sequence.
+    """
+    dims, recipe = candidate.dims, candidate.recipe
+    width, tokens = _BYTES[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
+    layers = -(-shape.layers // dims.pp)
+    hidden, ffn = (
+        shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1),
+        shape.intermediate * width / dims.tp,
+    )
+    heads, kv = (n * shape.head_dim * width / dims.tp for n in (shape.heads, shape.kv_heads))
+    gathered_inputs = 2 * shape.hidden * width if dims.tp > 1 else 0.0
+    kept = {"full": hidden, "none": 4 * hidden + 2 * heads + 2 * kv + (3 if recipe.compile else 4) * ffn}
+    kept["selective"] = 3 * hidden + 2 * heads + 2 * kv + 2 * ffn
+    at_work = kept["none"] + 2 * hidden + gathered_inputs
+    per_layer = kept.get(recipe.checkpointing, kept["selective"])
+    checkpointed = layers if recipe.checkpoint_layers is None else min(recipe.checkpoint_layers, layers)
+    in_layers = checkpointed * per_layer + (layers - checkpointed) * kept["none"]
+    bytes_ = tokens * (in_layers * _blocks_under_way(candidate) + at_work)
+    if not recipe.fused_loss:
+        logits = tokens * shape.vocab / dims.tp * {"compiled": 6, "library": 8}.get(recipe.loss, 12)
+        bytes_ = bytes_ + logits if dims.pp == 1 else max(bytes_, bytes_ / dims.pp + logits)
+    shards = dims.dp_shard * dims.ep * dims.cp
+    if shards > 1 and recipe.zero >= 2:
+        dense, experts = _on_a_rank(shape, candidate)
+        block = (dense + experts) / max(layers, 1)
+        bytes_ += 2 * shape.vocab * shape.hidden / dims.tp * width + block * (2 * width + 4)
+        if dims.pp > 1 and recipe.zero == 3:  # stages keep what they have gathered
+            bytes_ += (dense + experts) * width
+        if dims.pp == 1 and candidate.parts > 1:  # gradients are whole until the last micro-batch has added its own
+            bytes_ += (dense + experts) * 4
+    return _together(_state(shape, candidate), bytes_, candidate)
+
+
+def _blocks_under_way(candidate: Candidate) -> float:
+    """Micro-batches whose activations the first rank of a pipeline keeps at once, of all of its stages."""
+    dims, recipe = candidate.dims, candidate.recipe
+    under_way = _under_way(candidate)
+    if dims.pp == 1 or recipe.schedule != "interleaved":
+        return under_way
+    each = find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
+    return min(candidate.parts, ((each - 1) * dims.pp + 2 * (dims.pp - 1) + 1) / each)
+
+
+def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
+    """Return about how long a step takes, to order candidates by.
+
+    Compute at a fixed part of the peak; of tensor and expert parallelism all communication, of sharded weights what
+    compute does not hide; the bubble of the pipeline.
+
+    Args:
+        shape: of the model.
+        candidate: whose time is guessed.
+        seq_len: tokens of a sequence.
+        machine: that it runs on.
+    """
+    dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
+    tokens = candidate.batch * seq_len / dims.cp
+    flops = machine.flops * (1.6 if recipe.float8 else 1.0) * _MATMUL
+    compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / flops
+    compute *= _RECOMPUTED.get(recipe.checkpointing, 1.1) * (1.0 if recipe.compile else 1.1)
+    again = 4 / 3 if recipe.checkpointing == "full" else 1.0
+
+    layers, width = shape.layers / dims.pp, _BYTES[recipe.param_dtype]
+    passed = tokens * shape.hidden * width * layers
+    exposed = 10 * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
+    if dims.ep > 1:
+        speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
+        exposed += 4 * again * passed * shape.experts_per_token * (dims.ep - 1) / dims.ep / speed
+    if dims.cp > 1:
+        ulysses = dims.ulysses_degree or dims.cp
+        ring = dims.cp // ulysses
+        speed = machine.inside if dims.cp * dims.tp <= machine.devices_per_node else machine.between
+        kv = tokens * 2 * shape.kv_heads * shape.head_dim / dims.tp * width * layers * (ring - 1)
+        exposed += max(3 * kv / speed - 0.5 * compute, 0.1 * kv / speed)  # a ring computes while it sends
+        heads = tokens * 2 * (shape.heads + shape.kv_heads) * shape.head_dim / dims.tp * width * layers
+        exposed += 2 * again * heads * (ulysses - 1) / ulysses / speed
+    exposed += _of_weights(shape, candidate, machine, compute)
+    bubble = 0.0
+    if dims.pp > 1:
+        each = find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
+        bubble = (dims.pp - 1) / (parts * each)
+    return (compute + exposed) * (1 + bubble)
+
+
+def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: float) -> float:
+    """Communication of weights and gradients that compute does not hide."""
+    dims, recipe, parts = candidate.dims, candidate.recipe, candidate.parts
+    shards = dims.dp_shard * dims.ep * dims.cp
+    ranks = shards * dims.dp_replicate
+    if ranks == 1:
+        return 0.0
+    dense, experts = _on_a_rank(shape, candidate)
+    gathers = {3: 2 * parts, 2: 1, 1: 1, 0: 0}[recipe.zero]
+    sent = (dense + experts) * (gathers * _BYTES[recipe.param_dtype] + _BYTES[recipe.reduce_dtype])
+    if shards == 1:
+        sent = (dense + experts) * _BYTES[recipe.reduce_dtype]
+    inside = shards * dims.tp <= machine.devices_per_node
+    seconds = sent / (machine.inside if inside else machine.between)
+    if dims.dp_replicate > 1:
+        seconds += 2 * (dense + experts) / shards * _BYTES[recipe.reduce_dtype] / machine.between
+    return max(seconds - 0.8 * compute, 0.05 * seconds)
+
+
+def machine_of(hardware: Hardware) -> Machine:
+    """Return what bounds need of the hardware."""
+    return Machine(
+        flops=hardware.peak("bf16"),
+        devices_per_node=hardware.devices_per_node,
+        inside=hardware.value("intra.bandwidth"),
+        between=hardware.value("inter.bandwidth"),
+    )

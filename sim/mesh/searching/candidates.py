@@ -1,0 +1,205 @@
+"""What a search looks at: every way to place a model on a number of devices, and why the others are none.
+
+Only numbers here: nothing is estimated. The library's own rules say what can be placed (`ParallelDims`, the schedules
+of the pipeline), so a candidate that comes out of this file is one that the trainer accepts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.pipeline.split import split_layers
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.mesh.recipe import Recipe
+from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
+
+__all__ = ["enumerate_candidates"]
+
+_SHORTEST_PART = 4096  # tokens: below it, a part of a sequence is too short for the attention of cp to pay
+_SHARD_GROUPS = (1, 4, 16)  # nodes that one copy of the weights may be sharded over, where there are more
+
+
+def divisors(number: int) -> list[int]:
+    """Return what divides a number, smallest first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def enumerate_candidates(space: Space) -> Iterator[Candidate | Rejected]:
+    """Yield every candidate, and what is rejected before anything is estimated.
+
+    Args:
+        space: what is searched.
+    """
+    for degrees in _model_degrees(space):
+        if isinstance(degrees, Rejected):
+            yield degrees
+            continue
+        found = _batch_per_rank(space, degrees)
+        if isinstance(found, Rejected):
+            yield found
+            continue
+        for dims in _with_data_parallel(space, degrees):
+            yield from _with_recipes(space, dims, found)
+
+
+def _choices(space: Space, name: str, most: int) -> list[int]:
+    if name in space.fixed:
+        return [space.fixed[name]]
+    return [d for d in divisors(space.num_devices) if d <= most]
+
+
+def _model_degrees(space: Space) -> Iterator[dict[str, int] | Rejected]:
+    """Yield degrees of tp, pp, cp and ep, with dp for what they leave."""
+    shape, devices = space.shape, space.num_devices
+    most_tp = 2 * space.devices_per_node if shape.splits else 1  # the first one too many is told
+    for tp in _choices(space, "tp", most_tp):
+        if tp > space.devices_per_node and "tp" not in space.fixed:
+            detail = f"tp={tp} ranks would not fit into a node of {space.devices_per_node}"
+            yield Rejected(f"tp={tp}", "tp beyond a node", detail)
+            continue
+        if reason := _indivisible(space, tp):
+            yield Rejected(f"tp={tp}", "tp does not divide the model", reason)
+            continue
+        for pp in _choices(space, "pp", max(shape.layers, 1) if shape.has_stages else 1):
+            for cp in _choices(space, "cp", space.seq_len // _SHORTEST_PART or 1):
+                for ep in _choices(space, "ep", max(shape.experts, 1)):
+                    if devices % (tp * pp * cp * ep):
+                        continue  # no candidate at all: degrees have to multiply to the devices
+                    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": devices // (tp * pp * cp * ep)}
+                    what = _told(degrees)
+                    if shape.experts and shape.experts % ep:
+                        yield Rejected(what, "ep does not divide the experts", f"{shape.experts} experts, ep={ep}")
+                    elif reason := _sequence(space, degrees):
+                        yield Rejected(what, "the sequence does not split", reason)
+                    else:
+                        yield degrees
+
+
+def _told(degrees: dict[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in degrees.items() if size > 1) or "one device"
+
+
+def _indivisible(space: Space, tp: int) -> str | None:
+    shape = space.shape
+    wrong = [
+        f"{size} {what}"
+        for what, size in (("heads", shape.heads), ("key and value heads", shape.kv_heads))
+        if size and size % tp
+    ]
+    return f"{' and '.join(wrong)} cannot be split over tp={tp}" if wrong else None
+
+
+def _sequence(space: Space, degrees: dict[str, int]) -> str | None:
+    tp, cp = degrees["tp"], degrees["cp"]
+    if cp > 1 and not _ulysses(space, degrees):
+        asked = space.fixed["ulysses_degree"]
+        return f"ulysses_degree={asked} does not divide cp={cp}, or the heads of tp={tp}"
+    wanted = [tp * split_over(cp, ulysses, balance=True).multiple for ulysses in _ulysses(space, degrees)] or [tp]
+    if space.seq_len % min(wanted):
+        return f"{space.seq_len} tokens are no multiple of {min(wanted)}, which cp={cp} and tp={tp} need"
+    return None
+
+
+def _ulysses(space: Space, degrees: dict[str, int]) -> list[int]:
+    """What part of cp may split heads: none (a ring) or all of it; what is given, if it can."""
+    cp, heads = degrees["cp"], space.shape.heads
+    if cp == 1:
+        return []
+    asked = [space.fixed["ulysses_degree"]] if "ulysses_degree" in space.fixed else [1, cp]
+    return [part for part in asked if cp % part == 0 and not (heads and heads % (degrees["tp"] * part))]
+
+
+def _batch_per_rank(space: Space, degrees: dict[str, int]) -> int | Rejected:
+    ranks = degrees["dp"] * degrees["ep"]
+    if space.global_batch % ranks:
+        few = space.global_batch < ranks
+        reason = "more data-parallel ranks than sequences" if few else "the batch does not split"
+        detail = f"{space.global_batch} sequences over {ranks} data-parallel ranks"
+        return Rejected(_told(degrees), reason, detail)
+    return space.global_batch // ranks
+
+
+def _with_data_parallel(space: Space, degrees: dict[str, int]) -> Iterator[ParallelDims]:
+    """Yield what can be made of dp: all shards, or copies of shards over fewer nodes."""
+    dp, inside = degrees["dp"], degrees["tp"] * degrees["cp"] * degrees["ep"]  # pipelines reach over nodes
+    if "dp_replicate" in space.fixed:
+        copies = [space.fixed["dp_replicate"]] if dp % space.fixed["dp_replicate"] == 0 else []
+    elif "dp_shard" in space.fixed:
+        copies = [dp // space.fixed["dp_shard"]] if dp % space.fixed["dp_shard"] == 0 else []
+    else:
+        shards = {max(nodes * space.devices_per_node // inside, 1) for nodes in _SHARD_GROUPS}
+        copies = sorted({1} | {dp // count for count in shards if count < dp and dp % count == 0})
+    splits = sorted({degrees["tp"], 1}) if degrees["ep"] > 1 else [degrees["tp"]]
+    if "etp" in space.fixed:
+        splits = [space.fixed["etp"]]
+    ulysses_degrees: Sequence[int | None] = _ulysses(space, degrees) or (None,)
+    for dp_replicate, etp, ulysses in itertools.product(copies, splits, ulysses_degrees):
+        yield ParallelDims(
+            dp_replicate=dp_replicate,
+            dp_shard=dp // dp_replicate,
+            cp=degrees["cp"],
+            tp=degrees["tp"],
+            pp=degrees["pp"],
+            ep=degrees["ep"],
+            etp=etp,
+            ulysses_degree=ulysses,
+            world_size=space.num_devices,
+        )
+
+
+def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Candidate | Rejected]:
+    seen = set()
+    for recipe in space.recipes:
+        if dims.dp_shard * dims.ep * dims.cp == 1 and recipe.zero == 2:
+            recipe = dataclasses.replace(recipe, zero=3)  # nothing is sharded: the two are one
+        for scheduled in _schedules(recipe, dims):
+            for cut in _cuts(scheduled, batch):
+                if cut in seen:
+                    continue
+                seen.add(cut)
+                candidate = Candidate(dims, cut, batch)
+                reason = _unschedulable(space.shape, candidate)
+                if reason is None:
+                    yield candidate
+                else:
+                    yield Rejected(str(candidate), "the pipeline cannot run", reason, candidate=candidate)
+
+
+def _schedules(recipe: Recipe, dims: ParallelDims) -> list[Recipe]:
+    """The recipe itself, and where it has the usual schedule, also with two stages on each rank."""
+    if dims.pp == 1 or recipe.schedule != "1f1b" or recipe.stages_per_rank is not None:
+        return [recipe]
+    return [recipe, dataclasses.replace(recipe, schedule="interleaved")]
+
+
+def _cuts(recipe: Recipe, batch: int) -> list[Recipe]:
+    """The recipe with micro-batches of 1, 2, 4 and 8 sequences, and with the whole batch."""
+    if recipe.microbatches is not None:
+        return [recipe] if batch % recipe.microbatches == 0 else []
+    sizes = sorted({size for size in (1, 2, 4, 8, batch) if batch % size == 0 and size <= batch})
+    return [dataclasses.replace(recipe, microbatches=batch // size) for size in sizes]
+
+
+def _unschedulable(shape: Shape, candidate: Candidate) -> str | None:
+    dims, recipe = candidate.dims, candidate.recipe
+    if dims.pp == 1:
+        return None
+    kind = find_schedule(recipe.schedule)
+    try:
+        stages = dims.pp * kind.checked_stages_per_rank(recipe.stages_per_rank)
+        kind.check_micro_batches(candidate.parts, dims.pp, stages)
+        split_layers(shape.layers, stages)
+    except ValueError as error:
+        return str(error).splitlines()[0].partition(": ")[2]
+    if kind.splits_backward and (recipe.compile or recipe.checkpointing == "selective"):
+        return f"schedule {kind.name!r} goes backward twice through a block"
+    return None

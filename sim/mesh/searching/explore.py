@@ -1,0 +1,235 @@
+"""The course of a search: candidates, cheap bounds, estimates of the promising ones.
+
+The number of ways grows with the number of devices; an estimate takes seconds. So candidates that cannot fit are cut
+off by a bound, the rest is looked at best first, and every estimate corrects what is expected of the others. A search
+that is interrupted, or that has used up its number of estimates, returns the best so far and says what it left out.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hyper_parallel.core.dtensor.messages import explain
+from sim.mesh.cost import UnknownOperation
+from sim.mesh.searching.bounds import Machine, guess_memory, guess_seconds, least_memory
+from sim.mesh.searching.candidates import enumerate_candidates
+from sim.mesh.searching.ranking import Found, SearchResult, chance_faster
+from sim.mesh.searching.space import Candidate, Rejected, Space
+from sim.mesh.words import gib
+
+__all__ = ["Exploration", "Progress"]
+
+_RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell better
+_USABLE = 0.98  # of the limit: contexts and communicators take memory, too
+_LEVEL = {"none": 0, "selective": 1, "full": 2}
+
+Progress = Callable[[int, int, str], None]
+"""Told before each estimate, and at the end: how many are done, how many there will be, and what comes now."""
+
+
+@dataclass
+class Exploration:
+    """One search, from candidates to the ranking.
+
+    Args:
+        space: what is searched.
+        machine: what guesses need of the hardware.
+        limit_bytes: of memory on a device.
+        limit: most estimates.
+        title: what is searched, in words.
+    """
+
+    space: Space
+    machine: Machine
+    limit_bytes: float
+    limit: int
+    title: str
+    found: list[Found] = field(default_factory=list)
+    too_large: list[Found] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    time_ratios: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
+    memory_ratios: dict[str, list[float]] = field(default_factory=dict)
+    guesses: dict[Candidate, tuple[float, float]] = field(default_factory=dict)
+
+    def run(self, estimate: Callable[[Candidate], Any], progress: Progress) -> SearchResult:
+        """Estimate the most promising candidates, one after the other."""
+        pending = self._bounded()
+        later: list[Candidate] = []  # they can only be slower than what fits: looked at when nothing else is left
+        done, complete = 0, True
+        try:
+            while (pending or later) and done < self.limit:
+                candidate = self._most_promising(pending) if pending else later.pop(0)
+                pending.pop(candidate, (0.0, 0.0))
+                if self._is_hopeless(candidate):
+                    continue
+                if pending and self._is_in_vain(candidate):
+                    later.append(candidate)
+                    continue
+                progress(done, min(self.limit, done + 1 + len(pending) + len(later)), str(candidate))
+                self._add(candidate, estimate)
+                done += 1
+            progress(done, done, "")
+        except KeyboardInterrupt:
+            complete = False
+        left = [*self._in_order(pending), *later]
+        if not self.found:
+            raise self._nothing(complete, left)
+        return SearchResult(
+            self._ranked(),
+            tuple(sorted(self.too_large, key=lambda one: one.bytes)),
+            tuple(self.rejected),
+            tuple(left),
+            self.limit_bytes,
+            complete,
+            self.title,
+        )
+
+    def _bounded(self) -> dict[Candidate, tuple[float, float]]:
+        """Candidates that may fit, each with guesses of its time and of its memory."""
+        pending = {}
+        for entry in enumerate_candidates(self.space):
+            if isinstance(entry, Rejected):
+                self.rejected.append(entry)
+                continue
+            least = least_memory(self.space.shape, entry, self.space.seq_len)
+            if least > self.limit_bytes:
+                detail = f"needs {gib(least)} at least, the limit is {gib(self.limit_bytes)}"
+                self.rejected.append(Rejected(str(entry), "cannot fit (bound)", detail, least, entry))
+                continue
+            memory = max(least, guess_memory(self.space.shape, entry, self.space.seq_len))
+            pending[entry] = guess_seconds(self.space.shape, entry, self.space.seq_len, self.machine), memory
+        self.guesses.update(pending)
+        return pending
+
+    def _add(self, candidate: Candidate, estimate: Callable[[Candidate], Any]) -> None:
+        try:
+            entry = Found(candidate, estimate(candidate))
+        except UnknownOperation:
+            raise  # of the model, and so of every candidate
+        except ValueError as error:
+            detail = str(error).splitlines()[0]
+            self.rejected.append(Rejected(str(candidate), "the trainer refuses it", detail, None, candidate))
+            return
+        seconds, memory = self.guesses[candidate]
+        self.time_ratios.setdefault(_family(candidate), []).append(entry.seconds / seconds)
+        self.memory_ratios.setdefault(candidate.recipe.checkpointing, []).append(entry.bytes / memory)
+        (self.found if entry.estimate.memory.fits(self.limit_bytes) else self.too_large).append(entry)
+
+    def _most_promising(self, pending: Mapping[Candidate, tuple[float, float]]) -> Candidate:
+        score = self._scorer()
+        return min(pending, key=lambda one: score(one, pending[one]))
+
+    def _in_order(self, pending: Mapping[Candidate, tuple[float, float]]) -> list[Candidate]:
+        score = self._scorer()
+        return sorted(pending, key=lambda one: score(one, pending[one]))
+
+    def _scorer(self) -> Callable[[Candidate, tuple[float, float]], float]:
+        """Return seconds as the estimates so far correct the guess; more of them where memory is short."""
+        known = {family: statistics.median(ratios) for family, ratios in self.time_ratios.items()}
+        unknown = statistics.median(known.values()) if known else 1.0
+        memory = {level: statistics.median(ratios) for level, ratios in self.memory_ratios.items()}
+
+        def score(candidate: Candidate, guesses: tuple[float, float]) -> float:
+            seconds, bytes_ = guesses
+            bytes_ *= memory.get(candidate.recipe.checkpointing, _RESERVED)
+            too_much = max(bytes_ / (_USABLE * self.limit_bytes) - 1, 0.0)
+            return seconds * known.get(_family(candidate), unknown) * (1 + 10 * too_much)
+
+        return score
+
+    def _is_in_vain(self, candidate: Candidate) -> bool:
+        """Whether the same with less recomputation, or less gathering, fits: this one can only be slower."""
+        return any(
+            entry.candidate.parts == candidate.parts
+            and entry.candidate.dims == candidate.dims
+            and _is_like(entry.candidate, candidate)
+            and _is_larger(entry.candidate, candidate)
+            for entry in self.found
+        )
+
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        """Reject a candidate that needs more than one which does not fit."""
+        for entry in self.too_large:
+            if _is_like(entry.candidate, candidate) and _is_larger(candidate, entry.candidate):
+                detail = f"needs more than {entry.candidate}, which takes {gib(entry.bytes)}"
+                self.rejected.append(Rejected(str(candidate), "cannot fit (less does not)", detail, None, candidate))
+                return True
+        return False
+
+    def _ranked(self) -> tuple[Found, ...]:
+        ordered = sorted(self.found, key=lambda one: one.seconds)
+        return tuple(
+            Found(
+                entry.candidate,
+                entry.estimate,
+                chance_faster(entry.estimate, ordered[at + 1].estimate) if at + 1 < len(ordered) else None,
+            )
+            for at, entry in enumerate(ordered)
+        )
+
+    def _nothing(self, complete: bool, left: Sequence[Candidate]) -> ValueError:
+        """What to say when no candidate fits."""
+        space = self.space
+        asked = f"cannot train {self.title}"
+        counts = Counter(entry.reason for entry in self.rejected).most_common(3)
+        told = "; ".join(f"{count} x {reason}" for reason, count in counts)
+        if not complete:
+            seen = f"estimated so far: {len(self.too_large)}   left: {len(left)}"
+            return ValueError(explain(asked, "the search was interrupted before anything fitted", seen, "more time"))
+        bounded = [entry for entry in self.rejected if entry.bytes_needed is not None]
+        if not self.too_large and not bounded:
+            detail = self.rejected[-1].detail if self.rejected else "no degrees multiply to the devices"
+            hint = f"another number of devices than {space.num_devices:,}, or a global batch that they divide"
+            return ValueError(explain(asked, "no degrees can be placed", f"{told or detail}: {detail}", hint))
+        if self.too_large:
+            closest = min(self.too_large, key=lambda one: one.bytes)
+            needed, what, by = closest.bytes, str(closest.candidate), "is estimated to need"
+        else:
+            nearest_bound = min(bounded, key=lambda entry: entry.bytes_needed or math.inf)
+            needed, what, by = nearest_bound.bytes_needed or 0.0, nearest_bound.what, "needs at least"
+        over = needed - self.limit_bytes
+        blame = f"nothing fits into {gib(self.limit_bytes)}"
+        seen = f"closest: {what} {by} {gib(needed)}, {gib(over)} too much"
+        seen += f"\n  estimated: {len(self.too_large)}   not estimated: {told or 'none'}"
+        more = math.ceil(space.num_devices * needed / self.limit_bytes)
+        hint = f"about {_next_multiple(more, space.num_devices):,} devices, or shorter sequences"
+        if left:
+            hint = f"limit={2 * self.limit}, as {len(left)} are not estimated yet; or {hint}"
+        return ValueError(explain(asked, blame, seen, hint))
+
+
+def _next_multiple(least: int, of: int) -> int:
+    return -(-least // of) * of if least > of else 2 * of
+
+
+def _family(candidate: Candidate) -> tuple[int, ...]:
+    """What decides most about how far the guess is off."""
+    dims = candidate.dims
+    return dims.tp, dims.pp, dims.cp, dims.ep
+
+
+def _is_like(one: Candidate, other: Candidate) -> bool:
+    """Whether two differ at most in shards and copies, checkpointing, ZeRO level and micro-batches."""
+    recipe = ("schedule", "stages_per_rank", "compile", "float8", "fused_loss", "optimizer", "param_dtype", "attention")
+    degrees = ("tp", "pp", "cp", "ep", "etp", "ulysses_degree")
+    return all(getattr(one.recipe, name) == getattr(other.recipe, name) for name in recipe) and all(
+        getattr(one.dims, name) == getattr(other.dims, name) for name in degrees
+    )
+
+
+def _is_larger(one: Candidate, other: Candidate) -> bool:
+    """Whether the first keeps everything that the second one keeps, or more."""
+    level, other_level = _LEVEL.get(one.recipe.checkpointing), _LEVEL.get(other.recipe.checkpointing)
+    if level is None or other_level is None:  # it keeps some of what others do not
+        return False
+    return (
+        level <= other_level
+        and one.recipe.zero <= other.recipe.zero
+        and one.parts <= other.parts
+        and one.dims.dp_shard <= other.dims.dp_shard
+    )

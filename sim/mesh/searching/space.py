@@ -1,0 +1,215 @@
+"""What a search looks for: candidates, what is rejected, and the numbers that both depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.mesh.recipe import Recipe
+from sim.mesh.spec import ModelSpec
+
+__all__ = ["Candidate", "Rejected", "Shape", "Space", "default_recipes", "shape_of"]
+
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "ep", "cp")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+        dims: the degrees.
+        recipe: with the number of micro-batches.
+        batch: sequences of a step on each data-parallel rank.
+    """
+
+    dims: ParallelDims
+    recipe: Recipe
+    batch: int
+
+    @property
+    def degrees(self) -> str:
+        """The degrees above 1, such as ``dp_shard=8 tp=2``.
+
+        >>> Candidate(ParallelDims(dp_shard=8, tp=2, world_size=16), Recipe(), 1).degrees
+        'dp_shard=8 tp=2'
+        """
+        told = [f"{name}={size}" for name in _DEGREES if (size := getattr(self.dims, name)) > 1]
+        if self.dims.cp > 1:
+            parts = {1: "ring", self.dims.cp: "ulysses"}
+            told.append(f"({parts.get(self.dims.ulysses_degree or 1, f'ulysses={self.dims.ulysses_degree}')})")
+        if self.dims.ep > 1 and self.dims.tp > 1:
+            told.append(f"etp={self.dims.etp}")
+        return " ".join(told) or "one device"
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step."""
+        return self.recipe.parts(self.batch, self.dims)
+
+    @property
+    def how(self) -> str:
+        """What the recipe adds to the degrees, such as ``ZeRO-3, full checkpointing, 1f1b of 16 x 1``."""
+        told = [f"ZeRO-{self.recipe.zero}" if self.recipe.zero else "replicated"]
+        if self.recipe.checkpointing != "none":
+            some = self.recipe.checkpoint_layers
+            told.append(f"{self.recipe.checkpointing} ckpt" + ("" if some is None else f" of {some}"))
+        if self.dims.pp > 1:
+            told.append(f"{self.recipe.schedule} of {self.parts} x {self.batch // self.parts}")
+        elif self.parts > 1:
+            told.append(f"{self.parts} x {self.batch // self.parts} sequences")
+        told += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
+        return ", ".join(told)
+
+    def __str__(self) -> str:
+        return f"{self.degrees}; {self.how}"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """What cannot be run, or is not worth to be looked at.
+
+    Attributes:
+        what: the degrees, and the recipe where the degrees alone are fine.
+        reason: of few words, the same for all that are rejected for it.
+        detail: with the numbers.
+        bytes_needed: memory that it needs at least, where that is the reason.
+        candidate: None where the degrees are none at all.
+    """
+
+    what: str
+    reason: str
+    detail: str
+    bytes_needed: float | None = None
+    candidate: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a model that candidates, and bounds of them, depend on; 0 where the model has no such thing.
+
+    Attributes:
+        layers: blocks.
+        hidden: width of the residual stream.
+        intermediate: joint width of the feed-forward that a token goes through.
+        heads: of queries.
+        kv_heads: of keys and values.
+        head_dim: of both.
+        vocab: tokens.
+        parameters: all of them.
+        expert_parameters: those in experts that are split over axis ep.
+        experts: of a layer.
+        experts_per_token: that a token goes to.
+        flops_per_token: forward and backward.
+        splits: whether tensors inside of layers can be split over axis tp.
+        has_stages: whether a pipeline can be made of it.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    parameters: int
+    flops_per_token: float
+    expert_parameters: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    splits: bool = True
+    has_stages: bool = True
+
+    @property
+    def num_attention_heads(self) -> int | None:
+        """As `ParallelDims.validate_against_model` reads it."""
+        return self.heads or None
+
+    @property
+    def num_key_value_heads(self) -> int | None:
+        """Likewise."""
+        return self.kv_heads or None
+
+    @property
+    def num_experts(self) -> int | None:
+        """Likewise."""
+        return self.experts or None
+
+    @property
+    def config(self) -> Shape:
+        """Likewise: the shape is its own config."""
+        return self
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        shape: of the model.
+        num_devices: ranks.
+        devices_per_node: devices that fast links join.
+        global_batch: sequences of a step, over all ranks.
+        seq_len: tokens of a sequence.
+        recipes: to be tried with all degrees; micro-batches are filled in where they are left open.
+        fixed: degrees that are given, by name.
+    """
+
+    shape: Shape
+    num_devices: int
+    devices_per_node: int
+    global_batch: int
+    seq_len: int
+    recipes: Sequence[Recipe]
+    fixed: dict[str, int] = field(default_factory=dict)
+
+
+def default_recipes() -> tuple[Recipe, ...]:
+    """Return what is tried where nobody says: every checkpointing, with ZeRO-3 and ZeRO-2."""
+    return tuple(
+        Recipe(checkpointing=checkpointing, zero=zero)
+        for checkpointing in ("none", "selective", "full")
+        for zero in (3, 2)
+    )
+
+
+def shape_of(spec: ModelSpec, seq_len: int) -> Shape:
+    """Return the numbers of a model that bounds depend on.
+
+    Args:
+        spec: what `sim.mesh.find_model` has returned.
+        seq_len: tokens of a sequence.
+    """
+
+    def size(name: str, otherwise: int = 0) -> int:
+        return int(getattr(spec.config, name, None) or otherwise) if hasattr(spec, "config") else otherwise
+
+    hidden, heads = spec.hidden_size or 0, size("num_attention_heads")
+    width, experts = size("intermediate_size", 4 * hidden), size("num_experts")
+    expert_parameters = 0
+    if experts:
+        one = 3 * hidden * size("expert_intermediate_size")
+        expert_parameters = sum(kind == "experts" for kind in spec.layer_kinds) * experts * one
+        width = (size("experts_per_token") + size("num_shared_experts")) * size("expert_intermediate_size")
+    return Shape(
+        layers=spec.num_layers,
+        hidden=hidden,
+        intermediate=width,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", hidden // heads if heads else 0),
+        vocab=spec.vocab_size or 0,
+        parameters=spec.num_parameters,
+        flops_per_token=spec.flops_per_token(seq_len),
+        expert_parameters=expert_parameters,
+        experts=experts,
+        experts_per_token=size("experts_per_token"),
+        splits=_splits(spec),
+        has_stages=spec.has_stages,
+    )
+
+
+def _splits(spec: ModelSpec) -> bool:
+    """Whether tensors inside of layers can be split: a module of the user's needs a plan for it."""
+    return spec.family != "custom" or getattr(spec.config, "plan", None) is not None

@@ -1,0 +1,217 @@
+"""Build the model of one stage on the one living rank, as training does: the same plan, engine and order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.core.context_parallel.api import context_parallel
+from hyper_parallel.core.expert_parallel.api import expert_parallel
+from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
+from hyper_parallel.core.shard.api import shard_module
+from hyper_parallel.models.moe import MoELlama
+from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
+from hyper_parallel.trainer.steps import checkpointed, shard_units
+from sim.mesh.job import Job, StagePart
+from sim.mesh.program import Place
+from sim.mesh.tracing.compiled import compile_block
+from sim.mesh.tracing.float8 import use_float8
+from sim.mesh.tracing.losses import fuse_head
+from sim.mesh.tracing.record import Recorder
+from sim.mesh.tracing.replicated import Replicated
+
+__all__ = ["Built", "build_stage"]
+
+
+@dataclass
+class Built:
+    """A stage, ready to be run.
+
+    Attributes:
+        module: the model, or the stage.
+        blocks: by the number of the layer.
+        outer: what stands in the model in their places, with what is around them.
+        replicated: the engine that keeps whole weights on every rank; None: `fully_shard` has the weights.
+    """
+
+    module: nn.Module
+    blocks: list[tuple[int, nn.Module]]
+    outer: list[tuple[int, nn.Module]]
+    replicated: Replicated | None = None
+
+
+def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Recorder) -> Built:
+    """Build a stage with some of its layers, in the order in which the trainer applies parallelisms.
+
+    Called on the living rank, while the recorder records.
+
+    Args:
+        job: what is estimated; the mesh of its degrees is built.
+        part: the stage.
+        layers: numbers of those to build.
+        recorder: whose places follow the layers.
+    """
+    dims, recipe, spec = job.dims, job.recipe, job.model
+    loss_in_head = recipe.fused_loss and spec.vocab_size is not None
+    whole_weights = recipe.zero <= 1
+    module = spec.build(job.seq_len, layers, embed=part.is_first, head=part.is_last, recipe=recipe)
+    _in_dtype(module, recipe.dtype if whole_weights else recipe.weight_dtype, buffers=whole_weights)
+    _split_tensors(job, module)
+    if loss_in_head:
+        fuse_head(module)
+    if dims.cp_enabled and layers:
+        context_parallel(module, dims.get_mesh("cp"), dims.ulysses_degree)
+    blocks = spec.blocks(module)
+    for number, block in blocks:
+        if recipe.float8:
+            use_float8(block)
+        _follow(recorder, number, block, is_first=number == blocks[0][0])
+    outer = _checkpoint(job, part, module, blocks)
+    if whole_weights:
+        layers = {id(param): number for number, block in blocks for param in block.parameters()}
+        return Built(module, blocks, outer, Replicated(module, dims, recipe, layers, recorder.begin))
+    reduce_dtype = recipe.grad_dtype if recipe.dtype != torch.float32 else None
+    compute = recipe.dtype if recipe.dtype != recipe.weight_dtype else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
+    shards = dims.token_ranks > 1 or compute is not None
+    if shards:
+        shard_units(module, [block for _, block in outer], dims, policy, reshard_after_forward=recipe.zero == 3)
+        for unit in (*(block for _, block in outer), module):
+            _sum_up(unit)
+    return Built(module, blocks, outer)
+
+
+def _sum_up(unit: Any) -> None:
+    set_op = getattr(unit, "set_reduce_op_type", None)
+    if set_op is not None:
+        set_op("sum")
+
+
+def _in_dtype(module: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
+    """Give the weights their dtype: new parameters, as those without values cannot be changed in place.
+
+    With ``buffers`` these, too: what does not go through an engine that casts inputs has to be computed in one dtype.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffers and buffer is not None and buffer.dtype.is_floating_point:
+                child._buffers[name] = torch.empty_like(buffer, dtype=dtype)
+        for name, param in child._parameters.items():
+            if param is None or param.dtype == dtype or not param.dtype.is_floating_point:
+                continue
+            if id(param) not in made:
+                made[id(param)] = nn.Parameter(torch.empty_like(param, dtype=dtype), requires_grad=param.requires_grad)
+            child._parameters[name] = made[id(param)]
+
+
+def _split_tensors(job: Job, module: nn.Module) -> None:
+    """Tensor, sequence and expert parallelism."""
+    dims, recipe = job.dims, job.recipe
+    if type(module) is MoELlama and (recipe.sequence_parallel or not dims.tp_enabled):
+        if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
+            etp = dims.etp if dims.tp_enabled else None
+            split_layers_and_experts(module, dims.build_mesh(), etp=etp)
+        return
+    if isinstance(module, MoELlama) and dims.ep_enabled:
+        expert_parallel(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None)
+    if not dims.tp_enabled:
+        return
+    mesh = dims.get_mesh("tp")
+    plan = job.model.plan(module, mesh, recipe)
+    if plan is not None:
+        shard_module(module, mesh, plan)
+
+
+def _follow(recorder: Recorder, layer: int, block: nn.Module, *, is_first: bool) -> None:
+    """Let the recorder know when a layer begins, forward and backward, and which of its children runs."""
+
+    def begins(module: nn.Module, args: Any) -> None:
+        del module
+        place = recorder.place
+        if place.phase == "forward":
+            recorder.begin(layer)
+            recorder.place = place._replace(layer=layer, module="")
+            given = next((t for t in _tensors_in(args) if t.requires_grad), None)
+            if is_first and given is not None:
+                given.register_hook(backward_is_through)
+        elif place.phase == "backward":
+            recorder.place = place._replace(layer=layer, recomputes=True)
+
+    def ends(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        place = recorder.place
+        if place.phase == "backward":
+            recorder.place = place._replace(recomputes=False, module="")
+            return
+        first = next((t for t in _tensors_in(output) if t.requires_grad), None)
+        if first is not None:
+            first.register_hook(backward_begins)
+
+    def backward_begins(gradient: Any) -> None:
+        del gradient
+        recorder.begin(layer)
+        recorder.place = Place("backward", layer)
+
+    def backward_is_through(gradient: Any) -> None:
+        del gradient
+        recorder.begin(None)
+        recorder.place = Place("backward")
+
+    block.register_forward_pre_hook(begins, prepend=True)
+    block.register_forward_hook(ends, prepend=True)
+    for name, child in block.named_children():
+
+        def enters(module: nn.Module, args: Any, name: str = name) -> None:
+            del module, args
+            recorder.place = recorder.place._replace(module=name)
+
+        def leaves(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args, output
+            recorder.place = recorder.place._replace(module="")
+
+        child.register_forward_pre_hook(enters, prepend=True)
+        child.register_forward_hook(leaves)
+
+
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, (tuple, list)):
+        return [tensor for each in output for tensor in _tensors_in(each)]
+    if isinstance(output, dict):
+        return [tensor for each in output.values() for tensor in _tensors_in(each)]
+    return []
+
+
+def _checkpoint(
+    job: Job, part: StagePart, module: nn.Module, blocks: list[tuple[int, nn.Module]]
+) -> list[tuple[int, nn.Module]]:
+    """Compile blocks, and wrap those that backward computes again; returns what stands in the model in their places."""
+    recipe = job.recipe
+    graphs: dict[Any, Any] = {}
+    if recipe.checkpointing == "none":
+        for _, block in blocks:
+            if recipe.compile:
+                compile_block(block, graphs=graphs)
+        return blocks
+    count = len(part.layers) if recipe.checkpoint_layers is None else recipe.checkpoint_layers
+    chosen = set(list(part.layers)[:count])
+    names = {id(child): name for name, child in module.named_modules()}
+    outer: list[tuple[int, nn.Module]] = []
+    for number, block in blocks:
+        policy = recipe.checkpointing if number in chosen else "none"
+        if recipe.compile and compile_block(block, policy, graphs=graphs):
+            outer.append((number, block))
+        elif number in chosen:
+            wrapped = checkpointed(block, recipe.checkpointing)
+            parent, _, name = names[id(block)].rpartition(".")
+            module.get_submodule(parent)._modules[name] = wrapped
+            outer.append((number, wrapped))
+        else:
+            outer.append((number, block))
+    return outer

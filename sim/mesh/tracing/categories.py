@@ -1,0 +1,138 @@
+"""What each block of memory is for."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sim.mesh.program import Alloc, Free, Op
+from sim.mesh.tracing.expand import Chunk, Key, Standing
+from sim.mesh.tracing.record import Recorder
+
+if TYPE_CHECKING:
+    from sim.mesh.job import Job
+    from sim.mesh.tracing.build import Built
+
+__all__ = ["find_categories", "standing_blocks"]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def standing_blocks(recorder: Recorder, built: Built, optimizer: torch.optim.Optimizer | None) -> list[Standing]:
+    """Return the blocks that live between two steps, weights first, then the optimizer's state, then the rest.
+
+    Args:
+        recorder: that has followed them.
+        built: the stage.
+        optimizer: with its state; None: the stage has its own.
+    """
+    found: dict[int, Standing] = {}
+
+    def note(tensor: torch.Tensor, category: str, layer: int | None) -> None:
+        block = recorder.block_of(_local(tensor))
+        if block and block not in found and recorder.sizes[block]:
+            found[block] = Standing(block, recorder.sizes[block], category, layer)
+
+    layers = _layer_names(built)
+    for name, weight in built.module.named_parameters():
+        note(weight, "parameters", _layer_of(name, layers))
+    if built.replicated is not None:
+        for flat in built.replicated.flats:
+            note(flat.grads, "gradients", flat.layer)
+            for state in (flat.master, flat.tick, *flat.moments):
+                if state is not None:
+                    note(state, "optimizer", flat.layer)
+    if optimizer is not None:
+        by_param = {id(param): name for name, param in built.module.named_parameters()}
+        for param, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    note(value, "optimizer", _layer_of(by_param.get(id(param), ""), layers))
+    for name, buffer in built.module.named_buffers():
+        note(buffer, "parameters", _layer_of(name, layers))
+    kept = {number for number, _ in built.blocks}
+    for block in recorder.live_blocks():
+        if block not in found and recorder.sizes[block]:
+            layer = recorder.places[recorder.sources[block]].layer
+            category = "communication" if block in recorder.gathered else "workspace"
+            found[block] = Standing(block, recorder.sizes[block], category, layer if layer in kept else None)
+    return list(found.values())
+
+
+def _layer_names(built: Built) -> dict[str, int]:
+    """The layer of each path of a block in the model."""
+    numbers = {id(block): number for number, block in built.blocks}
+    return {name: numbers[id(child)] for name, child in built.module.named_modules() if id(child) in numbers}
+
+
+def _layer_of(name: str, layers: dict[str, int]) -> int | None:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        found = layers.get(".".join(parts[:end]))
+        if found is not None:
+            return found
+    return None
+
+
+def find_categories(
+    recorder: Recorder, job: Job, standing: list[Standing], segments: dict[Key, list[Chunk]]
+) -> dict[int, str]:
+    """Return what each block of a recording is for.
+
+    Args:
+        recorder: that has followed them.
+        job: what is estimated.
+        standing: what lives through the step.
+        segments: of the step.
+    """
+    categories = {each.block: each.category for each in standing}
+    freed: dict[int, Key] = {}
+    taken: dict[int, Key] = {}
+    products: set[int] = set()  # of backward: the gradient of a head may be as large as the logits
+    for key, chunks in segments.items():
+        for _, events in chunks:
+            for event in events:
+                if isinstance(event, Alloc):
+                    taken[event.block] = key
+                elif isinstance(event, Free):
+                    freed[event.block] = key
+                elif isinstance(event, Op) and event.kind == "matmul" and key[0] == "backward":
+                    products.update([touch.block for touch in event.writes])
+    logits = _logit_sizes(job)
+    data = re.compile(r"^(all_gather|reduce_scatter|all_reduce|all_to_all) (dp_|loss|shard|fsdp|ep|world|batch)")
+    for block, key in taken.items():
+        if block in categories:
+            continue
+        place = recorder.places[recorder.sources[block]]
+        spread = recorder.gathered.get(block, "")
+        size = recorder.sizes[block]
+        if block in recorder.gradients:
+            categories[block] = "gradients"
+        elif block in recorder.refilled or (spread.startswith("all_gather") and data.match(spread)):
+            categories[block] = "gathered weights"
+        elif spread.startswith(("reduce_scatter", "all_reduce")) and data.match(spread):
+            categories[block] = "communication"
+        elif place.layer is None and size in logits and block not in products:
+            categories[block] = "logits"
+        elif key[0] == "forward" and freed.get(block) != key:
+            categories[block] = "activations"
+        elif key[0] == "backward" and freed.get(block) != key:
+            categories[block] = "gradients"  # added up over micro-batches, or waiting for the optimizer
+        else:
+            categories[block] = "workspace"
+    return categories
+
+
+def _logit_sizes(job: Job) -> set[int]:
+    vocab = job.model.vocab_size
+    if vocab is None:
+        return set()
+    tokens = job.micro_batch * job.local_seq_len
+    parts = {vocab, math.ceil(vocab / job.dims.tp)}
+    return {tokens * part * width for part in parts for width in (2, 4)}

@@ -1,0 +1,278 @@
+"""Blocks as a compiler computes them: what their forward keeps for backward, and what backward computes again.
+
+`torch.compile` traces a block forward and backward at once and cuts that graph in two where the fewest bytes cross
+(`min_cut_rematerialization_partition`). Here the same trace and the same cut are made, and the two graphs are then run
+operation by operation, so that whoever looks on sees them. No kernel is generated, but `region()` numbers what would
+become one (`sim.mesh.tracing.kernel_order`), and `sim.mesh.tracing.fuse` makes one of it in what was recorded.
+
+A graph is traced once for all blocks that are alike, in about a second.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+
+from hyper_parallel.core.dtensor.messages import explain, nearest
+from sim.mesh.tracing.regions import being, one_kernel, recomputes, region, traces
+from sim.mesh.tracing.traced import (
+    Graph,
+    fresh_callables,
+    likeness,
+    names_before,
+    shape_of,
+    standing_for,
+    tensor_places,
+)
+
+__all__ = ["PRODUCTS", "CompiledLike", "compile_block", "compile_like", "one_kernel", "recomputes", "region", "traces"]
+
+_aten = torch.ops.aten
+
+PRODUCTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten._scaled_mm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What selective checkpointing keeps."""
+
+_POLICIES = ("none", "selective", "alternate", "full")
+_MATRICES = frozenset({_aten.mm.default, _aten._scaled_mm.default})  # of which "alternate" keeps every other one
+_UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
+_TENSOR = object()  # stands where a tensor was among arguments
+
+
+def compile_block(
+    block: nn.Module,
+    checkpointing: str = "none",
+    *,
+    graphs: dict[Any, Any] | None = None,
+    keep: Callable[[Any], bool] = PRODUCTS.__contains__,
+) -> bool:
+    """Let a block compute as if it was compiled: as a whole, or what lies between the places where it communicates.
+
+    A block in whose modules tensor parallelism communicates is compiled in pieces, as are attention over several ranks
+    and a mixture of experts, whose experts and router are left alone. Hooks of the block itself, which gather weights,
+    stay outside of its graph.
+
+    Args:
+        block: changed in place, after tensor and context parallelism have been applied.
+        checkpointing: "none", "selective", "alternate" or "full": see `compile_like`.
+        graphs: what blocks that are alike share; a new dict for a new model.
+        keep: whether "selective" and "alternate" keep the result of an operation (an `OpOverload`).
+
+    Returns:
+        Whether checkpointing is part of the graph. False: the block is in pieces, and is to be put into a checkpoint
+        from outside.
+
+    Raises:
+        ValueError: no such policy.
+    """
+    shared: dict[Any, Any] = {} if graphs is None else graphs
+    if _is_one_graph(block):
+        block.forward = compile_like(block, checkpointing, graphs=shared, keep=keep)
+        return True
+    _check(checkpointing)
+    for child in block.children():
+        _compile_pieces(child, shared)
+    return checkpointing == "none"
+
+
+def _compile_pieces(module: nn.Module, graphs: dict[Any, Any]) -> None:
+    if _is_one_graph(module) or "attend" in vars(module):
+        module.forward = compile_like(module, graphs=graphs)
+        return
+    for name, child in module.named_children():
+        if name not in ("experts", "router"):  # inputs of another length in every step; counts that backward changes
+            _compile_pieces(child, graphs)
+
+
+def _is_one_graph(module: nn.Module) -> bool:
+    """Tell whether nothing in a module, but for its own hooks, communicates or depends on values."""
+    for child in module.modules():
+        if hasattr(child, "experts") or _crosses_ranks(vars(child).get("attend")):
+            return False
+        if child is not module and _has_hooks(child):
+            return False
+    return True
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(str(getattr(hook, "__module__", "")).startswith("hyper_parallel.") for hook in hooks)
+
+
+def _crosses_ranks(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("hyper_parallel.core.context_parallel")
+
+
+def compile_like(
+    module: nn.Module | Callable[..., Any],
+    checkpointing: str = "none",
+    *,
+    graphs: dict[Any, Any] | None = None,
+    keep: Callable[[Any], bool] = PRODUCTS.__contains__,
+) -> CompiledLike:
+    """Return what computes as a module's forward, or a function, would if it was compiled.
+
+        block.forward = compile_like(block, checkpointing="selective")
+
+    It communicates nothing. What cannot be traced, since shapes in it depend on values, is run as it is.
+
+    Args:
+        module: whose forward it is, or a function of tensors. An attribute `attend` of a module that computes over
+            several ranks is left out, and called between two graphs.
+        checkpointing: what backward computes again, by the policies that `torch.compile` is given by a checkpoint in
+            the graph. "none": what costs less than keeping it. "selective": all but products of matrices and
+            attention. "alternate": every other product as well. "full": all.
+        graphs: what modules that are alike share.
+        keep: whether "selective" and "alternate" keep the result of an operation (an `OpOverload`).
+
+    Raises:
+        ValueError: no such policy.
+    """
+    _check(checkpointing)
+    return CompiledLike(module, checkpointing, {} if graphs is None else graphs, keep)
+
+
+def _check(checkpointing: object) -> None:
+    if checkpointing not in _POLICIES:
+        blame, hint = f"there is no policy {checkpointing!r}", nearest(checkpointing, _POLICIES)
+        raise ValueError(explain("cannot compile", blame, f"checkpointing: {checkpointing!r}", hint))
+
+
+class _Reached(Exception):
+    """The traced function has come to what is left out; with its arguments."""
+
+
+class CompiledLike:
+    """A function, run as the graphs that a compiler makes of it. See `compile_like`."""
+
+    def __init__(self, target: Any, checkpointing: str, graphs: dict[Any, Any], keep: Callable[[Any], bool]) -> None:
+        self.module = target if isinstance(target, nn.Module) else None
+        self.forward: Callable[..., Any] = target if self.module is None else target.forward
+        self.checkpointing, self.graphs, self.keep = checkpointing, graphs, keep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the function computes."""
+        if traces():
+            return self.forward(*args, **kwargs)
+        seam: Any = None if self.module is None else vars(self.module).get("attend")
+        try:
+            if not _crosses_ranks(seam):
+                return self._run("all", self.forward, args, kwargs)
+            handed = self._run("before", self._until_seam, args, kwargs)
+            return self._run("after", self._from_seam, (seam(*handed), args, kwargs), {})
+        except _UNTRACEABLE:
+            return self.forward(*args, **kwargs)
+
+    def _until_seam(self, *args: Any, **kwargs: Any) -> Any:
+        def reached(*handed: Any) -> Any:
+            raise _Reached(*handed)
+
+        with standing_for([(self.module, "attend")], [reached]):
+            try:
+                self.forward(*args, **kwargs)
+            except _Reached as at:
+                return at.args
+        raise AssertionError("attention did not attend")
+
+    def _from_seam(self, attended: Any, args: Any, kwargs: Any) -> Any:
+        with standing_for([(self.module, "attend")], [lambda *handed: attended]):
+            return self.forward(*args, **kwargs)  # what leads to the seam is not needed, and drops out of the graph
+
+    def _run(self, part: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        places = list(tensor_places(self.module))
+        own = [getattr(module, name) for module, name in places]
+        leaves, tree = tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key: tuple[Any, ...] = (
+            part,
+            self.checkpointing,
+            self.keep,
+            str(tree),
+            torch.is_grad_enabled(),
+            likeness(self.module),
+        )
+        key += (None if self.module is not None else self.forward,)
+        key += tuple(shape_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in (*own, *leaves))
+        if key not in self.graphs:
+
+            def body(own: list[torch.Tensor], given: list[torch.Tensor]) -> Any:
+                rest = iter(given)
+                filled = [next(rest) if leaf is _TENSOR else leaf for leaf in kept]
+                inner_args, inner_kwargs = tree_unflatten(filled, tree)
+                with standing_for(places, own), standing_for(*fresh_callables(self.module)):
+                    return function(*inner_args, **inner_kwargs)
+
+            kept = [
+                _TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            ]  # no tensor outlives the call
+            self.graphs[key] = self._trace(body, own, given)
+        graph = self.graphs[key]
+        if isinstance(graph, Exception):
+            raise graph
+        return graph(own, given)
+
+    def _trace(self, body: Callable[..., Any], own: list[Any], given: list[Any]) -> Any:
+        from torch._inductor.decomposition import select_decomp_table
+
+        def cut(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+            forward = names_before(joint, num_fwd_outputs)
+            again.update(forward)
+            self._mark(joint, forward)
+            return min_cut_rematerialization_partition(
+                joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+            )
+
+        again = set[str]()
+        graph = aot_function(
+            body,
+            fw_compiler=lambda module, inputs: Graph(module, frozenset()),
+            bw_compiler=lambda module, inputs: Graph(module, again),
+            inference_compiler=lambda module, inputs: Graph(module, frozenset()),
+            partition_fn=cut,
+            decompositions=select_decomp_table(),
+        )
+        try:
+            # The first call traces; its result, without values, is thrown away. Those who look on see none of it.
+            with being(traces=True), _disable_current_modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+                graph(own, given)
+        except _UNTRACEABLE as error:
+            return error.with_traceback(None)
+        return graph
+
+    def _mark(self, joint: fx.GraphModule, forward: set[str]) -> None:
+        """Say of the forward's operations what a checkpoint around them would say."""
+        if self.checkpointing == "none":
+            return
+        products = 0
+        for node in joint.graph.nodes:
+            if node.op == "call_function" and node.name in forward:
+                maker = node.args[0] if node.target is operator.getitem else node
+                products += node.target in _MATRICES
+                kept = self.checkpointing != "full" and self.keep(maker.target)
+                if self.checkpointing == "alternate" and node.target in _MATRICES:
+                    kept = products % 2 == 1
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+                node.meta["ac_graph_id"] = 0
+
+
+def _same(x: Any) -> Any:
+    return x

@@ -1,0 +1,298 @@
+"""Which operations of a traced graph a compiler makes one kernel of.
+
+The rules are those by which TorchInductor does it (`torch/_inductor/ir.py`, `scheduler.py`), told in a few words:
+
+1. What works element by element is computed where its result is read, again for each reader, and is not written, unless
+   a product of matrices or the graph's caller needs it, or it has several readers and reads much itself.
+2. A reduction is written.
+3. Two of what is written become one kernel if one reads the other or both read the same, and they go over the same
+   elements: a reduction goes over those that it reads. Reductions over different dims do not.
+4. Products, attention, sorting and what else is no loop over elements stay what they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["order_by_kernel"]
+
+_VIEWS = frozenset(
+    {"alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice", "split"}
+    | {"split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_reshape_alias"}
+    | {"_unsafe_view", "reshape", "lift_fresh", "view_of"}
+)
+_REDUCTIONS = frozenset(
+    {"all", "amax", "amin", "any", "argmax", "argmin", "logsumexp", "max", "mean", "min", "norm", "prod"}
+    | {"std", "sum", "var", "var_mean"}
+)
+_ELEMENTWISE = frozenset(
+    {"_to_copy", "arange", "bernoulli", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy"}
+    | {"device_put", "embedding", "empty", "empty_like", "expand_copy", "fill", "full", "full_like", "gather"}
+    | {"index", "index_select", "iota", "lift_fresh_copy", "new_empty", "new_full", "new_ones", "new_zeros"}
+    | {"one_hot", "ones", "ones_like", "rand", "rand_like", "randn", "randn_like", "repeat", "roll"}
+    | {"scalar_tensor", "select_scatter", "slice_scatter", "stack", "tril", "triu", "zeros", "zeros_like"}
+)
+_READS_SHARED = 4  # what has several readers and reads more buffers than this is written (realize_reads_threshold)
+_READS_ALONE = 8  # so is what reads more than this (realize_acc_reads_threshold)
+
+
+@dataclass
+class _Kernel:
+    """What is computed together.
+
+    Attributes:
+        nodes: those that are written, or one that stays what it is.
+        fuses: whether others may join.
+        elements: that it goes over; those of a reduction's argument.
+        rows: of a reduction: elements of its result and the dims it reduces; None: there is no reduction.
+        reads: what it reads, with bytes.
+        needs: what must have been written before.
+    """
+
+    nodes: list[fx.Node]
+    fuses: bool
+    elements: int
+    rows: tuple[int, Any] | None
+    reads: dict[fx.Node, int] = field(default_factory=dict)
+    needs: set[fx.Node] = field(default_factory=set)
+
+
+def order_by_kernel(graph: fx.Graph) -> fx.Graph:
+    """Return the graph with what becomes one kernel in a row, and its number in `meta["kernel"]`.
+
+    What is computed again for each reader is in the graph once for each of them. Views go with their readers.
+
+    Args:
+        graph: of functions, as `aot_function` traces them, with `meta["val"]`; numbers start from 0.
+    """
+    return _Ordering(graph).ordered()
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.target is operator.getitem or _name(node) in _VIEWS
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    name = _name(node)
+    if not name or name in _REDUCTIONS or _mutates(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    target: Any = node.target
+    if name == "scatter" and len(node.args) == 4 and not isinstance(node.args[3], fx.Node):
+        return isinstance(node.args[0], fx.Node) and _name(node.args[0]) == "full"  # is "where its index is"
+    return name in _ELEMENTWISE or torch.Tag.pointwise in target.tags
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return _name(node) in _REDUCTIONS and isinstance(_first(node.meta.get("val")), torch.Tensor)
+
+
+def _draws(node: fx.Node) -> bool:
+    target: Any = node.target
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _first(value: Any) -> Any:
+    return next((each for each in value if each is not None), None) if isinstance(value, (tuple, list)) else value
+
+
+def _elements(node: fx.Node) -> int:
+    value = _first(node.meta.get("val"))
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
+
+
+def _bytes(node: fx.Node) -> int:
+    value = _first(node.meta.get("val"))
+    return int(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+class _Ordering:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.work = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        self.place = {node: index for index, node in enumerate(graph.nodes)}
+        self.written: set[fx.Node] = set()
+        self.sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self.work:
+            self._settle(node)
+        self.kernels = [self._kernel(node) for node in self.work if node in self.written]
+        self.of = {node: kernel for kernel in self.kernels for node in kernel.nodes}
+
+    # -- what is written
+
+    def _settle(self, node: fx.Node) -> None:
+        """Say of a node whether it is written, and which of what is written it reads."""
+        reads = frozenset(
+            source
+            for given in node.all_input_nodes
+            for source in ([given] if given in self.written or given.op == "placeholder" else self.sources[given])
+        )
+        self.sources[node] = reads
+        if node.op != "call_function" or _is_view(node):
+            return
+        if not _is_elementwise(node) or _draws(node):
+            self.written.add(node)
+            return
+        readers = list(self._readers(node))
+        most = _READS_SHARED if len(readers) > 1 else _READS_ALONE
+        if len(reads) > most or not all(_is_elementwise(reader) or _is_reduction(reader) for reader in readers):
+            self.written.add(node)
+
+    def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield who reads a node, or a view of it."""
+        for user in node.users:
+            if user.op == "call_function" and _is_view(user):
+                yield from self._readers(user)
+            else:
+                yield user
+
+    # -- kernels
+
+    def _kernel(self, node: fx.Node) -> _Kernel:
+        fuses = _is_elementwise(node) or _is_reduction(node)
+        elements, rows = _elements(node), None
+        if _is_reduction(node):
+            argument = node.all_input_nodes[0]
+            dims = node.args[1] if len(node.args) > 1 and not isinstance(node.args[1], torch.dtype) else None
+            elements, rows = _elements(argument), (_elements(node), _side(argument, dims))
+        kernel = _Kernel([node], fuses, elements, rows, needs=set(self.sources[node]))
+        kernel.reads = {source: _bytes(source) for source in self.sources[node]}
+        if _mutates(node):  # after all that has read what it changes
+            changed = {each for given in node.all_input_nodes[:1] for each in (given, *self.sources.get(given, ()))}
+            before = [other for other in self.work if other in self.written and self.place[other] < self.place[node]]
+            kernel.needs.update(other for other in before if changed & self.sources[other])
+        return kernel
+
+    def _before(self) -> dict[int, set[int]]:
+        """Return of each kernel those that it needs, and those that they need, by their ids."""
+        found: dict[int, set[int]] = {}
+
+        def search(kernel: _Kernel) -> set[int]:
+            if id(kernel) not in found:
+                found[id(kernel)] = set()
+                for other in self._needs(kernel):
+                    found[id(kernel)] |= {id(other)} | search(other)
+            return found[id(kernel)]
+
+        for kernel in self.kernels:
+            search(kernel)
+        return found
+
+    def _needs(self, kernel: _Kernel) -> list[_Kernel]:
+        return list({id(each): each for each in (self.of.get(node) for node in kernel.needs) if each}.values())
+
+    def _fuse(self) -> None:
+        while True:
+            pairs: list[tuple[int, int, int, _Kernel, _Kernel]] = []
+            for i, one in enumerate(self.kernels):
+                for other in self.kernels[i + 1 :]:
+                    if shared := self._shared(one, other):
+                        distance = abs(self.place[one.nodes[0]] - self.place[other.nodes[0]])
+                        pairs.append((-shared, distance, len(pairs), one, other))
+            before = self._before()
+            for *_, one, other in sorted(pairs):
+                if self._may_join(one, other, before):
+                    self._join(one, other)
+                    break
+            else:
+                return
+
+    def _shared(self, one: _Kernel, other: _Kernel) -> int:
+        """Return how many bytes are not moved if two become one; 0: they do not go together."""
+        if not (one.fuses and other.fuses and _same_elements(one, other)):
+            return 0
+        passed = sum(size for node, size in other.reads.items() if node in one.nodes)
+        passed += sum(size for node, size in one.reads.items() if node in other.nodes)
+        first, second = sorted((one, other), key=lambda kernel: self.place[kernel.nodes[0]])
+        start = self.place[first.nodes[-1]]
+        if not passed and any(self.place[node] > start for node in second.needs):
+            return 0  # what the first one reads would have to wait for the second, and take memory meanwhile
+        return 2 * passed + sum(size for node, size in one.reads.items() if node in other.reads)
+
+    def _may_join(self, one: _Kernel, other: _Kernel, before: dict[int, set[int]]) -> bool:
+        """Tell whether nothing else has to run between two kernels."""
+        for first, second in ((one, other), (other, one)):
+            if any(each is not first and id(first) in before[id(each)] for each in self._needs(second)):
+                return False
+        return True
+
+    def _join(self, one: _Kernel, other: _Kernel) -> None:
+        one.nodes = sorted([*one.nodes, *other.nodes], key=self.place.__getitem__)
+        one.elements = max(one.elements, other.elements)
+        one.rows = one.rows or other.rows
+        one.needs = (one.needs | other.needs) - set(one.nodes)
+        one.reads = {node: size for node, size in {**one.reads, **other.reads}.items() if node not in one.nodes}
+        self.of.update(dict.fromkeys(one.nodes, one))
+        self.kernels.remove(other)
+
+    # -- the new graph
+
+    def ordered(self) -> fx.Graph:
+        self._fuse()
+        new, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                made[node] = new.node_copy(node, made.__getitem__)
+        left = sorted(self.kernels, key=lambda kernel: self.place[kernel.nodes[0]])
+        done, number = set[fx.Node](), 0
+        while left:
+            kernel = next(each for each in left if all(need in done for need in each.needs if need in self.of))
+            left.remove(kernel)
+            inlined: dict[fx.Node, fx.Node] = {}
+            for node in kernel.nodes:
+                made[node] = self._copy(new, node, made, inlined, number)
+            done.update(kernel.nodes)
+            number += 1
+        last = next(iter(reversed(self.graph.nodes)))
+        tail: dict[fx.Node, fx.Node] = {}
+        new.node_copy(last, lambda node: self._made(new, node, made, tail, number))
+        return new
+
+    def _copy(self, new: fx.Graph, node: fx.Node, made: Any, inlined: Any, number: int) -> fx.Node:
+        copied = new.node_copy(node, lambda given: self._made(new, given, made, inlined, number))
+        copied.meta = {**node.meta, "kernel": number}
+        return copied
+
+    def _made(self, new: fx.Graph, node: fx.Node, made: Any, inlined: Any, number: int) -> fx.Node:
+        if node in made:
+            return made[node]
+        if node not in inlined:
+            inlined[node] = self._copy(new, node, made, inlined, number)
+        return inlined[node]
+
+
+def _same_elements(one: _Kernel, other: _Kernel) -> bool:
+    """Tell whether two kernels go over the same elements in the same order."""
+    if one.rows is not None and other.rows is not None:
+        return one.elements == other.elements and one.rows == other.rows
+    plain, reduces = (one, other) if one.rows is None else (other, one)
+    return plain.elements == reduces.elements or (reduces.rows is not None and plain.elements == reduces.rows[0])
+
+
+def _side(argument: fx.Node, dims: Any) -> str:
+    """Tell which dims are reduced: all, the last ones, the first ones, or others."""
+    value = argument.meta["val"]
+    if dims is None or dims == []:
+        return "all"
+    given = {dim % max(value.dim(), 1) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
+    live = [dim for dim in range(value.dim()) if value.shape[dim] != 1]
+    reduced = [dim for dim in live if dim in given]
+    if reduced == live:
+        return "all"
+    if reduced == live[len(live) - len(reduced) :]:
+        return "last"
+    return "first" if reduced == live[: len(reduced)] else str(reduced)

@@ -1,0 +1,283 @@
+"""What kind of kernel each of torch's operations is: the recorder asks once per operation and overload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["attention_shape", "count_flops", "kind_of", "matmul_shape", "reads_only_its_output"]
+
+_MATMULS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "_scaled_mm", "_grouped_mm", "_int_mm", "linear"}
+    | {"convolution", "_convolution", "convolution_backward", "cudnn_convolution", "mkldnn_convolution", "addr"}
+    | {"convolution_overrideable", "_slow_conv2d_forward", "mkldnn_linear"}
+)
+_ATTENTIONS = frozenset(
+    {
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    }
+)
+_ATTENTION_BACKWARDS = frozenset(
+    {
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention_backward",
+        "_scaled_dot_product_fused_attention_overrideable_backward",
+        "_flash_attention_backward",
+        "_efficient_attention_backward",
+    }
+)
+_RANDOM = frozenset(
+    {"bernoulli", "bernoulli_", "native_dropout", "normal_", "uniform_", "rand", "randn", "rand_like", "randn_like"}
+    | {"randint", "randperm", "exponential_", "random_", "normal", "multinomial", "randint_like", "_fused_dropout"}
+    | {"log_normal_", "geometric_", "cauchy_", "poisson", "rrelu_with_noise"}
+)
+_OPTIMIZERS = frozenset(
+    {"_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_", "_fused_adamw", "_fused_adam", "_fused_sgd"}
+)
+_HOST = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "_unsafe_view"}
+    | {"lift_fresh", "lift", "detach_", "resize_", "set_", "is_same_size", "_version", "device", "size", "stride"}
+    | {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "is_contiguous", "_has_same_storage_numel"}
+    | {"unsqueeze_", "squeeze_", "transpose_", "t_", "as_strided_", "record_stream", "_debug_has_internal_overlap"}
+    | {"_to_functional_tensor", "is_pinned", "_local_scalar_dense", "item", "equal", "_assert_async", "_foreach_empty"}
+)
+_MEMORY = frozenset(
+    # Copies and fills
+    {
+        "copy_",
+        "_to_copy",
+        "clone",
+        "contiguous",
+        "cat",
+        "stack",
+        "fill_",
+        "zero_",
+        "zeros",
+        "ones",
+        "full",
+        "zeros_like",
+    }
+    | {"ones_like", "full_like", "new_zeros", "new_ones", "new_full", "scalar_tensor", "arange", "eye", "linspace"}
+    | {"split_with_sizes_copy", "_chunk_cat", "chunk_cat", "repeat", "repeat_interleave", "constant_pad_nd", "flip"}
+    | {"roll", "tril", "triu", "tril_", "triu_", "unfold_copy", "select_backward", "slice_backward", "unfold_backward"}
+    | {
+        "copy",
+        "index_fill_",
+        "index_fill",
+        "select_scatter",
+        "slice_scatter",
+        "diagonal_backward",
+        "pad",
+        "as_strided_copy",
+    }
+    | {
+        "_pin_memory",
+        "tril_indices",
+        "triu_indices",
+        "lerp_",
+        "_reshape_copy",
+        "view_copy",
+        "logspace",
+        "embedding_renorm_",
+    }
+    # By index
+    | {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index_select"}
+    | {"index_add", "index_add_", "index_copy", "index_copy_", "index_reduce_", "gather", "gather_backward", "scatter"}
+    | {"scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_fill", "masked_fill_"}
+    | {"masked_scatter", "masked_scatter_", "masked_select", "nonzero", "take", "put_", "embedding", "where"}
+    | {"embedding_dense_backward", "_embedding_bag", "one_hot", "take_along_dim", "searchsorted", "bucketize"}
+    # Reductions, scans, orders
+    | {"sum", "mean", "amax", "amin", "aminmax", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std"}
+    | {
+        "var_mean",
+        "std_mean",
+        "norm",
+        "linalg_vector_norm",
+        "logsumexp",
+        "cumsum",
+        "cumprod",
+        "cumsum_",
+        "logcumsumexp",
+    }
+    | {"sort", "argsort", "topk", "kthvalue", "median", "unique", "_unique2", "unique_dim", "bincount", "histc"}
+    | {
+        "count_nonzero",
+        "nansum",
+        "cummax",
+        "cummin",
+        "mode",
+        "_weight_norm_interface",
+        "_weight_norm_interface_backward",
+    }
+    # Norms, softmaxes, losses
+    | {
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "native_dropout_backward",
+    }
+    | {
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "_native_batch_norm_legit",
+    }
+    | {"cudnn_batch_norm", "cudnn_batch_norm_backward", "batch_norm_backward", "_batch_norm_with_update", "_softmax"}
+    | {"_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "nll_loss_forward"}
+    | {
+        "nll_loss_backward",
+        "nll_loss2d_forward",
+        "nll_loss2d_backward",
+        "mse_loss",
+        "mse_loss_backward",
+        "_masked_softmax",
+    }
+    | {"binary_cross_entropy", "binary_cross_entropy_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "kl_div"}
+    # Element by element, though torch does not tag it
+    | {"floor_divide", "rsub", "polar", "complex", "log_sigmoid_backward", "fill", "true_divide", "conj_physical"}
+    # Activations that torch does not tag
+    | {"gelu", "gelu_backward", "silu", "silu_backward", "relu", "relu_", "threshold_backward", "sigmoid_backward"}
+    | {
+        "tanh_backward",
+        "hardtanh_backward",
+        "leaky_relu_backward",
+        "elu_backward",
+        "softplus_backward",
+        "glu",
+        "glu_backward",
+    }
+    | {"hardswish_backward", "mish_backward", "prelu", "_prelu_kernel", "_prelu_kernel_backward", "log_sigmoid_forward"}
+    # Pooling and resizing
+    | {
+        "max_pool2d_with_indices",
+        "max_pool2d_with_indices_backward",
+        "avg_pool2d",
+        "avg_pool2d_backward",
+        "_adaptive_avg_pool2d",
+    }
+    | {"_adaptive_avg_pool2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d"}
+    | {
+        "upsample_bilinear2d_backward",
+        "im2col",
+        "col2im",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "max_pool2d",
+        "avg_pool1d",
+    }
+    | {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
+)
+_READS_ONLY_ITS_OUTPUT = frozenset(
+    {"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "masked_select", "take_along_dim"}
+)
+
+
+def kind_of(func: Any) -> str:
+    """Return the kind of an operation's kernel, see :class:`~sim.mesh.program.Op`; ``unknown`` where there is none.
+
+    >>> kind_of(torch.ops.aten.mm.default), kind_of(torch.ops.aten.view.default), kind_of(torch.ops.aten.add.Tensor)
+    ('matmul', 'host', 'memory')
+
+    Args:
+        func: an overload, as ``__torch_dispatch__`` gets it.
+    """
+    name = func._schema.name.rpartition("::")[2]
+    if name in _MATMULS:
+        return "matmul"
+    if name in _ATTENTIONS:
+        return "attention"
+    if name in _ATTENTION_BACKWARDS:
+        return "attention_backward"
+    if name in _OPTIMIZERS:
+        return "optimizer"
+    if name in _RANDOM:
+        return "random"
+    if name in _HOST or getattr(func, "is_view", False):
+        return "host"
+    if name in _MEMORY or name.removesuffix("_") in _MEMORY or name.startswith("_foreach_"):
+        return "memory"
+    tags = getattr(func, "tags", ())
+    if torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags:
+        return "memory"
+    return "unknown"
+
+
+def reads_only_its_output(func: Any) -> bool:
+    """Tell whether an operation reads as much as it returns of its first argument, such as rows of a table."""
+    return func._schema.name.rpartition("::")[2] in _READS_ONLY_ITS_OUTPUT
+
+
+def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Count floating-point operations as ``torch.utils.flop_counter`` does: of an attention the whole square."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    name = func._schema.name.rpartition("::")[2]
+    if name in _ATTENTIONS:
+        batch, heads, _, queries, keys, size, *_ = attention_shape(func, args, kwargs)
+        return 4 * batch * heads * queries * keys * size
+    if name in _ATTENTION_BACKWARDS:
+        batch, heads, _, queries, keys, size, *_ = attention_shape(func, args, kwargs)
+        return 10 * batch * heads * queries * keys * size
+    if name == "_grouped_mm":
+        batch, m, n, k = matmul_shape(func, args, out)
+        return 2 * batch * m * n * k
+    return 0
+
+
+def matmul_shape(func: Any, args: Any, out: Any) -> tuple[int, ...]:
+    """Return (batch, m, n, k) of a product; of a convolution, those of the product it amounts to; else ()."""
+    name = func._schema.name.rpartition("::")[2]
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    first = out[0] if isinstance(out, (tuple, list)) else out
+    if name in ("mm", "_scaled_mm", "_int_mm"):
+        return (1, tensors[0].shape[0], tensors[1].shape[1], tensors[0].shape[1])
+    if name == "addmm":
+        return (1, tensors[1].shape[0], tensors[2].shape[1], tensors[1].shape[1])
+    if name in ("bmm", "baddbmm"):
+        a, b = tensors[-2:]
+        return (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
+    if name == "_grouped_mm":
+        a, b = tensors[:2]
+        groups = b.shape[0] if b.dim() == 3 else max(1, a.shape[0] if a.dim() == 3 else 1)
+        return (groups, a.shape[-2] // (groups if a.dim() == 2 else 1), b.shape[-1], a.shape[-1])
+    if name in ("convolution", "_convolution", "cudnn_convolution", "convolution_overrideable", "mkldnn_convolution"):
+        weight = tensors[1]
+        places = first.numel() // max(first.shape[1], 1)
+        return (1, places, weight.shape[0], weight.numel() // max(weight.shape[0], 1))
+    if name == "convolution_backward":
+        grad, _, weight = tensors[:3]
+        places = grad.numel() // max(grad.shape[1], 1)
+        return (2, places, weight.shape[0], weight.numel() // max(weight.shape[0], 1))
+    return ()
+
+
+def attention_shape(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Return (batch, heads, kv_heads, queries, keys, head_dim, is_causal) of an attention or its backward."""
+    name = func._schema.name.rpartition("::")[2]
+    backward = name in _ATTENTION_BACKWARDS
+    q, k = (args[1], args[2]) if backward else (args[0], args[1])
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        names = [argument.name for argument in func._schema.arguments]
+        place = names.index("is_causal") if "is_causal" in names else -1
+        is_causal = bool(args[place]) if 0 <= place < len(args) else False
+    if "flash_attention_forward" in name or ("flash_attention_backward" in name and "product" not in name):
+        batch, queries, heads, size = q.shape if q.dim() == 4 else (1, *q.shape)
+        keys, kv_heads = (k.shape[1], k.shape[2]) if k.dim() == 4 else k.shape[:2]
+    else:
+        batch, heads, queries, size = q.shape
+        kv_heads, keys = k.shape[1], k.shape[2]
+    return (batch, heads, kv_heads, queries, keys, size, int(bool(is_causal)))

@@ -1,0 +1,282 @@
+"""A world in which one rank lives: it runs the real program, and what the others would send has shapes but no values.
+
+The rank's collectives and messages are checked, recorded and over at once. All its tensors are torch's fake ones, on
+the CPU: they have shapes and dtypes, take no memory, and whoever wants to read a value gets torch's error. So a world
+of 100,000 ranks costs what one rank's Python code costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.platform.base import Stream
+from hyper_parallel.platform.cpu import HostEvent, HostStream
+from sim.collectives import Call
+from sim.errors import RankFailed
+from sim.group import Group, Message, Slot
+from sim.platform import SimPlatform
+from sim.scheduler import Scheduler, Waitable
+from sim.store import SharedStore
+from sim.trace import Event, Span, Trace
+from sim.world import RankContext, World
+
+__all__ = ["MAX_LONE_RANKS", "LoneWorld", "Listener"]
+
+MAX_LONE_RANKS = 1_048_576
+
+
+class Listener:
+    """Told of what the rank communicates, as it does."""
+
+    def on_collective(self, call: Call, axis: str, ranks: tuple[int, ...], waitable: Waitable) -> None:
+        """A collective has been issued."""
+
+    def on_message(
+        self, tensor: torch.Tensor, axis: str, pair: tuple[int, int], waitable: Waitable, *, sending: bool
+    ) -> None:
+        """A send or receive has been issued; ``pair`` is this rank and the other one."""
+
+    def on_wait(self, waitable: Waitable) -> None:
+        """The rank waits for one of these."""
+
+    def new_stream(self) -> Any:
+        """The rank asks for a stream of its device."""
+        return HostStream()
+
+    def current_stream(self) -> Any:
+        """The rank asks for the stream that its operations are queued on."""
+        return HostStream()
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """The rank's operations of a block are queued on ``stream``."""
+        return nullcontext(stream)
+
+    def new_event(self) -> Any:
+        """The rank asks for an event of its device."""
+        return HostEvent()
+
+
+class _LonePlatform(SimPlatform):
+    """A device with streams, whose work the listener follows; its memory is that of tensors without values."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+
+    @property
+    def has_streams(self) -> bool:
+        """True: what is recorded here is what runs on a device that has them."""
+        return True
+
+    @property
+    def prefers_large_messages(self) -> bool:
+        """True, as on a device with streams."""
+        return True
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        """Return a stream of the listener's."""
+        return cast("Stream", self._listener.new_stream())
+
+    def current_stream(self) -> Stream:
+        """Return the listener's current stream."""
+        return cast("Stream", self._listener.current_stream())
+
+    def use_stream(self, stream: Stream) -> Any:
+        """Queue operations on a stream of the listener's."""
+        return self._listener.use_stream(stream)
+
+    def new_event(self) -> Any:
+        """Return an event of the listener's."""
+        return self._listener.new_event()
+
+
+class _LoneTrace(Trace):
+    """The events of one rank; the others have none."""
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        super().__init__(1)
+        self._size, self._rank = world_size, rank
+
+    @property
+    def world_size(self) -> int:
+        return self._size
+
+    def add(self, event: Event) -> None:
+        self._by_rank[0].append(event)
+
+    def of_rank(self, rank: int) -> list[Event]:
+        self._checked_rank(rank)
+        return list(self._by_rank[0]) if rank == self._rank else []
+
+
+class _LoneSlot(Slot):
+    """A collective that needs nobody else."""
+
+    def __init__(self, group: Group, seq: int, call: Call) -> None:
+        Waitable.__init__(self)
+        self.group, self.seq, self.first = group, seq, call
+        self.calls = [call]
+        self.arrived = len(group.ranks)
+        self.latest, self.mismatch, self.span = 0.0, False, Span(0.0, 0.0)
+
+
+class _LoneGroup(Group):
+    """A group of which one member is there."""
+
+    def enter(self, member: int, call: Call) -> Slot:
+        seq = self.next_seq[member]
+        self.next_seq[member] = seq + 1
+        return _LoneSlot(self, seq, call)
+
+    def carry_out(self, slot: Slot) -> None:
+        for tensor in (*slot.calls[0].inputs, *slot.calls[0].outputs) if slot.calls[0] is not None else ():
+            _check_no_values(tensor, slot.describe())
+        slot.calls, slot.first = [], None  # the tensors are the rank's own again
+        self.world.scheduler.complete(slot, 0.0)
+
+    def meet(self, message: Message) -> Message | None:
+        if message.sender is None:  # from anybody: from the member before this one
+            message.sender = (message.receiver - 1) % len(self.ranks)
+        _check_no_values(message.tensor, message.describe())
+        message.span = Span(0.0, 0.0)
+        self.world.scheduler.complete(message, 0.0)
+        return None
+
+    def forget_unfinished(self) -> None:
+        self.slots.clear()
+
+
+def _check_no_values(tensor: torch.Tensor, what: str) -> None:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
+        return
+    raise ValueError(
+        explain(
+            f"cannot carry out {what}",
+            "it moves values, and the ranks that it would get them from do not live",
+            f"tensor: {tensor.dtype}, {tuple(tensor.shape)}, not a fake one",
+            "tensors made under the FakeTensorMode of this world, or sim.world(...), in which all ranks live",
+        )
+    )
+
+
+class _LoneStore(SharedStore):
+    """What the others would put into it is what this rank has put last: they are taken to be like it."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._last = b"0"
+
+    def put(self, key: str, value: bytes) -> None:
+        self._last = value
+        super().put(key, value)
+
+    def until_set(self, key: str) -> None:
+        self.data.setdefault(key, self._last)
+
+
+class _LoneContext(RankContext):
+    """The rank that lives."""
+
+    def record(self, call: Call, axis: str, slot: Slot) -> None:
+        super().record(call, axis, slot)
+        world = self.world
+        assert isinstance(world, LoneWorld)
+        if world.listener is not None:
+            world.listener.on_collective(call, axis, slot.group.ranks, slot)
+
+    def record_message(self, message: Message, axis: str) -> None:
+        super().record_message(message, axis)
+        world = self.world
+        assert isinstance(world, LoneWorld)
+        if world.listener is not None:
+            sending = message.who_waits == "send"
+            member = message.receiver if sending else message.sender
+            assert member is not None, "a group that is met alone says who sends"
+            pair = (self.rank, message.group.ranks[member])
+            world.listener.on_message(message.tensor, axis, pair, message, sending=sending)
+
+
+class LoneWorld(World):
+    """A world of ``world_size`` ranks of which ``rank`` is run.
+
+    >>> import torch, torch.distributed as dist
+    >>> from torch._subclasses.fake_tensor import FakeTensorMode
+    >>> def gather() -> tuple[int, ...]:
+    ...     with FakeTensorMode():
+    ...         whole = torch.empty(100_000 * 3)
+    ...         dist.all_gather_into_tensor(whole, torch.empty(3))
+    ...         return tuple(whole.shape)
+    >>> with LoneWorld(100_000, rank=7) as world:
+    ...     world.run_alone(gather)
+    (300000,)
+    >>> [(event.op, event.recv_bytes) for event in world.trace.of_rank(7)]
+    [('all_gather', 1199988)]
+
+    Args:
+        world_size: ranks, up to 1,048,576.
+        rank: the one that lives.
+        listener: told of what it communicates.
+
+    Raises:
+        ValueError: No such world, or no such rank in it.
+    """
+
+    def __init__(self, world_size: int, rank: int, listener: Listener | None = None) -> None:
+        asked = f"cannot let rank {rank!r} of {world_size!r} live alone"
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_LONE_RANKS:
+            blame = f"world_size is not an int from 1 to {MAX_LONE_RANKS:,}"
+            raise ValueError(explain(asked, blame, f"world_size: {world_size!r}", "world_size=1024"))
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+            blame = f"rank is not an int from 0 to {world_size - 1}"
+            raise ValueError(explain(asked, blame, f"rank: {rank!r}", "rank=0"))
+        self.lone = rank
+        self.listener = listener
+        super().__init__(world_size, 0, init=True, intraop_threads=1, pin=None)
+
+    def __enter__(self) -> LoneWorld:
+        super().__enter__()
+        return self
+
+    def _living(self) -> Sequence[int]:
+        return (self.lone,)
+
+    def _new_store(self) -> SharedStore:
+        return _LoneStore(self)
+
+    def _new_trace(self) -> Trace:
+        return _LoneTrace(self.world_size, self.lone)
+
+    def _new_context(self, rank: int, environment: dict[bytes, bytes]) -> RankContext:
+        return _LoneContext(self, rank, environment)
+
+    def _new_group(self, name: str, ranks: tuple[int, ...]) -> Group:
+        return _LoneGroup(self, name, ranks)
+
+    def platform(self) -> SimPlatform:
+        """What the rank is answered that asks for its device."""
+        return super().platform() if self.listener is None else _LonePlatform(self.listener)
+
+    def _new_scheduler(self) -> Scheduler:
+        scheduler = super()._new_scheduler()
+        listener, block = self.listener, scheduler.block
+        if listener is not None:
+
+            def told(waitable: Waitable) -> None:
+                listener.on_wait(waitable)
+                block(waitable)
+
+            scheduler.block = told  # type: ignore[method-assign]
+        return scheduler
+
+    def run_alone(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call ``fn(*args)`` on the rank and return its result; what it raises comes out as it is."""
+        try:
+            return self.run(fn, args)[0]
+        except RankFailed as failed:
+            raise (failed.__cause__ or failed) from None

@@ -1,0 +1,554 @@
+"""Write down what the one living rank does: its operations, communication, waits and memory, as a list of events.
+
+The recorder sees every operation of torch as a dispatch mode above the fake tensors, every collective as the lone
+world's listener, every stream and event as its platform, and every block of memory by the life of its storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel.core.dtensor.messages import explain
+from sim.collectives import Call
+from sim.mesh.program import (
+    COMPUTE,
+    Alloc,
+    Await,
+    Comm,
+    Event,
+    Free,
+    Group,
+    HostWait,
+    Mark,
+    Op,
+    Place,
+    Touch,
+    Wait,
+)
+from sim.mesh.tracing import compiled
+from sim.mesh.tracing.kinds import attention_shape, count_flops, kind_of, matmul_shape, reads_only_its_output
+from sim.mesh.tracing.lone import Listener
+from sim.scheduler import Waitable
+
+__all__ = ["Recorder", "RecordedEvent", "RecordedStream"]
+
+_PRODUCTS = frozenset({"matmul"})
+_DTYPE_NAMES: dict[torch.dtype, str] = {}  # a cache of a pure function
+
+
+class _Kernel:
+    """What is known of an overload, worked out once."""
+
+    __slots__ = ("attention", "by_output", "kind", "matmul", "name", "space")
+
+    def __init__(self, func: Any) -> None:
+        space, _, name = func._schema.name.rpartition("::")
+        self.space, self.name = space, f"{space}.{name}"
+        self.kind = kind_of(func)
+        self.matmul = self.kind == "matmul"
+        self.attention = self.kind in ("attention", "attention_backward")
+        self.by_output = reads_only_its_output(func)
+
+
+class _Fakes(TorchDispatchMode):
+    """Not a recorder of its own: the mode that hands every operation to its recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        for kind in types:
+            if kind is not FakeTensor and kind is not torch.Tensor and kind is not torch.nn.Parameter:
+                return NotImplemented  # a DTensor asks again with its local tensors
+        return self._recorder.on_operation(func, args, kwargs)
+
+
+class RecordedEvent:
+    """An event of the simulated device: a number."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.number: int | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the work queued so far on ``stream``."""
+        self.number = self._recorder.mark(stream)
+
+    def wait(self, stream: Any = None) -> None:
+        """Make later work on ``stream`` wait."""
+        self._recorder.await_event(self, stream)
+
+    def query(self) -> bool:
+        """Return True: nothing is ever under way here."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self._recorder.emit(HostWait(None))
+
+
+class RecordedStream:
+    """A stream of the simulated device: a number."""
+
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        self._recorder = recorder
+        self.number = number
+
+    def wait_event(self, event: Any) -> None:
+        """Make later work on this stream wait for ``event``."""
+        self._recorder.await_event(event, self)
+
+    def wait_stream(self, stream: Any) -> None:
+        """Make later work on this stream wait for what is queued on ``stream``."""
+        event = RecordedEvent(self._recorder)
+        event.record(stream)
+        event.wait(self)
+
+    def record_event(self, event: Any = None) -> Any:
+        """Record ``event``, or a new one, on this stream."""
+        event = RecordedEvent(self._recorder) if event is None else event
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Return True: nothing is ever under way here."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self._recorder.emit(HostWait(self.number))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecordedStream) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+class Recorder(Listener):
+    """Collects events; :meth:`recording` is the context in which the program runs.
+
+    Attributes:
+        events: so far, since :meth:`cut` was last called.
+        groups: that communicated.
+        places: of events.
+        sizes: of blocks, in bytes, by number.
+        sources: the place at which each block was taken.
+        fake: the mode in which tensors have no values.
+        stream: the number of the current one.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.cuts: list[tuple[int, int | None]] = []  # in the events: where a layer begins, and which
+        self.groups: list[Group] = []
+        self.places: list[Place] = [Place("build")]
+        self.sizes: dict[int, int] = {}
+        self.sources: dict[int, int] = {}
+        self.gathered: dict[int, str] = {}  # blocks that collectives wrote or read, and on which axis
+        self.fake = FakeTensorMode(allow_non_fake_inputs=False)
+        self.stream = COMPUTE
+        self._place = 0
+        self._place_numbers: dict[Place, int] = {self.places[0]: 0}
+        self._group_numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._kernels: dict[Any, _Kernel] = {}
+        self._blocks: dict[int, int] = {}  # by storage
+        self._lives: dict[int, weakref.ref[Any]] = {}
+        self._next_block = self._next_handle = self._next_event = 0
+        self._next_stream = COMPUTE + 1
+        self._handles: dict[int, int] = {}  # by identity of what is waited for: of the latest one that has it
+        self._waited: set[tuple[int, int]] = set()
+        self.refilled: set[int] = set()  # blocks of storages that are given memory again, as those of whole weights are
+        self.gradients: set[int] = set()  # blocks that were gradients when a step's backward was done
+        self._works: dict[int, dist.Work] = {}  # of functional collectives, by storage of the result
+        self._asleep = False
+        self._deaf = False
+
+    # -- where ---------------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        """Where in the program the next events belong."""
+        return self.places[self._place]
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._place = self._number_of(place)
+
+    def _number_of(self, place: Place) -> int:
+        number = self._place_numbers.get(place)
+        if number is None:
+            number = self._place_numbers[place] = len(self.places)
+            self.places.append(place)
+        return number
+
+    def emit(self, event: Event) -> None:
+        """Append an event."""
+        if not self._asleep:
+            self.events.append(event)
+
+    def begin(self, layer: int | None) -> None:
+        """Let a new chunk begin, of a layer or of what is around layers."""
+        self.cuts.append((len(self.events), layer))
+
+    def cut(self) -> list[Event]:
+        """Return what has been recorded since the last cut."""
+        events, self.events, self.cuts = self.events, [], []
+        return events
+
+    def chunks(self) -> list[tuple[int | None, list[Event]]]:
+        """Return what has been recorded since the last cut, chunk by chunk: (layer, events)."""
+        bounds = [(0, None), *self.cuts]
+        ends = [start for start, _ in bounds[1:]] + [len(self.events)]
+        found = [(layer, self.events[start:end]) for (start, layer), end in zip(bounds, ends, strict=True)]
+        self.cut()
+        return found
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Leave out the operations and communication of the block; memory goes on being followed."""
+        before, self._asleep = self._asleep, True
+        try:
+            yield
+        finally:
+            self._asleep = before
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what the calling thread does, on tensors without values."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            with self.fake, _Fakes(self), self._without_shapes_of_dtensors():
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    @contextmanager
+    def _without_shapes_of_dtensors(self) -> Iterator[None]:
+        """Leave out what torch computes on whole tensors without values, to find the shape of a DTensor's result."""
+        name = "_propagate_tensor_meta_non_cached"
+        original = getattr(ShardingPropagator, name)
+
+        def propagate(*args: Any, **kwargs: Any) -> Any:
+            before, self._deaf = self._deaf, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._deaf = before
+
+        setattr(ShardingPropagator, name, propagate)
+        try:
+            yield
+        finally:
+            setattr(ShardingPropagator, name, original)
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def on_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and write it down."""
+        kernel = self._kernels.get(func)
+        if kernel is None:
+            kernel = self._kernels[func] = _Kernel(func)
+        if self._deaf:
+            return func(*args, **kwargs)
+        if kernel.space == "_c10d_functional":
+            return self._functional(func, kernel, args, kwargs)
+        out = func(*args, **kwargs)
+        kind = kernel.kind
+        if kind == "host":
+            self._know_all(out)
+            return out
+        given = _tensors(args) + _tensors(kwargs.values()) if kwargs else _tensors(args)
+        results = _tensors((out,))
+        sources = [self._touch(t) for t in given]
+        targets = [self._touch(t) for t in results]
+        if self._asleep:
+            return out
+        written = _written(func, args, kwargs, results)
+        if not written and not targets:
+            return out
+        known = {touch.block for touch in sources}
+        if kind == "unknown" and not written and all(touch.block in known for touch in targets):
+            return out  # a view, whatever it is called
+        if kernel.by_output and sources and targets:
+            sources[0] = Touch(sources[0].block, min(sources[0].bytes, targets[0].bytes))
+        writes = tuple(dict.fromkeys([*[self._touch(t) for t in written], *targets]))
+        overwritten = {touch.block for touch in writes} if kernel.name in _OVERWRITES else set()
+        reads = tuple(touch for touch in dict.fromkeys(sources) if touch.block not in overwritten)
+        shape: tuple[int, ...] = ()
+        flops = 0
+        if kernel.matmul:
+            flops, shape = count_flops(func, args, kwargs, out), matmul_shape(func, args, out)
+        elif kernel.attention:
+            flops, shape = count_flops(func, args, kwargs, out), attention_shape(func, args, kwargs)
+        leading = given[0] if given else results[0]
+        place = self._compiled_place(compiled.region()) if compiled.region() else self._place
+        self.events.append(Op(kernel.name, kind, flops, reads, writes, _name(leading.dtype), shape, self.stream, place))
+        return out
+
+    def _compiled_place(self, region: int) -> int:
+        """The place of an operation that a compiler makes one kernel of with others."""
+        place = self.place
+        again = place.recomputes or compiled.recomputes()
+        return self._number_of(place._replace(compiled=region, recomputes=again))
+
+    def _know_all(self, out: Any) -> None:
+        for tensor in _tensors((out,)):
+            self._block(tensor.untyped_storage())
+
+    def _touch(self, tensor: torch.Tensor) -> Touch:
+        block = self._block(tensor.untyped_storage())
+        count = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if stride:
+                count *= size
+        return Touch(block, count * tensor.dtype.itemsize if tensor.numel() else 0)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _block(self, storage: Any) -> int:
+        key = storage._cdata
+        block = self._blocks.get(key)
+        return self._take(storage, key) if block is None else block
+
+    def _take(self, storage: Any, key: int) -> int:
+        block = self._next_block = self._next_block + 1
+        size = storage.nbytes()
+        self._blocks[key] = block
+        self.sizes[block] = size
+        self.sources[block] = self._place
+        if key not in self._lives:
+            self._lives[key] = weakref.ref(storage, self._when_dead(key))
+        self.events.append(Alloc(block, size, self.stream))
+        return block
+
+    def _when_dead(self, key: int) -> Callable[[Any], None]:
+        def dead(reference: Any) -> None:
+            del reference
+            self._lives.pop(key, None)
+            block = self._blocks.pop(key, None)
+            if block is not None:
+                self.events.append(Free(block))
+
+        return dead
+
+    def _resized(self, storage: Any) -> None:
+        key = storage._cdata
+        block = self._blocks.get(key)
+        if block is None and not storage.nbytes() and key not in self._lives:
+            return
+        if block is not None:
+            if self.sizes[block] == storage.nbytes():
+                return
+            del self._blocks[key]
+            if self.sizes[block]:
+                self.events.append(Free(block))
+        if storage.nbytes():
+            self.refilled.add(self._take(storage, key))
+        else:
+            self._blocks[key] = 0  # no block: it has no memory until it is resized again
+            self.sizes[0] = 0
+
+    def live_blocks(self) -> list[int]:
+        """Return the blocks that are in use now, in the order in which they were taken."""
+        return sorted(block for block in self._blocks.values() if block)
+
+    def block_of(self, tensor: torch.Tensor) -> int:
+        """Return the number of the block that a tensor lies in."""
+        return self._block(tensor.untyped_storage())
+
+    # -- communication -------------------------------------------------------------------------------------------
+
+    def _group(self, axis: str, ranks: tuple[int, ...]) -> int:
+        number = self._group_numbers.get((axis, ranks))
+        if number is None:
+            number = self._group_numbers[axis, ranks] = len(self.groups)
+            self.groups.append(Group(axis, ranks))
+        return number
+
+    def _handle(self, waitable: Waitable) -> int:
+        self._next_handle += 1
+        self._handles[id(waitable)] = self._next_handle
+        return self._next_handle
+
+    def on_collective(self, call: Call, axis: str, ranks: tuple[int, ...], waitable: Waitable) -> None:
+        """Write a collective down."""
+        inputs = sum([t.numel() * t.dtype.itemsize for t in call.inputs])
+        outputs = sum([t.numel() * t.dtype.itemsize for t in call.outputs])
+        for tensor in (*call.inputs, *call.outputs):
+            self.gathered.setdefault(self.block_of(tensor), f"{call.contract.op} {axis}")
+        handle = self._handle(waitable)
+        if self._asleep:
+            return
+        dtype = _name((*call.inputs, *call.outputs)[0].dtype) if call.inputs or call.outputs else ""
+        self.events.append(
+            Comm(
+                call.contract.op,
+                self._group(axis, ranks),
+                max(inputs, outputs),
+                max(call.send_bytes, call.recv_bytes),
+                dtype,
+                self.stream,
+                handle,
+                self._place,
+                messages=max(len(call.inputs), len(call.outputs), 1),
+            )
+        )
+
+    def on_message(
+        self, tensor: torch.Tensor, axis: str, pair: tuple[int, int], waitable: Waitable, *, sending: bool
+    ) -> None:
+        """Write one side of a message down; ``pair`` is this rank and the other one."""
+        size = tensor.numel() * tensor.dtype.itemsize
+        handle = self._handle(waitable)
+        if self._asleep:
+            return
+        op = "send" if sending else "recv"
+        group = self._group(axis, pair)
+        self.events.append(Comm(op, group, size, size, _name(tensor.dtype), self.stream, handle, self._place, pair[1]))
+
+    def on_wait(self, waitable: Waitable) -> None:
+        """Write down that the current stream waits."""
+        handle = self._handles.get(id(waitable))
+        if handle is not None and (handle, self.stream) not in self._waited:
+            self._waited.add((handle, self.stream))
+            self.emit(Wait(handle, self.stream))
+
+    def _functional(self, func: Any, kernel: _Kernel, args: Any, kwargs: Any) -> Any:
+        """Carry out one of torch's functional collectives: the fake tensors alone would leave it out."""
+        name = kernel.name.rpartition(".")[2]
+        if name == "wait_tensor":
+            work = self._works.pop(args[0].untyped_storage()._cdata, None)
+            if work is not None:
+                work.wait()
+            return args[0]
+        out = func(*args, **kwargs)
+        group: Any = c10d._resolve_process_group(args[-1])
+        given = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
+        results = list(out) if isinstance(out, (list, tuple)) else [out]
+        for source, result in zip(given, results, strict=True):
+            source = source if source.is_contiguous() else source.contiguous()
+            work = _issue(group, name, source, result, args)
+            self._works[result.untyped_storage()._cdata] = work
+        return out
+
+    # -- streams -------------------------------------------------------------------------------------------------
+
+    def new_stream(self) -> RecordedStream:
+        """Return a stream that nothing is queued on."""
+        self._next_stream += 1
+        return RecordedStream(self, self._next_stream - 1)
+
+    def current_stream(self) -> RecordedStream:
+        """Return the stream that operations are queued on."""
+        return RecordedStream(self, self.stream)
+
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[Any]:
+        """Queue the operations of the block on ``stream``."""
+        before, self.stream = self.stream, stream.number
+        try:
+            yield stream
+        finally:
+            self.stream = before
+
+    def new_event(self) -> RecordedEvent:
+        """Return an event, not yet recorded on any stream."""
+        return RecordedEvent(self)
+
+    def mark(self, stream: Any) -> int:
+        """Write a mark down, and return its number."""
+        self._next_event += 1
+        self.emit(Mark(self._next_event, self.stream if stream is None else stream.number))
+        return self._next_event
+
+    def await_event(self, event: RecordedEvent, stream: Any) -> None:
+        """Write down that a stream waits for a mark; one that was never recorded is not waited for."""
+        if event.number is not None:
+            self.emit(Await(event.number, self.stream if stream is None else stream.number))
+
+
+_OVERWRITES = frozenset(
+    {
+        "aten.fill_",
+        "aten.zero_",
+        "aten.copy_",
+        "aten.normal_",
+        "aten.uniform_",
+        "aten._foreach_zero_",
+        "aten.bernoulli_",
+    }
+)
+
+
+def _issue(group: Any, name: str, source: torch.Tensor, result: torch.Tensor, args: Sequence[Any]) -> dist.Work:
+    """Let a process group do what a functional collective of this name asks for."""
+    if name.startswith("all_gather_into_tensor"):
+        return group.all_gather_single(result, source)
+    if name.startswith("reduce_scatter_tensor"):
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = getattr(dist.ReduceOp, str(args[1]).upper())
+        return group.reduce_scatter_single(result, source, options)
+    if name.startswith("all_reduce"):
+        reduce_options = dist.AllreduceOptions()
+        reduce_options.reduceOp = getattr(dist.ReduceOp, str(args[1]).upper())
+        return group.allreduce([result], reduce_options)
+    if name.startswith("all_to_all_single"):
+        return group.all_to_all_single(result, source, list(args[1]), list(args[2]))
+    if name.startswith("broadcast"):
+        cast_options = dist.BroadcastOptions()
+        cast_options.rootRank = int(args[1])
+        return group.broadcast([result], cast_options)
+    asked, blame = f"cannot record the functional collective {name!r}", "it is none that is known here"
+    raise ValueError(explain(asked, blame, f"group: {group!r}", "dist.all_gather and the like, or another collective"))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors(value))
+    return found
+
+
+def _written(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    del results
+    found: list[torch.Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found.extend(_tensors((value,)))
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    found = _DTYPE_NAMES.get(dtype)
+    if found is None:
+        found = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
+    return found

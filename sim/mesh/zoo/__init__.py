@@ -1,0 +1,1 @@
+"""Models for estimates that hyper_parallel does not train itself."""

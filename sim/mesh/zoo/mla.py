@@ -1,0 +1,185 @@
+"""A Llama with experts whose attention is latent, as DeepSeek's (arXiv:2405.04434, section 2.1; arXiv:2412.19437).
+
+Queries, and keys and values, are made of narrow vectors; positions turn a part of each head, which all keys share.
+Training makes whole heads of it: what is saved is what inference keeps in its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.models.llama import Block
+from hyper_parallel.models.moe import MoEBlock, MoEConfig, MoELlama
+from hyper_parallel.models.moe_plan import moe_plan
+from hyper_parallel.models.plans import MeshLike, Streams, add_entries
+from sim.mesh.zoo.kernels import FlashAttention
+
+__all__ = ["LatentAttention", "MLAConfig", "MLALlama", "mla_plan"]
+
+
+@dataclass(frozen=True)
+class MLAConfig(MoEConfig):
+    """The shape of a Llama with experts and latent attention: arguments as for `MoEConfig`, and these.
+
+    >>> config = MLAConfig(num_hidden_layers=2)
+    >>> with torch.device("meta"):
+    ...     model = MLALlama(config)
+    >>> config.num_parameters() == sum(param.numel() for param in model.parameters())
+    True
+
+    Args:
+        query_rank: width of the vector that queries are made of; 0: they are made of the residual stream.
+        latent_rank: width of the vector that keys and values are made of.
+        plain_size: of a query's or key's head, what positions leave alone.
+        turned_size: of it, what positions turn.
+        value_size: of a value's head.
+
+    Raises:
+        ValueError: sizes below their least.
+    """
+
+    query_rank: int = 0
+    latent_rank: int = 32
+    plain_size: int = 16
+    turned_size: int = 8
+    value_size: int = 16
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("latent_rank", "plain_size", "turned_size", "value_size")}
+        wrong = next((name for name, size in sizes.items() if size < 1), None)
+        if wrong or self.query_rank < 0 or self.value_size > self.qk_size:
+            blame = f"{wrong} is below 1" if wrong else "query_rank is below 0, or values are wider than keys"
+            hint = "latent_rank=512, plain_size=128, turned_size=64, value_size=128, query_rank=0 or more"
+            raise ValueError(explain("cannot shape the latent attention", blame, f"{sizes}", hint))
+        object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        object.__setattr__(self, "head_size", self.turned_size)  # what the tables of positions are made for
+        super().__post_init__()
+
+    @property
+    def qk_size(self) -> int:
+        """Size of a head of queries and keys."""
+        return self.plain_size + self.turned_size
+
+    @property
+    def attention_matrices(self) -> int:
+        """Weights of the matrices of one attention."""
+        d, heads = self.hidden_size, self.num_attention_heads
+        queries = (d + heads * self.qk_size) * self.query_rank if self.query_rank else d * heads * self.qk_size
+        latent = d * (self.latent_rank + self.turned_size)
+        whole = self.latent_rank * heads * (self.plain_size + self.value_size)
+        return queries + latent + whole + heads * self.value_size * d
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the FLOPs of forward and backward per token: 6 for each weight of a matrix, and attention in full."""
+        d = self.hidden_size
+        norms = self.num_hidden_layers * (2 * d + self.query_rank + self.latent_rank) + d
+        table = 0 if self.tie_embeddings else self.vocab_size * d
+        sizes = self.num_attention_heads * (self.qk_size + self.value_size)
+        matrices = self.num_active_parameters() - norms - table
+        return 6.0 * (matrices + self.num_hidden_layers * sizes * seq_len)
+
+    def _count(self, experts: int) -> int:
+        usual = 4 * self.hidden_size * self.num_attention_heads * self.head_dim
+        own = self.attention_matrices + self.query_rank + self.latent_rank
+        return super()._count(experts) + self.num_hidden_layers * (own - usual)
+
+
+class LatentAttention(nn.Module):
+    """Causal attention with narrow vectors between the residual stream and the heads.
+
+    Attributes:
+        attend: what happens between the projections. Values are padded to the size of keys for it.
+    """
+
+    def __init__(self, config: MLAConfig) -> None:
+        super().__init__()
+        d, heads, eps = config.hidden_size, config.num_attention_heads, config.norm_eps
+        self.plain, self.turned, self.value = config.plain_size, config.turned_size, config.value_size
+        self.latent = config.latent_rank
+        self.wq_down: nn.Linear | None = None
+        self.q_norm: nn.RMSNorm | None = None
+        if config.query_rank:
+            self.wq_down = nn.Linear(d, config.query_rank, bias=False)
+            self.q_norm = nn.RMSNorm(config.query_rank, eps=eps)
+        self.wq = nn.Linear(config.query_rank or d, heads * config.qk_size, bias=False)
+        self.wkv_down = nn.Linear(d, self.latent + self.turned, bias=False)
+        self.kv_norm = nn.RMSNorm(self.latent, eps=eps)
+        self.wkv = nn.Linear(self.latent, heads * (self.plain + self.value), bias=False)
+        self.wo = nn.Linear(heads * self.value, d, bias=False)
+        self.attend: Callable[..., Tensor] = FlashAttention()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map x (batch, seq, hidden) to the same shape."""
+        narrow = x if self.wq_down is None or self.q_norm is None else self.q_norm(self.wq_down(x))
+        q = self.wq(narrow).unflatten(-1, (-1, self.plain + self.turned)).transpose(1, 2)
+        q_plain, q_turned = q.split((self.plain, self.turned), dim=-1)
+        latent, k_turned = self.wkv_down(x).split((self.latent, self.turned), dim=-1)
+        kv = self.wkv(self.kv_norm(latent)).unflatten(-1, (-1, self.plain + self.value)).transpose(1, 2)
+        k_plain, v = kv.split((self.plain, self.value), dim=-1)
+        k_turned = _rotate(k_turned.unsqueeze(1), cos, sin).expand(-1, k_plain.shape[1], -1, -1)
+        q = torch.cat((q_plain, _rotate(q_turned, cos, sin)), dim=-1)
+        k = torch.cat((k_plain, k_turned), dim=-1)
+        out = self.attend(q, k, F.pad(v, (0, self.plain + self.turned - self.value)))[..., : self.value]
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class MLALlama(MoELlama):
+    """The language model; everything that is said of `MoELlama` holds.
+
+    >>> MLALlama.build(MLAConfig())(torch.zeros(2, 16, dtype=torch.long)).shape
+    torch.Size([2, 16, 256])
+    """
+
+    config: MLAConfig
+
+    def build_block(self, index: int) -> nn.Module:
+        """Make layer number `index`."""
+        block = Block(self.config) if self.config.is_dense(index) else MoEBlock(self.config)
+        block.attention = LatentAttention(self.config)  # type: ignore[assignment]
+        return block
+
+
+def mla_plan(
+    model: MLALlama | MLAConfig,
+    mesh: MeshLike,
+    *,
+    tp: str | None = "tp",
+    dp: str | Sequence[str] | None = None,
+    etp: int | None = None,
+    sequence_parallel: bool = True,
+) -> ShardingPlan:
+    """Return the plan for `shard_module`, after `expert_parallel`; see `hyper_parallel.models.moe_plan`.
+
+    Heads are split over tp; the narrow vectors are computed on all its ranks.
+    """
+    plan = moe_plan(model, mesh, tp=tp, dp=dp, etp=etp, sequence_parallel=sequence_parallel)
+    config = model.config if isinstance(model, MLALlama) else model
+    streams = Streams.on("cannot plan the latent attention", mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
+    axis, at = streams.tp or "None", "layers.*.attention."
+    if isinstance(model, MLALlama) and not len(model.layers):  # a stage may have none
+        return plan
+    plan.plan = {path: layout for path, layout in (plan.plan or {}).items() if not path.startswith(at)}
+    narrow: tuple[str, ...] = ("wkv_down", *(["wq_down"] if config.query_rank else []))
+    norms = ("kv_norm", *(["q_norm"] if config.query_rank else []))
+    add_entries(
+        plan,
+        plan={
+            **{f"{at}{name}.weight": (axis, "None") for name in ("wq", "wkv")},
+            **{f"{at}{name}.weight": ("None", "None") for name in narrow},
+            **{f"{at}{name}.weight": ("None",) for name in norms},
+            f"{at}wo.weight": ("None", axis),
+        },
+    )
+    return plan
