@@ -18,6 +18,8 @@ from benchmarks import (
     engine,
     engine_counts,
     links,
+    mesh,
+    mesh_here,
     redistribute,
     shard,
     simulator,
@@ -32,12 +34,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"which: {', '.join(PARTS)}; default: all")
     parser.add_argument("--write", action="store_true", help="replace the tables in docs/benchmarks.md")
+    parser.add_argument("--long", action="store_true", help="with the rows of torch's that take minutes")
     options = parser.parse_args()
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"no part is called {unknown[0]!r}; there are: {', '.join(PARTS)}")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for part in options.parts or PARTS:
-        for marker, text in PARTS[part]().items():
+        tables = _mesh(long=True) if options.long and part == "mesh" else PARTS[part]()
+        for marker, text in tables.items():
             print(f"\n{text}", flush=True)
             if options.write:
                 _write(marker, text)
@@ -123,6 +127,22 @@ def _links() -> dict[str, str]:
     return {"links": f"{_conditions()}.\n\n{links.table()}"}
 
 
+def _mesh(*, long: bool = False) -> dict[str, str]:
+    rounds = f"the median of {mesh.ROUNDS} processes each"
+    return {
+        "mesh cost": f"{_conditions()}; {rounds}.\n\n{mesh.cost_table()}",
+        "mesh torch": f"{_conditions()}; {rounds}.\n\n{mesh.torch_table((64, 256, 1024) if long else (64, 256))}",
+    }
+
+
+def _mesh_here() -> dict[str, str]:
+    shared = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    tables = {"mesh here": f"{shared} ({platform.machine()}) that the processes share.\n\n{mesh_here.here_table()}"}
+    if torch.cuda.is_available():
+        tables["mesh gpu"] = f"torch {torch.__version__}.\n\n{mesh_here.gpu_table()}"
+    return tables
+
+
 PARTS = {
     "engine": _engine,
     "counts": _counts,
@@ -136,6 +156,8 @@ PARTS = {
     "reduce": _reduce,
     "start": _start,
     "step": _step,
+    "mesh": _mesh,
+    "mesh-here": _mesh_here,
 }
 
 

@@ -1,13 +1,13 @@
 """`hyper-parallel`: train a model under torchrun, alone, or on ranks simulated in this process; plan a redistribution.
 
-This is the one place that may import `sim`, and only where something is simulated.
+The command line is this file, `cli_mesh.py` and `cli_hardware.py` with the commands of the mesh simulator, and
+`cli_kit.py`, which all use. It is the one place that may import `sim`, and only where something is simulated.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,13 +21,24 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from hyper_parallel import cli_mesh
+from hyper_parallel.cli_kit import (
+    FAILURE,
+    INTERRUPTED,
+    USER_ERROR,
+    is_first_rank,
+    mistakes_as_messages,
+    say_error,
+    stderr_console,
+    stdout_console,
+)
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
 from hyper_parallel.core.redistribute import plan as plan_redistribution
 from hyper_parallel.core.redistribute import topology
 from hyper_parallel.core.redistribute.show import show
 from hyper_parallel.core.shard.plan_file import plan_text
-from hyper_parallel.platform import PlatformUnavailableError, get_platform
+from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.convert import export_checkpoint, with_shape_of
@@ -52,8 +63,7 @@ from hyper_parallel.trainer.stop import StopRequest, stop_on_signals
 from hyper_parallel.trainer.trainer import train as train_rank
 from hyper_parallel.trainer.verify import LlamaSizes, Subject, llama_subject, own_subject, painted
 
-USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
-_LET_FIRST_SAY_S = 5.0
+__all__ = ["FAILURE", "INTERRUPTED", "USER_ERROR", "app", "main"]
 
 _DEGREES, _SAVING = "Parallel degrees", "Checkpoints"
 
@@ -116,7 +126,7 @@ def train(
     ] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 over fp32 weights, or fp64.")] = None,
     checkpointing: Annotated[
-        str | None, typer.Option(help="What backward computes again: none, selective or full.")
+        str | None, typer.Option(help="What backward computes again: none, selective, alternate or full.")
     ] = None,
     compile: Annotated[bool | None, typer.Option(help="torch.compile what lies between communications.")] = None,
     start_from: Annotated[
@@ -158,7 +168,7 @@ def train(
     Without --sim the ranks come from torchrun:
     torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
     """
-    with _before_ranks_start():
+    with mistakes_as_messages():
         run = load_config(config) if config is not None else Config()
         size: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
         rest = {"seed": seed, "device": device, "eval_every": eval_every, "memory_limit_gb": memory_limit_gb}
@@ -183,7 +193,7 @@ def train(
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         run = _check(run, sim)
     with _while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
-        console = _console()
+        console = stdout_console()
         _describe(console, run, sim)
         if sim is None:
             result = _run_here(console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop)
@@ -204,7 +214,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of weights, data order and simulated interleaving.")] = 0,
 ) -> None:
     """Train a small Llama on 8 simulated ranks (2 replicas x 4 shards), then on one device, and compare."""
-    with _before_ranks_start():
+    with mistakes_as_messages():
         both = TrainConfig(steps=steps, seed=seed, device="cpu", eval_every=10)
         ranks = Config(
             train=replace(both, log=str(out / "8_ranks.jsonl")), parallel=ParallelConfig(dp_replicate=2, dp_shard=4)
@@ -212,7 +222,7 @@ def demo(
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
         ranks = _check(ranks, sim=8)
     with _while_ranks_run(f"the logs so far are in {out}"):
-        console = _console()
+        console = stdout_console()
         _describe(console, ranks, sim=8)
         simulated, traffic = _run_simulated(console, "8 simulated ranks", ranks, 8)
         with _one_thread():
@@ -230,9 +240,9 @@ def export(
 
     hyper-parallel export out/run out/hf --dtype bfloat16
     """
-    with _before_ranks_start():
+    with mistakes_as_messages():
         config = export_checkpoint(checkpoint, folder, None if dtype is None else parse_dtype(dtype))
-        _console().print(f"wrote {config.num_parameters():,} parameters to {folder}")
+        stdout_console().print(f"wrote {config.num_parameters():,} parameters to {folder}")
 
 
 @app.command()
@@ -244,10 +254,10 @@ def plot(
 
     hyper-parallel plot out/train.jsonl
     """
-    with _before_ranks_start():
+    with mistakes_as_messages():
         if not plot_log(logs, out):
             raise ValueError("cannot plot: matplotlib is not installed\n  try: pip install 'hyper_parallel[plot]'")
-        _console().print(f"wrote {out}")
+        stdout_console().print(f"wrote {out}")
 
 
 @app.command()
@@ -278,7 +288,7 @@ def plan(
 
     hyper-parallel plan --mesh dp=2,tp=4 --shape 4096,4096 --from dp,None --to None,tp
     """
-    with _before_ranks_start():
+    with mistakes_as_messages():
         if hardware is None and ranks_per_node is not None:
             raise ValueError(
                 f"cannot place ranks on nodes: --ranks-per-node {ranks_per_node} is given without --hardware\n"
@@ -290,7 +300,7 @@ def plan(
             src, dst, parse_shape(shape), parse_dtype(dtype), on, max_extra_bytes=max_extra_bytes
         )
         drawn = show(steps, device_type="cpu" if hardware == "laptop" else "cuda", steps_only=steps_only)
-    _console().print(drawn)
+    stdout_console().print(drawn)
 
 
 @app.command()
@@ -337,7 +347,7 @@ def verify(
 
     Exit code 0: right; 1: the plan is wrong, or ranks failed; 2: a mistake in what was asked.
     """
-    with _before_ranks_start():
+    with mistakes_as_messages():
         subject: Subject
         if model == "llama":
             if inputs or parallelize is not None:
@@ -371,9 +381,9 @@ def verify(
                 seed=seed,
             )
         if show_plan:
-            _console().file.write(plan_text(subject.shown_plan(), subject.mesh))
+            stdout_console().file.write(plan_text(subject.shown_plan(), subject.mesh))
             raise typer.Exit()
-        correct = _verify(_console(), subject, everything)
+        correct = _verify(stdout_console(), subject, everything)
     raise typer.Exit(0 if correct else FAILURE)
 
 
@@ -389,6 +399,9 @@ def simulate(context: typer.Context) -> None:
     from sim.script.launch import main as run_script
 
     raise typer.Exit(run_script(context.args, command="hyper-parallel simulate"))
+
+
+cli_mesh.add_commands(app)
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
@@ -436,7 +449,7 @@ def _verify(console: Console, subject: Subject, everything: bool) -> bool:
             )
     except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
         told = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
-        _error_console().print(f"[red]the ranks failed:[/red] {escape(told)}")
+        stderr_console().print(f"[red]the ranks failed:[/red] {escape(told)}")
         return False
     except (ValueError, TypeError):
         raise
@@ -464,33 +477,19 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _before_ranks_start() -> Iterator[None]:
-    """Turn a mistake in what was asked into one message and exit code 2."""
-    try:
-        yield
-    except (ValueError, TypeError, PlatformUnavailableError, CheckpointError) as error:
-        if isinstance(error, TypeError) and "\n  try: " not in str(error):
-            raise  # a mistake of ours, and not in what was asked
-        _say_error(str(error))
-        raise typer.Exit(USER_ERROR) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-
-
-@contextmanager
 def _while_ranks_run(left: str) -> Iterator[None]:
     """Turn Ctrl-C into exit code 130, and a failure into exit code 1, with its traceback if it was not foreseen."""
     try:
         yield
     except KeyboardInterrupt:
-        if _is_first_rank():
-            _error_console().print(f"interrupted; {escape(left)}")
+        if is_first_rank():
+            stderr_console().print(f"interrupted; {escape(left)}")
         raise typer.Exit(INTERRUPTED) from None
     except NonFiniteError as error:
-        _say_error(f"{_own(error)}\n  {left}")
+        say_error(f"{_own(error)}\n  {left}")
         raise typer.Exit(FAILURE) from None
     except CheckpointError as error:
-        _say_error(str(_own(error)))
+        say_error(str(_own(error)))
         raise typer.Exit(FAILURE) from None
     except Exception:
         traceback.print_exc()
@@ -500,16 +499,6 @@ def _while_ranks_run(left: str) -> Iterator[None]:
 def _own(error: Exception) -> BaseException:
     """Return what the rank raised: the simulator wraps it."""
     return error.__cause__ if hasattr(error, "rank") and error.__cause__ is not None else error
-
-
-def _say_error(text: str) -> None:
-    """Print what all ranks of this machine have found, once: another machine may lack what this one has."""
-    rank = os.environ.get("RANK", "0")
-    if os.environ.get("LOCAL_RANK", rank) == "0":
-        which = "" if rank == "0" else f" rank {rank}:"
-        _error_console().print(f"[red]error:[/red]{which} {escape(text)}")
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(_LET_FIRST_SAY_S)  # torchrun kills all ranks as soon as one has ended
 
 
 def _check(run: Config, sim: int | None) -> Config:
@@ -543,21 +532,7 @@ def _check_simulated(run: Config, world_size: int) -> Config:
     return run.with_changes("train", {"device": "cpu"})
 
 
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 # -- what a person sees ----------------------------------------------------------------------------------------------
-
-
-def _console() -> Console:
-    """Write to the real stdout from the first rank; the others stay silent."""
-    quiet = not _is_first_rank()
-    return Console(file=sys.stdout, quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
-
-
-def _error_console() -> Console:
-    return Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 
 def _describe(console: Console, run: Config, sim: int | None) -> None:

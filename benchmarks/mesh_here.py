@@ -1,0 +1,316 @@
+"""This machine: the step time and the memory that the mesh simulator predicts, beside those that are measured.
+
+The machine is measured first, as by ``hyper-parallel hardware measure``, then the trainer trains, in real processes of
+which each has its share of the cores, then the machine is measured again. The prediction is made of both descriptions,
+so that it comes out of the same quarter of an hour as what it is put beside.
+
+- *step*: from barrier to barrier, of the slowest rank; the median of the steps, and the range of the middle half.
+- *allocated*: the most bytes that tensors take during a step after the first, as torch's CPU allocator counts them, in
+  a second run that is watched by torch's profiler.
+- *resident*: how far the process's peak resident memory, reset before each step, lies above what was resident before
+  the model was built. It holds what tensors take, and what neither torch nor the simulator counts: buffers of gloo and
+  of matrix products, and pages of freed tensors that glibc's malloc keeps.
+
+On a GPU, *allocated* and *resident* are ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.profiler import record_function
+
+from benchmarks.engine_counts import watch_memory
+from benchmarks.mesh_probe import status_bytes
+from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.data import load_corpus
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.place import RankPlace
+from hyper_parallel.trainer.trainer import Trainer
+from sim.mesh.estimate import Estimate, estimate
+from sim.mesh.hardware import Hardware, find_hardware, hardware_names
+from sim.mesh.pricing.measure import measure
+from sim.mesh.recipe import Recipe
+
+MODEL = LlamaConfig(
+    vocab_size=8192,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_seq_len=256,
+)
+"""46 million parameters: 735 MB with gradients and Adam's moments, beside which Python's own noise is small."""
+GPU_MODEL = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_seq_len=4096,
+    tie_embeddings=True,
+)
+"""The shape of Llama 3.2 1B."""
+WARMUP, STEPS = 2, 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, by how many processes.
+
+    Attributes:
+        parallel: the degrees; their product is the number of processes.
+        model: what is trained.
+        sequences: of a step, over all ranks.
+        length: tokens of a sequence.
+        micro_batches: of a pipeline.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    parallel: ParallelConfig
+    model: LlamaConfig = MODEL
+    sequences: int = 4
+    length: int = 128
+    micro_batches: int = 1
+    device: str = "cpu"
+
+    @property
+    def processes(self) -> int:
+        sizes = self.parallel
+        return sizes.dp_replicate * (sizes.dp_shard or 1) * sizes.cp * sizes.tp * sizes.pp
+
+    @property
+    def config(self) -> Config:
+        """The run, as the trainer takes it."""
+        train = TrainConfig(
+            steps=10**9,
+            batch_size=self.sequences,
+            seq_len=self.length,
+            accumulate=self.micro_batches,
+            device=self.device,
+        )
+        optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0, schedule="constant")
+        return Config(model=self.model, optimizer=optimizer, train=train, parallel=self.parallel)
+
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims.from_config(self.parallel, self.processes)
+
+    def __str__(self) -> str:
+        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+        told = [f"{name}={size}" for name in names if (size := getattr(self.parallel, name) or 1) > 1]
+        parts = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        return (", ".join(told) or "one process") + parts
+
+
+CASES = (
+    Case(ParallelConfig(dp_shard=1)),
+    Case(ParallelConfig(dp_shard=2)),
+    Case(ParallelConfig(dp_shard=1, dp_replicate=2)),
+    Case(ParallelConfig(dp_shard=1, tp=2)),
+    Case(ParallelConfig(dp_shard=1, pp=2), micro_batches=4),
+)
+GPU_CASES = (Case(ParallelConfig(dp_shard=1, param_dtype="bf16"), GPU_MODEL, 2, 4096, device="cuda"),)
+
+
+# -- measured --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each step, of the slowest rank, and bytes of the rank that has most."""
+
+    steps: tuple[float, ...]
+    allocated: int
+    resident: int
+
+    @property
+    def step(self) -> float:
+        return statistics.median(self.steps)
+
+
+def run_case(case: Case, steps: int = STEPS, warmup: int = WARMUP) -> Measured:
+    """Train in real processes: once for the time and what is resident, once for what is allocated.
+
+    Args:
+        case: what is trained.
+        steps: that are timed.
+        warmup: steps before them.
+    """
+    timed = _in_processes(partial(_timed, case=case, steps=steps, warmup=warmup), case)
+    if case.device == "cuda":
+        return Measured(tuple(timed[0]["steps"]), max(r["allocated"] for r in timed), max(r["resident"] for r in timed))
+    watched = _in_processes(partial(_watched, case=case), case)
+    return Measured(tuple(timed[0]["steps"]), max(r["allocated"] for r in watched), max(r["resident"] for r in timed))
+
+
+def _in_processes(held: Any, case: Case) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (case, held, folder), nprocs=case.processes)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.processes)]
+
+
+def _rank(rank: int, case: Case, held: Any, folder: str) -> None:
+    get_platform(case.device).set_device(rank)
+    if case.device == "cpu":  # as `measure` shares the cores out
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.processes))
+    backend = "nccl" if case.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=case.processes)
+    Path(folder, f"{rank}.json").write_text(json.dumps(held()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _trainer(case: Case) -> Trainer:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dims = case.dims
+    # The engine is what makes bf16 of fp32 weights, so that it takes part even on one rank.
+    alone = world == 1 and case.parallel.param_dtype != "bf16"
+    mesh = None if alone else dims.build_mesh(case.device)
+    return Trainer(case.config, dims, get_platform(case.device), RankPlace(rank, rank, world, world), mesh)
+
+
+def _timed(case: Case, steps: int, warmup: int) -> dict[str, Any]:
+    load_corpus()
+    device = torch.device(case.device)
+    a = torch.randn(256, 256, device=device)
+    (a @ a).sum().item()  # what libraries take for themselves
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
+    before = status_bytes("VmRSS")
+    trainer = _trainer(case)
+    seconds, resident = [], 0
+    for number in range(warmup + steps):
+        dist.barrier()
+        begin = time.perf_counter()
+        record = trainer.step()  # which resets the peak first
+        dist.barrier()
+        took = torch.tensor([time.perf_counter() - begin], device=device)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        if number >= warmup:
+            seconds.append(took.item())
+            resident = max(resident, status_bytes("VmHWM") - before)
+    del record
+    if case.device == "cuda":
+        resident = torch.cuda.max_memory_reserved()
+    allocated = torch.cuda.max_memory_allocated() if case.device == "cuda" else 0
+    return {"steps": seconds, "resident": resident, "allocated": allocated}
+
+
+def _watched(case: Case) -> dict[str, Any]:
+    load_corpus()
+    with watch_memory() as memory:
+        trainer = _trainer(case)
+        trainer.step()
+        with record_function("phase: step"):
+            trainer.step()
+    return {"allocated": memory.peak("step")}
+
+
+# -- predicted -------------------------------------------------------------------------------------------------------
+
+
+def predict(case: Case, hardware: Hardware) -> Estimate:
+    """Estimate what a case needs.
+
+    Args:
+        case: what is trained.
+        hardware: on what.
+    """
+    precision = case.parallel.param_dtype
+    recipe = Recipe(
+        param_dtype=precision,
+        reduce_dtype="fp32",
+        norm="fused" if case.device == "cuda" else "eager",  # torch has a kernel of RMSNorm for GPUs alone
+        loss="library",
+        microbatches=case.micro_batches,
+    )
+    sequences = case.sequences // case.dims.batch_ranks
+    return estimate(case.model, case.dims, sequences, case.length, hardware, recipe)
+
+
+def gpu_hardware() -> Hardware:
+    """The description of this machine's GPU: by its name and memory, else measured."""
+    properties = torch.cuda.get_device_properties(0)
+    words = properties.name.lower().replace("-", " ").split()
+    for name in hardware_names():
+        found = find_hardware(name)
+        near = abs(found.memory_bytes / properties.total_memory - 1) < 0.05
+        if near and name.split("-")[0] in words:
+            return found
+    return measure(processes=1, device="cuda")
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def here_table(cases: Sequence[Case] = CASES, steps: int = STEPS, seconds: float = 0.02) -> str:
+    """Predicted beside measured on this machine's CPU, as a Markdown table.
+
+    Args:
+        cases: what is trained, those of as many processes one after the other.
+        steps: that are timed of each.
+        seconds: that each figure of the machine is taken over.
+    """
+    lines = _head()
+    for processes, group in itertools.groupby(cases, key=lambda case: case.processes):
+        before = measure(processes, "cpu", seconds)
+        measured = {case: run_case(case, steps) for case in group}
+        after = measure(processes, "cpu", seconds)
+        for case, found in measured.items():
+            lines.append(_row(case, found, [predict(case, hardware) for hardware in (before, after)]))
+            print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+def gpu_table(cases: Sequence[Case] = GPU_CASES, steps: int = STEPS) -> str:
+    """Predicted beside measured on this machine's first GPU, as a Markdown table."""
+    hardware = gpu_hardware()
+    lines = _head()
+    for case in cases:
+        lines.append(_row(case, run_case(case, steps), [predict(case, hardware)]))
+    return "\n".join([f"{torch.cuda.get_device_name()}, priced as {hardware.title}.", "", *lines])
+
+
+def _head() -> list[str]:
+    return [
+        "| processes | step measured, ms | step predicted, ms | predicted / measured | allocated measured, MB "
+        "| allocated predicted, MB | predicted / measured | resident measured, MB | allocated predicted / resident |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+
+
+def _row(case: Case, measured: Measured, predicted: Sequence[Estimate]) -> str:
+    low, _, high = statistics.quantiles(measured.steps, n=4)
+    steps = [made.time.step for made in predicted]
+    step = statistics.fmean(one.value for one in steps)
+    peak = predicted[0].memory.peak
+    cells = [
+        f"{case.processes}, {case}" if case.processes > 1 else str(case),
+        f"{measured.step * 1e3:.0f} ({low * 1e3:.0f}-{high * 1e3:.0f})",
+        f"{step * 1e3:.0f} ({min(one.low for one in steps) * 1e3:.0f}-{max(one.high for one in steps) * 1e3:.0f})",
+        f"{step / measured.step:.2f}",
+        f"{measured.allocated / 1e6:.1f}",
+        f"{peak / 1e6:.1f}",
+        f"{peak / measured.allocated:.3f}",
+        f"{measured.resident / 1e6:.1f}",
+        f"{peak / measured.resident:.3f}",
+    ]
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,119 @@
+"""What the commands of `hyper-parallel` share: exit codes, where they print, and what becomes of a mistake."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.platform import PlatformUnavailableError
+
+__all__ = [
+    "FAILURE",
+    "INTERRUPTED",
+    "USER_ERROR",
+    "busy",
+    "check_can_write",
+    "is_first_rank",
+    "mistakes_as_messages",
+    "print_wide",
+    "say_error",
+    "stderr_console",
+    "stdout_console",
+]
+
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+WIDTH = 170  # columns of the widest tables
+_LET_FIRST_SAY_S = 5.0
+
+
+@contextmanager
+def mistakes_as_messages() -> Iterator[None]:
+    """Turn a mistake in what was asked into one message and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, PlatformUnavailableError, CheckpointError) as error:
+        if isinstance(error, TypeError) and "\n  try: " not in str(error):
+            raise  # a mistake of ours, and not in what was asked
+        say_error(str(error))
+        raise typer.Exit(USER_ERROR) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def say_error(text: str) -> None:
+    """Print what all ranks of this machine have found, once: another machine may lack what this one has."""
+    rank = os.environ.get("RANK", "0")
+    if os.environ.get("LOCAL_RANK", rank) == "0":
+        which = "" if rank == "0" else f" rank {rank}:"
+        stderr_console().print(f"[red]error:[/red]{which} {escape(text)}")
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_LET_FIRST_SAY_S)  # torchrun kills all ranks as soon as one has ended
+
+
+def is_first_rank() -> bool:
+    """Tell whether this process is the rank that speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def stdout_console(at_least: int = 0) -> Console:
+    """Write to the real stdout from the first rank; the others stay silent.
+
+    Args:
+        at_least: columns that tables need: where a terminal has fewer, it breaks lines and nothing is left out.
+    """
+    quiet = not is_first_rank()
+    console = Console(file=sys.stdout, quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if console.width < at_least:
+        console.width = at_least
+    return console
+
+
+def stderr_console() -> Console:
+    """Write to stderr."""
+    return Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+
+
+def print_wide(view: RenderableType, width: int = WIDTH) -> None:
+    """Print tables to stdout as wide as they are, without the spaces that fill their last columns.
+
+    Args:
+        view: what to print.
+        width: columns at most; a terminal that has fewer breaks lines.
+    """
+    console = stdout_console(width)
+    with console.capture() as captured:
+        console.print(view)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Show in a terminal that something is going on."""
+    console = stderr_console()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(Text(what)):
+        yield
+
+
+def check_can_write(path: Path | None) -> None:
+    """Raise ValueError where a file cannot be written; None is none."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(explain(f"cannot write '{path}'", "it is a folder", f"file: {path}", f"{path / 'out.json'}"))
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    if not there.is_dir():
+        raise ValueError(explain(f"cannot write '{path}'", f"'{there}' is no folder", f"file: {path}", "another path"))

@@ -1,0 +1,450 @@
+"""The commands of the mesh simulator: `hyper-parallel estimate | search | hardware | validate`.
+
+They are a part of the command line, which alone may import `sim`, and only in the function that needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hyper_parallel.cli_hardware import hardware as hardware_commands
+from hyper_parallel.cli_kit import (
+    INTERRUPTED,
+    busy,
+    check_can_write,
+    mistakes_as_messages,
+    print_wide,
+    stderr_console,
+    stdout_console,
+)
+from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.verify import named_object
+
+__all__ = ["add_commands"]
+
+GIB = 2**30
+_DEGREES, _RECIPE, _OUT = "Parallel degrees", "Recipe", "What comes out"
+
+
+def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **rest)
+
+
+# Options that `estimate` and `search` have in common
+ModelName = Annotated[str, _option("Such as llama3-8b; or module:function, or file.py:function, of your own.")]
+HardwareName = Annotated[str, _option("A name that `hyper-parallel hardware` lists, or the path of a TOML file.")]
+SeqLen = Annotated[int, _option("Tokens of a sequence.")]
+Replicas = Annotated[int | None, _option("Ranks that hold copies of the same shards.", _DEGREES)]
+Shards = Annotated[int | None, _option("Ranks that each weight is split over; default: all left.", _DEGREES)]
+Tensor = Annotated[int | None, _option("Ranks that split each layer.", _DEGREES)]
+Context = Annotated[int | None, _option("Ranks that split each sequence.", _DEGREES)]
+Ulysses = Annotated[int | None, _option("The part of cp that splits heads, the rest is a ring.", _DEGREES)]
+Pipeline = Annotated[int | None, _option("Ranks of the pipeline.", _DEGREES)]
+Experts = Annotated[int | None, _option("Ranks that split the experts.", _DEGREES)]
+ExpertTensor = Annotated[int | None, _option("Ranks that split each expert: tp or 1.", _DEGREES)]
+Checkpointing = Annotated[str | None, _option("Computed again: none, selective, alternate or full.", _RECIPE)]
+Zero = Annotated[int | None, _option("3, 2 (gathered until backward), 1 or 0 (weights replicated).", _RECIPE)]
+Compile = Annotated[bool, _option("torch.compile what lies between communications.", _RECIPE, "--compile")]
+Schedule = Annotated[str | None, _option("Of the pipeline: gpipe, 1f1b, interleaved, zero-bubble ...", _RECIPE)]
+Stages = Annotated[int | None, _option("Stages on each rank of the pipeline.", _RECIPE)]
+Microbatches = Annotated[int | None, _option("Parts of a step's batch on each data-parallel rank.", _RECIPE)]
+ParamDtype = Annotated[str, _option("What is computed in: bf16, fp16 or fp32.", _RECIPE)]
+ReduceDtype = Annotated[str, _option("What gradients are reduced in.", _RECIPE)]
+Master = Annotated[str, _option("Weights behind: fp32, or none.", _RECIPE, "--weights-behind")]
+Optimizer = Annotated[str, _option("adamw (fused), adamw-foreach or sgd.", _RECIPE)]
+FusedLoss = Annotated[bool, _option("Head and loss for one chunk of tokens at a time.", _RECIPE, "--fused-loss")]
+Float8 = Annotated[bool, _option("Matrix products of blocks in float8.", _RECIPE, "--float8")]
+AttentionKind = Annotated[str, _option("flash or math.", _RECIPE)]
+SequenceParallel = Annotated[bool, _option("With tp, split what lies between over the sequence.", _RECIPE)]
+Settings = Annotated[
+    list[str] | None,
+    _option("Any other field of sim.mesh.Recipe: loss=compiled, norm=eager, graphs=true ...", _RECIPE, "--set"),
+]
+Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands to the command line.
+
+    Args:
+        app: of `hyper-parallel`.
+    """
+    for command in (estimate, search):
+        app.command()(command)
+    app.command(
+        add_help_option=False,  # its own parser has the options, and shows them
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+    )(validate)
+    app.add_typer(hardware_commands, name="hardware")
+
+
+def estimate(
+    model: ModelName,
+    hardware: HardwareName,
+    devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
+    seq_len: SeqLen = 4096,
+    global_batch: Annotated[int | None, _option("Sequences of a step, over all ranks together.")] = None,
+    batch: Annotated[int | None, _option("Sequences of a step on each data-parallel rank; default: 1.")] = None,
+    dp_replicate: Replicas = None,
+    dp_shard: Shards = None,
+    tp: Tensor = None,
+    cp: Context = None,
+    ulysses: Ulysses = None,
+    pp: Pipeline = None,
+    ep: Experts = None,
+    etp: ExpertTensor = None,
+    checkpointing: Checkpointing = None,
+    checkpoint_layers: Annotated[int | None, _option("How many layers are checkpointed.", _RECIPE)] = None,
+    zero: Zero = None,
+    compile: Compile = False,
+    schedule: Schedule = None,
+    stages_per_rank: Stages = None,
+    microbatches: Microbatches = None,
+    param_dtype: ParamDtype = "bf16",
+    reduce_dtype: ReduceDtype = "fp32",
+    master: Master = "fp32",
+    optimizer: Optimizer = "adamw",
+    fused_loss: FusedLoss = False,
+    float8: Float8 = False,
+    attention: AttentionKind = "flash",
+    sequence_parallel: SequenceParallel = True,
+    settings: Settings = None,
+    in_words: Annotated[bool, _option("Say it in words, too, and what to change.", _OUT, "--explain")] = False,
+    tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
+    plot: Annotated[Path | None, _option("PNG file: the timeline and the memory of a step.", _OUT)] = None,
+    trace: Annotated[Path | None, _option("JSON file for ui.perfetto.dev: the timeline.", _OUT)] = None,
+    json_file: Json = None,
+) -> None:
+    """Say whether a training step fits into memory, how long it takes, and where the time goes. No device is needed.
+
+    hyper-parallel estimate --model llama3-8b --hardware h100-sxm --devices 64 --batch 2 --seq-len 8192
+    """
+    with _mistakes_as_messages():
+        from sim.mesh.estimate import estimate as estimate_step
+
+        degrees = _degrees(dp_replicate, dp_shard, tp, cp, pp, ep, etp, ulysses)
+        dims = _dims(degrees, devices)
+        recipe = _recipe(
+            {
+                "checkpointing": checkpointing,
+                "checkpoint_layers": checkpoint_layers,
+                "zero": zero,
+                "compile": compile,
+                "schedule": schedule,
+                "stages_per_rank": stages_per_rank,
+                "microbatches": microbatches,
+                "param_dtype": param_dtype,
+                "reduce_dtype": reduce_dtype,
+                "master": master,
+                "optimizer": optimizer,
+                "fused_loss": fused_loss,
+                "float8": float8,
+                "attention": attention,
+                "sequence_parallel": sequence_parallel,
+            },
+            settings,
+        )
+        for path in (plot, trace, None if json_file in (None, "-") else Path(str(json_file))):
+            check_can_write(path)
+        sequences = _batch(batch, global_batch, dims, recipe)
+        with busy(f"estimating {model} on {dims.world_size:,} devices"):
+            found = estimate_step(
+                model=_model(model),
+                dims=dims,
+                batch=sequences,
+                seq_len=seq_len,
+                hardware=hardware,
+                recipe=recipe,
+            )
+        _show_estimate(found, in_words or tries > 0, tries, plot, trace, json_file)
+
+
+def _show_estimate(
+    found: Any, in_words: bool, tries: int, plot: Path | None, trace: Path | None, json_file: str | None
+) -> None:
+    from sim.mesh.explain import explain as in_prose
+    from sim.mesh.report import estimate_dict, estimate_view
+
+    if json_file != "-":
+        print_wide(estimate_view(found))
+        if in_words:
+            with busy("estimating what could be changed"):
+                told = in_prose(found, check=tries)
+            print_wide("\n" + told.partition("\n\n")[2])  # without the headline, which is there already
+    for path in (plot, trace):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (found.timeline.plot if path is plot else found.timeline.to_chrome)(path)
+            _say_written(path, json_file)
+    _write_json(estimate_dict(found), json_file)
+
+
+def search(
+    model: ModelName,
+    hardware: HardwareName,
+    devices: Annotated[int, _option("Devices in all.")],
+    global_batch: Annotated[int, _option("Sequences of a step, over all ranks together.")],
+    seq_len: SeqLen = 4096,
+    memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
+    limit: Annotated[int, _option("Most candidates to estimate.", min=1)] = 24,
+    dp_replicate: Replicas = None,
+    dp_shard: Shards = None,
+    tp: Tensor = None,
+    cp: Context = None,
+    ulysses: Ulysses = None,
+    pp: Pipeline = None,
+    ep: Experts = None,
+    etp: ExpertTensor = None,
+    checkpointing: Checkpointing = None,
+    zero: Zero = None,
+    compile: Compile = False,
+    schedule: Schedule = None,
+    stages_per_rank: Stages = None,
+    microbatches: Microbatches = None,
+    param_dtype: ParamDtype = "bf16",
+    reduce_dtype: ReduceDtype = "fp32",
+    master: Master = "fp32",
+    optimizer: Optimizer = "adamw",
+    fused_loss: FusedLoss = False,
+    float8: Float8 = False,
+    attention: AttentionKind = "flash",
+    sequence_parallel: SequenceParallel = True,
+    settings: Settings = None,
+    rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
+    json_file: Json = None,
+) -> None:
+    """Rank the ways to train a model on a number of devices; what is given as an option stays as it is.
+
+    hyper-parallel search --model llama3-8b --hardware h100-sxm --devices 64 --global-batch 128 --seq-len 8192
+
+    Ctrl-C ends it: what it has found so far is printed.
+    """
+    with _mistakes_as_messages():
+        from sim.mesh.search import search as search_ways
+        from sim.mesh.searching.search_report import SearchBar, search_dict, search_view
+
+        check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
+        common = {
+            "compile": compile,
+            "schedule": schedule,
+            "stages_per_rank": stages_per_rank,
+            "microbatches": microbatches,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "master": master,
+            "optimizer": optimizer,
+            "fused_loss": fused_loss,
+            "float8": float8,
+            "attention": attention,
+            "sequence_parallel": sequence_parallel,
+        }
+        recipes = [
+            _recipe({**common, "checkpointing": level, "zero": stage}, settings)
+            for level in ([checkpointing] if checkpointing else ["none", "selective", "full"])
+            for stage in ([zero] if zero is not None else [3, 2])
+        ]
+        with SearchBar(stderr_console()) as bar:
+            result = search_ways(
+                _model(model),
+                hardware,
+                devices,
+                global_batch,
+                None if memory_limit is None else memory_limit * GIB,
+                seq_len=seq_len,
+                recipes=recipes,
+                fixed=_degrees(dp_replicate, dp_shard, tp, cp, pp, ep, etp, ulysses),
+                limit=limit,
+                progress=bar.on_estimate,
+            )
+        if json_file != "-":
+            print_wide(search_view(result, rows))
+        _write_json(search_dict(result), json_file)
+    if not result.complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+def validate(context: typer.Context) -> None:
+    """Compare predictions with published measurements, row by row; --help shows the options.
+
+    hyper-parallel validate --write docs/validation.md
+    """
+    with _mistakes_as_messages():
+        from sim.mesh.evidence.validate import main as validate_rows
+
+        code = validate_rows(context.args)
+    raise typer.Exit(code or 0)
+
+
+# -- from options to what the simulator takes --------------------------------------------------------------------------
+
+
+def _degrees(
+    dp_replicate: int | None,
+    dp_shard: int | None,
+    tp: int | None,
+    cp: int | None,
+    pp: int | None,
+    ep: int | None,
+    etp: int | None,
+    ulysses: int | None,
+) -> dict[str, int]:
+    """Return the degrees that are given, by the names of `ParallelDims`."""
+    given = {
+        "dp_replicate": dp_replicate,
+        "dp_shard": dp_shard,
+        "tp": tp,
+        "cp": cp,
+        "pp": pp,
+        "ep": ep,
+        "etp": etp,
+        "ulysses_degree": ulysses,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _dims(degrees: dict[str, int], devices: int | None) -> ParallelDims:
+    if devices is None:
+        axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+        devices = math.prod(degrees.get(axis, 1) for axis in axes)
+        if devices < 1:
+            raise ValueError(
+                explain(
+                    "cannot place the model", "dp_shard=-1 takes what is left", "--devices is missing", "--devices 8"
+                )
+            )
+    if devices < 1:
+        blame = "there must be a device at least"
+        raise ValueError(explain("cannot place the model", blame, f"--devices {devices}", "--devices 8"))
+    return ParallelDims.from_config(degrees, devices)
+
+
+def _batch(batch: int | None, global_batch: int | None, dims: ParallelDims, recipe: Any) -> int:
+    """Return the sequences of a data-parallel rank."""
+    ranks = dims.batch_ranks
+    if batch is not None and global_batch is not None:
+        seen = f"--batch {batch} --global-batch {global_batch}   data-parallel ranks: {ranks}"
+        raise ValueError(explain("cannot tell the batch", "it is given twice", seen, "one of the two"))
+    if batch is not None:
+        return batch
+    if global_batch is None:
+        return recipe.microbatches or (2 * dims.pp if dims.pp_enabled else 1)
+    if global_batch < 1 or global_batch % ranks:
+        around = sorted({max(global_batch // ranks, 1) * ranks, max(-(-global_batch // ranks), 1) * ranks})
+        blame = f"there are {ranks:,} data-parallel ranks (dp_replicate x dp_shard x ep)"
+        hint = f"--global-batch {' or '.join(map(str, around))}"
+        asked = f"cannot split a global batch of {global_batch} sequences evenly"
+        raise ValueError(explain(asked, blame, f"degrees: {dims.summary()}", hint))
+    return global_batch // ranks
+
+
+def _settings(given: list[str] | None) -> dict[str, Any]:
+    """Read fields of the recipe that have no option of their own, written as name=value."""
+    from sim.mesh.recipe import Recipe
+    from sim.mesh.routing import Routing
+
+    fields = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = (part.strip() for part in text.partition("="))
+        asked = f"cannot use --set {text}"
+        if not equals or name not in fields:
+            blame = f"the recipe has no field {name!r}" if equals else "it is not of the form name=value"
+            raise ValueError(
+                explain(asked, blame, f"fields: {', '.join(fields)}", f"--set {nearest(name, fields)}=...")
+            )
+        if name == "routing":
+            found[name] = Routing.zipf(_number(asked, value.removeprefix("zipf:")))
+        elif isinstance(fields[name], bool):
+            if value.lower() not in ("true", "false"):
+                raise ValueError(explain(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true"))
+            found[name] = value.lower() == "true"
+        else:
+            found[name] = int(value) if value.lstrip("-").isdigit() else value
+    return found
+
+
+def _number(asked: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        blame = "the skew of loads is a number, 0 for even ones"
+        raise ValueError(explain(asked, blame, f"given: {text!r}", "--set routing=zipf:0.5")) from None
+
+
+def _recipe(given: dict[str, Any], settings: list[str] | None) -> Any:
+    """Build the recipe of what is given, None keeping the default, and of what --set says."""
+    from sim.mesh.recipe import Recipe
+
+    return Recipe(**{name: value for name, value in given.items() if value is not None} | _settings(settings))
+
+
+def _model(name: str) -> Any:
+    """Return the name of a known model, or what a function of the user's returns."""
+    path, colon, inside = name.partition(":")
+    if not colon:
+        return name
+    made = (_in_file(Path(path), inside) if path.endswith(".py") else named_object("--model", name))()
+    if isinstance(made, type) or callable(getattr(made, "parameters", None)):
+        blame = f"it returned a {type(made).__name__}, and an estimate makes the model itself, without data"
+        hint = "return sim.mesh.Custom(...), a LlamaConfig or a MoEConfig"
+        raise ValueError(explain(f"cannot use --model {name}", blame, f"returned: {type(made).__name__}", hint))
+    return made
+
+
+def _in_file(path: Path, name: str) -> Any:
+    """Return what a Python file calls by a name."""
+    asked = f"cannot use --model {path}:{name}"
+    if not path.is_file():
+        files = ", ".join(sorted(file.name for file in Path.cwd().glob("*.py"))[:8]) or "none"
+        raise ValueError(explain(asked, f"there is no file {str(path)!r}", f"Python files here: {files}", "its path"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a .py file"
+    assert spec.loader is not None, "a .py file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        blame = f"{path.name} has no function {name!r}"
+        hint = f"--model {path}:{functions[-1]}" if functions else "a function that returns sim.mesh.Custom(...)"
+        raise ValueError(explain(asked, blame, f"it has: {', '.join(functions) or 'none'}", hint))
+    return found
+
+
+# -- what a person sees ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _mistakes_as_messages() -> Iterator[None]:
+    """Turn mistakes, and operations that have no price, into one message and exit code 2."""
+    with mistakes_as_messages(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")  # torch, of fake tensors
+        yield
+
+
+def _write_json(content: dict[str, Any], where: str | None) -> None:
+    if where is None:
+        return
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    if where == "-":
+        stdout_console().file.write(text)
+        return
+    path = Path(where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    _say_written(path, where)
+
+
+def _say_written(path: Path, json_file: str | None) -> None:
+    (stderr_console() if json_file == "-" else stdout_console()).print(f"wrote {path}")

@@ -1,0 +1,254 @@
+"""A trainer's run as a job of the simulator, and what its programs say of communication, memory and FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from mesh_kit import Seen
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.preflight import plan_run
+from sim.mesh.job import Job
+from sim.mesh.models import find_model
+from sim.mesh.program import Alloc, Comm, Event, Free, Op, Program
+from sim.mesh.recipe import Recipe
+from sim.mesh.routing import Routing
+from sim.trace import Event as TraceEvent
+
+
+def job_of(config: Config, world_size: int, routing: Routing | None = None) -> Job:
+    """Say what a trainer's run is in the words of an estimate."""
+    dims, parallel = plan_run(config, world_size), config.parallel
+    sizes = parallel.stage_sizes()
+    recipe = Recipe(
+        param_dtype=parallel.param_dtype,
+        checkpointing=parallel.checkpointing,
+        zero=3 if parallel.reshard_after_forward else 2,
+        schedule=parallel.schedule,
+        stages_per_rank=parallel.stages_per_rank if dims.pp_enabled else None,
+        microbatches=config.train.accumulate,
+        routing=routing,
+    )
+    return Job(
+        find_model(config.shape()),
+        dims,
+        config.train.batch_size // dims.batch_ranks,
+        config.train.seq_len,
+        recipe,
+        layers_per_stage=None if sizes is None else tuple(sizes),
+    )
+
+
+# -- communication ---------------------------------------------------------------------------------------------------
+
+
+class Sent(NamedTuple):
+    """What must be the same of a collective or message: devices in order of number, bytes as programs count them."""
+
+    op: str
+    axis: str
+    devices: tuple[int, ...]
+    peer: int | None
+    size: int
+    moved: int
+    dtype: str
+
+
+def events_of(program: Program) -> Iterator[Event]:
+    """All events of a step, in the order of issue."""
+    for segment, _ in program.segments_in_order():
+        yield from segment.events
+
+
+def sent_by_program(program: Program) -> list[Sent]:
+    """What a program communicates in a step.
+
+    Of a rank with several stages, the norm of gradients counts once.
+    """
+    found: list[Sent] = []
+    norms: set[Sent] = set()
+    for event in events_of(program):
+        if isinstance(event, Comm):
+            group = program.groups[event.group]
+            devices = () if event.op in ("send", "recv") else tuple(sorted(group.ranks))
+            sent = Sent(event.op, group.axis, devices, event.peer, event.size, event.moved, event.dtype)
+            if len(program.stages) > 1 and event.op == "all_reduce" and event.size == 4:
+                if sent in norms:
+                    continue
+                norms.add(sent)
+            found.append(sent)
+    return found
+
+
+def sent_in_reality(job: Job, events: list[TraceEvent]) -> list[Sent]:
+    """The same of events of the real world."""
+    found = []
+    for event in events:
+        is_message = event.op in ("send", "recv")
+        devices = () if is_message else tuple(sorted(job.device_of(event.group)))
+        peer = job.device_of([event.peer])[0] if is_message and event.peer is not None else None
+        size = max(_bytes(event.input_shapes, event.dtype), _bytes(event.output_shapes, event.dtype))
+        moved = max(event.send_bytes, event.recv_bytes)
+        found.append(Sent(event.op, event.axis, devices, peer, size, moved, event.dtype))
+    return found
+
+
+def _bytes(shapes: tuple[tuple[int, ...], ...], dtype: str) -> int:
+    return sum(math.prod(shape) for shape in shapes) * getattr(torch, dtype).itemsize
+
+
+# -- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+class Flops(TorchDispatchMode):
+    """Counts the FLOPs of a rank's own tensors by torch's formulas; a DTensor's are those of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            self.total += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            self.total += sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+        return out
+
+
+def flops_of(program: Program) -> int:
+    """The FLOPs of a step by a program."""
+    return sum(event.flops for event in events_of(program) if isinstance(event, Op))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(tensors: Any) -> int:
+    """Bytes of the memory that these tensors, or a rank's parts of them, lie in; what they share counts once."""
+    sizes = {}
+    for tensor in tensors:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def standing_bytes(program: Program) -> Counter[str]:
+    """Bytes that live through a step, by category."""
+    found: Counter[str] = Counter()
+    for event in program.segments["build", -1, "only"].events:
+        if isinstance(event, Alloc):
+            found[program.categories[event.block]] += event.bytes
+    return found
+
+
+def bytes_before_update(program: Program, category: str) -> int:
+    """Bytes of a category that live when the optimizer's part of a step begins."""
+    sizes: dict[int, int] = {}
+    segments = [program.segments["build", -1, "only"], *(segment for segment, _ in program.segments_in_order())]
+    for segment in segments:
+        if segment.name == "optimizer":
+            break
+        for event in segment.events:
+            if isinstance(event, Alloc) and program.categories.get(event.block) == category:
+                sizes[event.block] = event.bytes
+            elif isinstance(event, Free):
+                sizes.pop(event.block, None)
+    return sum(sizes.values())
+
+
+# -- which events are the same ---------------------------------------------------------------------------------------
+
+
+def renumbered(program: Program, *, ranks: bool = True) -> list[Any]:
+    """The events of a step up to its update, blocks, handles and marks numbered by when they come first.
+
+    What is given back at one time is in order of number; what was taken in the step before is left out.
+
+    Args:
+        program: which.
+        ranks: say the devices of groups and peers; False: only how many there are.
+    """
+    numbers: dict[tuple[str, int], int] = {}
+
+    def number(space: str, old: int) -> int:
+        return numbers.setdefault((space, old), len(numbers))
+
+    found: list[Any] = []
+    freed: list[int] = []
+    taken = {event.block for event in program.segments["build", -1, "only"].events if isinstance(event, Alloc)}
+    for segment, batch in program.segments_in_order():
+        found.append((segment.name, segment.stage, segment.variant, batch))
+        for event in segment.events if segment.name != "optimizer" else ():
+            if isinstance(event, Free):
+                if event.block in taken:
+                    freed.append(number("block", event.block))
+                continue
+            if isinstance(event, Alloc):
+                taken.add(event.block)
+            if freed:
+                found.append(("Free", *sorted(freed)))
+                freed = []
+            found.append(_said(program, event, number, ranks))
+    return found
+
+
+def _said(program: Program, event: Event, number: Any, ranks: bool) -> tuple[Any, ...]:
+    said: dict[str, Any] = {"is": type(event).__name__, **event._asdict()}
+    for space in ("block", "handle", "event"):
+        if space in said:
+            said[space] = number(space, said[space])
+    for side in ("reads", "writes"):
+        if side in said:
+            said[side] = tuple((number("block", touch.block), touch.bytes) for touch in said[side])
+    if "place" in said:
+        said["place"] = program.places[said["place"]]
+    if "group" in said:
+        group = program.groups[said["group"]]
+        said["group"] = (group.axis, tuple(group.ranks) if ranks else len(group.ranks))
+        if not ranks:
+            said["peer"] = said["peer"] is not None
+    if isinstance(event, Alloc):
+        said["category"] = program.categories.get(event.block)
+    return tuple(said.items())
+
+
+def updated(program: Program) -> dict[str, Any]:
+    """What the update of a step touches and communicates; its operations on many tensors are in any order."""
+    found: Counter[str] = Counter()
+    sent = []
+    for segment, _ in program.segments_in_order():
+        for event in segment.events if segment.name == "optimizer" else ():
+            if isinstance(event, Op):
+                for side in (event.reads, event.writes):
+                    for touch in side:
+                        category = program.categories.get(touch.block, "workspace")
+                        if category not in ("workspace", "communication"):  # norms of single tensors and the like
+                            found[f"{event.name} {category}"] += touch.bytes
+            elif isinstance(event, Comm):
+                sent.append(
+                    (event.op, event.dtype, event.size if event.dtype != "int64" else None)
+                )  # of counts of rows
+    return {**dict(sorted(found.items())), "sent": sent, **dict(sorted(standing_bytes(program).items()))}
+
+
+def step_of(seen: Seen, step: int) -> list[TraceEvent]:
+    """The events of one step of a rank, but for that in which ranks agree on the shape of what a loss is given."""
+    begins = seen.result.begins
+    return [
+        event
+        for number, event in enumerate(seen.events[begins[step] : begins[step + 1]], begins[step])
+        if event.op != "all_gather" or not any(first <= number < last for first, last in seen.result.losses)
+    ]

@@ -1,0 +1,215 @@
+"""Steps of the trainer's models, in the real world and on a rank that lives alone: one function for both.
+
+It does what the trainer does in a step, through the trainer's own functions, but for reading numbers: those that a rank
+alone does not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from mesh_kit import Mode, Seen, describe
+from mesh_programs import Flops, bytes_of
+from torch import nn
+from torch._guards import detect_fake_mode
+
+from hyper_parallel.core.expert_parallel.experts import GroupedExperts, count_rows
+from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
+from hyper_parallel.core.pipeline.tied import clip_grad_norm
+from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.data import IGNORED
+from hyper_parallel.trainer.loss import ShareOfLoss
+from hyper_parallel.trainer.optimizer import build_optimizer
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.trainer.preflight import plan_run
+from hyper_parallel.trainer.ranks import Ranks
+from hyper_parallel.trainer.steps import WEIGHTS, Parallelized
+from hyper_parallel.trainer.trainer import PARALLELIZE, _communicate_gradients
+from sim.current import current_context
+from sim.mesh.routing import Routing
+from sim.trace import Event
+
+
+def steps_of(
+    config: Config, world_size: int, steps: int = 2, routing: Routing | None = None, *, numbers: bool = True
+) -> Any:
+    """A body that builds the model and trains some steps, and tells the shapes and layouts of what comes of it.
+
+    Args:
+        config: the run.
+        world_size: ranks.
+        steps: of the optimizer.
+        routing: how tokens go to experts.
+        numbers: add up tokens and losses over ranks, as the trainer does to log them.
+    """
+    dims = plan_run(config, world_size)
+
+    def body(mode: Mode) -> Any:
+        if world_size > 1 or config.parallel.param_dtype == "bf16":
+            dims.build_mesh("cpu")
+            cut_meshes(dims)
+        ranks = Ranks(dims, world_size > 1, torch.device("cpu"), WEIGHTS[config.parallel.param_dtype])
+        with mode():
+            share = _Followed()
+            model = PARALLELIZE[config.train.model](config, dims, torch.device("cpu"), share)
+            for part in model.parts:
+                give_memory(part)
+                if routing is not None:
+                    route(part, routing)
+            optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+            seen = [(name, describe(param)) for name, param in model.named_parameters()]
+            begins, flops, gradients = [], [], 0
+            for _ in range(steps):
+                begins.append(len(own_events()))
+                with Flops() as counted:
+                    gradients = one_step(model, optimizer, share, ranks, config, numbers=numbers)
+                flops.append(counted.total)
+            begins.append(len(own_events()))
+            state = [(len(entry), describe(entry["exp_avg"])) for entry in optimizer.state.values()]
+            memory = {
+                "parameters": bytes_of(
+                    tensor for part in model.parts for tensor in (*part.parameters(), *part.buffers())
+                ),
+                "optimizer": bytes_of(tensor for entry in optimizer.state.values() for tensor in entry.values()),
+                "gradients": gradients,
+            }
+            return Built([*seen, *state], begins, share.events, flops, memory)
+
+    return body
+
+
+class Built(NamedTuple):
+    """What a rank has built, and what its steps took.
+
+    Attributes:
+        told: shapes and layouts of parameters and of the optimizer's state.
+        begins: numbers of the first events of its steps, and of what comes after them.
+        losses: numbers of the first events of losses, and of those after them.
+        flops: of each step.
+        memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
+    """
+
+    told: list[Any]
+    begins: list[int]
+    losses: list[tuple[int, int]]
+    flops: list[int]
+    memory: dict[str, int]
+
+
+class _Followed(ShareOfLoss):
+    """Knows which events are its own; a loss's backward communicates nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        first = len(own_events())
+        share = super().__call__(logits, targets)
+        self.events.append((first, len(own_events())))
+        return share
+
+
+def own_events() -> list[Event]:
+    """What the calling rank has communicated so far."""
+    context = current_context()
+    assert context is not None
+    return context.world.trace.of_rank(context.rank)
+
+
+def only_steps(seen: Seen) -> Seen:
+    """Leave out what building the model has communicated: without values, there is nothing to be told to others."""
+    first = seen.result.begins[0]
+    counts: Counter[str] = Counter(event.process_group for event in seen.events[:first] if event.seq >= 0)
+    events = [e._replace(seq=e.seq - counts[e.process_group] if e.seq >= 0 else e.seq) for e in seen.events[first:]]
+    return Seen(seen.result.told, events)
+
+
+def cut_meshes(dims: ParallelDims) -> None:
+    """Make all meshes before there are only fake tensors: a mesh has its ranks in a tensor."""
+    for name in dims.mesh_axes:
+        dims.get_mesh(name)
+    dims.data_mesh()
+    if dims.ep_enabled:
+        dims.data_mesh(experts=True)
+
+
+def give_memory(part: nn.Module) -> None:
+    """Take what is left on meta to the host: weights without values are not filled, so nobody has done it yet."""
+    if any(param.is_meta for param in part.parameters()):
+        part.to_empty(device="cpu")
+
+
+def route(part: nn.Module, routing: Routing) -> None:
+    """Let tokens go to experts as the routing says: with values, by choosing; without, by the counts alone."""
+    routing.give_to(part)
+    for experts in part.modules():
+        if isinstance(experts, GroupedExperts) and detect_fake_mode() is None:
+            experts._run = _chooses(experts, routing)  # type: ignore[method-assign]
+            experts.count_rows = count_rows
+
+
+def _chooses(experts: GroupedExperts, routing: Routing) -> Any:
+    run = experts._run
+
+    def chosen_run(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        group = None if experts.exchange is None else experts.exchange.group
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        tokens, per_token = chosen.numel() // chosen.shape[-1], chosen.shape[-1]
+        by_rule = routing.choose(
+            tokens=tokens, experts=experts.num_experts, per_token=per_token, ranks=ranks, rank=rank
+        )
+        return run(x, by_rule.view_as(chosen), weights)
+
+    return chosen_run
+
+
+def one_step(
+    model: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    share: ShareOfLoss,
+    ranks: Ranks,
+    config: Config,
+    *,
+    numbers: bool = True,
+) -> int:
+    """What `Trainer.step` does, without reading any number; returns the bytes of its gradients."""
+    train = config.train
+    rows = train.batch_size // ranks.batch_ranks
+    inputs = torch.arange(rows * train.seq_len).view(rows, train.seq_len) % config.model.vocab_size
+    targets = inputs.roll(1)
+    if model.context is not None:
+        inputs, targets = model.context.split(inputs), model.context.split(targets)
+    if numbers:
+        ranks.over_tokens((targets != IGNORED).sum())
+    share.counted = float(train.batch_size * train.seq_len)
+    if model.pipeline is not None:
+        loss = model.pipeline.step(inputs, targets)
+        if model.tied is not None:
+            model.tied.add_gradients()
+    else:
+        (part,) = model.parts
+        loss = torch.zeros((), dtype=ranks.dtype)
+        pieces = zip(inputs.chunk(train.accumulate), targets.chunk(train.accumulate), strict=True)
+        for index, (some, expected) in enumerate(pieces):
+            _communicate_gradients(part, index == train.accumulate - 1)
+            piece = share(part(some), expected)
+            piece.backward()
+            loss += piece.detach()
+    if numbers:
+        total = loss.detach().to(ranks.dtype, copy=True)
+        if ranks.stages is not None:
+            dist.all_reduce(total, group=ranks.stages)
+        ranks.over_tokens(total)
+    group = None if model.pipeline is None else model.pipeline.group
+    norm = clip_grad_norm(model.parts, math.inf, group, tied=() if model.tied is None else model.tied)
+    clip_grads_with_norm_([param for part in model.parts for param in part.parameters()], 1.0, norm)
+    gradients = bytes_of(p.grad for part in model.parts for p in part.parameters() if p.grad is not None)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.after_step(True)
+    return gradients

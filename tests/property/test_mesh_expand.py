@@ -1,0 +1,203 @@
+"""A deep stage made of the recording of a shallow one is the recording of the deep one, event by event.
+
+And ranks of which one stands for all do the same, each in its place; those that stand for themselves do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mesh_programs import renumbered, sent_by_program, standing_bytes, updated
+
+from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.models.moe import MoEConfig
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.mesh.job import Job
+from sim.mesh.models import find_model
+from sim.mesh.recipe import Recipe
+from sim.mesh.tracing.expand import EDGE, kept_layers
+from sim.mesh.tracing.trace import trace
+
+pytestmark = pytest.mark.sim
+
+few = settings(
+    max_examples=max(settings.default.max_examples // 25, 1),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+DENSE = {
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts": 4, "expert_intermediate_size": 8, "experts_per_token": 2}
+
+DEGREES: tuple[dict[str, int], ...] = (
+    {"dp_shard": 2},
+    {"tp": 2},
+    {"cp": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"pp": 2},
+    {"pp": 2, "dp_shard": 2},
+    {"dp_shard": 2, "tp": 2},
+)
+
+
+def dims_of(degrees: dict[str, int]) -> ParallelDims:
+    size = 1
+    for degree in degrees.values():
+        size *= degree
+    return ParallelDims(**degrees, world_size=size)
+
+
+def job_of(layers: int, degrees: dict[str, int], experts: int | None = None, batch: int = 4, **recipe: Any) -> Job:
+    """A job of a tiny model; `experts`: how many of its layers are dense."""
+    config = LlamaConfig(**DENSE, num_hidden_layers=layers)
+    if experts is not None:
+        config = MoEConfig(**DENSE, **EXPERTS, num_hidden_layers=layers, num_dense_layers=experts)
+    return Job(find_model(config), dims_of(degrees), batch=batch, seq_len=8, recipe=Recipe(**recipe))
+
+
+def assert_the_same(job: Job) -> None:
+    expanded, whole = trace(job), trace(job, every_layer=True)
+    assert len(expanded) == len(whole)
+    for one, other in zip(expanded, whole, strict=True):
+        found, wanted = renumbered(one), renumbered(other)
+        for number, (event, expected) in enumerate(zip(found, wanted, strict=False)):
+            assert event == expected, f"event {number} of {len(wanted)}: {event} and not {expected}"
+        assert len(found) == len(wanted)
+        assert updated(one) == updated(other)
+        assert one.order == other.order
+
+
+# -- a few layers for many -------------------------------------------------------------------------------------------
+
+
+@few
+@given(
+    st.integers(2 * EDGE + 1, 14),
+    st.sampled_from(DEGREES),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([3, 2]),
+    st.sampled_from(["none", "full", "selective"]),
+    st.sampled_from(["bf16", "fp32"]),
+)
+def test_a_deep_llama_from_a_few_of_its_layers(layers, degrees, microbatches, zero, checkpointing, dtype):
+    if "pp" in degrees:
+        layers, microbatches = 2 * layers, max(microbatches, 2)
+    job = job_of(layers, degrees, microbatches=microbatches, zero=zero, checkpointing=checkpointing, param_dtype=dtype)
+    assert_the_same(job)
+
+
+@few
+@given(
+    st.integers(2 * EDGE + 1, 11),
+    st.integers(0, 3),
+    st.sampled_from([{"ep": 2}, {"dp_shard": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "dp_shard": 2}]),
+    st.sampled_from(["none", "full"]),
+)
+def test_a_deep_model_with_experts_from_a_few_of_its_layers(layers, dense, degrees, checkpointing):
+    assert_the_same(job_of(layers + dense, degrees, experts=dense, checkpointing=checkpointing))
+
+
+@pytest.mark.parametrize("zero", [1, 0])
+@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"pp": 2, "dp_shard": 2}])
+def test_whole_weights_of_all_layers_are_there(zero, degrees):
+    """Flat buffers are as long as all layers need, and all of them is reduced and gathered."""
+    job = job_of(9 * degrees.get("pp", 1), degrees, zero=zero, microbatches=2)
+    for one, other in zip(trace(job), trace(job, every_layer=True), strict=True):
+        assert standing_bytes(one) == standing_bytes(other)
+        assert sum(sent.size for sent in sent_by_program(one)) == sum(sent.size for sent in sent_by_program(other))
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=40), st.integers(0, 9))
+def test_layers_that_are_kept(kinds, first):
+    """In order, with both ends of each run of one kind, and at most six of the run that is cut."""
+    layers = range(first, first + len(kinds))
+    kept = kept_layers(layers, kinds)
+    assert kept == sorted(set(kept))
+    assert set(kept) <= set(layers)
+    left_out = sorted(set(layers) - set(kept))
+    if left_out:
+        assert left_out == list(range(left_out[0], left_out[-1] + 1)), "one gap"
+        around = [kinds[layer - first] for layer in range(left_out[0] - EDGE, left_out[-1] + EDGE + 1)]
+        assert len(set(around)) == 1, "of layers of one kind, as far as the engine reaches"
+    runs = [len(list(run)) for _, run in itertools.groupby(kinds)]
+    assert bool(left_out) == (max(runs, default=0) > 2 * EDGE)
+
+
+def test_a_difference_in_a_middle_layer_is_noticed(monkeypatch):
+    """The comparison sees one layer that computes something else."""
+    job = job_of(9, {"dp_shard": 2})
+    programs = trace(job)
+    wanted = renumbered(programs[0])
+    other = trace(dataclasses.replace(job, recipe=Recipe(checkpoint_layers=5, checkpointing="full")))
+    assert renumbered(other[0]) != wanted
+    segment = programs[0].segments["forward", 0, "only"]
+    del segment.events[len(segment.events) // 2]
+    assert renumbered(programs[0]) != wanted
+
+
+# -- one rank for many -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class At(Job):
+    """A job recorded on another rank of each class: so many ranks of the mesh further on."""
+
+    further: int = 0
+
+    def rank_of_stage_rank(self, pp_rank: int) -> int:
+        return pp_rank + self.further * self.dims.pp
+
+
+def said(job: Job, further: int) -> list[list[Any]]:
+    values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    return [renumbered(program, ranks=False) for program in trace(At(**values, further=further))]
+
+
+ALIKE: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp": ({"dp_shard": 4}, {}),
+    "replicated": ({"dp_replicate": 2, "dp_shard": 2}, {}),
+    "tp": ({"tp": 2, "dp_shard": 2}, {}),
+    "tp, whole sequences": ({"tp": 2}, {"sequence_parallel": False}),
+    "pp": ({"pp": 2, "dp_shard": 2}, {}),
+    "pp and tp": ({"pp": 2, "tp": 2}, {}),
+    "zero 1": ({"dp_shard": 4}, {"zero": 1}),
+    "experts": ({"ep": 2, "dp_shard": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_ranks_of_a_class_do_the_same(name):
+    degrees, recipe = ALIKE[name]
+    job = job_of(2, degrees, experts=0 if name == "experts" else None, **recipe)
+    classes = job.dims.world_size // job.dims.pp
+    first = said(job, 0)
+    for further in range(1, classes):
+        for one, other in zip(said(job, further), first, strict=True):
+            assert one == other, f"{further} ranks further on"
+
+
+def test_every_stage_that_stands_for_itself_does_something_else():
+    job = job_of(4, {"pp": 4}, batch=4)
+    programs = [renumbered(program, ranks=False) for program in trace(job)]
+    for one, other in itertools.combinations(programs, 2):
+        assert one != other
+
+
+def test_programs_count_all_ranks():
+    for degrees in DEGREES:
+        job = job_of(2, degrees)
+        programs = trace(job)
+        assert sum(program.like for program in programs) == job.dims.world_size
+        assert len(programs) == job.dims.pp

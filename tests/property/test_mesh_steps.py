@@ -1,0 +1,152 @@
+"""Whole steps of the trainer on a rank that lives alone: every collective of the real world, in its order.
+
+20 examples by default, each on up to three of up to 16 ranks; 1,000 with --hypothesis-profile=deep. Pipelines are in
+`test_mesh_programs`: a stage that lives alone cannot ask the others for the shapes of what they send.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from mesh_kit import alone, assert_same, compare, in_real_numbers
+from mesh_training import only_steps, steps_of
+from training_kit import MODELS, Arrangement, Problem, arrangements
+
+from hyper_parallel.trainer.config import ParallelConfig
+from sim.mesh.routing import Routing
+
+pytestmark = pytest.mark.sim
+
+some = settings(
+    max_examples=max(settings.default.max_examples // 10, 1),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+ROUTINGS = (Routing(), Routing.zipf(1.0), Routing().drawn(3), Routing.zipf(0.5).drawn(1))
+
+
+def without_pipeline(problem: Problem) -> st.SearchStrategy[Arrangement]:
+    return arrangements(problem).filter(lambda found: found.parallel.pp == 1)
+
+
+def check(problem: Problem, arrangement: Arrangement, data: Any, routing: Routing | None = None) -> None:
+    config, size = arrangement.of(problem), arrangement.world_size
+    ranks = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=min(size, 2), max_size=3), label="ranks"))
+    parallel = config.parallel
+    for axis in ("dp_replicate", "cp", "tp", "ep"):
+        if getattr(parallel, axis) > 1:
+            event(axis)
+    event(f"{parallel.engine}, {parallel.checkpointing}, {parallel.param_dtype}")
+    compare(steps_of(config, size, routing=routing), size, ranks, part=only_steps)
+
+
+@some
+@given(st.sampled_from(["dense", "dense, tied, tokens ignored"]), st.sampled_from(["fp32", "bf16"]), st.data())
+def test_a_step_of_a_llama_communicates_as_in_the_real_world(model, precision, data):
+    problem = Problem(model, precision)
+    check(problem, data.draw(without_pipeline(problem)), data)
+
+
+@some
+@given(
+    st.sampled_from(["experts", "every expert", "experts in all layers, tied"]),
+    st.sampled_from(["fp32", "bf16"]),
+    st.sampled_from(ROUTINGS),
+    st.data(),
+)
+def test_a_step_with_experts_communicates_as_in_the_real_world(model, precision, routing, data):
+    """With values, tokens choose experts by the same counts that the rank without values is given."""
+    problem = Problem(model, precision)
+    check(problem, data.draw(without_pipeline(problem)), data, routing)
+
+
+# -- each dimension by itself, on all ranks ----------------------------------------------------------------------------
+
+EACH = {
+    "two ranks": ("dense", 2, {}),
+    "replicated": ("dense", 4, {"dp_replicate": 4}),
+    "half replicated": ("dense", 4, {"dp_replicate": 2}),
+    "tensor parallel": ("dense", 2, {"tp": 2}),
+    "ring": ("dense", 2, {"cp": 2, "ulysses_degree": 1}),
+    "ulysses": ("dense", 2, {"cp": 2, "ulysses_degree": 2}),
+    "bf16, computed again": ("dense", 4, {"tp": 2, "param_dtype": "bf16", "checkpointing": "full"}),
+    "kept gathered": ("dense", 2, {"reshard_after_forward": False}),
+    "hsdp": ("dense", 4, {"engine": "hsdp", "dp_replicate": 2, "checkpointing": "selective"}),
+    "one rank, bf16": ("dense", 1, {"param_dtype": "bf16"}),
+    "experts": ("experts", 4, {"ep": 2}),
+    "experts, not split": ("experts", 2, {}),
+    "experts and tp": ("experts", 4, {"ep": 2, "tp": 2}),
+    "whole experts and tp": ("experts", 4, {"ep": 2, "tp": 2, "etp": 1}),
+    "experts and cp": ("experts", 4, {"ep": 2, "cp": 2}),
+}
+
+
+def config_of(model: str, parallel: dict[str, Any], accumulate: int = 1) -> Any:
+    config = MODELS[model]
+    return replace(config, train=replace(config.train, accumulate=accumulate), parallel=ParallelConfig(**parallel))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_dimension_on_every_rank(name):
+    model, size, parallel = EACH[name]
+    routing = Routing.zipf(1.0) if "expert" in model else None
+    seen = compare(steps_of(config_of(model, parallel), size, routing=routing), size, part=only_steps)
+    axes = {event.axis for rank in seen for event in rank.events}
+    assert all(axis in axes for axis in ("tp", "cp", "ep") if parallel.get(axis, 1) > 1)
+
+
+# -- the comparison notices ------------------------------------------------------------------------------------------
+
+
+def both() -> Any:
+    body = steps_of(config_of("dense", {"tp": 2}), 4)
+    return only_steps(in_real_numbers(body, 4)[1]), only_steps(alone(body, 4, 1))
+
+
+def test_the_two_are_the_same_before_a_fault_is_put_in():
+    real, fake = both()
+    assert_same(real, fake)
+    assert len(real.events) > 50
+
+
+@pytest.mark.parametrize("number", [0, 7, 40, -1])
+def test_an_event_left_out_is_noticed(number):
+    real, fake = both()
+    del fake.events[number]
+    with pytest.raises(AssertionError, match=r"event \d+, |left out alone"):
+        assert_same(real, fake)
+
+
+@pytest.mark.parametrize("field", ["send_bytes", "recv_bytes"])
+def test_other_bytes_are_noticed(field):
+    real, fake = both()
+    fake.events[13] = fake.events[13]._replace(**{field: getattr(fake.events[13], field) + 1})
+    with pytest.raises(AssertionError, match=f"event 13, .*{field}: "):
+        assert_same(real, fake)
+
+
+@pytest.mark.parametrize(
+    "other", [{"seq_len": 16}, {"reshard_after_forward": False}, {"param_dtype": "bf16"}, {"checkpointing": "full"}]
+)
+def test_another_run_is_noticed(other):
+    """What differs in one setting only: sequences, resharding, precision, what is computed again."""
+    real, _ = both()
+    config = config_of("dense", {"tp": 2, **{key: value for key, value in other.items() if key != "seq_len"}})
+    if "seq_len" in other:
+        config = replace(config, train=replace(config.train, seq_len=other["seq_len"]))
+    with pytest.raises(AssertionError):
+        assert_same(real, only_steps(alone(steps_of(config, 4), 4, 1)))
+
+
+def test_another_routing_is_noticed():
+    config = config_of("experts", {"ep": 2})
+    real = only_steps(in_real_numbers(steps_of(config, 4, routing=Routing.zipf(1.0)), 4)[0])
+    assert_same(real, only_steps(alone(steps_of(config, 4, routing=Routing.zipf(1.0)), 4, 0)))
+    with pytest.raises(AssertionError, match="all_to_all"):
+        assert_same(real, only_steps(alone(steps_of(config, 4, routing=Routing()), 4, 0)))

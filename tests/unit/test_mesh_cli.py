@@ -1,0 +1,320 @@
+"""The commands of the mesh simulator as a new user tries them: what they print, and one message for every mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mesh_fakes import fake_estimate
+from typer.testing import CliRunner
+
+import sim.mesh.pricing.measure  # noqa: F401
+from hyper_parallel import cli
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.mesh.hardware import find_hardware, hardware_names
+from sim.mesh.recipe import Recipe
+
+LLAMA = ("--model", "llama3-8b", "--hardware", "h100-sxm")
+SEARCH = (*LLAMA, "--devices", "64", "--global-batch", "128", "--seq-len", "8192")
+
+OWN = """
+import torch
+from torch import nn
+
+from hyper_parallel.models.llama import LlamaConfig
+from sim import mesh
+
+
+def mlp():
+    return mesh.Custom(
+        lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)),
+        lambda batch, seq_len: torch.zeros(batch, seq_len, 8),
+        name="mlp",
+    )
+
+
+def small():
+    return LlamaConfig(num_hidden_layers=2)
+
+
+def made():
+    return nn.Linear(4, 4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("own_model.py").write_text(OWN)
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Put closed forms in the place of estimates; return what they were asked for."""
+    calls: list[dict[str, Any]] = []
+
+    def remembering(**given: Any) -> Any:
+        calls.append(given)
+        return fake_estimate(**given)
+
+    monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", remembering)
+    return calls
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+# estimate
+
+
+def test_options_become_degrees_batch_and_recipe(asked: list[dict[str, Any]]) -> None:
+    degrees = ("--devices", "128", "--tp", "8", "--pp", "4", "--dp-replicate", "2", "--global-batch", "64")
+    recipe = ("--checkpointing", "full", "--zero", "2", "--schedule", "interleaved", "--microbatches", "8", "--compile")
+    more = ("--set", "loss=compiled", "--set", "graphs=true", "--set", "checkpoint_layers=3", "--no-sequence-parallel")
+    code, output = invoke("estimate", *LLAMA, *degrees, *recipe, *more, "--seq-len", "8192")
+    assert code == 0, output
+    assert len(asked) == 1
+    given = asked[0]
+    assert given["dims"] == ParallelDims(dp_replicate=2, dp_shard=2, tp=8, etp=8, pp=4, world_size=128)
+    assert (given["model"], given["hardware"], given["batch"], given["seq_len"]) == ("llama3-8b", "h100-sxm", 16, 8192)
+    assert given["recipe"] == Recipe(
+        checkpointing="full",
+        checkpoint_layers=3,
+        zero=2,
+        schedule="interleaved",
+        microbatches=8,
+        compile=True,
+        loss="compiled",
+        graphs=True,
+        sequence_parallel=False,
+    )
+    assert "Memory of a rank, where it is fullest" in output
+    assert "Time of a step" in output
+
+
+def test_what_is_left_out_has_a_default(asked: list[dict[str, Any]]) -> None:
+    assert invoke("estimate", *LLAMA, "--tp", "2", "--dp-shard", "4")[0] == 0
+    assert invoke("estimate", *LLAMA, "--pp", "4")[0] == 0
+    assert invoke("estimate", *LLAMA, "--devices", "64", "--batch", "3")[0] == 0
+    assert [given["dims"].world_size for given in asked] == [8, 4, 64]
+    assert [given["batch"] for given in asked] == [1, 8, 3]
+    assert [given["seq_len"] for given in asked] == [4096] * 3
+    assert all(given["recipe"] == Recipe() for given in asked)
+
+
+def test_in_words_with_changes_tried(asked: list[dict[str, Any]]) -> None:
+    code, output = invoke("estimate", *LLAMA, "--devices", "8", "--checkpointing", "full", "--try", "1")
+    assert code == 0, output
+    assert "Where the time goes:" in output
+    assert "What to change:" in output
+    assert "Estimated" in output
+    assert len(asked) == 2
+    assert output.count("NVIDIA H100 SXM5") == 1, "the headline stands there once"
+
+
+def test_json_to_a_file_and_to_the_terminal(asked: list[dict[str, Any]]) -> None:
+    code, output = invoke("estimate", *LLAMA, "--devices", "8", "--json", "out/estimate.json")
+    assert code == 0, output
+    assert output.endswith("wrote out/estimate.json\n")
+    code, printed = invoke("estimate", *LLAMA, "--devices", "8", "--json", "-")
+    assert json.loads(printed) == json.loads(Path("out/estimate.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["own_model:mlp", "own_model.py:mlp", "./own_model.py:mlp"])
+def test_a_model_of_ones_own(asked: list[dict[str, Any]], name: str) -> None:
+    code, output = invoke("estimate", "--model", name, "--hardware", "h100-sxm", "--devices", "8")
+    assert code == 0, output
+    assert asked[0]["model"].name == "mlp"
+    assert output.startswith("mlp on 8 x NVIDIA H100")
+
+
+def test_a_config_of_ones_own(asked: list[dict[str, Any]]) -> None:
+    assert invoke("estimate", "--model", "own_model.py:small", "--hardware", "h200")[0] == 0
+    assert asked[0]["model"].num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (("--tp", "3", "--devices", "8"), ["cannot infer dp_shard: world_size=8 is not divisible by", "tp=3"]),
+        (
+            ("--devices", "8", "--global-batch", "12"),
+            [
+                "cannot split a global batch of 12 sequences evenly: there are 8 data-parallel",
+                "try: --global-batch 8 or 16",
+            ],
+        ),
+        (("--batch", "1", "--global-batch", "8"), ["cannot tell the batch: it is given twice", "try: one of the two"]),
+        (("--devices", "0"), ["cannot place the model: there must be a device at least\n  --devices 0"]),
+        (("--dp-shard", "-1"), ["--devices is missing\n  try: --devices 8"]),
+        (("--checkpointing", "ful"), ["checkpointing='ful' does not exist", "try: checkpointing='full'"]),
+        (("--param-dtype", "fp8"), ["param_dtype='fp8' is no dtype for this"]),
+        (("--zero", "4"), ["zero=4 is no level of ZeRO"]),
+        (("--schedule", "1fib"), ["there is no schedule '1fib'", "try: '1f1b'"]),
+        (("--set", "graphs"), ["cannot use --set graphs: it is not of the form name=value"]),
+        (("--set", "graph=true"), ["the recipe has no field 'graph'", "try: --set 'graphs'=..."]),
+        (("--set", "graphs=maybe"), ["cannot use --set graphs=maybe: it is neither true nor false"]),
+        (("--set", "routing=even"), ["the skew of loads is a number"]),
+        (("--plot", "."), ["cannot write '.': it is a folder"]),
+        (("--json", "own_model.py/x.json"), ["own_model.py' is no folder"]),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(arguments: tuple[str, ...], messages: list[str]) -> None:
+    code, output = invoke("estimate", *LLAMA, *arguments)
+    assert code == cli.USER_ERROR, output
+    assert output.startswith("error: cannot ")
+    assert "\n  try: " in output
+    assert [message for message in messages if message not in output] == [], output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("lama3-8b", "there is no model 'lama3-8b'"),
+        ("own_model.py:nothing", "own_model.py has no function 'nothing'\n  it has: "),
+        ("no.py:nothing", "there is no file 'no.py'\n  Python files here: own_model.py"),
+        ("no_module:nothing", "there is no module 'no_module'\n  here: own_model.py"),
+        ("own_model.py:made", "it returned a Linear, and an estimate makes the model itself"),
+    ],
+)
+def test_a_model_that_is_none(model: str, message: str) -> None:
+    code, output = invoke("estimate", "--model", model, "--hardware", "h100-sxm", "--devices", "8")
+    assert code == cli.USER_ERROR, output
+    assert message in output
+    assert "\n  try: " in output
+
+
+def test_unknown_hardware() -> None:
+    code, output = invoke("estimate", "--model", "llama3-8b", "--hardware", "h100")
+    assert code == cli.USER_ERROR
+    assert output.startswith("error: cannot find the hardware 'h100': nothing has that name\n  known: ")
+
+
+def test_a_real_estimate_with_picture_and_trace() -> None:
+    pytest.importorskip("matplotlib")
+    degrees = ("--devices", "8", "--tp", "2", "--pp", "2", "--seq-len", "64", "--batch", "4")
+    options = ("--explain", "--plot", "out/step.png", "--trace", "out/step.json", "--json", "out/figures.json")
+    code, output = invoke("estimate", "--model", "llama-tiny", "--hardware", "a100-80gb", *degrees, *options)
+    assert code == 0, output
+    assert "llama-tiny on 8 x NVIDIA A100" in output
+    assert "fits: " in output
+    assert "Where the time goes:" in output
+    assert output.endswith("wrote out/step.png\nwrote out/step.json\nwrote out/figures.json\n")
+    assert Path("out/step.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(Path("out/step.json").read_text())["traceEvents"]
+    assert json.loads(Path("out/figures.json").read_text())["memory"]["fits"]
+
+
+def test_a_real_estimate_of_a_module_of_ones_own() -> None:
+    options = ("--hardware", "h200", "--devices", "4", "--seq-len", "16", "--batch", "8")
+    code, output = invoke("estimate", "--model", "own_model.py:mlp", *options)
+    assert code == 0, output
+    assert output.startswith("mlp on 4 x NVIDIA H200")
+
+
+# search
+
+
+def test_a_search_prints_the_ranking(asked: list[dict[str, Any]]) -> None:
+    code, output = invoke("search", *SEARCH, "--limit", "6", "--rows", "2", "--json", "found.json")
+    assert code == 0, output
+    assert len(asked) == 6
+    assert "Fastest first" in output
+    assert "estimates: 0 of 6" in output, "progress"
+    assert "Not in the ranking" in output
+    found = json.loads(Path("found.json").read_text())
+    assert found["complete"]
+    assert 1 <= len(found["found"]) <= 6
+
+
+def test_what_is_given_to_a_search_stays(asked: list[dict[str, Any]]) -> None:
+    options = ("--tp", "4", "--checkpointing", "selective", "--zero", "3", "--compile", "--set", "loss=compiled")
+    assert invoke("search", *SEARCH, *options, "--limit", "4")[0] == 0
+    for given in asked:
+        recipe = given["recipe"]
+        assert given["dims"].tp == 4
+        assert (recipe.checkpointing, recipe.zero, recipe.compile, recipe.loss) == ("selective", 3, True, "compiled")
+
+
+def test_nothing_fits(asked: list[dict[str, Any]]) -> None:
+    code, output = invoke("search", *SEARCH, "--memory-limit", "0.5")
+    assert code == cli.USER_ERROR
+    assert "nothing fits into 0.5 GiB\n  closest: " in output
+    assert "\n  try: about " in output
+
+
+def test_an_interrupted_search_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def interrupted(**given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return fake_estimate(**given)
+
+    monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", interrupted)
+    code, output = invoke("search", *SEARCH)
+    assert code == cli.INTERRUPTED
+    assert "Fastest first" in output
+    assert "the search was interrupted: this is the best so far" in output
+
+
+# hardware
+
+
+def test_the_list_of_hardware() -> None:
+    code, output = invoke("hardware")
+    assert code == 0, output
+    assert [line.split()[0] for line in output.splitlines()[1:]][: len(hardware_names())] == hardware_names()
+    assert "…" not in output
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_description_can_be_shown(name: str) -> None:
+    code, output = invoke("hardware", "show", name)
+    assert code == 0, output
+    assert output.startswith(f"{name}: ")
+    assert "device.memory" in output
+    sources = {figure.source for figure in find_hardware(name).figures.values()}
+    assert all(source.split()[0] in output for source in sources)
+
+
+def test_hardware_that_is_not_there() -> None:
+    code, output = invoke("hardware", "show", "h100-smx")
+    assert code == cli.USER_ERROR
+    assert "try: 'h100-sxm', or the path of a TOML file" in output
+
+
+def test_measuring_writes_a_file_that_estimates_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def measured(processes: int = 2) -> Any:
+        told.append(processes)
+        return find_hardware("laptop-cpu" if "laptop-cpu" in hardware_names() else "a100-40gb")
+
+    monkeypatch.setattr(sys.modules["sim.mesh.pricing.measure"], "measure", measured)
+    code, output = invoke("hardware", "measure", "--write", "out/mine.toml", "--processes", "3")
+    assert code == 0, output
+    assert told == [3]
+    assert output == "wrote out/mine.toml; try: hyper-parallel hardware show out/mine.toml\n"
+    code, output = invoke("hardware", "show", "out/mine.toml")
+    assert code == 0, output
+    assert "device.memory" in output
+
+
+def test_help_names_the_commands() -> None:
+    code, output = invoke("--help")
+    assert code == 0
+    for command in ("estimate", "search", "hardware", "validate"):
+        assert command in output

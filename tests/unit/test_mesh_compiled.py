@@ -1,0 +1,241 @@
+"""What a compiled block keeps and computes again: as torch.compile's own cut of the graph has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from hyper_parallel.models.llama import Block, LlamaConfig, causal_attention
+from hyper_parallel.models.moe import MoEConfig, MoELlama
+from hyper_parallel.trainer.steps import _keep_alternate_products, _keep_products
+from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
+from sim.mesh.tracing.float8 import use_float8
+from sim.mesh.tracing.regions import one_kernel, recomputes, region, traces
+
+_CONFIG = LlamaConfig(256, 64, 192, 1, 4, 2, 128)
+
+
+def _block() -> tuple[Block, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    block = Block(_CONFIG).to(torch.bfloat16)
+    x = torch.randn(2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+    return block, (x, torch.randn(128, 16).bfloat16(), torch.randn(128, 16).bfloat16())
+
+
+def _kept(function: Callable[..., Any], block: nn.Module, given: tuple[torch.Tensor, ...]) -> list[int]:
+    """Return the bytes of each storage that a forward keeps for backward, parameters and inputs left out."""
+    function(*given)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*given)
+    own = {tensor.untyped_storage()._cdata for tensor in (*block.parameters(), *given)}
+    found = sorted(size for key, size in kept.items() if key not in own)
+    result.sum().backward()
+    return found
+
+
+def _by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile by torch, with the cut and the decompositions of its compiler, and graphs that are run as they are."""
+
+    def cut(joint: Any, inputs: Any, **options: Any) -> Any:
+        return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+    backend = aot_autograd(
+        fw_compiler=lambda module, inputs: make_boxed_func(module),
+        partition_fn=cut,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "alternate", "full"])
+def test_a_block_keeps_what_torchs_compiler_keeps(checkpointing: str) -> None:
+    block, given = _block()
+    ours = _kept(compile_like(block, checkpointing), block, given)
+
+    def checkpointed(*args: torch.Tensor) -> Any:
+        keep = {"selective": _keep_products, "alternate": _keep_alternate_products}.get(checkpointing)
+        options: dict[str, Any] = {"context_fn": keep} if keep else {}
+        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    theirs = _kept(_by_torch(block if checkpointing == "none" else checkpointed), block, given)
+    tokens, d, f, kv, heads = 256, 64, 192, 32, 4
+    state = [size for size in theirs if size == torch.get_rng_state().numel()]  # of the generator, not on accelerators
+    assert ours == theirs
+    expected = {
+        # norm twice, q, attention, what wo returns, k and v; w1, w3 and their product; two roots, one of a sum
+        "none": 2 * tokens * (5 * d + 2 * kv + 3 * f) + 4 * tokens * (2 + heads),
+        # q, attention, what wo returns, k and v; w1 and w3; one of a sum
+        "selective": 2 * tokens * (3 * d + 2 * kv + 2 * f) + 4 * tokens * heads,
+        # q, v, attention, w1 and what w2 returns, which the residual needs not; one of a sum
+        "alternate": 2 * tokens * (2 * d + kv + f) + 4 * tokens * heads,
+        "full": 0,
+    }
+    assert sum(ours) - sum(state) == expected[checkpointing]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "alternate", "full"])
+def test_it_computes_what_the_block_computes(checkpointing: str) -> None:
+    block, given = _block()
+    wanted = block(*given)
+    grads = torch.autograd.grad(wanted.square().sum(), [given[0], *block.parameters()])
+    assert compile_block(block, checkpointing)
+    found = block(*given)
+    assert torch.equal(found, wanted)
+    for grad, other in zip(
+        torch.autograd.grad(found.square().sum(), [given[0], *block.parameters()]), grads, strict=True
+    ):
+        torch.testing.assert_close(grad, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
+
+
+def test_one_graph_serves_all_blocks_that_are_alike() -> None:
+    graphs: dict[Any, Any] = {}
+    with FakeTensorMode():
+        for _ in range(3):
+            block = Block(_CONFIG)
+            compile_block(block, graphs=graphs)
+            x = torch.zeros(1, 128, 64, requires_grad=True)
+            for _ in range(2):
+                block(x, torch.zeros(128, 16), torch.zeros(128, 16)).sum().backward()
+            assert isinstance(block.mlp.w1.weight.grad, FakeTensor)
+    assert len(graphs) == 1
+
+
+def test_other_shapes_and_no_gradients_are_other_graphs() -> None:
+    graphs: dict[Any, Any] = {}
+    double = compile_like(lambda x: x * 2, graphs=graphs)
+    with FakeTensorMode():
+        x = torch.zeros(3, requires_grad=True)
+        double(x)
+        with torch.no_grad():
+            assert not double(x).requires_grad
+        assert double(torch.zeros(4)).shape == (4,)
+    assert len(graphs) == 3
+
+
+def test_while_kernels_run_they_have_numbers_and_what_is_done_again_is_told() -> None:
+    seen: list[tuple[str, int, bool]] = []
+
+    class Looks(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func._schema.name, region(), recomputes()))
+            return func(*args, **(kwargs or {}))
+
+    function = compile_like(lambda x, w: (x.sin().cos() @ w).sin(), "full")
+    with FakeTensorMode(), Looks():
+        x, w = torch.zeros(8, 8, requires_grad=True), torch.zeros(8, 8, requires_grad=True)
+        seen.clear()
+        y = function(x, w)
+        forward = list(seen)
+        seen.clear()
+        y.backward(torch.zeros(8, 8))
+    numbers = {name: number for name, number, _ in forward if number}
+    assert numbers["aten::cos"] < numbers["aten::mm"]
+    assert len({number for name, number, _ in forward if name in ("aten::sin", "aten::cos")}) == 2
+    assert not any(again for _, _, again in forward)
+    assert ("aten::mm", True) in {(name, again) for name, _, again in seen}
+    assert ("aten::mm", False) in {(name, again) for name, _, again in seen}
+    assert not {n for _, n, _ in seen if n} & {n for _, n, _ in forward}
+    assert region() == 0
+    assert not traces()
+
+
+def test_what_depends_on_values_is_run_as_it_is() -> None:
+    function = compile_like(lambda x: x * int(x.sum()))
+    assert torch.equal(function(torch.ones(2)), torch.tensor([2.0, 2.0]))
+    chosen = compile_like(lambda x: x[x > 0])
+    assert torch.equal(chosen(torch.tensor([1.0, -1.0])), torch.tensor([1.0]))
+
+
+def test_attention_over_ranks_is_called_between_two_graphs() -> None:
+    block, given = _block()
+    wanted = block(*given)
+    calls = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        calls.append((q.shape, region()))
+        return causal_attention(q, k, v)
+
+    attend.__module__ = "hyper_parallel.core.context_parallel.api"
+    block.attention.attend = attend
+    assert compile_block(block)  # nothing is to be wrapped
+    for _ in range(2):
+        assert torch.equal(block(*given), wanted)
+    assert calls == [(torch.Size([2, 4, 128, 16]), 0)] * 2
+    assert isinstance(block.attention.forward, CompiledLike)
+    assert not isinstance(block.forward, CompiledLike)
+
+
+def test_a_block_that_communicates_is_compiled_in_pieces() -> None:
+    block = Block(_CONFIG)
+
+    def hook(module: Any, args: Any) -> None:
+        return None
+
+    hook.__module__ = "hyper_parallel.core.shard.api"
+    block.attention.register_forward_pre_hook(hook)
+    assert not compile_block(block, "full")  # the checkpoint is to be put around it
+    assert not isinstance(block.forward, CompiledLike)
+    compiled = [name for name, child in block.named_modules() if isinstance(child.forward, CompiledLike)]
+    assert compiled == ["attention_norm", "attention", "mlp_norm", "mlp"]
+
+
+def test_experts_are_left_alone() -> None:
+    config = MoEConfig(256, 64, 192, 1, 4, 2, 128, num_experts=4, expert_intermediate_size=32)
+    with torch.device("meta"):
+        block = MoELlama(config).layers[0]
+    assert not compile_block(block, "full")
+    compiled = {name for name, child in block.named_modules() if isinstance(child.forward, CompiledLike)}
+    assert {"attention_norm", "attention", "mlp_norm"} <= compiled
+    assert not {name for name in compiled if name == "mlp" or name.startswith(("mlp.experts", "mlp.router"))}
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no policy 'ful'") as caught:
+        compile_like(lambda x: x, "ful")
+    assert "try: 'full'" in str(caught.value)
+
+
+def test_float8_products_keep_what_bfloat16_ones_keep() -> None:
+    block, given = _block()
+    plain = _kept(block, block, given)
+    assert use_float8(block) == 7
+    assert _kept(block, block, given) == plain
+
+
+def test_float8_is_close_to_bfloat16() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 32).bfloat16(), torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True)
+    wanted = layer(x)
+    grads = torch.autograd.grad(wanted.sum(), [x, layer.weight])
+    use_float8(layer)
+    found = layer(x)
+    torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.1)
+    for grad, other in zip(torch.autograd.grad(found.sum(), [x, layer.weight]), grads, strict=True):
+        torch.testing.assert_close(grad, other, rtol=0.15, atol=0.15 * float(other.abs().max()))
+
+
+def test_what_is_written_by_hand_is_one_kernel() -> None:
+    with one_kernel():
+        first = region()
+        assert first
+    with one_kernel():
+        assert region() == first + 1
+    assert region() == 0

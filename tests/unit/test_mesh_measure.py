@@ -1,0 +1,129 @@
+"""Measuring this machine: the fit finds figures it was made with, and a real measurement gives a usable description."""
+
+import math
+import random
+
+import pytest
+
+from sim.mesh.cost import Pricing
+from sim.mesh.hardware import find_hardware
+from sim.mesh.pricing.comm_cost import Links, Spread, collective_seconds
+from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
+from sim.mesh.pricing.fitting import Row, descend, quantile, summary
+from sim.mesh.pricing.measure import _MATMULS, measure
+from sim.mesh.pricing.measure_fit import OPS, fit_hardware
+from sim.mesh.program import Comm, Group, Op, Touch
+
+MACHINE = {"device": "cpu", "title": "a CPU", "memory": 2**33, "cores": 2}
+PEAK, BANDWIDTH, RANKS = 1e11, 2e10, 2
+MATMUL = {"floor_us": 1.0, "rate": 0.9, "prologue": 40, "edge": 8, "quantised": 0, "cap": 1.0, "stream": 0.9}
+MEMORY = {"floor_us": 1.0, "stream": 1.0, "cache_mib": 20, "cache_speedup": 4}
+ATTENTION = {"floor_us": 1.0, "forward": {"64": 0.5, "128": 0.5}, "backward": {"64": 0.4, "128": 0.4}, "causal": 0.8}
+ATTENTION |= {"half_forward": 50, "half_backward": 80, "causal_length_forward": 0.5, "causal_length_backward": 0.5}
+CURVE = {"efficiency": 0.7, "base_us": 200, "ramp_us": 100, "power": 0.8}
+
+
+def samples(noise=0.0):
+    """What a machine with the figures above would be measured as."""
+    draw = random.Random(3)
+
+    def sample(what, seconds, **rest):
+        return {"what": what, "seconds": seconds * math.exp(draw.gauss(0, noise)), **rest}
+
+    made = []
+    for m, n, k in (*_MATMULS, (1024, 1024, 1024)):
+        seconds = matmul_seconds(MATMUL, (1, m, n, k), PEAK, 2, 4, BANDWIDTH)[0]
+        made.append(sample("matmul", seconds, dtype="torch.float32", shape=[1, m, n, k]))
+    for moved in (2**14, 2**18, 2**20, 2**23, 2**25, 2**30):
+        made.append(sample("stream", stream_seconds(MEMORY, moved, BANDWIDTH)[0], bytes=moved))
+    made.append(sample("random", 2**23 / BANDWIDTH * 4, bytes=2**23))
+    made.append(sample("optimizer", 2**28 / BANDWIDTH * 1.25, bytes=2**28))
+    for length, size, causal in ((128, 64, 1), (512, 64, 1), (512, 64, 0), (1024, 64, 1), (512, 128, 1)):
+        shape = (1, 8, 8, length, length, size, causal)
+        for what in ("attention", "attention_backward"):
+            seconds = attention_seconds(ATTENTION, shape, PEAK, backward=what != "attention")[0]
+            made.append(sample(what, seconds, dtype="torch.float32", shape=list(shape)))
+    made.append(sample("operation", 8e-6))
+    links = Links(3e9, False, RANKS, None, 2, 1.0, 0.0, dict.fromkeys((*OPS, "all_gather"), CURVE), {})
+    for op in OPS:
+        for size in (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26):
+            name = "broadcast" if op == "send" else op
+            seconds = collective_seconds(links, name, size, Spread(RANKS, 1, RANKS))[0]
+            made.append(sample("collective", seconds, op=op, size=size, ranks=RANKS))
+    return [*made, sample("issue", 3e-5)]
+
+
+@pytest.mark.parametrize(("noise", "off"), [(0.0, 0.08), (0.05, 0.15)])
+def test_the_fit_predicts_the_machine_that_it_was_made_from(noise, off):
+    pricing = Pricing(fit_hardware(samples(noise), MACHINE, RANKS))
+    errors = []
+    for sample in samples():
+        if sample["what"] == "matmul":
+            op = Op("aten.mm", "matmul", 1, (), (), "float32", tuple(sample["shape"]), 0, 0)
+        elif sample["what"].startswith("attention"):
+            op = Op("aten.sdpa", sample["what"], 1, (), (), "float32", tuple(sample["shape"]), 0, 0)
+        elif sample["what"] == "stream":
+            op = Op("aten.add", "memory", 0, (Touch(1, sample["bytes"]),), (), "float32", (), 0, 0)
+        else:
+            continue
+        errors.append(abs(pricing.op(op).seconds / (sample["seconds"] + 7e-6) - 1))  # in a model an op costs 8 us
+    assert quantile(errors, 0.5) < off / 2
+    assert quantile(errors, 0.9) < 2 * off
+    errors = []
+    for sample in samples():
+        if sample["what"] == "collective":
+            comm = Comm(sample["op"], 0, sample["size"], sample["size"], "float32", 0, 1, 0, 1)
+            errors.append(abs(pricing.comm(comm, Group("dp", range(RANKS)), rank=0).seconds / sample["seconds"] - 1))
+    assert quantile(errors, 0.9) < 2 * off
+
+
+def test_what_is_fitted_says_so():
+    hardware = fit_hardware(samples(), MACHINE, RANKS)
+    assert hardware.memory_bytes == 2**33
+    assert hardware.devices_per_node == RANKS
+    assert hardware.allocator == "none"
+    assert hardware.grade("device.bandwidth") == hardware.grade("peak.fp32") == "measured"
+    assert hardware.grade("inter.bandwidth") == "assumed"
+    assert "2 processes of 2 cores" in hardware.figures["peak.fp32"].source
+    assert hardware.curves["matmul"]["grade"] == "measured"
+    assert hardware.curves["matmul"]["error"][0] < 0.05
+    assert hardware.curves["memory"]["optimizer"] == pytest.approx(0.8, rel=0.05)
+    assert hardware.value("host.op") == 0
+
+
+def test_a_machine_of_one_process_has_no_links():
+    alone = [sample for sample in samples() if sample["what"] not in ("collective", "issue")]
+    hardware = fit_hardware(alone, MACHINE, 1)
+    assert hardware.grade("intra.bandwidth") == "assumed"
+    assert "links" not in hardware.curves
+    assert Pricing(hardware).comm(Comm("all_gather", 0, 8, 8, "", 0, 1, 0), Group("dp", range(1))).seconds > 0
+
+
+def test_this_machine(tmp_path):
+    hardware = measure(2 if find_hardware("laptop-cpu").devices_per_node == 2 else 1, "cpu", seconds=1e-4)
+    assert hardware.peak("float32") > 1e8
+    assert hardware.memory_bandwidth > 1e7
+    again = find_hardware(hardware.write(tmp_path / "here.toml"))
+    assert again.figures == hardware.figures
+    pricing = Pricing(again)
+    for op in OPS:
+        assert pricing.comm(Comm(op, 0, 2**20, 2**20, "", 0, 1, 0, 1), Group("dp", range(2)), rank=0).seconds > 1e-6
+    assert pricing.op(Op("aten.mm", "matmul", 1, (), (), "float32", (1, 64, 64, 64), 0, 0)).grade == "measured"
+
+
+def test_more_processes_than_cores():
+    with pytest.raises(ValueError, match=r"cannot measure this machine with 0 processes(?s:.*)cores: "):
+        measure(0, "cpu")
+    with pytest.raises(ValueError, match="processes is not from 1 to the number of cores"):
+        measure(10**6, "cpu")
+    with pytest.raises(ValueError, match="processes is not from 1"):
+        measure(1.5, "cpu")  # type: ignore[arg-type]
+
+
+def test_outliers_do_not_rule_a_fit():
+    rows = [Row("", 2e-6 * size, lambda at, size=size: at["each"] * size) for size in range(1, 12)]
+    rows[3] = rows[3]._replace(seconds=1.0)
+    fitted = descend(rows, {"each": 1e-6}, {"each": (1e-9, 1.0)})
+    assert fitted["each"] == pytest.approx(2e-6, rel=0.02)
+    assert summary(rows, fitted)[0] < 0.02
+    assert math.isnan(quantile([], 0.5))

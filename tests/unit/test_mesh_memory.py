@@ -1,0 +1,365 @@
+"""Replay of memory: the allocator's rules, whose blocks are whose, and that what is left out changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+
+from sim.mesh.memory import ROUNDING, ClassMemory, replay_memory
+from sim.mesh.program import Alloc, Event, Free, Op, Place, Program, Segment
+from sim.mesh.replay.allocator import CACHING, EXPANDABLE, PLAIN, AllocatorRules, Block, CachingAllocator
+from sim.mesh.replay.takings import find_pattern
+
+MIB = 1 << 20
+
+
+class TestAllocator:
+    def test_sizes_are_rounded_to_512_bytes(self) -> None:
+        allocator = CachingAllocator(CACHING)
+        allocator.take(1, 0)
+        allocator.take(513, 0)
+        assert allocator.allocated == 512 + 1024
+
+    @pytest.mark.parametrize(
+        ("size", "segment"),
+        [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12), (33 * MIB + 1, 34)],
+    )
+    def test_segments_are_as_large_as_torch_takes_them(self, size: int, segment: int) -> None:
+        allocator = CachingAllocator(CACHING)
+        allocator.take(size, 0)
+        assert allocator.reserved == segment * MIB
+
+    def test_small_and_large_requests_do_not_share_segments(self) -> None:
+        allocator = CachingAllocator(CACHING)
+        allocator.take(MIB, 0)
+        allocator.take(2 * MIB, 0)
+        assert allocator.reserved == 22 * MIB
+
+    def test_streams_do_not_share_segments(self) -> None:
+        allocator = CachingAllocator(CACHING)
+        allocator.give(allocator.take(4 * MIB, 0))
+        allocator.take(4 * MIB, 1)
+        assert allocator.reserved == 40 * MIB
+
+    def test_the_smallest_block_that_fits_is_taken(self) -> None:
+        allocator = CachingAllocator(CACHING)
+        large, small = allocator.take(40 * MIB, 0), allocator.take(30 * MIB, 0)
+        address = small.address
+        allocator.give(large)
+        allocator.give(small)
+        assert allocator.take(29 * MIB + MIB // 2, 0).address == address
+
+    def test_a_rest_of_at_most_one_mib_is_not_split_off_and_counts_as_allocated(self) -> None:
+        allocator = CachingAllocator(CACHING)
+        allocator.give(allocator.take(12 * MIB, 0))
+        allocator.take(11 * MIB, 0)
+        assert allocator.allocated == 12 * MIB
+        allocator = CachingAllocator(CACHING)
+        allocator.give(allocator.take(14 * MIB, 0))
+        allocator.take(11 * MIB, 0)
+        assert allocator.allocated == 11 * MIB
+
+    def test_neighbours_that_are_free_are_joined(self) -> None:
+        allocator = CachingAllocator(CACHING)
+        blocks = [allocator.take(5 * MIB, 0) for _ in range(4)]
+        assert allocator.reserved == 20 * MIB
+        for block in (blocks[0], blocks[2], blocks[1], blocks[3]):
+            allocator.give(block)
+        allocator.take(20 * MIB, 0)
+        assert allocator.reserved == 20 * MIB
+
+    def test_cached_segments_go_back_before_the_limit_is_passed(self) -> None:
+        allocator = CachingAllocator(AllocatorRules(limit=50 * MIB))
+        allocator.give(allocator.take(30 * MIB, 0))
+        allocator.take(40 * MIB, 0)
+        assert (allocator.reserved, allocator.retries, allocator.missing) == (40 * MIB, 1, 0)
+        allocator.take(20 * MIB, 0)
+        assert allocator.missing == 10 * MIB
+
+    def test_a_segment_in_use_does_not_go_back(self) -> None:
+        allocator = CachingAllocator(AllocatorRules(limit=50 * MIB))
+        first, second = allocator.take(15 * MIB, 0), allocator.take(3 * MIB, 0)
+        allocator.give(first)
+        allocator.release_cached()
+        assert allocator.reserved == 20 * MIB
+        allocator.give(second)
+        allocator.release_cached()
+        assert allocator.reserved == 0
+
+    def test_expandable_segments_grow_instead_of_leaving_holes(self) -> None:
+        sizes = [30 * MIB, 40 * MIB, 50 * MIB, 64 * MIB]
+        reserved = []
+        for rules in (CACHING, EXPANDABLE):
+            allocator = CachingAllocator(rules)
+            for size in sizes:
+                allocator.give(allocator.take(size, 0))
+            reserved.append(allocator.reserved)
+        assert reserved == [sum(sizes), 80 * MIB]
+
+    def test_expandable_segments_give_whole_pages_back(self) -> None:
+        allocator = CachingAllocator(EXPANDABLE)
+        first, second = allocator.take(50 * MIB, 0), allocator.take(50 * MIB, 0)
+        allocator.give(first)
+        allocator.release_cached()
+        assert allocator.reserved == 60 * MIB  # pages 0 and 1 of five
+        third = allocator.take(10 * MIB, 0)
+        assert allocator.reserved == 60 * MIB
+        for block in (second, third):
+            allocator.give(block)
+        allocator.release_cached()
+        assert allocator.reserved == 0
+        assert allocator.allocated == 0
+
+    def test_without_caching_reserved_is_allocated(self) -> None:
+        allocator = CachingAllocator(PLAIN)
+        block = allocator.take(100, 0)
+        assert (allocator.allocated, allocator.reserved) == (128, 128)
+        allocator.give(block)
+        assert allocator.reserved == 0
+
+
+class _Range(NamedTuple):
+    start: int
+    end: int
+    block: int  # -1: free
+
+
+class NaiveAllocator:
+    """The same rules on plain lists of ranges, searched from end to end."""
+
+    def __init__(self) -> None:
+        self.segments: dict[tuple[int, bool], list[list[_Range]]] = {}
+        self.count = 0
+
+    def take(self, size: int, stream: int) -> int:
+        size = -(-size // 512) * 512
+        small = size <= MIB
+        pool = self.segments.setdefault((stream, small), [])
+        free = [
+            (r.end - r.start, n, r) for n, s in enumerate(pool) for r in s if r.block < 0 and r.end - r.start >= size
+        ]
+        if not free:
+            length = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            pool.append([_Range(0, length, -1)])
+            free = [(length, len(pool) - 1, pool[-1][0])]
+        _, number, found = min(free, key=lambda one: (one[0], one[1], one[2].start))
+        rest = found.end - found.start - size
+        self.count += 1
+        at = pool[number].index(found)
+        if rest >= 512 if small else rest > MIB:
+            middle = found.start + size
+            pool[number][at : at + 1] = [_Range(found.start, middle, self.count), _Range(middle, found.end, -1)]
+        else:
+            pool[number][at] = found._replace(block=self.count)
+        return self.count
+
+    def give(self, block: int) -> None:
+        for pool in self.segments.values():
+            for segment in pool:
+                for at, one in enumerate(segment):
+                    if one.block == block:
+                        segment[at] = one._replace(block=-1)
+                joined: list[_Range] = []
+                for one in segment:
+                    if joined and joined[-1].block < 0 and one.block < 0:
+                        joined[-1] = joined[-1]._replace(end=one.end)
+                    else:
+                        joined.append(one)
+                segment[:] = joined
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        ranges = [one for pool in self.segments.values() for segment in pool for one in segment]
+        return sum(r.end - r.start for r in ranges if r.block >= 0), sum(r.end - r.start for r in ranges)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_allocator_does_what_its_rules_say(seed: int) -> None:
+    draw = random.Random(seed)
+    quick, naive = CachingAllocator(CACHING), NaiveAllocator()
+    used: list[tuple[Block, int]] = []
+    for _ in range(150):
+        if used and draw.random() < 0.45:
+            block, number = used.pop(draw.randrange(len(used)))
+            quick.give(block)
+            naive.give(number)
+        else:
+            size = draw.choice([draw.randrange(1, 5000), draw.randrange(1, 3 * MIB), draw.randrange(1, 60 * MIB)])
+            stream = draw.choice([0, 0, 0, 1])
+            used.append((quick.take(size, stream), naive.take(size, stream)))
+        assert (quick.allocated, quick.reserved) == naive.totals
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_expandable_segments_are_consistent_when_memory_is_short(seed: int) -> None:
+    draw = random.Random(seed)
+    allocator = CachingAllocator(AllocatorRules(expandable=True, limit=150 * MIB))
+    used: list[Block] = []
+    for _ in range(300):
+        if used and draw.random() < 0.5:
+            allocator.give(used.pop(draw.randrange(len(used))))
+        else:
+            used.append(allocator.take(draw.choice([1000, 3 * MIB, draw.randrange(1, 30 * MIB)]), 0))
+        assert allocator.allocated == sum(block.size for block in used)
+        assert allocator.reserved >= allocator.allocated
+        spans = sorted((block.address, block.address + block.size) for block in used)
+        assert all(left[1] <= right[0] for left, right in pairwise(spans))
+    for block in used:
+        allocator.give(block)
+    allocator.release_cached()
+    assert (allocator.allocated, allocator.reserved) == (0, 0)
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+FORWARD, BACKWARD, OPTIMIZER = ("forward", 0, "steady"), ("backward", 0, "steady"), ("optimizer", -1, "only")
+
+
+def program(
+    forward: list[Event], backward: list[Event], optimizer: Sequence[Event] = (), batches: int = 1, ahead: int = 1
+) -> Program:
+    made = Program(0, 4, 4, places=[Place("forward", 3, "layers.3.mlp"), Place("backward", 3, "layers.3.mlp", True)])
+    for key, events in ((FORWARD, forward), (BACKWARD, backward), (OPTIMIZER, optimizer)):
+        made.segments[key] = Segment(*key, list(events))
+    made.order = [(FORWARD, batch) for batch in range(min(ahead, batches))]
+    for batch in range(batches):
+        made.order.append((BACKWARD, batch))
+        if batch + ahead < batches:
+            made.order.append((FORWARD, batch + ahead))
+    made.order.append((OPTIMIZER, -1))
+    made.categories = {1: "activations", 2: "gradients", 3: "optimizer", 4: "workspace"}
+    return made
+
+
+def op(place: int) -> Op:
+    return Op("aten.mm", "matmul", 1, (), (), "bfloat16", (), 0, place)
+
+
+class TestReplay:
+    def test_each_micro_batch_has_its_own_activations(self) -> None:
+        made = program([Alloc(1, 30 * MIB, 0)], [Free(1)], batches=6, ahead=3)
+        found = replay_memory(made)
+        assert found.peak_allocated == 90 * MIB
+        assert found.persistent == 0
+        assert found.unmatched == 0
+
+    def test_gradients_exist_once(self) -> None:
+        made = program([Alloc(1, 30 * MIB, 0)], [Alloc(2, 10 * MIB, 0), Free(1)], [Free(2)], batches=4)
+        found = replay_memory(made)
+        assert found.by_category == {"activations": 30 * MIB, "gradients": 10 * MIB}
+
+    def test_optimizer_state_is_taken_in_the_first_step_and_stays(self) -> None:
+        made = program([Alloc(1, 30 * MIB, 0)], [Free(1)], [Alloc(3, 80 * MIB, 0)])
+        found = replay_memory(made)
+        assert found.first_allocated == 80 * MIB
+        assert found.peak_allocated == 110 * MIB
+        assert found.persistent == 80 * MIB
+
+    def test_what_is_built_is_there_before_the_first_step(self) -> None:
+        made = program([Alloc(1, 30 * MIB, 0)], [Free(1)])
+        made.segments["build", -1, "only"] = Segment("build", -1, "only", [Alloc(9, 7 * MIB, 0)])
+        made.categories[9] = "parameters"
+        found = replay_memory(made)
+        assert found.by_category == {"activations": 30 * MIB, "parameters": 7 * MIB}
+        assert found.curve[0].totals[found.categories.index("parameters")] == 7 * MIB
+
+    def test_the_peak_is_told_in_words(self) -> None:
+        forward = [op(0), Alloc(1, 30 * MIB, 0)]
+        backward = [Alloc(4, 5 * MIB, 0), op(1), Free(4), Free(1)]
+        assert replay_memory(program(forward, backward)).at == "backward of layers.3.mlp (recomputed)"
+        found = replay_memory(program(forward, backward, batches=4, ahead=2))
+        assert found.at == "backward of layers.3.mlp (recomputed) of micro-batch 0"
+
+    def test_what_blocks_are_too_large_is_a_category(self) -> None:
+        forward = [Alloc(4, 12 * MIB, 0), Free(4), Alloc(1, 11 * MIB, 0)]
+        found = replay_memory(program(forward, [Free(1)]))
+        assert found.peak_allocated == 12 * MIB
+        forward = [Alloc(4, 12 * MIB, 0), Free(4), Alloc(1, 11 * MIB, 0), Alloc(5, 30 * MIB, 0), Free(5)]
+        found = replay_memory(program(forward, [Free(1)]))
+        assert found.by_category[ROUNDING] == MIB
+        assert sum(found.by_category.values()) == found.peak_allocated
+
+    def test_fragments_are_reserved_beyond_what_is_allocated(self) -> None:
+        found = replay_memory(program([Alloc(1, 3 * MIB, 0)], [Free(1)]))
+        assert (found.peak_reserved, found.fragments) == (20 * MIB, 17 * MIB)
+        assert replay_memory(program([Alloc(1, 3 * MIB, 0)], [Free(1)]), rules=None).fragments == 0
+
+    def test_blocks_without_bytes_are_nothing(self) -> None:
+        found = replay_memory(program([Alloc(1, 0, 0)], [Free(1)]))
+        assert (found.peak_allocated, found.unmatched) == (0, 0)
+
+    def test_giving_back_what_is_not_there_is_counted(self) -> None:
+        assert replay_memory(program([Free(1)], [])).unmatched == 1
+
+    def test_an_order_with_an_unknown_segment_is_an_error(self) -> None:
+        made = program([], [])
+        made.order.append((("forward", 7, "steady"), 0))
+        with pytest.raises(ValueError, match=r"its order names the segment \('forward', 7, 'steady'\)"):
+            replay_memory(made)
+
+    def test_the_curve_has_the_peak(self) -> None:
+        made = program([Alloc(1, 30 * MIB, 0)], [Alloc(4, 8 * MIB, 0), Free(4), Free(1)], batches=5, ahead=2)
+        found = replay_memory(made)
+        assert max(sum(point.totals) for point in found.curve) == found.peak_allocated
+        assert [point.position for point in found.curve] == sorted(point.position for point in found.curve)
+
+
+def drawn(seed: int) -> Program:
+    """Stages with drawn blocks, in a long 1F1B order."""
+    draw = random.Random(seed)
+    block = 10
+    forward: list[Event] = []
+    backward: list[Event] = []
+    kept: list[int] = []
+    for _ in range(draw.randrange(5, 30)):
+        block += 1
+        size = draw.choice([300, 70_000, MIB, 3 * MIB, 8 * MIB + 5, 33 * MIB])
+        forward.append(Alloc(block, size, draw.choice([0, 0, 1])))
+        if draw.random() < 0.5:
+            kept.append(block)
+        else:
+            forward.append(Free(block))
+    for saved in reversed(kept):
+        block += 1
+        backward += [Alloc(block, draw.choice([500, 5 * MIB, 12 * MIB]), 0), Free(saved), Free(block)]
+    backward.insert(draw.randrange(len(backward) + 1), Alloc(2, 40 * MIB, 0))
+    return program(forward, backward, [Alloc(3, 80 * MIB, 0), Free(2)], batches=60, ahead=draw.randrange(1, 6))
+
+
+def _same(left: ClassMemory, right: ClassMemory) -> None:
+    for name in ("peak_allocated", "peak_reserved", "at", "by_category", "first_allocated", "first_reserved"):
+        assert getattr(left, name) == getattr(right, name), name
+    assert (left.persistent, left.retries, left.missing) == (right.persistent, right.retries, right.missing)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("rules", [CACHING, EXPANDABLE], ids=["caching", "expandable"])
+def test_leaving_out_repetitions_changes_nothing(seed: int, rules: AllocatorRules) -> None:
+    whole = replay_memory(drawn(seed), rules, cut=False)
+    short = replay_memory(drawn(seed), rules)
+    _same(short, whole)
+    assert whole.skipped == 0
+    assert short.curve[-1].totals == whole.curve[-1].totals
+
+
+def test_most_of_a_long_schedule_is_left_out() -> None:
+    made = program([Alloc(1, 30 * MIB, 0)], [Alloc(4, 8 * MIB, 0), Free(4), Free(1)], batches=500, ahead=4)
+    assert replay_memory(made).skipped > 0.9 * replay_memory(made).blocks
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_when_memory_is_short_repetitions_are_left_out_as_well(seed: int) -> None:
+    limit = int(0.97 * replay_memory(drawn(seed)).peak_reserved)
+    rules = AllocatorRules(limit=limit)
+    _same(replay_memory(drawn(seed), rules), replay_memory(drawn(seed), rules, cut=False))
+
+
+def test_a_pattern_needs_three_repetitions() -> None:
+    assert find_pattern([(FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (BACKWARD, 1)]) is None
+    found = find_pattern([(key, batch) for batch in range(3) for key in (FORWARD, BACKWARD)])
+    assert found is not None
+    assert (found.start, found.end, found.length, found.shift) == (0, 6, 2, 1)

@@ -1,0 +1,603 @@
+"""Models of estimates: their sizes are the published ones, and they compute, split and run without values."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sim
+from hyper_parallel.core.shard.api import shard_module
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.models.hf_names import config_to_json
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.moe import MoEConfig, MoELlama
+from hyper_parallel.models.plans import llama_plan
+from hyper_parallel.trainer.metrics import flops_per_token
+from sim.mesh.custom import Custom, naming_modules
+from sim.mesh.models import find_model, model_names, model_source
+from sim.mesh.recipe import Recipe
+from sim.mesh.routing import Routing
+from sim.mesh.zoo.gpt import GPT, GPTConfig, gpt_plan
+from sim.mesh.zoo.kernels import EagerRMSNorm, FlashAttention, MathAttention, use_kernels
+from sim.mesh.zoo.mla import LatentAttention, MLAConfig, MLALlama, mla_plan
+
+IDS = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
+
+# -- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def counted(spec):
+    with torch.device("meta"):
+        return sum(param.numel() for param in spec.build(16).parameters())
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_presets_have_the_published_sizes(name):
+    spec, told = find_model(name), model_source(name)
+    assert told["source"]
+    # What has the shape of the published model has its very parameters; what is like it has as many.
+    rough = 2e-3 if "like" in told else 3e-3 if name == "gpt3-175b" else 0
+    if "parameters" in told:
+        assert spec.num_parameters == pytest.approx(told["parameters"], rel=rough, abs=0)
+    if "active" in told:
+        assert spec.num_active_parameters == pytest.approx(told["active"], rel=0.12)
+    assert len(spec.layer_kinds) == spec.num_layers
+    assert spec.flops_per_token(2048) > 6 * (spec.num_active_parameters - 2 * spec.vocab_size * spec.hidden_size)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny", "gpt-tiny", "llama3-8b", "qwen3-30b-a3b", "gpt3-175b"])
+def test_the_models_have_as_many_parameters_as_their_shapes_say(name):
+    assert counted(find_model(name)) == find_model(name).num_parameters
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(head_size=48, qk_norm=True),
+        MoEConfig(head_size=48, qk_norm=True, num_dense_layers=2),
+        GPTConfig(activation="swiglu", norm="rmsnorm", bias=False, positions="rotary", tie_embeddings=False),
+        GPTConfig(activation="geglu", num_key_value_heads=2, head_size=24, embedding_norm=True, positions="alibi"),
+        GPTConfig(activation="squared-relu", bias=False, intermediate_size=100, positions="none"),
+        GPTConfig(norm="layernorm", bias=False),
+    ],
+    ids=str,
+)
+def test_parameters_and_flops_of_shapes(config):
+    spec = find_model(config)
+    assert counted(spec) == spec.num_parameters
+    if isinstance(config, GPTConfig):
+        custom = Custom(lambda: GPT(config), lambda b, s: torch.zeros(b, s, dtype=torch.long))
+        assert find_model(custom).flops_per_token(64) == pytest.approx(spec.flops_per_token(64), rel=1e-9)
+    else:
+        matrices = spec.num_active_parameters - sum(
+            param.numel() for param in meta(config).parameters() if param.ndim == 1
+        )
+        matrices -= config.vocab_size * config.hidden_size
+        attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * 64
+        assert flops_per_token(config, 64) == 6 * matrices + attention
+
+
+def meta(config):
+    with torch.device("meta"):
+        return MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
+
+
+def test_names():
+    assert find_model(" Llama3_8B").name == "llama3-8b"
+    assert find_model(find_model("moe-tiny")).name == "moe-tiny"
+    assert find_model(MoEConfig(num_experts=16)).name == "moe-2.78m"
+    assert find_model(GPTConfig()).family == "gpt"
+    assert find_model("deepseek-v3-like").layer_kinds[:4] == ("dense", "dense", "dense", "experts")
+    with pytest.raises(ValueError, match="there is no model 'lama3-8b'") as error:
+        find_model("lama3-8b")
+    assert "try: 'llama3-8b', a LlamaConfig" in str(error.value)
+    with pytest.raises(TypeError, match="model is a Sequential") as error:
+        find_model(nn.Sequential())
+    assert "sim.mesh.Custom(...)" in str(error.value)
+
+
+def test_tables_are_as_long_as_the_sequences():
+    with torch.device("meta"):
+        model = find_model("llama3-8b").build(4096, range(1), head=False)
+    assert model.cos.shape == (4096, 128)
+    assert [name for name, _ in model.named_children()] == ["embed", "layers"]
+    assert [number for number, _ in find_model("llama3-8b").blocks(model)] == [0]
+
+
+# -- heads that are not a part of the width --------------------------------------------------------------------------
+
+
+def test_head_size_and_norms_of_heads():
+    usual, wide = LlamaConfig(), LlamaConfig(head_size=64, qk_norm=True)
+    assert (usual.head_dim, wide.head_dim) == (32, 64)
+    assert LlamaConfig(head_size=32).num_parameters() == usual.num_parameters()
+    layer = Llama.build(wide).layers[0].attention
+    assert layer.wq.weight.shape == (256, 128)
+    assert layer.wk.weight.shape == (128, 128)
+    assert layer.wo.weight.shape == (128, 256)
+    assert Llama.build(usual).layers[0].attention.q_norm is None
+    more = set(Llama.build(wide).state_dict()) - set(Llama.build(usual).state_dict())
+    assert more == {f"layers.{n}.attention.{norm}.weight" for n in range(4) for norm in ("q_norm", "k_norm")}
+    q = torch.randn(1, 4, 5, 64)
+    torch.testing.assert_close(layer.q_norm(7 * q), layer.q_norm(q), atol=1e-4, rtol=1e-4)
+    assert LlamaConfig(hidden_size=100, num_attention_heads=3, num_key_value_heads=3, head_size=8).head_dim == 8
+    with pytest.raises(ValueError, match="head_size=7: rotary positions turn pairs\n  try: head_size=8"):
+        LlamaConfig(head_size=7)
+    for config in (wide, LlamaConfig(head_size=64)):
+        with pytest.raises(ValueError, match="cannot export to Hugging Face") as error:
+            config_to_json(config, torch.float32)
+        assert "try: qk_norm=False, head_size=None" in str(error.value)
+
+
+QWEN = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_size=12,
+    qk_norm=True,
+    max_seq_len=16,
+)
+RECIPES = [None, Recipe(attention="math", norm="eager"), Recipe(attention="math-recomputed", sequence_parallel=False)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_a_llama_with_wide_heads_is_split_right(recipe):
+    along = recipe is None or recipe.sequence_parallel
+    plan = llama_plan(QWEN, "tp=2", sequence_parallel=along)
+    report = sim.verify_plan(lambda: use_kernels(Llama.build(QWEN), recipe), (IDS,), "tp=2", plan, optimizer_fn=None)
+    assert report.ok, report.table()
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_by_products_is_attention(recomputed, biased):
+    def compute(attend):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+        q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+        bias = torch.randn(4, 1, 6, generator=generator, dtype=torch.float64) if biased else None
+        out = attend(q, k, v, bias)
+        out.square().sum().backward()
+        return out, q.grad, k.grad, v.grad
+
+    for found, expected in zip(compute(MathAttention(recomputed=recomputed)), compute(FlashAttention()), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def saved_bytes(attend):
+    q, k, v = (torch.randn(1, 4, 32, 8, requires_grad=True) for _ in range(3))
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x
+    ):
+        out = attend(q, k, v)
+    del out
+    scores = 4 * 32 * 32
+    return sum(x.untyped_storage().nbytes() for x in kept.values() if x.numel() == scores) / scores
+
+
+def test_what_attention_keeps_of_each_score():
+    assert saved_bytes(MathAttention()) == 4  # the softmax, in float32
+    assert saved_bytes(MathAttention(dropout=0.1)) == 4 + 1 + 4  # its mask, and what it leaves
+    assert saved_bytes(FlashAttention()) == 0
+
+
+def test_kernels_of_a_recipe():
+    model = use_kernels(Llama(QWEN), Recipe(attention="math", norm="eager"))
+    attends = {id(layer.attention.attend) for layer in model.layers}
+    assert len(attends) == 1
+    assert not any(isinstance(module, nn.RMSNorm) for module in model.modules())
+    assert isinstance(model.layers[0].attention.q_norm, EagerRMSNorm)
+    reference = Llama(QWEN)
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(IDS), reference(IDS), atol=1e-5, rtol=1e-4)
+    flash = use_kernels(GPT(GPTConfig(attention_dropout=0.1)), Recipe())
+    assert flash.layers[0].attention.attend == FlashAttention(0.1)
+    kept = use_kernels(GPT(GPTConfig(attention_dropout=0.1)), Recipe(attention="math"))
+    assert kept.layers[0].attention.attend == MathAttention(0.1)
+
+
+# -- GPT -------------------------------------------------------------------------------------------------------------
+
+SMALL = GPTConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_seq_len=16)
+
+
+def small_gpt(**changes):
+    torch.manual_seed(0)
+    return GPT(dataclasses.replace(SMALL, **changes))
+
+
+def test_gpt_attends_to_nothing_later():
+    for changes in ({}, {"positions": "alibi"}, {"positions": "rotary", "num_key_value_heads": 2}):
+        model = small_gpt(**changes).eval()
+        later = IDS.clone()
+        later[:, 5:] = 0
+        here, there = model(IDS), model(later)
+        torch.testing.assert_close(here[:, :5], there[:, :5])
+        assert not torch.allclose(here[:, 5:], there[:, 5:])
+
+
+def test_gpt_is_what_its_words_say():
+    model = small_gpt(num_key_value_heads=2)
+    layer, x = model.layers[0], torch.randn(2, 6, 32)
+    rows = layer.attention.wqkv.weight.view(2, 4, 8, 32)  # for each key head: its two query heads, the key, the value
+    bias = layer.attention.wqkv.bias.view(2, 4, 8)
+    parts = torch.einsum("bsd,gpcd->bgpsc", x, rows) + bias[None, :, :, None]
+    q, k, v = parts[:, :, :2].flatten(1, 2), parts[:, :, 2], parts[:, :, 3]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = out.transpose(1, 2).flatten(2) @ layer.attention.wo.weight.T
+    torch.testing.assert_close(layer.attention(x), expected, atol=1e-5, rtol=1e-4)
+    mlp = small_gpt(activation="squared-relu").layers[0].mlp
+    torch.testing.assert_close(mlp(x), mlp.w2(F.relu(mlp.w1(x)) ** 2))
+    gated = small_gpt(activation="swiglu").layers[0].mlp
+    torch.testing.assert_close(gated(x), gated.w2(F.silu(gated.w1(x)) * gated.w3(x)))
+    near = small_gpt(positions="alibi")
+    near.heads = slice(2, 4)
+    (bias,) = near.where(3, torch.device("cpu"))
+    torch.testing.assert_close(bias[:, 0], torch.tensor([[0, 2**-6, 2**-5], [0, 2**-8, 2**-7]], dtype=torch.float32))
+
+
+def test_gpt_drops_in_training_only():
+    for recipe in (Recipe(attention="math"), Recipe(attention="flash")):
+        for changes in ({"dropout": 0.5}, {"attention_dropout": 0.5}):
+            model = use_kernels(small_gpt(**changes), recipe)
+            assert not torch.equal(model(IDS), model(IDS))
+            with torch.no_grad():
+                assert torch.equal(model.eval()(IDS), model(IDS))
+
+
+def test_stages_of_a_gpt_are_the_whole():
+    whole = small_gpt(tie_embeddings=False, positions="alibi", embedding_norm=True)
+    first, last = (small_gpt(tie_embeddings=False, positions="alibi", embedding_norm=True) for _ in range(2))
+    first.keep(range(1), embed=True, head=False)
+    last.keep(range(1, 2), embed=False, head=True)
+    torch.testing.assert_close(last(first(IDS)), whole(IDS))
+    names = {name for stage in (first, last) for name, _ in stage.named_parameters()}
+    assert names == {name for name, _ in whole.named_parameters()}
+
+
+ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "squared-relu", "bias": False, "head_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("changes", "along"),
+    [
+        ({"activation": "geglu"}, True),
+        ({"dropout": 0.1}, False),
+        ({"positions": "alibi", "embedding_norm": True, "tie_embeddings": False}, True),
+        ({"positions": "alibi", "embedding_norm": True}, False),
+        ({**ROTARY, "num_key_value_heads": 2}, True),
+    ],
+    ids=str,
+)
+def test_a_gpt_is_split_right(changes, along):
+    changes = {"num_hidden_layers": 1, **changes}
+
+    def split(model, mesh):
+        return shard_module(model, mesh, gpt_plan(model, mesh, sequence_parallel=along))
+
+    train = "dropout" not in changes  # without the sequence split, ranks along tp would need one seed
+    report = sim.verify_plan(
+        lambda: small_gpt(**changes), (IDS,), "tp=2", parallelize=split, optimizer_fn=None, train=train
+    )
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("attention", "scores"), [("math", 5), ("math-recomputed", 0)])
+def test_what_a_block_keeps_is_as_published(batch, attention, scores):
+    """Korthikanti et al. 2022, equation 1: s b h (34 + 5 a s / h) bytes, and 34 s b h without the attention's core."""
+    config = GPTConfig(hidden_size=768, num_hidden_layers=1, num_attention_heads=12, dropout=0.1, attention_dropout=0.1)
+    seq, kept = 512, {}
+    with FakeTensorMode():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            block = use_kernels(GPT(config), Recipe(attention=attention)).layers[0]
+        finally:
+            torch.set_default_dtype(before)
+        own = {param.untyped_storage()._cdata for param in block.parameters()}
+        x = torch.empty(batch, seq, 768, dtype=torch.bfloat16, requires_grad=True)
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = block(x)
+        assert out.shape == x.shape
+    published = seq * batch * 768 * (34 + scores * 12 * seq / 768)
+    assert sum(kept.values()) == pytest.approx(published, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"positions": "rope"}, ("there is no kind of positions 'rope'",)),
+        ({"activation": "relu"}, ("there is no kind of activation 'relu'", "try: activation='gelu'")),
+        ({"hidden_size": 33}, ("hidden_size does not split into 4 heads", "try: hidden_size=36")),
+        ({"num_key_value_heads": 3}, ("try: num_key_value_heads one of 1, 2, 4",)),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers is below 1",)),
+        ({"dropout": 1.0}, ("dropout is no probability", "try: dropout=0.1")),
+        ({"positions": "rotary", "head_size": 7}, ("rotary positions turn pairs",)),
+    ],
+    ids=str,
+)
+def test_what_is_no_gpt_is_refused(changes, told):
+    with pytest.raises(ValueError, match="cannot shape the GPT") as error:
+        dataclasses.replace(SMALL, **changes)
+    for words in told:
+        assert words in str(error.value)
+
+
+def test_a_gpt_whose_heads_ranks_cannot_share():
+    with pytest.raises(ValueError, match="cannot plan the GPT: the 8 ranks along 'tp' cannot share"):
+        gpt_plan(SMALL, {"tp": 8})
+
+
+# -- latent attention ------------------------------------------------------------------------------------------------
+
+LATENT = MLAConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    max_seq_len=16,
+    num_dense_layers=1,
+    query_rank=20,
+    latent_rank=12,
+    plain_size=6,
+    turned_size=4,
+    value_size=8,
+)
+
+
+def test_latent_attention_is_what_its_words_say():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer, x = LatentAttention(LATENT), torch.randn(2, 5, 32)
+    cos, sin = torch.ones(5, 4), torch.zeros(5, 4)  # no turning
+    q = layer.wq(layer.q_norm(layer.wq_down(x))).view(2, 5, 4, 10)
+    latent = layer.wkv_down(x)
+    kv = layer.wkv(layer.kv_norm(latent[..., :12])).view(2, 5, 4, 14)
+    k = torch.cat((kv[..., :6], latent[:, :, None, 12:].expand(2, 5, 4, 4)), -1)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, kv[..., 6:]))
+    scores = (q @ k.mT / math.sqrt(10)).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+    expected = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ layer.wo.weight.T
+    torch.testing.assert_close(layer(x, cos, sin), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("along", [True, False], ids=["sequence", "whole"])
+def test_latent_attention_is_split_right(along):
+    plan = mla_plan(LATENT, "tp=2", sequence_parallel=along)
+    report = sim.verify_plan(lambda: MLALlama.build(LATENT), (IDS,), "tp=2", plan, optimizer_fn=None)
+    assert report.ok, report.table()
+
+
+def test_parameters_and_flops_with_latent_attention():
+    config = dataclasses.replace(LATENT, num_hidden_layers=3, plain_size=4, num_experts=4)  # values as wide as keys
+    for given in (config, dataclasses.replace(config, query_rank=0, tie_embeddings=True)):
+        spec = find_model(given)
+        assert counted(spec) == spec.num_parameters
+
+        def module(given=given):
+            model = MLALlama(given)
+            Routing().give_to(model)
+            return model
+
+        counter = find_model(Custom(module, ids))
+        assert counter.flops_per_token(16) == pytest.approx(spec.flops_per_token(16), rel=1e-9)
+    with pytest.raises(ValueError, match="values are wider than keys"):
+        dataclasses.replace(LATENT, value_size=11)
+    with pytest.raises(ValueError, match="latent_rank is below 1"):
+        dataclasses.replace(LATENT, latent_rank=0)
+
+
+# -- any module ------------------------------------------------------------------------------------------------------
+
+
+def ids(batch, seq_len):
+    return torch.zeros(batch, seq_len, dtype=torch.long)
+
+
+class Conv(nn.Module):
+    """Down, up, and a shortcut between."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.inner = nn.ModuleList(
+            nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)) for _ in "ab"
+        )
+        self.up = nn.ConvTranspose2d(8, 3, 2, stride=2)
+
+    def forward(self, x):
+        x = self.down(x)
+        for block in self.inner:
+            x = x + block(x)
+        return self.up(x)
+
+
+class ViT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 4, stride=4)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images):
+        return self.head(self.encoder(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+
+
+def hf_llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+    )
+    config._attn_implementation = "sdpa"
+    return Custom(
+        lambda: transformers.LlamaForCausalLM(config),
+        lambda b, s: {"input_ids": ids(b, s), "labels": ids(b, s)},
+        name="hf-llama",
+    )
+
+
+CUSTOM = {
+    "mlp": (lambda: Custom(lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)),
+                           lambda b, s: torch.zeros(b, s, 8)), 0, None),
+    "mlp by blocks": (lambda: Custom(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in "abc")),
+                                     lambda b, s: torch.zeros(b, s, 8), blocks=""), 3, ""),
+    "conv": (lambda: Custom(Conv, lambda b, s: torch.zeros(b, 3, 32, 32)), 2, "inner"),
+    "vit": (lambda: Custom(ViT, lambda b, s: (torch.zeros(b, 3, 16, 16),)), 3, "encoder.layers"),
+    "transformers": (hf_llama, 3, "model.layers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_any_module_runs_without_values(name):
+    make, blocks, path = CUSTOM[name]
+    spec = find_model(make())
+    with FakeTensorMode():
+        model = spec.build(16)
+        inputs = spec.inputs(2, 16)
+        with naming_modules():
+            loss = spec.loss(spec.call(model, inputs), inputs)
+            loss.backward()
+        assert loss.shape == ()
+        assert all(param.grad is not None for param in model.parameters())
+        assert spec.blocks_path(model) == path
+        assert [number for number, _ in spec.blocks(model)] == list(range(blocks))
+    assert spec.num_layers == blocks
+    assert len(set(spec.layer_kinds)) <= 1
+    assert spec.num_parameters > 0
+    assert spec.flops_per_token(16) > 0
+    assert not spec.has_stages
+    with pytest.raises(ValueError, match="has no method keep"):
+        spec.build(16, range(1), head=False)
+
+
+def test_flops_of_a_module():
+    spec = find_model(CUSTOM["mlp"][0]())
+    # twice for each weight forward, once more for the gradient of the weight, and of the input but the first one's
+    assert spec.flops_per_token(4) == 2 * 2 * 8 * 32 + 2 * 2 * 8 * 32 + 2 * 8 * 32
+
+
+class Picky(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.inner = nn.Linear(8, 8), Inner(act)
+
+    def forward(self, x):
+        return self.inner(self.first(x))
+
+
+class Inner(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        return self.act(x)
+
+
+@pytest.mark.parametrize(
+    ("act", "operation"),
+    [
+        (lambda x: x * x.sum().item(), "aten._local_scalar_dense.default"),
+        (lambda x: x[x > 0], "aten.nonzero.default"),
+        (lambda x: x if x.sum() > 0 else -x, "aten._local_scalar_dense.default"),
+        (lambda x: x.tolist() and x, "aten._local_scalar_dense.default"),
+    ],
+    ids=["item", "mask", "if", "tolist"],
+)
+def test_sizes_that_depend_on_values_are_named(act, operation):
+    spec = find_model(Custom(lambda: Picky(act), lambda b, s: torch.zeros(b, s, 8)))
+    with pytest.raises(ValueError, match="cannot estimate the model: module 'inner'") as error:
+        spec.flops_per_token(4)
+    assert "(Inner) reads values, or makes a tensor whose size depends on values" in str(error.value)
+    assert f"operation: {operation}" in str(error.value)
+    assert "try: sizes from shapes; torch.where(mask, a, b)" in str(error.value)
+
+
+def test_values_that_the_making_of_a_module_asks_for():
+    spec = find_model(Custom(lambda: nn.Dropout(torch.linspace(0, 0.1, 4)[2].item()), ids))
+    with pytest.raises(ValueError, match=r"module\(\) does not run on the meta device") as error:
+        spec.build(16)
+    assert "try: numbers from Python or numpy" in str(error.value)
+
+
+def test_tied_and_copied_parameters_of_a_module():
+    spec = find_model(Custom(small_gpt, ids))
+    with FakeTensorMode() as mode:
+        model = spec.build(16)
+    assert model.head.weight is model.embed.weight
+    assert all(tensor.fake_mode is mode for tensor in (*model.parameters(), *model.buffers()))
+    with torch.device("meta"):
+        assert all(param.is_meta for param in spec.build(16).parameters())
+
+
+def test_stages_of_a_module_that_has_them():
+    spec = find_model(Custom(small_gpt, ids))
+    assert spec.has_stages
+    stage = spec.build(16, range(1), head=False)
+    assert stage.head is None
+    assert [number for number, _ in spec.blocks(stage)] == [0]
+    plan = ShardingPlan(plan={"embed.weight": ("tp", "None")})
+    assert find_model(Custom(small_gpt, ids, plan=plan)).plan(stage, "tp=2") is plan
+    assert find_model(Custom(small_gpt, ids, plan=gpt_plan)).plan(stage, "tp=2").plan["embed.weight"] == ("tp", "None")
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "told"),
+    [
+        (lambda: Custom(nn.Linear(2, 2), ids), TypeError, ("is made already", "module=lambda: MyModel(config)")),
+        (lambda: Custom(None, ids), TypeError, ("module is a NoneType, not a function",)),
+        (lambda: Custom(Conv, 3), TypeError, ("inputs is a int, not a function", "inputs=lambda batch, seq_len")),
+        (lambda: Custom(Conv, ids, loss=1.0), TypeError, ("loss is a float",)),
+        (lambda: find_model(Custom(dict, ids)).num_parameters, TypeError, ("has returned a dict, not an nn.Module",)),
+        (
+            lambda: find_model(Custom(Conv, ids, blocks="iner")).num_layers,
+            ValueError,
+            ("blocks='iner' is no nn.ModuleList", "nothing is there", "try: blocks='inner'"),
+        ),
+        (
+            lambda: find_model(Custom(Conv, ids, blocks="up")).num_layers,
+            ValueError,
+            ("there is a ConvTranspose2d",),
+        ),
+        (lambda: find_model(Custom(Conv, ids)).plan(Conv(), "tp=2"), ValueError, ("it has no plan", "or tp=1")),
+        (
+            lambda: find_model(Custom(Conv, ids)).loss({"logits": None}, (1,)),
+            ValueError,
+            ("has returned a dict without a tensor",),
+        ),
+    ],
+)
+def test_what_is_no_module_is_refused(act, kind, told):
+    with pytest.raises(kind, match="cannot estimate the model") as error:
+        act()
+    for words in told:
+        assert words in str(error.value)
+
+
+def test_losses():
+    spec = find_model(Custom(Conv, ids))
+    logits = torch.zeros(2, 3, 8)
+    assert spec.loss({"logits": logits}, ()).item() == pytest.approx(math.log(8))
+    assert spec.loss((torch.full((2, 2), 3.0),), ()).item() == 9
+    own = find_model(Custom(Conv, ids, loss=lambda output, inputs: (output - inputs).sum()))
+    assert own.loss(torch.ones(3), (torch.zeros(3),)).item() == 3

@@ -1,0 +1,97 @@
+"""Recipes: what they say, and what they refuse."""
+
+import pickle
+
+import pytest
+import torch
+
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.mesh.recipe import Recipe
+from sim.mesh.routing import Routing
+
+
+@pytest.mark.parametrize(
+    ("given", "word", "dtype"),
+    [
+        ("bf16", "bf16", torch.bfloat16),
+        ("bfloat16", "bf16", torch.bfloat16),
+        (torch.bfloat16, "bf16", torch.bfloat16),
+        ("fp16", "fp16", torch.float16),
+        ("half", "fp16", torch.float16),
+        (torch.float32, "fp32", torch.float32),
+        ("float32", "fp32", torch.float32),
+    ],
+)
+def test_dtypes_have_one_spelling(given, word, dtype):
+    recipe = Recipe(param_dtype=given, reduce_dtype=given)
+    assert (recipe.param_dtype, recipe.dtype) == (word, dtype)
+    assert (recipe.reduce_dtype, recipe.grad_dtype) == (word, dtype)
+    assert recipe == Recipe(param_dtype=word, reduce_dtype=word)
+    assert hash(recipe) == hash(Recipe(param_dtype=word, reduce_dtype=word))
+    assert recipe.weight_dtype is torch.float32
+    assert Recipe(param_dtype=given, master="none").weight_dtype is dtype
+
+
+def test_a_recipe_is_data():
+    recipe = Recipe(checkpointing="full", checkpoint_layers=0, routing=Routing(shares=[1, 2]))
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert len({recipe, Recipe(), Recipe()}) == 2
+    assert Recipe().reshards_after_forward
+    assert not Recipe(zero=2).reshards_after_forward
+
+
+def test_parts():
+    one, four = ParallelDims(), ParallelDims(pp=4, world_size=4)
+    assert Recipe().parts(8, one) == 1
+    assert Recipe().parts(8, four) == 8
+    assert Recipe(microbatches=4).parts(8, four) == Recipe(microbatches=4).parts(8, one) == 4
+    with pytest.raises(ValueError, match="cannot cut the batch into micro-batches") as error:
+        Recipe(microbatches=3).parts(8, one)
+    assert "batch=8 sequences on each data-parallel rank   microbatches=3" in str(error.value)
+    assert "try: microbatches one of 1, 2, 4, 8" in str(error.value)
+
+
+def test_descriptions():
+    assert Recipe().describe() == "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; adamw"
+    pure = Recipe(master="none", reduce_dtype="bf16", zero=0, optimizer="sgd", sequence_parallel=False)
+    assert pure.describe() == (
+        "bf16 weights, no others behind them, gradients reduced in bf16; replicated weights; sgd; no sequence parallel"
+    )
+    much = Recipe(checkpointing="full", checkpoint_layers=3, compile=True, schedule="gpipe", routing=Routing.zipf(1))
+    assert much.describe() == (
+        "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; full checkpointing of 3 layers; adamw; compile; "
+        "schedule gpipe; routing zipf(1)"
+    )
+    assert Recipe(param_dtype="fp32").describe().startswith("fp32, gradients")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "told"),
+    [
+        ({"param_dtype": "bf61"}, ValueError, ("param_dtype='bf61' is no dtype for this", "try: param_dtype='bf16'")),
+        ({"param_dtype": torch.int8}, ValueError, ("param_dtype: torch.int8",)),
+        ({"reduce_dtype": None}, ValueError, ("reduce_dtype=None is no dtype", "'bf16', 'fp16', 'fp32'")),
+        ({"checkpointing": "selectiv"}, ValueError, ("try: checkpointing='selective'",)),
+        ({"optimizer": "adam"}, ValueError, ("optimizer='adam' does not exist", "try: optimizer='adamw'")),
+        ({"master": "bf16"}, ValueError, ("master='bf16' does not exist",)),
+        ({"attention": "flas"}, ValueError, ("try: attention='flash'",)),
+        ({"compile": 1}, TypeError, ("compile=1 is not True or False", "try: compile=True")),
+        ({"microbatches": 0}, ValueError, ("microbatches=0 is below 1", "try: microbatches=1")),
+        ({"microbatches": 2.0}, TypeError, ("microbatches=2.0 is a float, not an int",)),
+        ({"zero": 4}, ValueError, ("zero=4 is no level of ZeRO", "zero=3: ")),
+        ({"zero": True}, ValueError, ("zero=True is no level",)),
+        ({"schedule": "1fib"}, ValueError, ("there is no schedule '1fib'", "try: '1f1b'")),
+        ({"routing": "zipf"}, TypeError, ("routing='zipf' is a str, not a Routing", "Routing.zipf(1.0)")),
+        ({"checkpoint_layers": 2}, ValueError, ("checkpointing='none'", 'try: checkpointing="full"')),
+        ({"float8": True, "param_dtype": "fp32"}, ValueError, ("take and return bfloat16",)),
+        ({"stages_per_rank": 2}, ValueError, ("'1f1b' has 1 stage(s) on each rank", 'try: schedule="interleaved"')),
+    ],
+    ids=str,
+)
+def test_what_is_no_recipe_is_refused(given, kind, told):
+    with pytest.raises(kind) as error:
+        Recipe(**given)
+    assert str(error.value).startswith("cannot ")
+    assert "\n  try: " in str(error.value)
+    for words in told:
+        assert words in str(error.value)

@@ -1,0 +1,377 @@
+"""A search over ways to train: what is enumerated, what is cut off and why, in which order, and what is said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mesh_fakes import fake_estimate, quantity
+from torch import nn
+
+from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.models.moe import MoEConfig
+from hyper_parallel.trainer.parallel_dims import ParallelDims
+from sim.mesh.cost import UnknownOperation
+from sim.mesh.custom import Custom
+from sim.mesh.estimate import estimate
+from sim.mesh.models import find_model
+from sim.mesh.recipe import Recipe
+from sim.mesh.search import search
+from sim.mesh.searching.bounds import Machine, guess_seconds, least_memory
+from sim.mesh.searching.candidates import divisors, enumerate_candidates
+from sim.mesh.searching.ranking import chance_faster
+from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes, shape_of
+
+GIB = 2**30
+H100 = Machine(flops=989e12, devices_per_node=8, inside=450e9, between=50e9)
+
+
+def space(model: Any = "llama3-8b", devices: int = 64, batch: int = 128, seq_len: int = 8192, **rest: Any) -> Space:
+    rest = {"recipes": default_recipes(), "devices_per_node": 8, **rest}
+    return Space(shape_of(find_model(model), seq_len), devices, global_batch=batch, seq_len=seq_len, **rest)
+
+
+def find(*arguments: Any, **options: Any) -> Any:
+    return search(*arguments, **{"estimator": fake_estimate, "seq_len": 8192, **options})
+
+
+# Candidates
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 16384])
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
+    where = space(MoEConfig(num_hidden_layers=8, num_experts=16, num_attention_heads=8, num_key_value_heads=4))
+    found = [entry for entry in enumerate_candidates(where) if isinstance(entry, Candidate)]
+    assert len(set(found)) == len(found) > 100
+    for candidate in found:
+        dims = candidate.dims
+        dims.validate_against_model(SimpleNamespace(config=where.shape), 8192)
+        assert candidate.batch * dims.batch_ranks == 128
+        assert dims.world_size == 64
+        assert candidate.batch % candidate.parts == 0
+        assert dims.tp <= 4, "key and value heads"
+    for axis in ("tp", "pp", "ep", "cp", "dp_shard", "dp_replicate"):
+        assert len({getattr(candidate.dims, axis) for candidate in found}) > 1, f"no choice of {axis}"
+    assert {(c.dims.tp, c.dims.etp) for c in found if c.dims.ep > 1} >= {(2, 1), (2, 2)}
+    assert {c.recipe.schedule for c in found if c.dims.pp > 1} == {"1f1b", "interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("where", "reason", "detail"),
+    [
+        (space(), "tp beyond a node", "tp=16 ranks would not fit into a node of 8"),
+        (space(LlamaConfig(num_key_value_heads=2)), "tp does not divide the model", "2 key and value heads cannot be"),
+        (space(batch=96), "the batch does not split", "96 sequences over 64 data-parallel ranks"),
+        (space(batch=8), "more data-parallel ranks than sequences", "8 sequences over 64 data-parallel ranks"),
+        (space(), "the pipeline cannot run", "'1f1b' needs at least as many micro-batches as stages"),
+        (space(seq_len=8196), "the sequence does not split", "8196 tokens are no multiple of 8"),
+        (
+            space(fixed={"cp": 4, "ulysses_degree": 3}),
+            "the sequence does not split",
+            "ulysses_degree=3 does not divide cp=4, or the heads of tp=1",
+        ),
+    ],
+)
+def test_what_is_no_candidate_has_a_reason(where: Space, reason: str, detail: str) -> None:
+    rejected = [entry for entry in enumerate_candidates(where) if isinstance(entry, Rejected)]
+    assert any(entry.reason == reason and detail in entry.detail for entry in rejected), {
+        (entry.reason, entry.detail) for entry in rejected
+    }
+
+
+def test_what_is_fixed_stays() -> None:
+    fixed = {"tp": 4, "pp": 2, "dp_replicate": 2}
+    found = [entry for entry in enumerate_candidates(space(fixed=fixed)) if isinstance(entry, Candidate)]
+    assert found
+    assert {(c.dims.tp, c.dims.pp, c.dims.dp_replicate) for c in found} == {(4, 2, 2)}
+
+
+def test_a_model_without_plan_or_stages_is_only_sharded() -> None:
+    where = space()
+    alone = dataclasses.replace(where, shape=dataclasses.replace(where.shape, splits=False, has_stages=False))
+    found = [entry for entry in enumerate_candidates(alone) if isinstance(entry, Candidate)]
+    assert {(c.dims.tp, c.dims.pp) for c in found} == {(1, 1)}
+
+
+def test_candidates_are_told_in_one_line() -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, cp=2, pp=2, ulysses_degree=1, world_size=16)
+    candidate = Candidate(dims, Recipe(checkpointing="full", microbatches=4), batch=8)
+    assert str(candidate) == "dp_replicate=2 dp_shard=2 pp=2 cp=2 (ring); ZeRO-3, full ckpt, 1f1b of 4 x 2"
+
+
+# Bounds
+
+
+def test_the_bound_of_memory_of_a_model_alone() -> None:
+    """Llama3-8B in fp32 with AdamW takes 12 bytes for each parameter, 4 for its gradient, and what a batch needs."""
+    spec = find_model("llama3-8b")
+    shape = shape_of(spec, 8192)
+    recipe = Recipe(param_dtype="fp32", checkpointing="full", fused_loss=True)
+    activations = 32 * 8192 * 4096 * 4
+    whole = Candidate(ParallelDims(), recipe, 1)
+    assert least_memory(shape, whole, 8192) == 16 * spec.num_parameters, "gradients come as activations go"
+    cut = Candidate(ParallelDims(), dataclasses.replace(recipe, microbatches=2), 2)
+    assert least_memory(shape, cut, 8192) == 16 * spec.num_parameters + activations
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"checkpointing": "full"}, {"checkpointing": "selective"}),
+        ({"checkpointing": "selective"}, {"checkpointing": "none"}),
+        ({"zero": 3}, {"zero": 2}),
+        ({"microbatches": 4}, {"microbatches": 2}),
+        ({"fused_loss": True}, {"fused_loss": False}),
+        ({"master": "none"}, {"master": "fp32"}),
+        ({"optimizer": "sgd"}, {"optimizer": "adamw"}),
+    ],
+)
+def test_what_keeps_less_has_the_smaller_bound(less: dict[str, Any], more: dict[str, Any]) -> None:
+    shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(dp_shard=8, tp=2, world_size=16)
+    bounds = [least_memory(shape, Candidate(dims, Recipe(**choice), 4), 8192) for choice in (less, more)]
+    assert bounds[0] < bounds[1]
+
+
+def test_more_ranks_along_any_axis_of_the_model_have_the_smaller_bound() -> None:
+    shape = shape_of(find_model("llama3-8b"), 8192)
+    alone = least_memory(shape, Candidate(ParallelDims(), Recipe(), 8), 8192)
+    for axis in ("tp", "pp", "cp", "dp_shard"):
+        dims = ParallelDims(**{axis: 4}, world_size=4)
+        assert least_memory(shape, Candidate(dims, Recipe(), 8), 8192) < alone, axis
+
+
+def test_experts_are_bounded_apart() -> None:
+    shape = shape_of(find_model("mixtral-8x7b"), 4096)
+    assert 0.9 < shape.expert_parameters / shape.parameters < 1
+    split = least_memory(shape, Candidate(ParallelDims(ep=8, world_size=8), Recipe(), 1), 4096)
+    sharded = least_memory(shape, Candidate(ParallelDims(dp_shard=8, world_size=8), Recipe(), 1), 4096)
+    assert split == pytest.approx(sharded, rel=0.01)
+
+
+def test_the_guess_of_time_knows_bubbles_and_recomputation() -> None:
+    shape = shape_of(find_model("llama3-8b"), 8192)
+
+    def guess(dims: ParallelDims, **recipe: Any) -> float:
+        return guess_seconds(shape, Candidate(dims, Recipe(**recipe), 16), 8192, H100)
+
+    pipeline, node = ParallelDims(pp=4, world_size=4), ParallelDims(dp_shard=8, world_size=8)
+    assert guess(pipeline, microbatches=16) < guess(pipeline, microbatches=4)
+    assert guess(pipeline, microbatches=4, schedule="interleaved") < guess(pipeline, microbatches=4)
+    assert guess(node) < guess(node, checkpointing="full") < 1.4 * guess(node)
+    assert guess(ParallelDims(dp_shard=32, world_size=32), microbatches=16) > guess(node, microbatches=16)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "batch", "recipe"),
+    [
+        ("llama-tiny", {"dp_shard": 4}, 2, {}),
+        ("llama-tiny", {"dp_shard": 2, "tp": 2}, 2, {"checkpointing": "full", "zero": 2}),
+        ("llama-tiny", {"pp": 2, "dp_shard": 2}, 4, {"checkpointing": "selective"}),
+        ("gpt-tiny", {"dp_shard": 2, "dp_replicate": 2}, 2, {"microbatches": 2}),
+        ("moe-tiny", {"dp_shard": 2, "ep": 2}, 2, {}),
+    ],
+)
+def test_no_estimate_needs_less_than_the_bound(
+    model: str, degrees: dict[str, int], batch: int, recipe: dict[str, Any]
+) -> None:
+    dims = ParallelDims(**degrees, world_size=4)
+    found = estimate(model, dims, batch, 128, "h100-sxm", Recipe(**recipe))
+    bound = least_memory(shape_of(find_model(model), 128), Candidate(dims, Recipe(**recipe), batch), 128)
+    assert 0.2 * found.memory.peak < bound <= found.memory.peak
+
+
+# The search
+
+
+def test_a_module_of_ones_own_is_searched() -> None:
+    mlp = Custom(lambda: nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)), lambda b, s: torch.zeros(b, s, 64))
+    result = find(mlp, "h100-sxm", 8, 16, seq_len=32, limit=3)
+    assert {(c.dims.tp, c.dims.pp) for c in (entry.candidate for entry in result.found)} == {(1, 1)}
+    assert result.title.startswith("custom on 8 x h100-sxm")
+
+
+def test_the_ranking_is_by_speed_and_has_all_that_was_estimated() -> None:
+    asked: list[Candidate] = []
+
+    def counting(**given: Any) -> Any:
+        asked.append(Candidate(given["dims"], given["recipe"], given["batch"]))
+        return fake_estimate(**given)
+
+    told: list[tuple[int, int, str]] = []
+    result = find(
+        "llama3-8b", "h100-sxm", 64, 128, estimator=counting, limit=12, progress=lambda *now: told.append(now)
+    )
+    assert len(asked) == len(set(asked)) == 12
+    assert {entry.candidate for entry in (*result.found, *result.too_large)} == set(asked)
+    assert [entry.seconds for entry in result.found] == sorted(entry.seconds for entry in result.found)
+    assert all(entry.estimate.memory.fits() for entry in result.found)
+    assert result.complete
+    assert result.best is result.found[0]
+    assert told[0] == (0, 12, str(asked[0]))
+    assert told[-1] == (12, 12, "")
+    assert "does not fit" in result.reasons or not result.too_large
+
+
+def test_a_small_space_is_searched_whole() -> None:
+    recipes = (Recipe(checkpointing="full"), Recipe(microbatches=1))
+    result = find("llama3-8b", "h100-sxm", 8, 8, recipes=recipes, fixed={"cp": 1, "pp": 1}, limit=1000)
+    assert not result.left_out
+    names = {(c.dims.tp, c.recipe.checkpointing) for c in (entry.candidate for entry in result.found)}
+    assert names >= {(1, "full"), (8, "full"), (8, "none")}
+
+
+def test_the_best_is_found_early() -> None:
+    """The guess is off by another factor for each degree of tp; what is estimated corrects it."""
+    wrong = {1: 3.0, 2: 1.0, 4: 0.6, 8: 1.2}
+
+    def biased(**given: Any) -> Any:
+        found, factor = fake_estimate(**given), wrong[given["dims"].tp]
+        found.time.step = quantity(found.time.step.value * factor)
+        return found
+
+    options: dict[str, Any] = {"estimator": biased, "fixed": {"pp": 1, "cp": 1}}
+    some = find("llama3-8b", "h100-sxm", 64, 128, **options, limit=30)
+    assert len(some.left_out) > 100
+    everything = find("llama3-8b", "h100-sxm", 64, 128, **options, limit=100_000)
+    assert some.best.seconds <= 1.05 * everything.best.seconds
+    assert not everything.left_out
+
+
+def test_what_needs_more_than_what_does_not_fit_is_not_estimated() -> None:
+    def large(**given: Any) -> Any:
+        return fake_estimate(**given, scale=1.5 if given["recipe"].checkpointing == "full" else 40.0)
+
+    result = find("llama3-8b", "h100-sxm", 8, 8, estimator=large, fixed={"pp": 1, "cp": 1}, limit=1000)
+    hopeless = [entry for entry in result.rejected if entry.reason == "cannot fit (less does not)"]
+    assert hopeless
+    assert all(entry.candidate and entry.candidate.recipe.checkpointing != "full" for entry in hopeless)
+    assert "needs more than" in hopeless[0].detail
+    assert {entry.candidate.recipe.checkpointing for entry in result.found} == {"full"}
+
+
+def test_an_interrupted_search_returns_the_best_so_far() -> None:
+    calls = itertools.count()
+
+    def interrupted(**given: Any) -> Any:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return fake_estimate(**given)
+
+    result = find("llama3-8b", "h100-sxm", 64, 128, estimator=interrupted)
+    assert not result.complete
+    assert len(result.found) + len(result.too_large) == 5
+    assert "the search was interrupted: this is the best so far" in str(result)
+
+
+def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
+    def picky(**given: Any) -> Any:
+        if given["dims"].tp > 1:
+            raise ValueError("cannot split this: it is odd\n  seen: 3\n  try: 4")
+        return fake_estimate(**given)
+
+    result = find("llama3-8b", "h100-sxm", 64, 128, estimator=picky, limit=100)
+    refused = [entry for entry in result.rejected if entry.reason == "the trainer refuses it"]
+    assert {entry.detail for entry in refused} == {"cannot split this: it is odd"}
+
+
+def test_an_operation_without_a_price_ends_the_search() -> None:
+    def unknown(**given: Any) -> Any:
+        raise UnknownOperation("cannot price aten.frobnicate")
+
+    with pytest.raises(UnknownOperation, match="frobnicate"):
+        find("llama3-8b", "h100-sxm", 64, 128, estimator=unknown)
+
+
+def test_no_other_one_beats_what_is_on_the_front() -> None:
+    result = find("llama3-8b", "h100-sxm", 64, 128, limit=60)
+    everything = [*result.found, *result.too_large]
+    for one in result.pareto:
+        assert not any(other.bytes < one.bytes and other.seconds < one.seconds for other in everything)
+    assert min(entry.bytes for entry in everything) == result.pareto[0].bytes
+    assert min(entry.seconds for entry in everything) == result.pareto[-1].seconds
+
+
+# How sure the order is
+
+
+def estimate_of(step: float, compute: float, tp: float, spread: float = 0.1) -> Any:
+    time = SimpleNamespace(
+        step=quantity(step),
+        compute=quantity(compute, spread),
+        exposed={"tp": quantity(tp, spread)},
+        bubble=quantity(0.0),
+        host=quantity(0.0),
+    )
+    return SimpleNamespace(time=time)
+
+
+def test_an_error_that_both_share_does_not_make_their_order_unsure() -> None:
+    fast, slow = estimate_of(10, 9.9, 0.1, spread=0.5), estimate_of(11, 10.9, 0.1, spread=0.5)
+    other = estimate_of(11, 5.0, 6.0, spread=0.5)
+    assert chance_faster(fast, slow) > 0.9
+    assert 0.5 < chance_faster(fast, other) < 0.7
+    assert chance_faster(fast, fast) == pytest.approx(0.5)
+    assert chance_faster(slow, fast) == pytest.approx(1 - chance_faster(fast, slow))
+
+
+# What is wrong in what was asked
+
+
+def message(*arguments: Any, error: type[Exception] = ValueError, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        find(*arguments, **options)
+    return str(caught.value)
+
+
+def test_nothing_fits_says_what_comes_closest() -> None:
+    told = message("llama3-405b", "h100-sxm", 16, 16)
+    assert told.startswith("cannot train llama3-405b on 16 x h100-sxm, 16 x 8,192 tokens: nothing fits into 79.1 GiB\n")
+    assert "\n  closest: " in told
+    assert " needs at least 378.0 GiB, 298.9 GiB too much\n" in told, "16 bytes for each parameter, over 16 devices"
+    assert "x cannot fit (bound)" in told
+    assert told.endswith("\n  try: about 80 devices, or shorter sequences")
+
+
+def test_nothing_fits_after_estimates() -> None:
+    told = message(
+        "llama3-8b", "h100-sxm", 8, 8, estimator=lambda **given: fake_estimate(**given, scale=100.0), limit=3
+    )
+    assert " is estimated to need " in told
+    assert "\n  estimated: 3   not estimated: " in told
+    assert "\n  try: limit=6, as " in told
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"global_batch": 7, "fixed": {"pp": 1}, "num_devices": 256},
+            "cannot train llama3-8b on 256 x h100-sxm, 7 x 8,192 tokens: no degrees can be placed",
+        ),
+        ({"num_devices": 0}, "cannot search: num_devices must be 1 or more\n  num_devices: 0\n  try: num_devices=64"),
+        ({"memory_limit": -1.0}, "cannot search: a memory limit must be above 0\n  memory_limit: -1.0"),
+        ({"fixed": {"pt": 2}}, "cannot search: there is no degree 'pt'\n  fixed: {'pt': 2}\n  try: 'tp'"),
+        (
+            {"fixed": {"tp": 3}},
+            "cannot search: tp=3 does not divide the devices\n  num_devices: 64\n  try: tp one of 1,",
+        ),
+        ({"hardware": "h100-smx"}, "cannot find the hardware 'h100-smx': nothing has that name"),
+        ({"model": "lama3-8b"}, "cannot find the model: there is no model 'lama3-8b'"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], expected: str) -> None:
+    given = {"model": "llama3-8b", "hardware": "h100-sxm", "num_devices": 64, "global_batch": 128, **options}
+    assert message(**given).startswith(expected)
+
+
+def test_a_count_must_be_whole() -> None:
+    told = message("llama3-8b", "h100-sxm", 64.0, 128, error=TypeError)
+    assert told == "cannot search: num_devices must be an int\n  num_devices: 64.0\n  try: num_devices=64"

@@ -1,0 +1,239 @@
+"""Published rows as jobs, and what outcomes of a validation say."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from sim.mesh.evidence.published import Case, Skipped, case_of, is_held_out, measured, read_rows
+from sim.mesh.evidence.validate import (
+    Compared,
+    Outcome,
+    Prediction,
+    outcome_of,
+    read_outcomes,
+    run,
+    wanted,
+    write_outcomes,
+)
+from sim.mesh.evidence.validation import fitted, ordered_pairs, page, summary
+
+GIB = 2**30
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROWS = {row["id"]: row for row in read_rows()}
+
+
+def case(name):
+    found = case_of(ROWS[name])
+    assert isinstance(found, Case), found
+    return found
+
+
+def test_every_row_that_states_enough_can_be_said():
+    said = [case_of(row) for row in wanted(ROWS.values())]
+    assert len(said) == 562
+    assert not [one for one in said if isinstance(one, Skipped)]
+
+
+def test_a_torchtitan_row():
+    it = case("m0063")
+    assert it.recipe.describe() == (
+        "bf16 over fp32 weights, gradients reduced in fp32; ZeRO-2; alternate checkpointing; adamw; microbatches 1; "
+        "norm eager; loss eager"
+    )
+    assert (it.batch, it.seq_len, it.hardware, it.attention_kernel) == (1, 8192, "h100-96gb-500w", "flash2")
+    assert it.model.num_parameters() == 8_030_261_248
+    assert it.measured.memory == pytest.approx(62.18 * GIB)
+    assert (it.measured.tokens_per_second, it.measured.memory_kind, it.network) == (5763, "reserved", None)
+
+
+def test_what_changed_in_a_framework_at_a_date():
+    assert (case("m0079").recipe.norm, case("m0081").recipe.norm) == ("eager", "fused")
+
+
+def test_a_megatron_deepspeed_row_with_a_pipeline():
+    it = case("m0394")
+    assert (it.dims.tp, it.dims.pp, it.dims.dp_shard, it.dims.dp_replicate) == (8, 12, 4, 1)
+    recipe = it.recipe
+    assert (recipe.zero, recipe.param_dtype, recipe.reduce_dtype, recipe.attention) == (1, "fp16", "fp16", "math")
+    assert (recipe.checkpointing, recipe.microbatches, recipe.schedule) == ("full", 256, "1f1b")
+    assert not recipe.sequence_parallel
+    assert it.model.vocab_size % (128 * 8) == 0
+    assert it.model.embedding_norm
+    assert it.measured.memory_kind == "device"
+
+
+def test_optimizer_state_shared_by_groups_within_the_data_parallel_ranks():
+    it = case("m1021")
+    assert (it.dims.dp_replicate, it.dims.dp_shard, it.recipe.zero) == (4, 8, 1)
+
+
+def test_recomputation_of_attention_alone_depends_on_how_it_is_computed():
+    assert case("m0509").recipe.attention == "math-recomputed"
+    assert case("m0776").recipe.attention == "flash"
+    assert {case(name).recipe.checkpointing for name in ("m0509", "m0776")} == {"none"}
+
+
+def test_every_second_layer_is_half_of_the_layers():
+    recipe = case("m0038").recipe
+    assert (recipe.checkpointing, recipe.checkpoint_layers) == ("full", 16)
+
+
+def test_experts_over_ranks_of_two_axes_are_noted():
+    it = case("m0922")
+    assert (it.dims.ep, it.dims.etp, it.dims.tp, it.dims.world_size) == (16, 2, 2, 256)
+    assert "experts over 32 ranks" in it.notes[0]
+
+
+def test_a_row_without_a_framework_or_device_that_is_known_is_skipped_with_the_reason():
+    row = ROWS["m0063"]
+    assert case_of({**row, "framework": "somebody's"}) == Skipped(
+        "m0063", 'nothing is known of the framework "somebody\'s"'
+    )
+    assert "no description of the device 'TPU v5'" in case_of({**row, "hw_device": "TPU v5"}).reason
+    assert "the row lacks hidden" in case_of({**row, "hidden": None}).reason
+    assert "schedule ZB-1p" in case_of({**ROWS["m0944"], "vocab": 50304}).reason
+
+
+def test_degrees_that_do_not_fit_are_skipped():
+    assert "degrees" in case_of({**ROWS["m0063"], "tp": 3}).reason
+
+
+def test_what_cannot_be_predicted_is_no_truth():
+    assert measured(ROWS["m0102"]).memory is None
+    assert measured({**ROWS["m0102"], "predict_mem": True, "predict_time": True}).tokens_per_second == 7522
+    assert measured(ROWS["m0112"]).is_oom
+
+
+def test_step_time_becomes_tokens_per_second_of_a_device():
+    row = ROWS["m0824"]
+    assert measured(row).tokens_per_second == pytest.approx(64 * 4096 / 16 / 2.746)
+
+
+def test_a_third_of_the_rows_is_held_out_by_whole_groups():
+    rows = wanted(ROWS.values())
+    for key in ("predict_time", "predict_mem"):
+        some = [row for row in rows if row.get(key)]
+        assert 1 / 3 < sum(map(is_held_out, some)) / len(some) < 1 / 2
+    qwen = [is_held_out(row) for row in rows if row["model"] == "qwen3-32b"]
+    assert all(qwen)
+    assert qwen
+
+
+def test_rows_are_read_from_lists_lines_and_gzip(tmp_path):
+    rows = [ROWS["m0061"], ROWS["m0062"]]
+    (tmp_path / "list.json").write_text(json.dumps(rows))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "lines.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    for name in ("list.json", "lines.json", "lines.gz"):
+        assert read_rows(tmp_path / name) == rows
+
+
+def test_a_file_that_holds_no_rows_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"cannot read published rows from .*a.json: a row is an object with an 'id'"):
+        read_rows(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="it is no such file"):
+        read_rows(tmp_path / "b.json")
+
+
+# Outcomes
+
+
+def half(one: Case) -> Prediction:
+    """Predict half of every truth, and 1 GiB."""
+    speed = (one.measured.tokens_per_second or 2) / 2
+    memory = dict.fromkeys(("allocated", "reserved", "device", "first step"), (GIB, 0.5 * GIB, 2.0 * GIB))
+    return Prediction((speed, 0.9 * speed, 2.1 * speed), memory, True)
+
+
+def refuse(one: Case) -> Prediction:
+    raise ValueError("no price for aten.frobnicate\n  op: ...")
+
+
+def test_an_outcome_compares_what_was_measured():
+    it = outcome_of(ROWS["m0063"], half)
+    assert (it.speed.error, it.speed.is_inside, it.memory.is_inside) == (-0.5, True, False)
+    assert it.memory.truth == pytest.approx(62.18)
+    assert it.text == "8x H100 SXM 96GB HBM2e, llama3-8b, seq 8192, batch 8 by 1, selective"
+
+
+def test_a_failure_is_a_reason_and_not_the_end():
+    it = outcome_of(ROWS["m0063"], refuse)
+    assert it.speed is None
+    assert it.reason.startswith("ValueError: no price for aten.frobnicate (test_mesh_validation.py:")
+
+
+def test_outcomes_survive_a_file(tmp_path):
+    outcomes = list(run([ROWS["m0063"], ROWS["m0394"]], half, processes=1))
+    write_outcomes(outcomes, tmp_path / "out.jsonl")
+    again = read_outcomes(tmp_path / "out.jsonl")
+    assert [one.id for one in again] == ["m0063", "m0394"]
+    assert again[0].speed.predicted == pytest.approx(outcomes[0].speed.predicted, rel=1e-4)
+
+
+def test_summaries():
+    errors = [Compared(100, 100 * (1 + error), 95, 105) for error in (0.01, -0.02, 0.1, -0.3)]
+    it = summary(errors)
+    assert (it.count, it.median, it.p90, it.worst, it.inside) == pytest.approx((4, 0.06, 0.3, 0.3, 1.0))
+    assert summary([]) is None
+
+
+def told(truth: float, predicted: float, group: str = "a") -> Outcome:
+    return Outcome("m1", "s", group, "t", False, Compared(truth, predicted, 0, 1))
+
+
+def test_only_pairs_of_a_group_that_differ_are_asked_to_be_in_order():
+    assert ordered_pairs([told(100, 1), told(104, 2)]) == (0, 0)
+    assert ordered_pairs([told(100, 1), told(120, 2), told(90, 3, "b")]) == (1, 1)
+    assert ordered_pairs([told(100, 2), told(120, 1)]) == (0, 1)
+
+
+def test_the_page_tells_held_out_and_calibration_apart():
+    outcomes = list(run([ROWS[name] for name in ("m0063", "m0104", "m0112")], half, processes=1))
+    text = page(outcomes, "hyper-parallel validate")
+    assert "| Throughput, held out | 1 | 50.0% |" in text
+    assert "| Throughput, calibration | 1 | 50.0% |" in text
+    assert "| m0104* | 8x H100" in text
+    assert "Of 1 published runs that were out of memory, 0 are predicted not to fit" in text
+
+
+# The page that is kept
+
+
+def kept_outcomes() -> list[Outcome]:
+    return read_outcomes(DOCS / "validation.jsonl")
+
+
+def test_the_page_is_that_of_the_outcomes_beside_it():
+    text = page(kept_outcomes(), "hyper-parallel validate --write docs/validation.md", fitted())
+    assert (DOCS / "validation.md").read_text(encoding="utf-8") == text
+
+
+def test_held_out_rows_are_within_what_is_claimed():
+    held = [one for one in kept_outcomes() if one.is_held_out]
+    assert len(held) > 100
+    speed = summary([one.speed for one in held if one.speed])
+    memory = summary([one.memory for one in held if one.memory])
+    right, count = ordered_pairs(held)
+    assert speed.median < 0.10
+    assert memory.median < 0.07
+    assert right / count > 0.9
+
+
+def test_which_rows_are_held_out_is_as_when_the_page_was_written():
+    assert all(one.is_held_out == is_held_out(ROWS[one.id]) for one in kept_outcomes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["m0062", "m0256", "m0277", "m0816"])
+def test_a_few_rows_stay_where_they_were(name):
+    from sim.mesh.evidence.predict import Simulator
+
+    kept = next(one for one in kept_outcomes() if one.id == name)
+    now = outcome_of(ROWS[name], Simulator())
+    assert now.reason == ""
+    assert now.speed.predicted == pytest.approx(kept.speed.predicted, rel=0.02)
+    if kept.memory is not None:
+        assert now.memory.predicted == pytest.approx(kept.memory.predicted, rel=0.02)
