@@ -7,6 +7,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -168,10 +169,12 @@ def run_processes(arm: str, module: str, test: str, world_size: int, seed: int, 
             processes.append(process)
             pipes.append(ours)
         outcomes = _collect(pipes)
-        for process in processes:
+        for rank, process in enumerate(processes):
             if process.is_alive() and None in outcomes:
                 process.kill()
             process.join()
+            if outcomes[rank] == _NO_ANSWER:
+                outcomes[rank] = f"{_NO_ANSWER} ({_how_it_ended(process.exitcode)})\n"
     _raise_outcomes(outcomes, world_size)
 
 
@@ -187,7 +190,7 @@ def _collect(pipes: list[Connection]) -> list[str | None]:
             try:
                 outcomes[rank] = pipe.recv()
             except EOFError:
-                outcomes[rank] = "the process ended without an answer\n"
+                outcomes[rank] = _NO_ANSWER
             if outcomes[rank]:  # the others may now wait for this rank for ever: give them a moment, no more
                 end = min(end, time.monotonic() + 5.0)
     return outcomes
@@ -204,6 +207,10 @@ def _raise_outcomes(outcomes: list[str | None], world_size: int) -> None:
     silent = [rank for rank, text in enumerate(outcomes) if text is None]
     if not failed and not silent:
         return
+    causes = [(rank, text) for rank, text in failed if not _has_lost_a_peer(text)]
+    if causes:  # the others only tell that these are gone
+        late = [(rank, f"{text.strip().splitlines()[-1]}\n") for rank, text in failed if _has_lost_a_peer(text)]
+        failed = late + causes
     parts = [f"--- rank {rank} ---\n{text}" for rank, text in failed]
     if silent:
         parts.append(f"--- {ranks_phrase(silent)} ---\nno answer; stopped")
@@ -211,6 +218,23 @@ def _raise_outcomes(outcomes: list[str | None], world_size: int) -> None:
 
 
 _MISSED = "passed, but could not leave together with the others:\n"
+_NO_ANSWER = "the process ended without an answer"
+_GONE = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
+
+
+def _has_lost_a_peer(text: str) -> bool:
+    """Tell whether a traceback's last line is about another process that is gone."""
+    return any(words in text.strip().splitlines()[-1] for words in _GONE)
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return name + (": perhaps out of memory" if name == "SIGKILL" else "")
 
 
 def _process_main(job: _Job, answer: Connection) -> None:

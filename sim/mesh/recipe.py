@@ -49,6 +49,7 @@ _FLAGS = (
     "overlap_param_gather",
     "reduce_each",
     "tp_overlap",
+    "scatter_gather",
     "graphs",
 )
 _ZERO = MappingProxyType(
@@ -99,6 +100,8 @@ class Recipe:
         overlap_grad_reduce: with zero <= 1: gradients are reduced while backward goes on.
         overlap_param_gather: with zero == 1: new weights are gathered while the next forward goes on.
         tp_overlap: communication of tensor parallelism overlaps with matrix products.
+        scatter_gather: with tensor parallelism that is not sequence-parallel: ranks along tp, which all have what goes
+            from stage to stage, send a part each, and gather it on the other side (Narayanan et al. 2021, section 4.1).
         routing: how tokens go to experts; None: evenly.
         host: "eager": the host issues each operation.
         graphs: a step is replayed as one graph: the host costs nothing.
@@ -129,6 +132,7 @@ class Recipe:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     tp_overlap: bool = False
+    scatter_gather: bool = False
     routing: Routing | None = None
     host: str = "eager"
     graphs: bool = False

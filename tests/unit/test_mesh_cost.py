@@ -108,6 +108,21 @@ def test_sustained_lowers_matmuls_and_attention(pricing):
     assert ratio == pytest.approx(2 * pricing.op(matmul(8192, 8192, 8192)).seconds, rel=0.02)
 
 
+def test_heads_that_do_not_start_at_16_bytes(pricing):
+    known = load_calibration().replace({"matmul.hopper.unaligned": 0.1})
+    slower = Pricing(find_hardware("h100-sxm"), known)
+
+    def ratio(batch, n, k, dtype="bfloat16"):
+        op = Op("aten.bmm", "matmul", 2 * batch * 2048 * n * k, (), (), dtype, (batch, 2048, n, k), 0, 0)
+        return slower.op(op).seconds / pricing.op(op).seconds
+
+    assert 7 < ratio(32, 2048, 108) < 10, "some of it is not computing"
+    assert 4 < ratio(32, 108, 2048) < 10
+    assert ratio(32, 2048, 104) == ratio(32, 2048, 112) == ratio(32, 104, 2048) == 1
+    assert ratio(32, 2048, 108, "float32") == 1, "108 numbers of 4 bytes are 27 times 16 bytes"
+    assert ratio(1, 2048, 108) == 1, "one product starts where its tensor starts"
+
+
 @pytest.mark.parametrize(
     ("kernels", "length", "size", "causal", "backward", "published"),
     [

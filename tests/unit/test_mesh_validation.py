@@ -59,6 +59,7 @@ def test_a_megatron_deepspeed_row_with_a_pipeline():
     assert (recipe.zero, recipe.param_dtype, recipe.reduce_dtype, recipe.attention) == (1, "fp16", "fp16", "math")
     assert (recipe.checkpointing, recipe.microbatches, recipe.schedule) == ("full", 256, "1f1b")
     assert not recipe.sequence_parallel
+    assert recipe.scatter_gather
     assert it.model.vocab_size % (128 * 8) == 0
     assert it.model.embedding_norm
     assert it.measured.memory_kind == "device"
@@ -84,6 +85,11 @@ def test_experts_over_ranks_of_two_axes_are_noted():
     it = case("m0922")
     assert (it.dims.ep, it.dims.etp, it.dims.tp, it.dims.world_size) == (16, 2, 2, 256)
     assert "experts over 32 ranks" in it.notes[0]
+
+
+def test_what_splits_within_an_expert_is_megatrons_default_or_nothing():
+    assert (case("m0786").dims.ep, case("m0786").dims.tp, case("m0786").dims.etp) == (2, 4, 4)
+    assert (case("m0924").dims.ep, case("m0924").dims.tp, case("m0924").dims.etp) == (8, 2, 1)
 
 
 def test_a_row_without_a_framework_or_device_that_is_known_is_skipped_with_the_reason():

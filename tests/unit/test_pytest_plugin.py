@@ -50,6 +50,8 @@ def test_fixtures(ctx, factor, size, tmp_path):
 """
 
 FAILING = """
+import os
+import signal
 import time
 import pytest
 import torch
@@ -98,6 +100,19 @@ def test_expected(ctx):
 def test_expected_of_one(ctx):
     if ctx.rank == 0:
         pytest.xfail("later, on this rank")
+
+
+@sim.ranks(2, arms=("gloo",))
+def test_wrong_while_another_waits(ctx):
+    assert ctx.rank == 0, "this one is the cause"
+    dist.barrier()
+
+
+@sim.ranks(2, arms=("gloo",))
+def test_killed(ctx):
+    if ctx.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
 
 
 @sim.ranks(2, arms=("sim", "gloo"))
@@ -210,6 +225,11 @@ def test_failures_are_shown(tmp_path):
     assert "test_unpicklable[sim] PASSED" in out
     assert "the arguments of test_unpicklable cannot be sent to other processes" in out
     assert "fixtures: unpicklable" in out
+    after = plain[plain.index("test_wrong_while_another_waits[gloo] _") :]
+    lost = after[after.index("--- rank 0 ---") : after.index("--- rank 1 ---")].strip().splitlines()
+    assert len(lost) == 2, "that a peer is gone is one line"
+    assert after.index("AssertionError: this one is the cause") > after.index("--- rank 1 ---"), "the cause comes last"
+    assert "the process ended without an answer (SIGKILL: perhaps out of memory)" in out
 
 
 @pytest.mark.gloo

@@ -94,6 +94,7 @@ def dims_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> ParallelDi
         raise CannotSay(f"dp_replicate={replicate} does not divide dp={dp}")
     shard, ep, etp = dp // replicate, int(row.get("ep") or 1), 1
     if ep > 1:
+        etp = tp if family.get("etp") == "tp" else 1
         if ep > shard and ep == shard * tp:
             notes.append(f"experts over {ep} ranks, of which {tp} are tensor-parallel: these split within experts here")
             ep, etp = shard, tp
@@ -121,7 +122,7 @@ def _zero(row: Row, family: Mapping[str, Any]) -> int:
 
 def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
-    skip = ("name", "attention_kernel", "zero", "reduce_dtype")
+    skip = ("name", "attention_kernel", "zero", "reduce_dtype", "etp")
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
     said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"

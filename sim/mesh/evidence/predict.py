@@ -26,12 +26,8 @@ from sim.mesh.tracing.trace import trace
 
 __all__ = ["Simulator", "hardware_of", "job_of", "prediction_of", "programs_of", "seconds_of"]
 
-_PRICED = {
-    "advice", "allocator", "bounds", "calibration", "candidates", "chrome", "comm_cost", "compute_cost", "cost", "draw",
-    "estimate", "explain", "hardware", "hardware_file", "measure", "memory", "predict", "published", "relative",
-    "report", "search", "streams", "timeline", "validate", "validation", "words",
-}  # fmt: skip
-"""Modules that a trace does not depend on."""
+_TRACED = ("custom.py", "job.py", "models.py", "program.py", "recipe.py", "routing.py", "spec.py", "tracing", "zoo")
+"""What of `sim.mesh` a trace depends on: files, and folders with all that is in them."""
 
 
 def job_of(case: Case) -> Job:
@@ -80,7 +76,7 @@ def programs_of(case: Case, folder: str | Path | None) -> list[Program]:
 def _tracer() -> str:
     """Return a fingerprint of the code that traces: what it made before is not what it makes now."""
     here = Path(__file__).parent.parent
-    files = sorted(path for path in here.rglob("*.py") if path.stem not in _PRICED)
+    files = [file for name in _TRACED for file in sorted((here / name).rglob("*.py")) or [here / name]]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 __all__ = ["Price", "attention_seconds", "matmul_seconds", "stream_seconds"]
 
+_ALIGNMENT = 16
+"""Bytes: what tensor cores load at a time."""
 _TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128), (256, 256))
 
 
@@ -43,7 +45,8 @@ def matmul_seconds(
         curve: ``floor_us``, ``rate`` (of the peak, inside of an endless tile), ``prologue`` (in steps of k), ``edge``
             (a tile of m x n runs at 1/(1 + edge/m + edge/n)), ``quantised`` (how far a wave begun counts as a whole
             one), ``cap`` (of the peak: the best matmul of any shape), ``sustained`` (of that: in hours of training),
-            ``stream`` (of the memory's bandwidth).
+            ``stream`` (of the memory's bandwidth), ``unaligned`` (what is left of the rate where matrices of a batch do
+            not start at multiples of 16 bytes, as heads of 108 elements).
         shape: (batch, m, n, k).
         peak: FLOP/s.
         cores: that compute tiles at once.
@@ -63,6 +66,8 @@ def matmul_seconds(
     sustained = curve.get("sustained", 1.0)
     compute = best * 2 * (k + curve["prologue"]) * cores / (curve["rate"] * peak)
     compute = max(compute, flops / (curve["cap"] * peak)) / sustained
+    if batch > 1 and (n * item % _ALIGNMENT or k * item % _ALIGNMENT):
+        compute /= curve.get("unaligned", 1.0)
     memory = item * batch * (m * k + k * n + m * n) / (curve["stream"] * bandwidth)
     floor = curve["floor_us"] * 1e-6
     bound = "memory" if memory > compute else "compute"

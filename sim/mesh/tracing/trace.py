@@ -21,6 +21,7 @@ from hyper_parallel.core.expert_parallel.balance import update_expert_bias
 from hyper_parallel.core.expert_parallel.router import Router
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
+from hyper_parallel.core.fully_shard.comm import all_gather
 from hyper_parallel.core.fully_shard.held import hold_parameters, reduce_gradients, release_parameters
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
 from hyper_parallel.core.pipeline.stage import Place as StagePlace
@@ -247,6 +248,8 @@ class _Run:
         )
         stage.begin([], training=True)
         stage.group_for_messages = group
+        if job.recipe.scatter_gather and dims.tp_enabled and not job.recipe.sequence_parallel:
+            stage.group_of_parts = dims.get_mesh("tp").get_group()
         stage.rank_before, stage.rank_after = self._neighbours()
         return stage
 
@@ -325,6 +328,8 @@ class _RecordedStage(Stage):
     """A stage that is run micro-batch by micro-batch, by what a schedule would do around it."""
 
     group_for_messages: Any
+    group_of_parts: Any = None
+    """Ranks that all have what goes between stages, and each send a part; None: each sends all."""
     rank_before: int
     rank_after: int
 
@@ -338,14 +343,23 @@ class _RecordedStage(Stage):
         for meta in metas:
             tensor = torch.empty(meta.shape, dtype=meta.dtype)
             if source != own:
-                self.group_for_messages.recv([tensor], source, 0).wait()
+                part = self._part(tensor)
+                self.group_for_messages.recv([part], source, 0).wait()
+                if part is not tensor:
+                    all_gather(tensor, part, self.group_of_parts).wait()
             made.append(tensor.requires_grad_(tensor.dtype.is_floating_point and torch.is_grad_enabled()))
         return tuple(made)
 
     def send(self, tensors: Any, target: int) -> None:
         """Send what a stage returned, or its gradients."""
         for tensor in tensors:
-            self.group_for_messages.send([tensor.detach().contiguous()], target, 0).wait()
+            self.group_for_messages.send([self._part(tensor.detach().contiguous())], target, 0).wait()
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What one rank sends and receives of a tensor."""
+        if self.group_of_parts is None or tensor.numel() % self.group_of_parts.size():
+            return tensor
+        return tensor.flatten()[: tensor.numel() // self.group_of_parts.size()]
 
     def run_forward(self, index: int, args: Any) -> Any:
         """Compute the output of a micro-batch, or its loss."""
