@@ -50,6 +50,7 @@ _FLAGS = (
     "reduce_each",
     "tp_overlap",
     "scatter_gather",
+    "blocking_messages",
     "graphs",
 )
 _ZERO = MappingProxyType(
@@ -102,6 +103,8 @@ class Recipe:
         tp_overlap: communication of tensor parallelism overlaps with matrix products.
         scatter_gather: with tensor parallelism that is not sequence-parallel: ranks along tp, which all have what goes
             from stage to stage, send a part each, and gather it on the other side (Narayanan et al. 2021, section 4.1).
+        blocking_messages: the host waits for what comes from other stages before it issues more, as Megatron-LM's and
+            DeepSpeed's pipelines do; else the device alone waits.
         routing: how tokens go to experts; None: evenly.
         host: "eager": the host issues each operation.
         graphs: a step is replayed as one graph: the host costs nothing.
@@ -133,6 +136,7 @@ class Recipe:
     overlap_param_gather: bool = True
     tp_overlap: bool = False
     scatter_gather: bool = False
+    blocking_messages: bool = False
     routing: Routing | None = None
     host: str = "eager"
     graphs: bool = False

@@ -99,9 +99,14 @@ class Simulator:
     def __call__(self, case: Case) -> Prediction:
         """Return what is predicted of a case."""
         programs = programs_of(case, self.folder)
-        beside = 2**30 * float(self.calibration.section("framework", case.framework).get("context_gib", 0.0))
+        own = self.calibration.section("framework", case.framework)
         figures = figures_of(case, self.calibration)
-        return prediction_of(beside, price(programs, job_of(case), hardware_of(case, figures), figures))
+        estimate = price(programs, job_of(case), hardware_of(case, figures), figures)
+        beside = 2**30 * float(own.get("context_gib", 0.0))
+        if case.recipe.reduce_dtype == "fp32" != case.recipe.param_dtype:
+            weights = max(one.by_category.get("parameters", 0) for one in estimate.memory.classes)
+            beside += weights * float(own.get("gradients_too", 0.0))
+        return prediction_of(beside, estimate)
 
 
 def seconds_of(case: Case, programs: Sequence[Program], calibration: Calibration) -> float:

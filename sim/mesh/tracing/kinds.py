@@ -67,7 +67,8 @@ _MEMORY = frozenset(
         "full",
         "zeros_like",
     }
-    | {"ones_like", "full_like", "new_zeros", "new_ones", "new_full", "scalar_tensor", "arange", "eye", "linspace"}
+    | {"ones_like", "full_like", "new_zeros", "new_ones", "new_full", "scalar_tensor", "arange", "iota", "eye"}
+    | {"linspace"}
     | {"split_with_sizes_copy", "_chunk_cat", "chunk_cat", "repeat", "repeat_interleave", "constant_pad_nd", "flip"}
     | {"roll", "tril", "triu", "tril_", "triu_", "unfold_copy", "select_backward", "slice_backward", "unfold_backward"}
     | {

@@ -248,6 +248,8 @@ class _Run:
         )
         stage.begin([], training=True)
         stage.group_for_messages = group
+        if job.recipe.blocking_messages:
+            stage.after_message = lambda: self.recorder.emit(HostWait(None))
         if job.recipe.scatter_gather and dims.tp_enabled and not job.recipe.sequence_parallel:
             stage.group_of_parts = dims.get_mesh("tp").get_group()
         stage.rank_before, stage.rank_after = self._neighbours()
@@ -332,6 +334,8 @@ class _RecordedStage(Stage):
     """Ranks that all have what goes between stages, and each send a part; None: each sends all."""
     rank_before: int
     rank_after: int
+    after_message: Callable[[], object] | None = None
+    """What the host does when a message has come."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -345,6 +349,8 @@ class _RecordedStage(Stage):
             if source != own:
                 part = self._part(tensor)
                 self.group_for_messages.recv([part], source, 0).wait()
+                if self.after_message is not None:
+                    self.after_message()
                 if part is not tensor:
                     all_gather(tensor, part, self.group_of_parts).wait()
             made.append(tensor.requires_grad_(tensor.dtype.is_floating_point and torch.is_grad_enabled()))

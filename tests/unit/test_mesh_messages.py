@@ -1,0 +1,76 @@
+"""What goes from stage to stage: in parts that ranks along tp send and gather, and with a host that waits for it."""
+
+import itertools
+
+import pytest
+
+from hyper_parallel import ParallelDims
+from sim.mesh.cost import Pricing
+from sim.mesh.hardware import find_hardware
+from sim.mesh.job import Job
+from sim.mesh.models import find_model
+from sim.mesh.pricing.calibration import load_calibration
+from sim.mesh.program import Comm, HostWait, Wait
+from sim.mesh.recipe import Recipe
+from sim.mesh.timeline import replay_time
+from sim.mesh.tracing.trace import trace
+
+SIZE = 2 * 64 * 64 * 4  # a micro-batch of 2 sequences of 64 tokens, 64 wide, in float32
+
+
+def programs(model, tp, **options):
+    recipe = Recipe(param_dtype="fp32", microbatches=2, zero=1, **options)
+    return trace(Job(find_model(model), ParallelDims(tp=tp, pp=2, world_size=2 * tp), 4, 64, recipe))
+
+
+def comms(model, tp, **options):
+    """Communication of the first and the last stage, by op and axis."""
+    found = []
+    for program in programs(model, tp, **options):
+        events = [event for segment, _ in program.segments_in_order() for event in segment.events]
+        said = [e for e in events if isinstance(e, Comm) and program.places[e.place].phase != "optimizer"]
+        found.append([(e.op, program.groups[e.group].axis, e.size) for e in said])
+    return found
+
+
+def messages(stage):
+    return [size for op, axis, size in stage if axis == "pp" and op in ("send", "recv")]
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
+def test_each_rank_sends_a_part_and_gathers_what_it_gets(model):
+    plain = comms(model, 2, sequence_parallel=False)
+    parts = comms(model, 2, sequence_parallel=False, scatter_gather=True)
+    for before, after in zip(plain, parts, strict=True):
+        assert messages(before) == [SIZE] * 4, "two micro-batches, there and back"
+        assert messages(after) == [SIZE // 2] * 4
+        more = [one for one in after if one == ("all_gather", "tp", SIZE)]
+        fewer = [one for one in before if one == ("all_gather", "tp", SIZE)]
+        assert len(more) == len(fewer) + 2, "one for each message that comes in"
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
+def test_where_ranks_do_not_have_the_same_nothing_changes(tp, sequence_parallel):
+    plain = comms("llama-tiny", tp, sequence_parallel=sequence_parallel)
+    assert comms("llama-tiny", tp, sequence_parallel=sequence_parallel, scatter_gather=True) == plain
+
+
+def test_a_host_that_waits_for_messages():
+    plain, waits = programs("gpt-tiny", 1), programs("gpt-tiny", 1, blocking_messages=True)
+    for before, after in zip(plain, waits, strict=True):
+        events = [event for segment, _ in after.segments_in_order() for event in segment.events]
+        got = {e.handle for e in events if isinstance(e, Comm) and e.op == "recv"}
+        behind = [b for a, b in itertools.pairwise(events) if isinstance(a, Wait) and a.handle in got]
+        assert behind.count(HostWait(None)) == 2, "one for each micro-batch"
+        others = [event for event in events if event != HostWait(None)]
+        assert others == [e for segment, _ in before.segments_in_order() for e in segment.events if e != HostWait(None)]
+
+
+def test_a_host_that_waits_issues_late_what_the_device_could_have_begun():
+    slow = load_calibration().replace({"host.op_us": 100.0})
+    hardware = find_hardware("a100-80gb")
+    plain, waits = programs("gpt-tiny", 1), programs("gpt-tiny", 1, blocking_messages=True)
+    fast = load_calibration().replace({"host.op_us": 0.0, "host.collective_us": 0.0})
+    assert replay_time(waits, Pricing(hardware, slow)).step > 1.2 * replay_time(plain, Pricing(hardware, slow)).step
+    free = [replay_time(some, Pricing(hardware, fast)).step for some in (plain, waits)]
+    assert free[0] == pytest.approx(free[1])
