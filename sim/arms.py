@@ -30,7 +30,8 @@ from sim.world import world
 __all__ = ["run_arm", "run_processes"]
 
 _DEVICE_TYPES = {"gloo": "cpu", "gpu": "cuda", "npu": "npu"}
-_LIMIT_S = 180.0  # for a body on real processes; a hang there has no other end
+_LIMIT_S = 300.0  # for a body on real processes; a hang there has no other end
+_TIMEOUT = datetime.timedelta(seconds=200)  # of one communication: virtual machines stand still for a minute at times
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "hyper_parallel", "sim.arms"]
 
 
@@ -246,11 +247,10 @@ def _process_main(job: _Job, answer: Connection) -> None:
         os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
         device, backend = _take_device(job.arm, job.rank)
         store = dist.FileStore(job.store, job.world_size)
-        timeout = datetime.timedelta(seconds=60)
-        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=_TIMEOUT)
         # A rank that skips at once must not be gone while another one still connects to it.
         store.set(f"connected/{job.rank}", "yes")
-        store.wait([f"connected/{rank}" for rank in range(job.world_size)], timeout)
+        store.wait([f"connected/{rank}" for rank in range(job.world_size)], _TIMEOUT)
         context = RankTest(job.rank, job.world_size, job.arm, device, job.seed)
         check_result(test.body(context, **job.fixtures), test.body)
         missed = _MISSED
