@@ -51,6 +51,7 @@ _FLAGS = (
     "tp_overlap",
     "scatter_gather",
     "blocking_messages",
+    "split_dispatch",
     "graphs",
 )
 _ZERO = MappingProxyType(
@@ -105,6 +106,8 @@ class Recipe:
             from stage to stage, send a part each, and gather it on the other side (Narayanan et al. 2021, section 4.1).
         blocking_messages: the host waits for what comes from other stages before it issues more, as Megatron-LM's and
             DeepSpeed's pipelines do; else the device alone waits.
+        split_dispatch: with etp > 1: each rank along tp sends a part of the tokens to experts, and these gather them,
+            as in Megatron-LM; else each of these ranks sends all of them.
         routing: how tokens go to experts; None: evenly.
         host: "eager": the host issues each operation.
         graphs: a step is replayed as one graph: the host costs nothing.
@@ -137,6 +140,7 @@ class Recipe:
     tp_overlap: bool = False
     scatter_gather: bool = False
     blocking_messages: bool = False
+    split_dispatch: bool = False
     routing: Routing | None = None
     host: str = "eager"
     graphs: bool = False

@@ -74,3 +74,29 @@ def test_a_host_that_waits_issues_late_what_the_device_could_have_begun():
     assert replay_time(waits, Pricing(hardware, slow)).step > 1.2 * replay_time(plain, Pricing(hardware, slow)).step
     free = [replay_time(some, Pricing(hardware, fast)).step for some in (plain, waits)]
     assert free[0] == pytest.approx(free[1])
+
+
+def test_ranks_along_tp_share_what_goes_to_experts():
+    dims = ParallelDims(dp_shard=1, ep=2, tp=2, etp=2, world_size=4)
+
+    def exchanged(**options):
+        recipe = Recipe(param_dtype="fp32", zero=1, **options)
+        (program,) = trace(Job(find_model("moe-tiny"), dims, 2, 64, recipe))
+        events = [event for segment, _ in program.segments_in_order() for event in segment.events]
+        said = [e for e in events if isinstance(e, Comm) and not e.dtype.startswith("int")]
+        waited = {event.handle for event in events if isinstance(event, Wait)}
+        assert len({e.handle for e in said}) == len(said), "no handle names two"
+        assert waited >= {e.handle for e in said if e.op == "all_to_all"}
+        return [(e.op, program.groups[e.group].axis, e.size, e.moved) for e in said if program.places[e.place].layer]
+
+    plain, split = exchanged(), exchanged(split_dispatch=True)
+    before = [(size, moved) for op, axis, size, moved in plain if (op, axis) == ("all_to_all", "ep")]
+    after = [(size, moved) for op, axis, size, moved in split if (op, axis) == ("all_to_all", "ep")]
+    assert after == [(size // 2, moved // 2) for size, moved in before]
+    assert len(before) == 3 * 2 * 2, "three layers with experts: there and back, in forward and backward"
+    ops = [op for op, *_ in split]
+    exchanges = [place for place, op in enumerate(ops) if op == "all_to_all"]
+    around = [ops[place - 1] if number % 2 else ops[place + 1] for number, place in enumerate(exchanges)]
+    assert around == ["all_gather", "reduce_scatter"] * 6
+    whole = [size for op, axis, size, _ in split if axis == "tp"]
+    assert sum(whole) == sum(size for op, axis, size, _ in plain if axis == "tp") + sum(size for size, _ in before)

@@ -36,6 +36,7 @@ from sim.mesh.routing import Routing
 from sim.mesh.tracing.accelerator import AcceleratorKernels
 from sim.mesh.tracing.build import Built, build_stage
 from sim.mesh.tracing.categories import find_categories, standing_blocks
+from sim.mesh.tracing.dispatch import split_dispatch
 from sim.mesh.tracing.expand import Recording, expand, kept_layers
 from sim.mesh.tracing.fuse import fuse
 from sim.mesh.tracing.lone import LoneWorld
@@ -65,7 +66,10 @@ def trace(job: Job, *, every_layer: bool = False) -> list[Program]:
         if kind not in recordings:
             recordings[kind] = record_stage(job, part, every_layer=every_layer)
     ready: dict[int, Recording] = {part.index: recordings[_kind(job, part)] for part in parts}
-    return [fuse(program) for program in stitch(job, parts, ready)]
+    programs = [fuse(program) for program in stitch(job, parts, ready)]
+    if job.recipe.split_dispatch and job.dims.ep_enabled and job.dims.etp > 1:
+        programs = [split_dispatch(program) for program in programs]
+    return programs
 
 
 def _kind(job: Job, part: StagePart) -> Any:
