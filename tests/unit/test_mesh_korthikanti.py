@@ -1,0 +1,58 @@
+"""Activations of a GPT's layer against the formulas of Korthikanti et al. 2022 (arXiv 2205.05198), section 4.
+
+The 22B model of their table 3: bytes that a layer keeps for backward, as the difference that two layers more make.
+"""
+
+import pytest
+
+from hyper_parallel import ParallelDims
+from sim import mesh
+from sim.mesh.zoo.gpt import GPTConfig
+
+SEQ, BATCH, WIDTH, HEADS = 2048, 4, 6144, 64
+TOKENS = SEQ * BATCH * WIDTH
+SCORES = 5 * HEADS * SEQ / WIDTH
+"""Bytes of scores, softmax, its mask and what dropout leaves, in units of seq * batch * width."""
+
+
+def kept_by_a_layer(tp: int, sequence_parallel: bool, **options: str) -> float:
+    """Return bytes in units of seq * batch * width."""
+    sizes = []
+    for layers in (2, 4):
+        config = GPTConfig(
+            vocab_size=51200,
+            hidden_size=WIDTH,
+            num_hidden_layers=layers,
+            num_attention_heads=HEADS,
+            max_seq_len=SEQ,
+            dropout=0.1,
+            attention_dropout=0.1,
+        )
+        recipe = mesh.Recipe(
+            param_dtype="fp16", zero=0, sequence_parallel=sequence_parallel, loss="compiled", **options
+        )
+        dims = ParallelDims(tp=tp, world_size=tp)
+        est = mesh.estimate(config, dims, batch=BATCH, seq_len=SEQ, hardware="a100-80gb", recipe=recipe)
+        sizes.append(est.memory.fullest.by_category["activations"])
+    return (sizes[1] - sizes[0]) / 2 / TOKENS
+
+
+@pytest.mark.parametrize("attention", ["math", "math-recomputed"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
+def test_a_layer_keeps_what_the_formulas_say(tp, sequence_parallel, attention):
+    scores = SCORES if attention == "math" else 0.0  # selective recomputation: equation 6
+    if tp == 1:
+        formula = 34 + scores  # equation 1
+    elif not sequence_parallel:
+        formula = 10 + 24 / tp + scores / tp  # equation 2
+    else:
+        # Equation 4, where inputs of split layers are gathered again in backward. Here they are kept, as torch's
+        # sequence parallelism keeps them: two of two bytes, of which each rank has a part anyway.
+        formula = (34 + scores) / tp + 4 * (1 - 1 / tp)
+    assert kept_by_a_layer(tp, sequence_parallel, attention=attention) == pytest.approx(formula, rel=3e-3)
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, True)])
+def test_full_recomputation_keeps_the_input_of_a_layer(tp, sequence_parallel):
+    kept = kept_by_a_layer(tp, sequence_parallel, checkpointing="full")
+    assert kept == pytest.approx(2 / tp, rel=1e-3)
