@@ -71,6 +71,8 @@ class Pricing:
         tp_overlap: whether communication along ``tp`` is cut in parts that go along with the matmuls beside it; then
             only a share of its seconds is counted (``hidden`` of ``[overlap]`` is the rest).
         placement: which slot of the cluster a rank has; None: ranks are counted node by node.
+        posts_early: whether receives of a pipeline's messages are issued before what is computed meanwhile, so that a
+            message goes as soon as it is sent; else after what the receiver has queued before.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class Pricing:
         graphs: bool = False,
         tp_overlap: bool = False,
         placement: Placement | None = None,
+        posts_early: bool = False,
     ) -> None:
+        self.posts_early = posts_early
         self.hardware = hardware
         self.calibration = calibration or load_calibration()
         self.placement = placement

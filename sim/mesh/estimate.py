@@ -24,7 +24,7 @@ from sim.mesh.replay.player import RankTime
 from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.trace import trace
 
-__all__ = ["Estimate", "MemoryEstimate", "Quantity", "TimeEstimate", "Timelines", "estimate", "price"]
+__all__ = ["Estimate", "MemoryEstimate", "Quantity", "TimeEstimate", "Timelines", "estimate", "price", "pricing_of"]
 
 _Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
 
@@ -265,11 +265,21 @@ def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Ca
     figures = calibration or load_calibration()
     general = figures.of(hardware, "estimate", hardware.family)
     memory = _memory(programs, hardware, general)
-    pricing = Pricing(hardware, figures, graphs=job.recipe.graphs, tp_overlap=job.recipe.tp_overlap)
+    pricing = pricing_of(job.recipe, hardware, figures)
     timeline = replay_time(programs, pricing)
     time = _time(timeline, job, hardware, general)
     title = f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
     return Estimate(job, hardware, memory, time, Timelines(timeline, memory.classes, title), programs)
+
+
+def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pricing:
+    """Return the prices of what a recipe does.
+
+    Torch runs schedules of several stages per rank by lists of actions, in which a receive stands where its sender has
+    got to; in those of one stage a receive follows what the rank has computed before.
+    """
+    early = recipe.schedule not in ("gpipe", "1f1b") and not recipe.blocking_messages
+    return Pricing(hardware, figures, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap, posts_early=early)
 
 
 def _memory(programs: list[Program], hardware: Hardware, general: Mapping[str, Any]) -> MemoryEstimate:

@@ -6,6 +6,7 @@ import pytest
 
 from hyper_parallel import ParallelDims
 from sim.mesh.cost import Pricing
+from sim.mesh.estimate import pricing_of
 from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
@@ -100,3 +101,17 @@ def test_ranks_along_tp_share_what_goes_to_experts():
     assert around == ["all_gather", "reduce_scatter"] * 6
     whole = [size for op, axis, size, _ in split if axis == "tp"]
     assert sum(whole) == sum(size for op, axis, size, _ in plain if axis == "tp") + sum(size for size, _ in before)
+
+
+def test_receives_that_are_issued_early_hide_messages():
+    hardware, figures = find_hardware("h100-sxm"), load_calibration().replace({"host.op_us": 0.0})
+    recipe = Recipe(param_dtype="fp32", microbatches=8, zero=1, schedule="interleaved")
+    dims = ParallelDims(pp=2, world_size=2)
+    made = trace(Job(find_model("llama-tiny"), dims, 8, 64, recipe))
+    early = pricing_of(recipe, hardware, figures)
+    assert early.posts_early
+    one, other = (replay_time(made, pricing) for pricing in (early, Pricing(hardware, figures)))
+    assert other.step - one.step > 0.4 * one.slowest.communication["pp"]
+    for late in (Recipe(schedule="1f1b"), Recipe(schedule="gpipe"), Recipe(schedule="zbv", blocking_messages=True)):
+        assert not pricing_of(late, hardware, figures).posts_early
+    assert pricing_of(Recipe(schedule="zbv"), hardware, figures).posts_early

@@ -12,8 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from sim.mesh.cost import Pricing
-from sim.mesh.estimate import Estimate, price
+from sim.mesh.estimate import Estimate, price, pricing_of
 from sim.mesh.evidence.published import Case
 from sim.mesh.evidence.validate import Prediction
 from sim.mesh.hardware import Hardware, find_hardware
@@ -113,7 +112,7 @@ def seconds_of(case: Case, programs: Sequence[Program], calibration: Calibration
     """Return the seconds of a step, and nothing of its memory."""
     calibration = figures_of(case, calibration)
     hardware = hardware_of(case, calibration)
-    pricing = Pricing(hardware, calibration, graphs=case.recipe.graphs, tp_overlap=case.recipe.tp_overlap)
+    pricing = pricing_of(case.recipe, hardware, calibration)
     nodes = max(1, -(-case.dims.world_size // hardware.devices_per_node))
     straggler = float(calibration.of(hardware, "estimate", hardware.family).get("straggler", 0.0))
     return replay_time(programs, pricing).step * (1 + straggler * math.log2(nodes))

@@ -208,7 +208,8 @@ def _piece(
                 if event.op == "recv" and event.peer in peers:
                     channel = (group.axis, event.peer, program.rank)
                     issued[event.handle] = (channel, receives.count(channel))
-                    codes.append((RECV, event.stream, channel, price, cost, event.handle, group.axis, event.group, at))
+                    posted = (RECV, event.stream, channel, price, cost, event.handle, group.axis, event.group, at)
+                    codes.append((*posted, getattr(prices, "posts_early", False)))
                     receives.append(channel)
                     continue
                 channel = (group.axis, program.rank, event.peer)

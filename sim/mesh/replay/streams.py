@@ -198,9 +198,9 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
             if told is not None:
                 sends.append((told, start))
         else:
-            _, stream, channel, seconds, cost, handle, axis, lane, at = code
+            _, stream, channel, seconds, cost, handle, axis, lane, at, early = code
             host += cost
-            tail = tails.get(stream, floor)
+            tail = floor if early else tails.get(stream, floor)
             first = clock.received.get(channel, 0)
             clock.received[channel] = first + 1
             done[handle] = Posted(max(host, tail), channel, first, seconds, axis, host > tail, lane, at)
