@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -189,6 +190,8 @@ class CustomSpec(ModelSpec):
                 blame = "module() does not run on the meta device, on which tensors have no values"
                 hint = "numbers from Python or numpy in place of values of tensors, as in [0.1 * i for i in range(n)]"
                 raise ValueError(explain(_ASKED, blame, f"{type(error).__name__}: {error}", hint)) from error
+            except Exception as error:
+                raise _raised("module()", error) from error
             if not isinstance(module, nn.Module):
                 blame = f"module() has returned a {type(module).__name__}, not an nn.Module"
                 raise TypeError(explain(_ASKED, blame, f"module(): {type(module)!r}", "module=lambda: MyModel(config)"))
@@ -239,7 +242,12 @@ class CustomSpec(ModelSpec):
 
     def inputs(self, batch: int, seq_len: int) -> tuple[Any, ...]:
         """Make what the model is called with: arguments, or one dict with keywords."""
-        made = self.config.inputs(batch, seq_len)
+        try:
+            made = self.config.inputs(batch, seq_len)
+        except _DATA_DEPENDENT:
+            raise
+        except Exception as error:
+            raise _raised(f"inputs({batch}, {seq_len})", error) from error
         return made if isinstance(made, tuple) else (made,)
 
     def call(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
@@ -256,7 +264,12 @@ class CustomSpec(ModelSpec):
         """
         if self.config.loss is not None:
             only = inputs[0] if len(inputs) == 1 else inputs
-            return self.config.loss(output, only)
+            try:
+                return self.config.loss(output, only)
+            except _DATA_DEPENDENT:
+                raise
+            except Exception as error:
+                raise _raised("loss(output, inputs)", error) from error
         loss, logits = _part(output, "loss"), _part(output, "logits")
         if isinstance(loss, Tensor):
             return loss
@@ -269,6 +282,14 @@ class CustomSpec(ModelSpec):
             hint = "Custom(..., loss=lambda output, inputs: ...)"
             raise ValueError(explain(_ASKED, blame, f"output: {type(output)!r}", hint))
         return tensor.float().square().mean()
+
+
+def _raised(call: str, error: Exception) -> ValueError:
+    """Say which of the functions that a Custom was given has raised what."""
+    what = call.partition("(")[0]
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    seen = f"{type(error).__name__}: {error}   in {last.name}, {last.filename}:{last.lineno}"
+    return ValueError(explain(_ASKED, f"{call} has raised an error", seen, f"the function given as {what}=, by itself"))
 
 
 def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:

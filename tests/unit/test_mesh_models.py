@@ -17,7 +17,9 @@ from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.plans import llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
+from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.custom import Custom, naming_modules
+from sim.mesh.estimate import estimate
 from sim.mesh.models import find_model, model_names, model_source
 from sim.mesh.recipe import Recipe
 from sim.mesh.routing import Routing
@@ -601,3 +603,15 @@ def test_losses():
     assert spec.loss((torch.full((2, 2), 3.0),), ()).item() == 9
     own = find_model(Custom(Conv, ids, loss=lambda output, inputs: (output - inputs).sum()))
     assert own.loss(torch.ones(3), (torch.zeros(3),)).item() == 3
+
+
+@pytest.mark.parametrize("which", ["module", "inputs", "loss"])
+def test_what_was_given_and_raises_is_named(which):
+    def raises(*args):
+        raise KeyError("width")
+
+    given = {"module": lambda: nn.Linear(4, 4), "inputs": lambda batch, seq: torch.zeros(batch, seq, 4), which: raises}
+    with pytest.raises(ValueError, match=rf"^cannot estimate the model: {which}\(.*\) has raised an error") as error:
+        estimate(Custom(**given), ParallelDims(), batch=2, seq_len=8, hardware="a100-80gb")
+    assert "KeyError: 'width'   in raises, " in str(error.value)
+    assert f"try: the function given as {which}=, by itself" in str(error.value)
