@@ -122,10 +122,15 @@ class Flops(TorchDispatchMode):
         if packet in flop_registry:
             self.total += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            self.total += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+            self.total += sdpa_flop_count(*_of_equal_heads(args[0], args[1], args[2]))
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            self.total += sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
+            self.total += sdpa_backward_flop_count(args[0].shape, *_of_equal_heads(args[1], args[2], args[3]))
         return out
+
+
+def _of_equal_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Size]:
+    """Shapes with a head of keys and values for each of queries: torch before 2.12 counts no others."""
+    return [q.shape, *(torch.Size((x.shape[0], q.shape[1], *x.shape[2:])) for x in (k, v))]
 
 
 def flops_of(program: Program) -> int:

@@ -115,6 +115,21 @@ def test_killed(ctx):
     dist.barrier()
 
 
+@sim.ranks(2, arms=("gloo",))
+def test_crashes_always(ctx):
+    if ctx.rank == 1:
+        os.abort()
+    dist.barrier()
+
+
+@sim.ranks(2, arms=("gloo",))
+def test_crashes_once(ctx, tmp_path):
+    if ctx.rank == 1 and not (tmp_path / "crashed").exists():
+        (tmp_path / "crashed").touch()
+        os.abort()
+    dist.barrier()
+
+
 @sim.ranks(2, arms=("sim", "gloo"))
 def test_lazy(ctx):
     return wait_for(ctx)
@@ -230,6 +245,12 @@ def test_failures_are_shown(tmp_path):
     assert len(lost) == 2, "that a peer is gone is one line"
     assert after.index("AssertionError: this one is the cause") > after.index("--- rank 1 ---"), "the cause comes last"
     assert "the process ended without an answer (SIGKILL: perhaps out of memory)" in out
+    assert "test_crashes_always[gloo] FAILED" in out
+    assert "the process ended without an answer (SIGABRT)" in out
+    assert "Fatal Python error: Aborted" in out, "and where it was"
+    assert "test_crashes_once[gloo] PASSED" in out
+    assert "test_crashes_once runs once more: rank 1: the process ended without an answer (SIGABRT)" in plain
+    assert "test_killed runs once more" not in out
 
 
 @pytest.mark.gloo
