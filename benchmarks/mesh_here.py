@@ -1,8 +1,8 @@
 """This machine: the step time and the memory that the mesh simulator predicts, beside those that are measured.
 
-The machine is measured first, as by ``hyper-parallel hardware measure``, then the trainer trains, in real processes of
-which each has its share of the cores, then the machine is measured again. The prediction is made of both descriptions,
-so that it comes out of the same quarter of an hour as what it is put beside.
+The machine is measured, as by ``hyper-parallel hardware measure``, before and after the trainer trains in real
+processes, of which each has its share of the cores. The prediction is made of both descriptions, so that it comes out
+of the same minutes as what it is put beside: a virtual machine's speed may halve from one minute to the next.
 
 - *step*: from barrier to barrier, of the slowest rank; the median of the steps, and the range of the middle half.
 - *allocated*: the most bytes that tensors take during a step after the first, as torch's CPU allocator counts them, in
@@ -261,7 +261,7 @@ def gpu_hardware() -> Hardware:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def here_table(cases: Sequence[Case] = CASES, steps: int = STEPS, seconds: float = 0.02) -> str:
+def here_table(cases: Sequence[Case] = CASES, steps: int = STEPS, seconds: float = 0.1) -> str:
     """Predicted beside measured on this machine's CPU, as a Markdown table.
 
     Args:
@@ -272,11 +272,12 @@ def here_table(cases: Sequence[Case] = CASES, steps: int = STEPS, seconds: float
     lines = _head()
     for processes, group in itertools.groupby(cases, key=lambda case: case.processes):
         before = measure(processes, "cpu", seconds)
-        measured = {case: run_case(case, steps) for case in group}
-        after = measure(processes, "cpu", seconds)
-        for case, found in measured.items():
+        for case in group:
+            found = run_case(case, steps)
+            after = measure(processes, "cpu", seconds)
             lines.append(_row(case, found, [predict(case, hardware) for hardware in (before, after)]))
             print(lines[-1], flush=True)
+            before = after
     return "\n".join(lines)
 
 

@@ -98,7 +98,9 @@ class _Clock:
             torch.cuda.synchronize()
 
     def time(self, fn: Callable[[], object], *, together: bool = False, repeats: int = 15) -> float:
-        """Return the shortest time of a call, or of collectives the lower quartile: other work only adds to it.
+        """Return the median time of a call, or of collectives the lower quartile.
+
+        Not the shortest: a machine that others share gives its best for milliseconds, and training takes minutes.
 
         Args:
             fn: what is called.
@@ -125,7 +127,7 @@ class _Clock:
                 fn()
             self.done()
             taken.append((time.perf_counter() - begin) / times)
-        return statistics.quantiles(taken, n=4)[0] if together else min(taken)
+        return statistics.quantiles(taken, n=4)[0] if together else statistics.median(taken)
 
 
 def _matmuls(clock: _Clock) -> list[Sample]:
