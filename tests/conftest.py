@@ -1,11 +1,6 @@
 """What all tests share: how much hypothesis tries, and that a failure prints what replays it."""
 
-import os
-
 from hypothesis import settings
-
-# Results of matrix products to the last bit, wherever operands lie in memory: tests compare engines exactly.
-os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)  # the same for all who change code
 settings.register_profile("deep", deadline=None, print_blob=True, max_examples=5_000)

@@ -320,9 +320,13 @@ def tensor_parallel_while_accumulating(run):
     run.note_model(model)
 
 
-@THEME.behaviour(4)
+@THEME.behaviour(4, exact=False)
 def tensor_parallel_clipped(run):
-    """By the norm of the tensor-parallel weights; torch cannot stack norms of DTensors on several meshes."""
+    """By the norm of the tensor-parallel weights; torch cannot stack norms of DTensors on several meshes.
+
+    Gradients and norms of parts are equal to the last bit. Torch adds the squares up along one axis of the mesh after
+    the other, with a root between, and ours has these axes the other way round: so sums may round otherwise.
+    """
     model = tensor_parallel(run)
     loss = with_part(run, model)
     optimizer = sgd(model)
