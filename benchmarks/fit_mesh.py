@@ -80,7 +80,7 @@ FIGURES = (
     Figure("framework.torchtitan-2024.hopper", 0.6, 1.0, _rows("torchtitan", "96GB", before="2025-07"), LESS),
     Figure("framework.torchtitan-2024.ampere", 0.6, 1.0, _rows("torchtitan", "A100", before="2025-07"), LESS),
     Figure("framework.llm-foundry.hopper", 0.6, 1.0, _rows("llm-foundry", "H100"), "of these rates: libraries of 2023"),
-    Figure("framework.megatron-deepspeed.ampere", 0.6, 1.05, _rows("BLOOM", "A100"), LESS),
+    Figure("framework.megatron-deepspeed-2022.ampere", 0.6, 1.05, _rows("BLOOM", "A100"), LESS),
     Figure("framework.megatron-lm.ampere", 0.6, 1.05, _rows("Korthikanti", "A100"), LESS),
     Figure("framework.internevo.ampere", 0.6, 1.0, _rows("InternEvo", "A100"), LESS),
 )

@@ -226,12 +226,12 @@ def test_held_out_rows_are_within_what_is_claimed():
     right, count = ordered_pairs(held)
     assert speed.median < 0.10
     assert memory.median < 0.07
-    # 9 of 10 is the aim: 89 % without the 39.1B model of vTrain, half of all pairs, of which 9 of 31 runs took 1.1 to
-    # 1.6 times as long as predicted, for reasons that are not published.
+    # 9 of 10 is the aim, which pipelines miss: 9 of 31 runs of vTrain's 39.1B model, which make up half of all pairs,
+    # took 1.1 to 1.6 times what is predicted, for reasons that are not published.
     assert right / count > 0.8
-    others = [one for one in held if "gpt-39.1b" not in one.group]
-    right, count = ordered_pairs(others)
-    assert right / count > 0.88
+    right, count = ordered_pairs([one for one in held if ", pp" not in one.text])
+    assert count > 200
+    assert right / count > 0.9
 
 
 def test_which_rows_are_held_out_is_as_when_the_page_was_written():
