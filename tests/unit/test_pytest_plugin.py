@@ -488,6 +488,7 @@ def test_every_strategy_says_what_it_shrinks_towards():
 
 
 def test_strategies_without_hypothesis(monkeypatch):
+    assert sim.strategies, "imported, whichever tests ran before, so that it can be taken away"
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "sim.strategies", raising=False)
     monkeypatch.delattr(sim, "strategies", raising=False)
