@@ -33,6 +33,7 @@ from sim.seams.helper_threads import HELPER_SEAMS
 from sim.seams.locks import LOCK_SEAMS
 from sim.seams.messages import MESSAGE_SEAMS
 from sim.seams.process import PROCESS_SEAMS
+from sim.seams.sharding_propagation import SHARDING_SEAMS
 from sim.seams.torch_imports import IMPORT_SEAMS
 
 if TYPE_CHECKING:
@@ -762,6 +763,7 @@ SEAMS: tuple[Callable[[World], Undo], ...] = (
     _allocator,
     _platform,
     _mapped_device,
+    *SHARDING_SEAMS,
     *PROCESS_SEAMS,
     *IMPORT_SEAMS,
     *CLOCK_SEAMS,

@@ -26,6 +26,8 @@ from torch.distributed import c10d_logger, device_mesh, split_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import _utils as tensor_utils
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
 
 import sim
@@ -37,6 +39,7 @@ from sim.script.process_view import SLOTS, ProcessView
 from sim.seams import devices
 
 pytestmark = pytest.mark.sim
+_LOCAL_SHAPE = "_compute_local_shape_and_global_offset"
 
 
 def places() -> dict[str, object]:
@@ -61,6 +64,8 @@ def places() -> dict[str, object]:
         "global rank": torch._C._distributed_c10d._set_global_rank,
         "device guard": getattr(torch._C, "_ensureCUDADeviceGuardSet", None),
         "cpu": type(platform.get_platform("cpu")),
+        "sharding": ShardingPropagator.propagate_op_sharding_non_cached,
+        "local shape": tensor_utils._compute_local_shape_and_global_offset,
     }
 
 
@@ -89,6 +94,8 @@ def test_everything_is_taken_back():
             "environ",
             "environb",
             "global rank",
+            "sharding",
+            "local shape",
         }
     assert places() == before
 
@@ -320,6 +327,30 @@ def test_seam_caches():
 
     sim.run(body, 4)
     assert cached.cache_info().currsize == 0
+
+
+def test_seam_sharding_propagation(monkeypatch):
+    """Once per world, where torch's dispatch looks it up; `test_sim_sharding_propagation.py` has the results."""
+    own, computed = ShardingPropagator.propagate_op_sharding_non_cached, []
+
+    def noted(self, schema):
+        computed.append(str(schema.op))
+        return own(self, schema)
+
+    def body() -> None:
+        x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
+        x @ x
+
+    monkeypatch.setattr(ShardingPropagator, "propagate_op_sharding_non_cached", noted)
+    for _ in range(2):
+        sim.run(body, 4)
+    assert computed == ["aten.mm.default"] * 2
+    for owner, name in [(ShardingPropagator, "propagate_op_sharding_non_cached"), (tensor_utils, _LOCAL_SHAPE)]:
+        with monkeypatch.context() as patch:
+            patch.delattr(owner, name)
+            torch_has_moved_it = seam("_sharding_propagation")(None)
+            torch_has_moved_it()
+            assert not hasattr(owner, name)
 
 
 def test_seam_environment():
