@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.core.dtensor.layout import Layout
@@ -28,7 +28,7 @@ NAMED = ("h100", "a100", "ascend-910b", "laptop")
 def examples(share):
     """Settings for a share of what hypothesis would try."""
     return settings(
-        max_examples=round(share * settings.default.max_examples),
+        max_examples=max(1, round(share * settings.default.max_examples)),
         deadline=None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -147,6 +147,9 @@ def test_copies_are_made_with_few_transfers(case):
         assert steps.recv_bytes.sum() == least
 
 
+CUT = Layout((1, 1, 4, 4), ("dp", "tp", "cp", "pp"))
+
+
 # -- never worse than the obvious plans ------------------------------------------------------------------------------
 
 
@@ -173,6 +176,7 @@ def test_never_more_bytes_than_the_obvious_plans(case):
     st.sampled_from(NAMED),
     st.sampled_from([1, 2, 4, 8]),
 )
+@example((CUT("cp", partial={"pp": "sum"}), CUT("None", partial={"pp": "max"}), (64,)), "h100", 2)  # pp spans two nodes
 def test_never_more_time_than_axis_by_axis(case, name, per_node):
     on = topology(name, None if name == "laptop" else per_node)
     steps = plan(*case, torch.float32, on)

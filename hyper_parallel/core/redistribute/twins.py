@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from hyper_parallel.core.dtensor.shards import Splits
@@ -20,13 +21,18 @@ def axis_by_axis(task: Transition, builder: Builder) -> list[Step]:
     """
     steps: list[Step] = []
     held = task.source
-    for axis in task.reduces:
-        better = _append(held, task.dst, axis)
-        if better is not None:
-            steps.append(builder.reduce_into(held, better, (axis,)))
-            held = better
-        else:
-            steps.append(builder.all_reduce(held, (axis,)))
+    for _, parts in itertools.groupby(task.reduces, key=lambda axis: task.names[axis]):
+        axes = tuple(parts)  # of one axis of the mesh, which is cut where nodes end
+        if all(_append(held, task.dst, axis) is None for axis in axes):
+            steps.append(builder.all_reduce(held, axes))
+            continue
+        for axis in axes:
+            better = _append(held, task.dst, axis)
+            if better is not None:
+                steps.append(builder.reduce_into(held, better, (axis,)))
+                held = better
+            else:
+                steps.append(builder.all_reduce(held, (axis,)))
     for dim in range(len(task.shape)):
         while held.splits[dim] != task.dst[dim][: len(held.splits[dim])]:
             axis = held.splits[dim][-1]
