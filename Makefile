@@ -3,8 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_OPTIONS)
+PYTEST_OPTIONS ?=
 
-.PHONY: help venv demo test lint bench compat clean
+# Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help venv demo check test full deep lint types bench compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -19,12 +24,23 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv ## train a small Llama on 8 simulated ranks, compare with one device
 	$(BIN)/hyper-parallel demo
 
-test: venv lint ## everything that needs no accelerator
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+check: venv lint ## while editing, under a minute: ruff and every test of less than 0.25 CPU seconds
+	$(PYTEST) --tier check
 
-lint: venv ## ruff and mypy --strict
+test: venv lint ## minutes: also the simulated ranks, processes, and drawn inputs with few examples
+	$(PYTEST) --tier test
+
+full: venv lint types ## everything that needs no accelerator, with all examples: what CI runs
+	$(PYTEST) --tier full
+
+deep: venv lint types ## nightly: thousands of drawn inputs for each property, and what takes minutes
+	$(PYTEST) --tier deep -o faulthandler_timeout=0
+
+lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: venv
 	$(BIN)/mypy
 
 bench: venv ## side by side with torch: engine, redistribution, simulator; the tables for docs/benchmarks.md

@@ -4,37 +4,42 @@ This file is the table of contents of the public API. ``DTensor``, ``DeviceMesh`
 own, so optimizers, checkpoints and other libraries keep working with them.
 """
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
-from hyper_parallel.core.fully_shard import (
-    CPUOffloadPolicy,
-    HSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    clip_grad_norm_,
-    fully_shard,
-    get_model_state_dict,
-    register_forward_method,
-)
-from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
-from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
-from hyper_parallel.core.shard.api import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    ShardingPlan,
-    custom_shard,
-    init_parameters,
-    parallelize_module,
-    parallelize_value_and_grad,
-    shard_module,
-)
-from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
-from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
+    from hyper_parallel.core.fully_shard import (
+        CPUOffloadPolicy,
+        HSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        clip_grad_norm_,
+        fully_shard,
+        get_model_state_dict,
+        register_forward_method,
+    )
+    from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
+    from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
+    from hyper_parallel.core.shard.api import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        ShardingPlan,
+        custom_shard,
+        init_parameters,
+        parallelize_module,
+        parallelize_value_and_grad,
+        shard_module,
+    )
+    from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
+    from hyper_parallel.platform import get_platform
+    from hyper_parallel.trainer.parallel_dims import ParallelDims
 
 __version__ = "0.1.0"
 
@@ -85,3 +90,72 @@ __all__ = [
     # Devices
     "get_platform",
 ]
+
+# Where each name comes from. It is imported when it is first used: torch takes seconds to import, and a command's
+# --help, or a pytest that only finds this package installed, needs nothing of it.
+_HOMES = MappingProxyType(
+    {
+        "torch.distributed.device_mesh": (
+            "DeviceMesh",
+            "init_device_mesh",
+        ),
+        "hyper_parallel.core.dtensor": (
+            "DTensor",
+            "Layout",
+            "Partial",
+            "Replicate",
+            "Shard",
+            "flatten_axes",
+        ),
+        "hyper_parallel.core.fully_shard": (
+            "CPUOffloadPolicy",
+            "HSDPModule",
+            "MixedPrecisionPolicy",
+            "OffloadPolicy",
+            "clip_grad_norm_",
+            "fully_shard",
+            "get_model_state_dict",
+            "register_forward_method",
+        ),
+        "hyper_parallel.core.hsdp": (
+            "HSDPCell",
+            "hsdp",
+            "hsdp_sync_stream",
+        ),
+        "hyper_parallel.core.redistribute": (
+            "distribute_tensor",
+            "from_local",
+            "full_tensor",
+            "redistribute",
+            "to_local",
+        ),
+        "hyper_parallel.core.shard.api": (
+            "ColwiseParallel",
+            "PrepareModuleInput",
+            "PrepareModuleOutput",
+            "RowwiseParallel",
+            "SequenceParallel",
+            "ShardingPlan",
+            "custom_shard",
+            "init_parameters",
+            "parallelize_module",
+            "parallelize_value_and_grad",
+            "shard_module",
+        ),
+        "hyper_parallel.core.shard.loss": ("vocab_parallel_cross_entropy",),
+        "hyper_parallel.platform": ("get_platform",),
+        "hyper_parallel.trainer.parallel_dims": ("ParallelDims",),
+    }
+)
+_HOME = MappingProxyType({name: module for module, names in _HOMES.items() for name in names})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -9,7 +9,8 @@
 [6.0, 6.0, 6.0, 6.0]
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from sim import faults
 from sim.checks.determinism import check_determinism
@@ -32,9 +33,11 @@ from sim.faults.triggers import region
 from sim.oracle import gather_full, scatter_full
 from sim.prove.infer import infer_layout
 from sim.prove.verify import verify_plan
-from sim.pytest_plugin import RankTest, ranks
 from sim.trace import Event, Row, Span, Trace
 from sim.world import World, run, world
+
+if TYPE_CHECKING:
+    from sim.testing.ranks import RankTest, ranks
 
 __all__ = [
     # Run ranks
@@ -77,8 +80,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "strategies":  # needs hypothesis, so it is imported when it is used
-        from importlib import import_module
-
+    # hypothesis and pytest are extras: what needs them is imported when it is used.
+    if name == "strategies":
         return import_module("sim.strategies")
+    if name in ("RankTest", "ranks"):
+        return getattr(import_module("sim.testing.ranks"), name)
     raise AttributeError(f"module 'sim' has no attribute {name!r}")

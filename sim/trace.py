@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Event", "Row", "Span", "Trace", "raised_at", "user_line"]
+__all__ = ["Event", "Row", "Span", "Trace", "belongs_to_a_library", "raised_at", "user_line"]
 
 Shape = tuple[int, ...]
 _OPS = (
@@ -305,7 +305,8 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _is_library: dict[str, bool] = {}  # a cache of a pure function of the file name
 
 
-def _belongs_to_a_library(file: str) -> bool:
+def belongs_to_a_library(file: str) -> bool:
+    """Tell whether a source file is torch's, the standard library's or ours, and not the user's."""
     if file.startswith((*_LIBRARIES, "<frozen")) or os.path.basename(file) == "typing_extensions.py":
         return True  # the latter is around whatever torch has deprecated
     return file.startswith(_STDLIB) and "site-packages" not in file
@@ -318,7 +319,7 @@ def user_line(frame: FrameType | None = None) -> str:
         name = frame.f_code.co_filename
         internal = _is_library.get(name)
         if internal is None:
-            internal = _is_library[name] = _belongs_to_a_library(name)
+            internal = _is_library[name] = belongs_to_a_library(name)
         if not internal:
             return f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
@@ -330,7 +331,7 @@ def raised_at(error: BaseException) -> str:
     line, part = "", error.__traceback__
     while part is not None:
         code = part.tb_frame.f_code
-        if not _belongs_to_a_library(code.co_filename):
+        if not belongs_to_a_library(code.co_filename):
             line = f"{os.path.basename(code.co_filename)}:{part.tb_lineno} in {code.co_name}"
         part = part.tb_next
     return line

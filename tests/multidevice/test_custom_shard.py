@@ -160,7 +160,7 @@ def test_a_split_mlp(ctx):
 
 def test_a_crossing_communicates_once_each_way():
     def step():
-        ctx = sim.pytest_plugin.RankTest(dist.get_rank(), 4, "sim", torch.device("cpu"))
+        ctx = sim.RankTest(dist.get_rank(), 4, "sim", torch.device("cpu"))
         own = layout_of(ctx)
         given = [leaf(numbers(ctx, *s), lay) for s, lay in (((8, 4), own("dp", "tp")), ((6, 4), own("tp")))]
         w2 = leaf(numbers(ctx, 4, 6), own("None", "tp"))

@@ -399,9 +399,7 @@ def test_memory_that_was_never_written_does_not_show():
             test_unused_on_all_ranks_on_some_ranks_and_frozen.body,
             test_accumulation_without_communication.body,
         ):
-            sim.run(
-                lambda body=body: body(sim.pytest_plugin.RankTest(dist.get_rank(), 2, "sim", torch.device("cpu"))), 2
-            )
+            sim.run(lambda body=body: body(sim.RankTest(dist.get_rank(), 2, "sim", torch.device("cpu"))), 2)
     finally:
         torch.use_deterministic_algorithms(before)
 
@@ -1258,7 +1256,7 @@ def counted(shape, wrap, steps, **options):
     ranks = torch.Size(shape).numel()
 
     def setup():
-        ctx = sim.pytest_plugin.RankTest(dist.get_rank(), ranks, "sim", torch.device("cpu"))
+        ctx = sim.RankTest(dist.get_rank(), ranks, "sim", torch.device("cpu"))
         model = net(ctx, torch.float32, **options)
         keep = wrap is fully_shard or None  # FSDP2's default for the root is what ours does
         for block in model.blocks:

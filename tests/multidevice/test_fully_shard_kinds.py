@@ -484,7 +484,7 @@ def test_dtensors_that_keep_their_layout(ctx):
 @pytest.mark.sim
 def test_kept_dtensors_communicate_their_gradients_only():
     def step():
-        ctx = sim.pytest_plugin.RankTest(dist.get_rank(), 4, "sim", torch.device("cpu"))
+        ctx = sim.RankTest(dist.get_rank(), 4, "sim", torch.device("cpu"))
         mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
         weight = DTensor.from_local(torch.ones(2, 3), mesh, [Replicate(), Shard(0)], run_check=False)
         model = OfLocal(nn.Parameter(weight))
@@ -1153,7 +1153,7 @@ def all_reduces(wrap, patch=None, **options):
     """Per rank and step, in backward: how many all_reduces; and the gradients."""
 
     def step():
-        ctx = sim.pytest_plugin.RankTest(dist.get_rank(), 4, "sim", torch.device("cpu"))
+        ctx = sim.RankTest(dist.get_rank(), 4, "sim", torch.device("cpu"))
         model, _ = build(ctx, Net, torch.float32)
         wrap_blocks(model, wrap, mesh=mesh_of(ctx, 2, 2), **options)
         loss_of(model, data(ctx, 0, (ctx.rank, 4)).float()).backward()

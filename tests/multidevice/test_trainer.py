@@ -215,6 +215,7 @@ def wait_for_step(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.gloo
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_all_processes_and_keeps_the_log(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hyper_parallel.cli")
     process = start(*torchrun, "train", "tiny.toml", "--steps", "1000000", "--log-file", "log.jsonl", folder=tmp_path)
@@ -229,6 +230,7 @@ def test_ctrl_c_stops_all_processes_and_keeps_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.sim
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_all_simulated_ranks_and_keeps_the_log(tmp_path: Path) -> None:
     command = (
         "-m",
@@ -254,6 +256,7 @@ def test_ctrl_c_stops_all_simulated_ranks_and_keeps_the_log(tmp_path: Path) -> N
 
 
 @pytest.mark.sim
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_this_process_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.sim
 def examples(share):
     """Settings for a share of what hypothesis would try."""
     return settings(
-        max_examples=round(share * settings.default.max_examples),
+        max_examples=max(1, round(share * settings.default.max_examples)),
         deadline=None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

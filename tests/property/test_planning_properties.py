@@ -34,7 +34,7 @@ SLOW = Topology("slow between", Link(1e-6, 1e-7, 1e9), Link(1e-6, 1e-7, 1e6), 2)
 def examples(share):
     """Settings for a share of what hypothesis would try."""
     return settings(
-        max_examples=round(share * settings.default.max_examples),
+        max_examples=max(1, round(share * settings.default.max_examples)),
         deadline=None,
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

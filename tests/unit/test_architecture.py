@@ -165,7 +165,13 @@ MAY_IMPORT = {
     "trainer": ["core.hsdp", *_SHARDING, *_PARALLELISMS, "models"],
 }
 # Tables of contents, and the composition root.
-ROOT_MODULES = ("hyper_parallel", "hyper_parallel.core", "hyper_parallel.cli_kit", *COMMAND_LINE)
+ROOT_MODULES = (
+    "hyper_parallel",
+    "hyper_parallel.core",
+    "hyper_parallel.cli_kit",
+    "hyper_parallel.pytest_plugin",
+    *COMMAND_LINE,
+)
 
 
 def part_of(module: str) -> str | None:

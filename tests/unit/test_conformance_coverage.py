@@ -21,7 +21,7 @@ import torch.distributed.nn.functional as dnn
 
 import sim
 from sim.process_group import SimProcessGroup
-from sim.pytest_plugin import RankTest
+from sim.testing.ranks import RankTest
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore")]
 

@@ -1,8 +1,12 @@
 """What the package exports, and that its docstrings' examples hold."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +128,18 @@ def modules():
 def test_examples_in_docstrings(name):
     outcome = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert outcome.failed == 0
+
+
+def test_type_checkers_see_what_is_imported_late():
+    tree = ast.parse(Path(hyper_parallel.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == hyper_parallel._HOME
+    assert set(hyper_parallel.__all__) == set(seen)
+    assert set(seen) <= set(dir(hyper_parallel))
+
+
+@pytest.mark.parametrize("name", ["hyper_parallel", "hyper_parallel.pytest_plugin"])
+def test_the_package_alone_imports_no_torch(name):
+    command = f"import sys, {name}; sys.exit('torch' in sys.modules or 'sim' in sys.modules)"
+    subprocess.run([sys.executable, "-c", command], check=True)

@@ -126,6 +126,7 @@ def test_crashes_always(ctx):
 def test_crashes_once(ctx, tmp_path):
     if ctx.rank == 1 and not (tmp_path / "crashed").exists():
         (tmp_path / "crashed").touch()
+        os.write(2, b"double free or corruption (not really)\\n")
         os.abort()
     dist.barrier()
 
@@ -168,7 +169,7 @@ def run_pytest(
         text=True,
         check=True,
     ).stdout.split()
-    plugin = () if "hyper_parallel_sim" in installed else ("-p", "sim.pytest_plugin")
+    plugin = () if "hyper_parallel_sim" in installed else ("-p", "hyper_parallel.pytest_plugin")
     return subprocess.run(
         [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *plugin, *arguments],
         cwd=folder,
@@ -193,26 +194,32 @@ def test_one_body_has_four_arms(tmp_path):
     assert "sim: seed 7" in out
     assert "test_sum[sim] PASSED" in out
     assert "test_sum[gloo] PASSED" in out
-    for arm, device in (("gpu", "cuda"), ("npu", "npu")):
-        assert re.search(rf"test_sum\[{arm}\] SKIPPED", out)
-        assert re.search(rf"needs 2 {device} devices[:,]", out), "the reason says how many"
     for size in (1, 4):
         for arm in ("sim", "gloo"):
             assert f"test_fixtures[{arm}-{size}] PASSED" in out
-    assert counts(result)["passed"] == 6
-    assert counts(result)["skipped"] == 2
+    assert counts(result) == {"passed": 6}, "nothing is made for devices that are not here and were not asked for"
+    asked = run_pytest(tmp_path, BODIES, "-v", "-m", "gpu or npu").stdout
+    for arm, device in (("gpu", "cuda"), ("npu", "npu")):
+        assert re.search(rf"test_sum\[{arm}\] SKIPPED", asked)
+        assert re.search(rf"needs 2 {device} devices[:,]", asked), "the reason says how many"
+
+
+@pytest.mark.parametrize("asked", [("-k", "gpu"), ("test_bodies.py::test_sum[gpu]",), ("--require-devices",)])
+def test_items_for_devices_are_made_when_they_are_asked_for(tmp_path, asked):
+    result = run_pytest(tmp_path, f"{BODIES}\n\n@sim.ranks(1, arms=('gpu',))\ndef test_gpu(ctx): ...\n", *asked, "-v")
+    assert "test_sum[gpu]" in result.stdout
+    assert ("test_gpu[gpu]" in result.stdout) == ("::" not in asked[0])
 
 
 def test_markers_choose_arms_and_devices_can_be_required(tmp_path):
     result = run_pytest(tmp_path, BODIES, "-m", "gpu or npu", "--require-devices", "-q")
     assert result.returncode == 1
-    assert counts(result) == {"failed": 2, "deselected": 5} or counts(result)["failed"] == 2
-    assert "passed" not in counts(result)
+    assert counts(result) == {"failed": 2, "deselected": 6}
     assert result.stdout.count("(--require-devices)") >= 2
 
 
 def test_failures_are_shown(tmp_path):
-    result = run_pytest(tmp_path, FAILING, "--sim-seed=5", "-v")
+    result = run_pytest(tmp_path, FAILING, "--sim-seed=5", "-v", "--rerun-crashed", "crashes")
     out = result.stdout
     plain = re.sub(r"^E   ", "", out, flags=re.MULTILINE)
     assert result.returncode == 1, out
@@ -249,8 +256,19 @@ def test_failures_are_shown(tmp_path):
     assert "the process ended without an answer (SIGABRT)" in out
     assert "Fatal Python error: Aborted" in out, "and where it was"
     assert "test_crashes_once[gloo] PASSED" in out
-    assert "test_crashes_once runs once more: rank 1: the process ended without an answer (SIGABRT)" in plain
-    assert "test_killed runs once more" not in out
+    assert "test_crashes_once[gloo] runs once more: rank 1: the process ended without an answer (SIGABRT)" in plain
+    assert "test_killed[gloo] runs once more" not in out
+    kept = next((tmp_path / "crashes").glob("test_bodies-py-test_crashes_once-gloo-rank1-*.txt")).read_text()
+    assert kept.startswith("test_bodies.py::test_crashes_once[gloo]\nthe process ended without an answer (SIGABRT)")
+    assert "double free or corruption (not really)" in kept
+    assert re.search(r"Thread \d+ .*\n#0 |no core file|no stacks", kept), "gdb's stacks, or why there are none"
+
+
+def test_a_crash_is_a_failure_at_once(tmp_path):
+    result = run_pytest(tmp_path, FAILING, "-k", "test_crashes_once", "-v")
+    assert "test_crashes_once[gloo] FAILED" in result.stdout
+    assert "the process ended without an answer (SIGABRT)" in result.stdout
+    assert "double free or corruption (not really)" in result.stdout, "what a process printed is shown"
 
 
 @pytest.mark.gloo
@@ -259,6 +277,89 @@ def test_under_torchrun(tmp_path):
     result = run_pytest(tmp_path, BODIES, "-m", "gloo", "-k", "test_sum", "-q", launcher=launcher)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("1 passed") == 2, "each of the two ranks runs it"
+
+
+@pytest.mark.gloo
+def test_under_torchrun_with_fewer_ranks_than_a_body_wants(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    source = BODIES.replace("@sim.ranks(2)", "@sim.ranks(4)")
+    result = run_pytest(tmp_path, source, "-m", "gloo", "-k", "test_sum", "-ra", launcher=launcher)
+    assert result.stdout.count("1 skipped") == 2, result.stdout + result.stderr
+    assert "needs 4 ranks, torchrun started 2" in result.stdout
+    required = run_pytest(tmp_path, source, "-m", "gloo", "-k", "test_sum", "--require-devices", launcher=launcher)
+    assert "needs 4 ranks, torchrun started 2 (--require-devices)" in required.stdout
+    assert required.returncode != 0
+
+
+STUCK = """
+import torch
+import torch.distributed as dist
+import sim
+
+
+@sim.ranks(2)
+def test_other_operations(ctx):
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.barrier()
+
+
+@sim.ranks(2, arms=("gloo",))
+def test_one_is_missing(ctx):
+    if ctx.rank == 0:
+        dist.irecv(torch.ones(1), 1).wait()
+
+
+@sim.ranks(2, arms=("gloo",))
+def test_a_long_computation(ctx):
+    if ctx.rank == 0:
+        import time
+
+        while time.process_time() < 9.0:
+            pass
+    dist.barrier()
+"""
+
+
+@pytest.mark.gloo
+def test_processes_that_wait_for_each_other_are_named(tmp_path):
+    result = run_pytest(tmp_path, STUCK, "-m", "gloo", "-v", "--durations=3", "--durations-min=0")
+    plain = re.sub(r"^E   ", "", result.stdout, flags=re.MULTILINE)
+    assert (
+        "cannot go on: ranks 0-1 wait in communication, and no other rank is left to join them\n"
+        "  rank 0: all_reduce, test_bodies.py:10 in test_other_operations\n"
+        "  rank 1: barrier, test_bodies.py:12 in test_other_operations\n"
+        "  try: pytest 'test_bodies.py::test_other_operations[sim]': simulated ranks name the operations that differ"
+    ) in plain
+    assert (
+        "  rank 0: wait, test_bodies.py:18 in test_one_is_missing\n  rank 1: the end, it has run its body\n"
+    ) in plain
+    assert "test_a_long_computation[gloo] PASSED" in plain, "who waits for a rank that works is not stuck"
+
+
+@pytest.mark.gloo
+def test_ranks_of_torchrun_that_wait_for_each_other_are_named(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    result = run_pytest(tmp_path, STUCK, "-m", "gloo", "-k", "test_other_operations", "-v", launcher=launcher)
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert "rank 0: all_reduce, test_bodies.py:10 in test_other_operations" in said, said
+
+
+QUIET = """
+import sys
+
+
+def test_nothing_else_is_imported():
+    assert "hyper_parallel.pytest_plugin" in sys.modules
+    assert not {"torch", "sim", "numpy"} & set(sys.modules)
+"""
+
+
+def test_a_project_without_ranks_does_not_pay_for_them(tmp_path):
+    result = run_pytest(tmp_path, QUIET, "-q")
+    assert result.returncode == 0, result.stdout
 
 
 def test_a_seed_that_is_no_number(tmp_path):

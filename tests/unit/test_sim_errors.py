@@ -830,6 +830,7 @@ def test_who_is_named_is_named_once(monkeypatch):
     assert said[0][2] == "rank 1 raised ValueError: bad"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_after_an_interrupt_the_second_one_is_explained(monkeypatch, capfd):
     monkeypatch.setattr(watchdog, "INTERRUPT_S", 0.0)
     said = spy(monkeypatch, "report_interrupt")

@@ -189,6 +189,7 @@ def interrupt_the_launcher() -> None:
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.usefixtures("interruptible")
 def test_no_thread_stays_busy(body, error, seed):
     with pytest.raises(error):
         sim.run(body, 4, seed=seed)

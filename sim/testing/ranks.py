@@ -1,14 +1,11 @@
-"""The pytest plugin: one test body, many arms.
+"""The decorator of test bodies that run on ranks, and what such a body receives.
 
-``@sim.ranks(4)`` turns a body into four tests: on simulated ranks, on gloo processes, on GPUs and on NPUs. The
-plugin loads by itself when this package is installed. It adds the markers ``sim``, ``gloo``, ``gpu`` and ``npu``
-and the options ``--sim-seed`` and ``--require-devices``.
+`@sim.ranks(4)` turns a body into a test for each backend: simulated ranks, gloo processes, GPUs and NPUs.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +18,6 @@ from sim.callables import check_body
 __all__ = ["ARMS", "RankTest", "ranks"]
 
 ARMS = ("sim", "gloo", "gpu", "npu")
-_MARKERS = {
-    "sim": "runs in this process on simulated ranks, or needs no ranks at all; no network, no accelerator",
-    "gloo": "runs on real processes that communicate over gloo",
-    "gpu": "needs GPUs; skips with a reason when there are too few",
-    "npu": "needs NPUs (torch_npu and drivers); skips with a reason when there are too few",
-}
 
 
 @dataclass(frozen=True)
@@ -104,16 +95,16 @@ def ranks(
         check_body(body)
 
         def function(request: pytest.FixtureRequest, rank_arm: str, **fixtures: Any) -> None:
-            from sim import arms as runners
+            from sim.testing.backends import run_body
 
             __tracebackhide__ = True
-            runners.run_arm(rank_arm, test, world_size, fixtures, request)
+            run_body(rank_arm, test, world_size, fixtures, request)
 
         def method(self: Any, request: pytest.FixtureRequest, rank_arm: str, **fixtures: Any) -> None:
-            from sim import arms as runners
+            from sim.testing.backends import run_body
 
             __tracebackhide__ = True
-            runners.run_arm(rank_arm, test, world_size, fixtures, request, owner=self)
+            run_body(rank_arm, test, world_size, fixtures, request, owner=self)
 
         test: Callable[..., None] = method if owner else function
         test.__name__ = body.__name__
@@ -122,6 +113,7 @@ def ranks(
         test.__module__ = body.__module__
         test.body = body  # type: ignore[attr-defined]
         test.checks = check_races, check_replicas  # type: ignore[attr-defined]
+        test.rank_arms = tuple(arms)  # type: ignore[attr-defined]
         test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
         keyword = inspect.Parameter.KEYWORD_ONLY
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -133,30 +125,3 @@ def ranks(
         return pytest.mark.parametrize("rank_arm", cases)(test)
 
     return decorate
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--sim-seed`` and ``--require-devices``."""
-    group = parser.getgroup("sim", "simulated ranks")
-    group.addoption(
-        "--sim-seed",
-        type=int,
-        default=os.environ.get("SIM_SEED", "0"),
-        help="seed of the interleaving of simulated ranks (default: $SIM_SEED or 0)",
-    )
-    group.addoption(
-        "--require-devices",
-        action="store_true",
-        help="fail, instead of skip, a gpu or npu test that finds too few devices",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the arms' markers."""
-    for name, meaning in _MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    """Say which seed the simulated ranks use."""
-    return f"sim: seed {config.getoption('--sim-seed')}"

@@ -1,0 +1,99 @@
+"""Hooks of the pytest plugin: options, markers and the choice of backends.
+
+They import neither torch nor `sim`: every pytest of an environment loads them, and only a test with `@sim.ranks` needs
+more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+__all__ = ["MARKERS"]
+
+MARKERS = MappingProxyType(
+    {
+        "sim": "runs in this process on simulated ranks, or needs no ranks at all; no network, no accelerator",
+        "gloo": "runs on real processes that communicate over gloo",
+        "gpu": "needs GPUs; skips with a reason when there are too few",
+        "npu": "needs NPUs (torch_npu and drivers); skips with a reason when there are too few",
+    }
+)
+_DEVICES = MappingProxyType({"gpu": "cuda", "npu": "npu"})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of tests on ranks."""
+    group = parser.getgroup("sim", "simulated ranks")
+    group.addoption(
+        "--sim-seed",
+        type=int,
+        default=os.environ.get("SIM_SEED", "0"),
+        help="seed of the interleaving of simulated ranks (default: $SIM_SEED or 0)",
+    )
+    group.addoption(
+        "--require-devices",
+        action="store_true",
+        help="fail, instead of skip, a test that finds too few devices or ranks",
+    )
+    group.addoption(
+        "--rerun-crashed",
+        metavar="DIR",
+        help="gloo: run a body once more, with a warning, after one of its processes has crashed (SIGABRT, SIGSEGV, "
+        "SIGBUS); DIR keeps the core, what the process printed, and gdb's stacks of all threads",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers of the backends."""
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Name the seed of the simulated ranks."""
+    return f"sim: seed {config.getoption('--sim-seed')}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: Any) -> list[pytest.Item] | None:
+    """Make no item of a body all of whose backends need devices that nobody asked for and that are not here."""
+    arms = getattr(obj, "rank_arms", None)
+    return [] if isinstance(arms, tuple) and not _wanted(arms, collector.config) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make the items of a body, one for each of its backends that can run here or is asked for."""
+    arms = getattr(metafunc.function, "rank_arms", None)
+    if not isinstance(arms, tuple):
+        return
+    wanted = _wanted(arms, metafunc.config)
+    marks = metafunc.definition.own_markers
+    for place, mark in enumerate(marks):
+        if mark.name == "parametrize" and mark.args[0] == "rank_arm":
+            cases = [case for case in mark.args[1] if case.values[0] in wanted]
+            marks[place] = pytest.mark.parametrize("rank_arm", cases).mark
+
+
+def _wanted(arms: tuple[str, ...], config: pytest.Config) -> tuple[str, ...]:
+    return tuple(arm for arm in arms if arm not in _DEVICES or _asked_for(arm, config) or _is_here(_DEVICES[arm]))
+
+
+def _asked_for(arm: str, config: pytest.Config) -> bool:
+    """Tell whether the command line names a backend, in -m, in -k or in the id of an item, or wants all devices."""
+    words = [config.getoption("markexpr"), config.getoption("keyword"), *config.args]
+    return config.getoption("--require-devices") or any(re.search(rf"\b{arm}\b", word or "") for word in words)
+
+
+def _is_here(device_type: str) -> bool:
+    from hyper_parallel.platform import PlatformUnavailableError, get_platform
+
+    try:
+        return get_platform(device_type).device_count() > 0
+    except PlatformUnavailableError:
+        return False
