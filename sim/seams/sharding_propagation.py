@@ -8,6 +8,8 @@ other rank gets a copy on its own meshes.
 
 What does depend on the rank is still worked out by each rank: sizes of uneven shards (`view` is called with local
 sizes), and placements with a state of their own (the mask of an embedding whose rows are sharded). Errors are not kept.
+
+Tried on torch 2.13.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def _sharding_propagation(world: World) -> Callable[[], None]:
     propagator = DTensor._op_dispatcher.sharding_propagator
     owner = type(propagator)
     if not hasattr(owner, _COMPUTE) or not hasattr(_utils, _LOCAL_SHAPE):
-        return lambda: None  # a torch that has them elsewhere: each rank works it out
+        return lambda: None  # torch has them elsewhere, so each rank works it out
     compute, local_shape = getattr(owner, _COMPUTE), getattr(_utils, _LOCAL_SHAPE)
     shared = _SharedResults(propagator, functools.partial(compute, propagator))
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, ones
-from torch.distributed.tensor._decompositions import DecompShardingStrategy
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -372,8 +371,9 @@ def test_an_operator_that_has_failed_is_tried_again():
 
 def test_a_decomposition_is_worked_out_once_per_world(monkeypatch):
     """Attention on the CPU has no strategy: torch decomposes it for each combination of shardings, for seconds."""
+    decompositions = pytest.importorskip("torch.distributed.tensor._decompositions")
     tried = []
-    own = DecompShardingStrategy.propagate_strategy
+    own = decompositions.DecompShardingStrategy.propagate_strategy
 
     def noted(self: Any, schema: Any) -> Any:
         if schema.args_spec[0].mesh.size() == 4:  # and not torch's mesh of one rank, on which it tries
@@ -385,7 +385,7 @@ def test_a_decomposition_is_worked_out_once_per_world(monkeypatch):
         x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
         return local([aten.huber_loss(x, x * 2, 0), aten.huber_loss(x, x * 2, 1)])  # each rank calls both
 
-    monkeypatch.setattr(DecompShardingStrategy, "propagate_strategy", noted)
+    monkeypatch.setattr(decompositions.DecompShardingStrategy, "propagate_strategy", noted)
     shared, alone = same_as_torch(body, 4, monkeypatch)
     assert shared.values[0][0] != shared.values[0][1]
     assert (shared.computed["aten.huber_loss.default"], alone.computed["aten.huber_loss.default"]) == (2, 8)
