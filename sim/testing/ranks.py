@@ -10,7 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
+try:
+    import pytest
+except ImportError as missing:
+    raise ImportError(
+        "sim.ranks needs pytest, which is not installed\n  try: pip install 'hyper_parallel[test]'"
+    ) from missing
 import torch
 
 from sim.callables import check_body

@@ -52,7 +52,7 @@ def draw(trace: Trace, path: str | os.PathLike[str], color: str = "op") -> None:
     except ImportError as missing:
         raise SimError(
             "cannot draw the trace: matplotlib is not installed\n  missing: the extra 'plot' of hyper_parallel\n"
-            "  try: pip install matplotlib, or trace.to_chrome('trace.json') for https://ui.perfetto.dev"
+            "  try: pip install 'hyper_parallel[plot]', or trace.to_chrome('trace.json') for https://ui.perfetto.dev"
         ) from missing
     _check_ending(os.fspath(path), list(FigureCanvasAgg.get_supported_filetypes()))
     timeline = lay_out(trace)

@@ -81,7 +81,7 @@ def draw(
                 "cannot draw the step",
                 "matplotlib is not installed",
                 "missing: the extra 'plot' of hyper_parallel",
-                "pip install matplotlib, or to_chrome('step.json') for https://ui.perfetto.dev",
+                "pip install 'hyper_parallel[plot]', or to_chrome('step.json') for https://ui.perfetto.dev",
             )
         ) from missing
     _check_ending(os.fspath(path), list(FigureCanvasAgg.get_supported_filetypes()))
