@@ -7,6 +7,7 @@ all items run. `tiers.json` lists what is too slow for `check` and for `test`, b
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import signal
@@ -67,14 +68,9 @@ def read_tiers() -> dict[str, dict[str, list[str]]]:
     return json.loads(FILE.read_text())
 
 
-def placed() -> dict[str, str]:
-    """Return the tier of each listed function or item, by its pytest id without the folder of the project."""
-    return {
-        f"{file}::{name}": tier
-        for tier, files in read_tiers().items()
-        for file, names in files.items()
-        for name in names
-    }
+def listed(tiers: dict[str, dict[str, list[str]]]) -> dict[str, str]:
+    """Return the tier of each listed function or item, by its pytest id."""
+    return {f"{file}::{name}": tier for tier, files in tiers.items() for file, names in files.items() for name in names}
 
 
 def function_of(name: str) -> str:
@@ -94,7 +90,7 @@ def tier_of(item: pytest.Item, places: dict[str, str]) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = config.getoption("--tier")
-    places = placed()
+    places = listed(read_tiers())
     for item in items:
         item.stash[TIER] = tier_of(item, places)
     if tier is None:
@@ -102,6 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     last = TIERS.index(tier)
     config.hook.pytest_deselected(items=[item for item in items if TIERS.index(item.stash[TIER]) > last])
     items[:] = [item for item in items if TIERS.index(item.stash[TIER]) <= last]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of every later collection of garbage: it lives until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 # -- what items cost -------------------------------------------------------------------------------------------------
@@ -135,24 +137,18 @@ def place(costs: dict[str, float], known: dict[str, dict[str, list[str]]]) -> di
 
     A function is listed by its name where all of its items belong to one tier, and by its items otherwise.
     """
-    tiers: dict[str, str] = {}
-    for tier, files in known.items():
-        for file, names in files.items():
-            tiers |= {f"{file}::{name}": tier for name in names}
-    ran = {function_of(name) for name in costs}
-    functions: dict[str, dict[str, str]] = defaultdict(dict)
-    for name, tier in tiers.items():
-        if function_of(name) not in ran:
-            functions[function_of(name)][name] = tier
+    ran: dict[str, dict[str, str]] = defaultdict(dict)
     for name, cost in costs.items():
-        functions[function_of(name)][name] = next((tier for tier, limit in LIMITS.items() if cost <= limit), "full")
+        ran[function_of(name)][name] = next((tier for tier, limit in LIMITS.items() if cost <= limit), "full")
+    found = {name: tier for name, tier in listed(known).items() if function_of(name) not in ran}
+    for function, items in ran.items():
+        tiers = set(items.values())
+        found |= {function: tiers.pop()} if len(tiers) == 1 else items
     placed: dict[str, dict[str, list[str]]] = {tier: {} for tier in ("test", "full")}
-    for function, items in sorted(functions.items()):
-        one = len(set(items.values())) == 1
-        for name, tier in {function: next(iter(items.values()))}.items() if one else sorted(items.items()):
-            if tier != "check":
-                file, _, short = name.partition("::")
-                placed[tier].setdefault(file, []).append(short)
+    for name, tier in sorted(found.items()):
+        if tier != "check":
+            file, _, short = name.partition("::")
+            placed[tier].setdefault(file, []).append(short)
     return placed
 
 

@@ -1,0 +1,141 @@
+"""The tiers of this suite: where items are placed, what is said of slow ones, and that every run ends."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import FILE, TIERS, place, read_tiers
+
+ROOT = Path(__file__).parents[2]
+
+# Behind the time that an import takes, so that only what is meant to be slow is.
+SLOW = """
+import time
+
+
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_quick(): ...
+
+
+def test_slow():
+    burn(1.2)
+
+
+def test_slow_in_another_process():
+    import subprocess, sys
+
+    subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 1.2: pass"], check=True)
+"""
+
+
+def functions(file: str) -> set[str]:
+    """Return the tests of a file, as pytest writes them behind the file's name."""
+    found = set()
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def test_what_is_listed_exists():
+    for files in read_tiers().values():
+        for file, names in files.items():
+            assert {name.partition("[")[0] for name in names} <= functions(file), file
+
+
+def test_a_function_is_listed_by_its_name_where_its_items_agree():
+    costs = {"tests/a.py::test_x[1]": 0.1, "tests/a.py::test_x[2]": 0.3, "tests/a.py::test_y[1]": 3.0}
+    costs |= {"tests/a.py::test_y[2]": 40.0, "tests/a.py::test_z": 0.1}
+    known = {"test": {"tests/a.py": ["test_z"], "tests/b.py": ["test_w"]}, "full": {"tests/b.py": ["test_v[1]"]}}
+    assert place(costs, known) == {
+        "test": {"tests/a.py": ["test_x[2]"], "tests/b.py": ["test_w"]},
+        "full": {"tests/a.py": ["test_y"], "tests/b.py": ["test_v[1]"]},
+    }
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """A suite of its own with this one's conftest."""
+    shutil.copy(FILE.with_name("conftest.py"), tmp_path / "conftest.py")
+    (tmp_path / "test_slow.py").write_text(SLOW)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: x\n")
+    (tmp_path / FILE.name).write_text('{"test": {}, "full": {}}')
+
+    def run(*options: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    return run
+
+
+def test_what_is_too_slow_is_named_and_fails_the_full_tier(suite, tmp_path):
+    checked = suite("--tier", "check")
+    assert checked.returncode == 0, checked.stdout
+    full = suite("--tier", "full")
+    assert full.returncode == 1
+    for said in (checked.stdout, full.stdout):
+        assert "3 items, " in said
+        assert "too slow for its tier (tests/tiers.json): test_slow.py::test_slow: 1." in said
+        assert "too slow for its tier (tests/tiers.json): test_slow.py::test_slow_in_another_process: 1." in said
+        assert "test_quick:" not in said
+    assert suite("--tier", "full", "--write-tiers").returncode == 0
+    assert json.loads((tmp_path / FILE.name).read_text())["test"] == {
+        "test_slow.py": ["test_slow", "test_slow_in_another_process"]
+    }
+    assert suite("--tier", "full").returncode == 0
+    assert "1 passed, 2 deselected" in suite("--tier", "check").stdout
+
+
+def test_each_tier_runs_what_the_one_before_runs(suite, tmp_path):
+    (tmp_path / "test_slow.py").write_text(
+        "import pytest\n"
+        + "".join(f"def test_{tier}(): ...\n" for tier in TIERS[:3])
+        + "@pytest.mark.slow\ndef test_deep(): ...\n"
+    )
+    (tmp_path / FILE.name).write_text(
+        '{"test": {"test_slow.py": ["test_test"]}, "full": {"test_slow.py": ["test_full"]}}'
+    )
+    for number, tier in enumerate(TIERS, start=1):
+        assert f"{number} passed" in suite("--tier", tier).stdout, tier
+    assert "4 passed" in suite().stdout, "without a tier all run"
+
+
+def test_a_run_in_which_interrupts_are_ignored_ends():
+    """As under `nohup make test &`: a child inherits that SIGINT is ignored, unless a test sets it."""
+    tests = "test_ctrl_c_stops_all_simulated_ranks_and_keeps_the_log or test_an_interrupt_in_this_process"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "tests/multidevice/test_trainer.py",
+                "-k",
+                tests,
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    out, _ = process.communicate(timeout=200)
+    assert "2 passed" in out, out
