@@ -22,7 +22,7 @@ from hypothesis import settings
 TIERS = ("check", "test", "full", "deep")
 # CPU seconds up to which an item belongs to a tier. Only one that takes SLACK times as much is too slow: an import, or
 # the first call of an operator in a process, falls on whichever item comes first, and costs up to a second.
-LIMITS = {"check": 0.25, "test": 2.0, "full": 30.0}
+LIMITS = {"check": 0.1, "test": 2.0, "full": 30.0}
 SLACK = 4.0
 EXAMPLES = {"check": 10, "test": 10, "full": 100, "deep": 5_000}
 FILE = Path(__file__).with_name("tiers.json")
@@ -85,7 +85,10 @@ def function_of(name: str) -> str:
 def tier_of(item: pytest.Item, places: dict[str, str]) -> str:
     if item.get_closest_marker("slow"):
         return "deep"
-    return places.get(item.nodeid) or places.get(function_of(item.nodeid)) or "check"
+    # What processes are forked from takes seconds, and so do the references that properties share.
+    shares = item.get_closest_marker("gloo") or item.path.parent.name == "property"
+    quickest = "test" if shares else "check"
+    return places.get(item.nodeid) or places.get(function_of(item.nodeid)) or quickest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -36,6 +36,8 @@ def without_pipeline(problem: Problem) -> st.SearchStrategy[Arrangement]:
 
 
 def check(problem: Problem, arrangement: Arrangement, data: Any, routing: Routing | None = None) -> None:
+    # Of more than four micro-batches all but the first and the last do the same.
+    arrangement = arrangement._replace(accumulate=min(arrangement.accumulate, 4))
     config, size = arrangement.of(problem), arrangement.world_size
     ranks = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=min(size, 2), max_size=3), label="ranks"))
     parallel = config.parallel

@@ -207,7 +207,9 @@ def test_plot_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(sim.SimError, match=r"matplotlib is not installed\n.*\n  try: pip install 'hyper_parallel\[plot\]'"):
+    with pytest.raises(
+        sim.SimError, match=r"matplotlib is not installed\n.*\n  try: pip install 'hyper_parallel\[plot\]'"
+    ):
         Trace(2).plot(tmp_path / "x.png")
 
 
