@@ -32,6 +32,7 @@ test: venv lint ## minutes: also the simulated ranks, processes, and drawn input
 
 full: venv lint types ## everything that needs no accelerator, with all examples: what CI runs
 	$(PYTEST) --tier full
+	$(PYTEST) --tier full -m npu --sim-backend hccl tests/multidevice  # what hccl does not reduce is refused
 
 deep: venv lint types ## nightly: thousands of drawn inputs for each property, and what takes minutes
 	$(PYTEST) --tier deep -o faulthandler_timeout=0

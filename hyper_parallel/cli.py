@@ -46,7 +46,7 @@ from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.display import TrainingDisplay
 from hyper_parallel.trainer.nonfinite import NonFiniteError
 from hyper_parallel.trainer.place import RankPlace
-from hyper_parallel.trainer.preflight import check_machine, plan_run
+from hyper_parallel.trainer.preflight import check_machine, check_precision, plan_run
 from hyper_parallel.trainer.record import TrainResult
 from hyper_parallel.trainer.report import (
     Traffic,
@@ -511,6 +511,7 @@ def _check(run: Config, sim: int | None) -> Config:
         world_size, local_ranks = place.world_size, place.local_world_size
     platform = get_platform(run.train.device)
     dims = plan_run(run, world_size)
+    check_precision(run, platform)
     check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")
     return run
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["MARKERS"]
+__all__ = ["MARKERS", "SIMULATED_ARMS"]
 
 MARKERS = MappingProxyType(
     {
@@ -23,6 +23,7 @@ MARKERS = MappingProxyType(
         "npu": "needs NPUs (torch_npu and drivers); skips with a reason when there are too few",
     }
 )
+SIMULATED_ARMS = MappingProxyType({"gloo": "gloo", "nccl": "gpu", "hccl": "npu"})  # what --sim-backend runs
 _DEVICES = MappingProxyType({"gpu": "cuda", "npu": "npu"})
 
 
@@ -34,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=os.environ.get("SIM_SEED", "0"),
         help="seed of the interleaving of simulated ranks (default: $SIM_SEED or 0)",
+    )
+    group.addoption(
+        "--sim-backend",
+        choices=tuple(SIMULATED_ARMS),
+        help="run the tests of this backend (hccl: npu, nccl: gpu) on simulated ranks, which refuse to reduce what it "
+        "refuses",
     )
     group.addoption(
         "--require-devices",
@@ -55,8 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Name the seed of the simulated ranks."""
-    return f"sim: seed {config.getoption('--sim-seed')}"
+    """Name the seed of the simulated ranks, and the backend that they stand for."""
+    backend = config.getoption("--sim-backend")
+    return f"sim: seed {config.getoption('--sim-seed')}" + (f", backend {backend}" if backend else "")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -86,6 +94,8 @@ def _wanted(arms: tuple[str, ...], config: pytest.Config) -> tuple[str, ...]:
 
 def _asked_for(arm: str, config: pytest.Config) -> bool:
     """Tell whether the command line names a backend, in -m, in -k or in the id of an item, or wants all devices."""
+    if SIMULATED_ARMS.get(config.getoption("--sim-backend")) == arm:
+        return True
     words = [config.getoption("markexpr"), config.getoption("keyword"), *config.args]
     return config.getoption("--require-devices") or any(re.search(rf"\b{arm}\b", word or "") for word in words)
 

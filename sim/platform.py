@@ -1,4 +1,4 @@
-"""The simulated device: the host's memory, with the backend ``sim``."""
+"""The simulated device: the host's memory, with the backend ``sim``, or the one that the world stands for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ __all__ = ["SimPlatform", "provide"]
 class SimPlatform(CpuPlatform):
     """What ``hyper_parallel.get_platform()`` answers on a simulated rank."""
 
-    backend = "sim"
-
-    def __init__(self, where: str | None = None, stands_for: str | None = None) -> None:
+    def __init__(self, where: str | None = None, stands_for: str | None = None, backend: str = "sim") -> None:
+        self.backend = backend
         self._where = where
         self._stands_for = stands_for
 

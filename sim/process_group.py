@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from hyper_parallel.platform import reductions_of
 from sim.collectives import Call, Contract, reduce_op_name
 from sim.errors import SimError
 from sim.group import Group, Message, deliver, without_modes
+from sim.report import not_reduced
 from sim.scheduler import Waitable
 from sim.trace import user_line
 
@@ -192,6 +194,7 @@ class SimProcessGroup(dist.ProcessGroup):
         self._size = len(group.ranks)
         self._coalescing: list[Waitable] | None = None
         self._label: str | None = None
+        self._backend = context.world.backend
         self.line = ""  # the user's line that has made it
 
     # -- plumbing ----------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ class SimProcessGroup(dist.ProcessGroup):
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
-        return "sim"
+        return self._backend
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.next_seq[self._member]
@@ -287,6 +290,18 @@ class SimProcessGroup(dist.ProcessGroup):
                 f"{op}: the {which} is {_dtype(tensor)}, but the other side of the transfer is {_dtype(like)}; "
                 f"group: {self._title()}; try: one dtype for both"
             )
+
+    def _check_reduces(self, op: str, reduce_op: str, tensors: Tensors) -> None:
+        """Refuse what the backend that the world stands for does not reduce; groups under another name take all."""
+        context = self._context
+        backend = context.world.backend
+        if backend == "sim" or backend not in str(context.c10d.pg_map[self][0]):
+            return
+        reductions = reductions_of(backend)
+        # Where a backend reduces complex numbers, torch has made pairs of real ones of them.
+        refused = next((t for t in tensors if t.is_complex() or not reductions.takes(t.dtype, reduce_op, op)), None)
+        if refused is not None:
+            raise not_reduced(backend, op, reduce_op, refused, self._title())
 
     def _check_no_gaps(self, op: str, tensors: Tensors) -> None:
         """Refuse what nccl refuses, and where gloo writes into the elements between: it moves plain memory."""
@@ -384,6 +399,7 @@ class SimProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SimWork:
         self._check_no_gaps("all_reduce", tensors)
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        self._check_reduces("all_reduce", name, tensors)
         if name != "SUM" and any(tensor.is_sparse for tensor in tensors):
             raise ValueError(
                 f"all_reduce: sparse tensors can be added up only, but the reduce op is {name}; "
@@ -408,6 +424,7 @@ class SimProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> SimWork:
         self._check_no_gaps("reduce", tensors)
         name, factor = reduce_op_name(opts.reduceOp)
+        self._check_reduces("reduce", name, tensors)
         at_root = self._root("reduce", opts.rootRank) == self._member
         total = _nbytes(tensors)
         call = Call(
@@ -422,6 +439,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, output: torch.Tensor, inputs: Tensors, opts: Any, *, single: bool) -> SimWork:
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        self._check_reduces("reduce_scatter", name, inputs)
         if single:
             self._check_dtype("reduce_scatter", "input", inputs[0], output)
             self._check_dense("reduce_scatter", "input", inputs[0])
@@ -461,6 +479,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        self._check_reduces("reduce_scatter", name, inputs)
         self._check_wholes("reduce_scatter", inputs, "input", outputs, "output")
         own = _nbytes(outputs)
         call = Call(

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import torch
+
+from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.platform import reductions_of
 from sim.collectives import Call, Contract, Problem, sizes_of
 from sim.errors import CollectiveMismatch, SimError, ranks_phrase, table
 from sim.handling import being_handled
 
 if TYPE_CHECKING:
-    import torch
-
     from sim.group import Message, Slot
     from sim.world import World
 
-__all__ = ["call_row", "cannot_carry_out", "collective_mismatch", "message_mismatch", "tensor_text"]
+__all__ = ["call_row", "cannot_carry_out", "collective_mismatch", "message_mismatch", "not_reduced", "tensor_text"]
 
 
 def collective_mismatch(world: World, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
@@ -60,6 +62,33 @@ def cannot_carry_out(world: World, slot: Slot, cause: Exception) -> SimError:
         "  try: a dtype and a reduce op that torch can compute on the CPU\n"
         f"  replay: {world.replay}"
     )
+
+
+def not_reduced(backend: str, op: str, reduce_op: str, tensor: torch.Tensor, group: str) -> Exception:
+    """Describe a reduction that the backend a world stands for refuses: a dtype, or a reduce op of any dtype."""
+    reductions = reductions_of(backend)
+    dtypes = [dtype for dtype in _REDUCIBLE if reductions.takes(dtype, reduce_op, op)]
+    asked = f"cannot {op} {_name(tensor.dtype)} by ReduceOp.{reduce_op}"
+    seen = f"tensor: {_name(tensor.dtype)} {list(tensor.shape)}   group: {group}   {backend} takes: "
+    if not dtypes:
+        ops = [name for name in reductions.dtypes if reductions.takes(tensor.dtype, name, op)]
+        hint = f"ReduceOp.{ops[0]}, or gather the tensors and reduce them on each rank"
+        return ValueError(explain(asked, f"{backend} has no such reduce op", seen + ", ".join(ops), hint))
+    other = torch.float32 if tensor.is_floating_point() or torch.int32 not in dtypes else torch.int32
+    hint = "torch.view_as_real(tensor)" if tensor.is_complex() else f"tensor.to(torch.{_name(other)})"
+    return TypeError(
+        explain(asked, f"{backend} does not reduce this dtype", seen + ", ".join(map(_name, dtypes)), hint)
+    )
+
+
+_REDUCIBLE = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def call_row(rank: int, call: Call | None, slot: Slot, *, with_device: bool = False) -> tuple[str, ...]:

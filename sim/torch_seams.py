@@ -220,8 +220,12 @@ def _group_creation(world: World) -> Undo:
         pg, used_store = original(
             group_size, group_rank, ranks, c10d.Backend("sim"), store, group_name, *rest, **options
         )
-        if pg in context.c10d.pg_map and str(backend) != "undefined":
-            context.c10d.pg_map[pg] = (backend, context.c10d.pg_map[pg][1])
+        if pg in context.c10d.pg_map:
+            own, state = context.world.backend, context.c10d
+            name = c10d.Backend(own) if str(backend) == "undefined" else backend
+            state.pg_map[pg] = (name, state.pg_map[pg][1])
+            if name == own:
+                state.pg_backend_config[pg] = state.pg_backend_config[pg].replace(":sim", f":{own}")
         return pg, used_store
 
     default_timeout = c10d._get_default_timeout
@@ -874,5 +878,5 @@ def thread_is_altered() -> bool:
 
 def join_default_group(context: RankContext) -> None:
     """Make the rank's default group, as a launcher's script would have done."""
-    dist.init_process_group("sim")
+    dist.init_process_group(context.world.backend)
     context.joined_by_world = context.has_joined = True

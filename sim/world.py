@@ -203,6 +203,7 @@ class World:
         check_replicas: Whether it compares copies at each optimizer step, and follows what is partial.
         meetings: Where ranks compare their copies.
         faults: What goes wrong in it, and when.
+        backend: The name of its default group: ``sim``, or the backend whose reductions it imitates.
     """
 
     def __init__(
@@ -218,6 +219,7 @@ class World:
         check_replicas: bool = False,
         schedule: Sequence[int] | None = None,
         faults: Sequence[Fault] = (),
+        backend: str | None = None,
     ) -> None:
         self.number = next(_numbers)  # different for every world of the process, unlike an id
         self.world_size = world_size
@@ -233,13 +235,15 @@ class World:
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
         self.store = self._new_store()
         self.scheduler: Scheduler = self._new_scheduler()
-        ordered = "" if schedule is None else f", schedule={list(schedule)}"
-        self.replay = f"sim.run(..., world_size={world_size}, seed={seed}{ordered})"
+        more = "" if schedule is None else f", schedule={list(schedule)}"
+        more += "" if backend is None else f", backend={backend!r}"
+        self.replay = f"sim.run(..., world_size={world_size}, seed={seed}{more})"
         self.op_handlers: Any = None  # how DTensors are dispatched by ranks that are not inside of loss_parallel
         self.pid = os.getpid()
         self.folder = ""  # of the script that the ranks run, if they run one
         self.device: str | None = None  # where tensors are made, if not on the CPU
         self.map_device: str | None = None  # the kind of device whose place the CPU takes
+        self.backend = backend or "sim"
         self._init = init
         self._intraop_threads = intraop_threads
         self._pin = pin
@@ -273,7 +277,7 @@ class World:
 
     def platform(self) -> SimPlatform:
         """What ranks are answered that ask for their device."""
-        return SimPlatform(self.device, self.map_device)
+        return SimPlatform(self.device, self.map_device, self.backend)
 
     def _torchrun_variables(self, rank: int) -> dict[bytes, bytes]:
         size = str(self.world_size)
@@ -537,6 +541,15 @@ def _check_devices(device: str | None, map_device: str | None) -> None:
         )
 
 
+def _check_backend(backend: str | None) -> None:
+    if backend is not None and backend not in ("hccl", "nccl", "gloo"):
+        raise ValueError(
+            f"cannot make a world with the backend {backend!r}\n"
+            "  backend: 'hccl', 'nccl' or 'gloo', whose rules for reductions are known, or None\n"
+            "  try: backend='hccl'"
+        )
+
+
 @contextmanager
 def _making_on(device: str | None) -> Iterator[None]:
     """Let tensors be made on ``device`` on this thread, where nothing else is said."""
@@ -583,6 +596,7 @@ def world(
     faults: Sequence[Fault] = (),
     device: str | None = None,
     map_device: str | None = None,
+    backend: str | None = None,
 ) -> World:
     """Make a world of ``world_size`` ranks, for use in a ``with`` statement.
 
@@ -623,11 +637,14 @@ def world(
         device: ``"meta"``: tensors are made without data unless a device is given; operations and collectives check
             and work out dtypes and shapes, and to read a value raises torch's error. None: the CPU, as ever.
         map_device: ``"cuda"`` or ``"npu"``: what names this device gets the CPU, as with ``--map-device``.
+        backend: ``"hccl"``, ``"nccl"`` or ``"gloo"``: the default group reports this name, and every group of that name
+            refuses to reduce the dtypes, and by the reduce ops, that the real backend refuses; it takes no part in
+            anything else. None: ``"sim"``, which refuses nothing.
 
     Raises:
         ValueError: A world size that is not an int in range, a seed that is not an int, a schedule of anything but
             ints from 0 up, a number of threads below 1, a processor that this process may not use, an unknown
-            topology or device.
+            topology, device or backend.
         TypeError: A topology, a cost or a fault that is none.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
@@ -654,6 +671,7 @@ def world(
                 "  try: pin=None"
             )
     _check_devices(device, map_device)
+    _check_backend(backend)
     made = World(
         world_size,
         seed,
@@ -665,6 +683,7 @@ def world(
         check_replicas=check_replicas,
         schedule=schedule,
         faults=faults,
+        backend=backend,
     )
     made.device, made.map_device = device, map_device
     return made
@@ -688,6 +707,7 @@ def run(
     faults: Sequence[Fault] = (),
     device: str | None = None,
     map_device: str | None = None,
+    backend: str | None = None,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on each of ``world_size`` simulated ranks; return the results in rank order.
 
@@ -711,6 +731,7 @@ def run(
         faults=faults,
         device=device,
         map_device=map_device,
+        backend=backend,
     )
     check_call(fn, args, kwargs, world_size)
     with made as w:

@@ -1,16 +1,19 @@
 """The one seam for devices: streams, events, memory statistics and backend names of cpu, cuda and npu."""
 
 from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
+from hyper_parallel.platform.reductions import Reductions, reductions_of
 from hyper_parallel.platform.registry import get_platform, register_platform, register_provider, unregister_provider
 
 __all__ = [
     # Ask
     "get_platform",
+    "reductions_of",
     # What comes back
     "Event",
     "MemoryStats",
     "Platform",
     "PlatformUnavailableError",
+    "Reductions",
     "Stream",
     # Plug in
     "register_platform",

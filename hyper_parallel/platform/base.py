@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hyper_parallel.platform.reductions import Reductions, reductions_of
+
 __all__ = ["Event", "MemoryStats", "Platform", "PlatformUnavailableError", "Stream"]
 
 
@@ -111,6 +113,11 @@ class Platform(ABC):
     @abstractmethod
     def has_streams(self) -> bool:
         """Whether work on different streams can overlap; False where streams and events do nothing."""
+
+    @property
+    def reductions(self) -> Reductions:
+        """The dtypes and reduce ops that the backend reduces."""
+        return reductions_of(self.backend)
 
     @property
     def prefers_large_messages(self) -> bool:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any rank starts: degrees, batch, text, log file, memory."""
+"""What can be known to be wrong before any rank starts: degrees, batch, precision, text, log file, memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
+from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import check_length, load_corpus
 from hyper_parallel.trainer.parallel_dims import ParallelDims
@@ -141,6 +144,22 @@ def _check_saving(config: Config) -> None:
         asked = f"cannot save every {keep.every} steps" if keep.every else "cannot save in the background"
         seen = f"checkpoint.folder: None   every: {keep.every}   background: {keep.background}"
         raise ValueError(explain(asked, "no folder is given", seen, "--checkpoint-dir out/run"))
+
+
+def check_precision(config: Config, platform: Platform) -> None:
+    """Check that the device's backend can add up gradients in the dtype of the weights.
+
+    Args:
+        config: the run.
+        platform: the kind of device it is to run on.
+
+    Raises:
+        ValueError: `param_dtype` is "fp64", and the backend reduces no float64, as hccl of NPUs.
+    """
+    if config.parallel.param_dtype == "fp64" and not platform.reductions.takes(torch.float64):
+        asked, blame = "cannot train with param_dtype='fp64'", f"{platform.backend} does not reduce float64"
+        seen = f"device: {platform.device_type}   backend: {platform.backend}"
+        raise ValueError(explain(asked, blame, seen, "param_dtype='fp32' (--precision fp32), or --device cpu"))
 
 
 def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host: bool) -> None:

@@ -26,7 +26,7 @@ from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from hyper_parallel.trainer.parallelize_moe import parallelize_moe
 from hyper_parallel.trainer.place import RankPlace, process_group
-from hyper_parallel.trainer.preflight import plan_run
+from hyper_parallel.trainer.preflight import check_precision, plan_run
 from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.record import JsonlLog, StepRecord, TrainResult
 from hyper_parallel.trainer.saving import Progress, Saver
@@ -59,13 +59,14 @@ def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | Non
             `stop_on_signals`.
 
     Raises:
-        ValueError: the config does not fit the number of ranks, or the checkpoint it should go on from.
+        ValueError: the config does not fit the number of ranks, the device, or the checkpoint it should go on from.
         PlatformUnavailableError: the device cannot be used here.
         NonFiniteError: the loss or the gradient is inf or NaN, and the config says to stop.
     """
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
     platform = get_platform(config.train.device)
+    check_precision(config, platform)
     platform.set_device(place.local_rank)
     if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
         return Trainer(config, dims, platform, place, mesh=None, stop=stop).run(on_step)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
+from hyper_parallel.pytest_plugin import SIMULATED_ARMS
 from sim.callables import check_result
 from sim.errors import CollectiveMismatch, Deadlock
 from sim.testing.processes import (
@@ -49,13 +50,16 @@ def run_body(
     body: Callable[..., Any] = test.body  # type: ignore[attr-defined]
     if owner is not None:
         body = MethodType(body, owner)
-    if arm == "sim":
-        races, replicas = test.checks  # type: ignore[attr-defined]
-        with world(world_size, seed=seed, check_races=races, check_replicas=replicas) as simulated:
-            simulated.replay = f"pytest '{request.node.nodeid}' --sim-seed={seed}"
+    backend = request.config.getoption("--sim-backend")
+    backend = backend if arm == SIMULATED_ARMS.get(backend) else None
+    if arm == "sim" or backend is not None:
+        races, replicas = test.checks if arm == "sim" else (False, False)  # type: ignore[attr-defined]
+        with world(world_size, seed=seed, check_races=races, check_replicas=replicas, backend=backend) as simulated:
+            rules = "" if backend is None else f" --sim-backend={backend}"
+            simulated.replay = f"pytest '{request.node.nodeid}' --sim-seed={seed}{rules}"
             left: dict[int, str] = {}
             try:
-                simulated.run(_on_simulated_rank, (body, world_size, seed, fixtures, left))
+                simulated.run(_on_simulated_rank, (body, world_size, arm, seed, fixtures, left))
             except (CollectiveMismatch, Deadlock) as missed:
                 if left:  # it is them that the others have missed
                     pytest.fail(f"{who_left(left, world_size)}\n{missed}", pytrace=False)
@@ -70,12 +74,12 @@ def run_body(
 
 
 def _on_simulated_rank(
-    body: Callable[..., Any], world_size: int, seed: int, fixtures: dict[str, Any], left: dict[int, str]
+    body: Callable[..., Any], world_size: int, arm: str, seed: int, fixtures: dict[str, Any], left: dict[int, str]
 ) -> None:
     """Run the body; note in ``left`` that it skipped or failed as expected, and why."""
     rank = dist.get_rank()
     try:
-        check_result(body(RankTest(rank, world_size, "sim", torch.device("cpu"), seed), **fixtures), body)
+        check_result(body(RankTest(rank, world_size, arm, torch.device("cpu"), seed), **fixtures), body)
     except (pytest.skip.Exception, pytest.xfail.Exception) as end:
         left[rank] = outcome_of(end)
 

@@ -18,6 +18,7 @@ except ImportError as missing:
     ) from missing
 import torch
 
+from hyper_parallel.platform import Reductions, get_platform
 from sim.callables import check_body
 
 __all__ = ["ARMS", "RankTest", "ranks"]
@@ -47,6 +48,16 @@ class RankTest:
     def device_type(self) -> str:
         """``cpu``, ``cuda`` or ``npu``, as ``init_device_mesh`` wants it."""
         return self.device.type
+
+    @property
+    def reductions(self) -> Reductions:
+        """The dtypes and reduce ops that the rank's backend reduces."""
+        return get_platform(self.device_type).reductions
+
+    @property
+    def float_dtype(self) -> torch.dtype:
+        """The widest float dtype that the rank's backend reduces: float64, or float32 on hccl."""
+        return self.reductions.widest_float
 
 
 def ranks(

@@ -2,7 +2,8 @@
 
 A *behaviour* is one function of a :class:`Run`. It runs three times with the same seeds and data: with our fully_shard,
 with torch's, and on one device with the batches of all ranks together. Ours has to equal torch's to the last bit on
-simulated ranks (where both add in rank order), elsewhere within rounding; and one device's within rounding of float64.
+simulated ranks (where both add in rank order), elsewhere within rounding; and one device's within rounding of float64,
+or of float32 where the backend reduces no float64.
 Where FSDP2 refuses, or is wrong, it is left out, and ``without_fsdp2`` says what it does.
 
 ``BEHAVIOURS``, at the end, lists them all; test_fsdp2_coverage.py sees to it that each has a test.
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from rounding_kit import Alone, bound_of, results
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import sim
 from hyper_parallel.core.fully_shard import api, utils
 
 # -- the three faces -----------------------------------------------------------------------------------------------
@@ -98,13 +101,22 @@ class Run:
 
     # -- models and data -----------------------------------------------------------------------------------------
 
-    def build(self, make: Callable[[], nn.Module], dtype: torch.dtype | None = torch.float64) -> Any:
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a behaviour computes in if it does not say otherwise: float64 if the backend reduces that."""
+        return self.ctx.float_dtype
+
+    def build(self, make: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> Any:
         """The same model on every rank and for every face."""
         torch.manual_seed(0)
-        model = make()
-        return (model if dtype is None else model.to(dtype)).to(self.ctx.device)
+        return make().to(self.ctx.device, dtype or self.dtype)
 
-    def net(self, dtype: torch.dtype = torch.float64) -> Net:
+    def build_as_made(self, make: Callable[[], nn.Module]) -> Any:
+        """As `build`, with parameters in the dtypes that ``make`` gives them."""
+        torch.manual_seed(0)
+        return make().to(self.ctx.device)
+
+    def net(self, dtype: torch.dtype | None = None) -> Net:
         """A :class:`Net`."""
         return self.build(Net, dtype)
 
@@ -115,7 +127,7 @@ class Run:
         index, count = part or (self.ctx.rank, self.ctx.world_size)
         generator = torch.Generator().manual_seed(100 + step)
         x = torch.randn(count * rows, width, generator=generator, dtype=torch.float64)
-        return (x if self.alone else x[index * rows : (index + 1) * rows]).to(self.ctx.device)
+        return (x if self.alone else x[index * rows : (index + 1) * rows]).to(self.ctx.device, self.dtype)
 
     def parts(self) -> list[int]:
         """The ranks whose share of the data this run has: its own, or, on one device, all of them."""
@@ -125,7 +137,7 @@ class Run:
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Note a loss and differentiate it."""
-        self.losses.append(loss.detach().double())
+        self.losses.append(loss.detach().to(self.dtype))
         loss.backward(**options)
 
     def train(
@@ -259,7 +271,7 @@ class Behaviour:
         ranks: How many ranks it needs.
         exact: Ours and FSDP2's are equal to the last bit on simulated ranks.
         one: Compare with one device, too.
-        dtype: The coarsest one computed in, which gives the rounding bound.
+        dtype: The coarsest one computed in, which gives the rounding bound; None: float64, or what is in its place.
         without_fsdp2: What FSDP2 does instead, which is then not run.
         only: Arms it can run on.
     """
@@ -269,7 +281,7 @@ class Behaviour:
     ranks: int
     exact: bool
     one: bool
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     without_fsdp2: str
     only: tuple[str, ...]
 
@@ -286,7 +298,7 @@ class Theme:
         *,
         exact: bool = True,
         one: bool = True,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype | None = None,
         without_fsdp2: str = "",
         only: tuple[str, ...] = ("sim", "gloo", "gpu", "npu"),
     ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
@@ -316,6 +328,7 @@ class Theme:
                 continue
             runs[face] = Run(ctx, face, meshes)
             behaviour.body(runs[face])
+        coarsest, measure = behaviour.dtype or ctx.float_dtype, None if behaviour.dtype else alone
         ours = runs[OURS]
         assert ours.losses or ours.tensors or ours.facts or ours.costs, "nothing was noted"
         if FSDP2 in runs:
@@ -324,12 +337,12 @@ class Theme:
             assert list(ours.costs) == list(theirs.costs), (ours.costs, theirs.costs)
             dear = {key: (cost, theirs.costs[key]) for key, cost in ours.costs.items() if cost > theirs.costs[key]}
             assert not dear, f"ours costs more than FSDP2: {dear}"
-            exact = behaviour.exact and ctx.arm == "sim"
-            compare(named(ours.losses), named(theirs.losses), None if exact else behaviour.dtype, FSDP2)
-            compare(ours.tensors, theirs.tensors, None if exact else behaviour.dtype, FSDP2)
+            dtype = None if behaviour.exact and ctx.arm == "sim" else coarsest
+            compare(named(ours.losses), named(theirs.losses), dtype, FSDP2, measure)
+            compare(ours.tensors, theirs.tensors, dtype, FSDP2, measure)
         if ONE in runs:
-            compare(named(mean_over_ranks(ours.losses)), named(runs[ONE].losses), behaviour.dtype, ONE)
-            compare(ours.tensors, runs[ONE].tensors, behaviour.dtype, ONE)
+            compare(named(mean_over_ranks(ours.losses)), named(runs[ONE].losses), coarsest, ONE, measure)
+            compare(ours.tensors, runs[ONE].tensors, coarsest, ONE, measure)
 
     def check_all(self, ctx: Any, ranks: int) -> None:
         """Run all behaviours that need so many ranks, one after the other, and name the first one that fails."""
@@ -341,6 +354,14 @@ class Theme:
                 self.check(ctx, name, meshes)
             except BaseException as error:
                 raise AssertionError(f"behaviour {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def alone() -> dict[str, torch.Tensor]:
+    """The net on one device, in float32."""
+    run = Run(sim.RankTest(0, 2, "sim", torch.device("cpu")), ONE)
+    model = run.net(torch.float32)
+    run.train(model, lambda step: loss_of(model, run.batch(step).float()))
+    return results(run.losses, run.tensors, {})
 
 
 def named(losses: list[torch.Tensor]) -> dict[str, torch.Tensor | None]:
@@ -360,11 +381,12 @@ def compare(
     theirs: dict[str, torch.Tensor | None],
     dtype: torch.dtype | None,
     face: Face,
+    measure: Alone | None = None,
 ) -> None:
     """Equal to the last bit, or, if a dtype is given, within its eps times the number of summands.
 
     Batch, widths and layers of these models multiply to less than 4096; in the short dtypes errors are random enough
-    for a bound of 32.
+    for a bound of 32. Where there is no float64, ``measure`` is what to measure the bound on.
     """
     assert list(ours) == list(theirs), f"{face.name} has noted other names: {list(ours)} and {list(theirs)}"
     for name, wanted in theirs.items():
@@ -380,13 +402,13 @@ def compare(
         elif got.numel():
             got, wanted = wanted_precision(got), wanted_precision(wanted)
             summands = 4096 if torch.finfo(dtype).eps < 1e-4 else 32
-            bound = torch.finfo(dtype).eps * summands * max(1.0, wanted.abs().max().item())
+            bound = bound_of(wanted, theirs, measure, eps=torch.finfo(dtype).eps, summands=summands)
             distance = (got - wanted).abs().max().item()
             assert distance <= bound, f"{name} is {distance} > {bound} from {face.name}:\n{got}\n{wanted}"
 
 
 def wanted_precision(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tensor.cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 # -- the table -----------------------------------------------------------------------------------------------------

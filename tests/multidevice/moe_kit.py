@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import DTensor, clip_grad_norm_, full_tensor, fully_shard, init_device_mesh, init_parameters
-from hyper_parallel.core.expert_parallel import GroupedExperts, set_aux_scale
+from hyper_parallel.core.expert_parallel import GroupedExperts, set_aux_scale, update_expert_bias
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe
 
@@ -86,16 +86,23 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
 
 
-def alone(config: MoEConfig, device_type: str = "cpu") -> MoELlama:
+def alone(config: MoEConfig, device_type: str = "cpu", dtype: torch.dtype = torch.float64) -> MoELlama:
     with torch.device("meta"):
-        model = MoELlama(config).double()
+        model = MoELlama(config).to(dtype)
     return init_parameters(model, seed=3, device=device_type)
 
 
-def split(case: Case, mesh: Any) -> MoELlama:
+def in_float32() -> dict[str, torch.Tensor]:
+    """Training on one device, of which the rounding is measured where there is no float64."""
+    found = train(alone(CONFIG, dtype=torch.float32), TEXT, 2, after=update_expert_bias)
+    gradients = [(f"{step} {name}", grad) for step, named in enumerate(found.gradients) for name, grad in named.items()]
+    return {"losses": torch.tensor(found.losses), "norms": torch.tensor(found.norms), **dict(gradients)}
+
+
+def split(case: Case, mesh: Any, dtype: torch.dtype = torch.float64) -> MoELlama:
     """Build the model as a case says."""
     with torch.device("meta"):
-        model = MoELlama(case.config).double()
+        model = MoELlama(case.config).to(dtype)
     parallelize_moe(model, mesh, etp=case.etp, logits="local", **case.options)
     if case.shard:
         shard_rows(model, case, mesh)

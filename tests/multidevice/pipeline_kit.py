@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rounding_kit import measured, results, tolerances
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from hyper_parallel import DTensor, Layout, fully_shard, init_device_mesh, shard_module
@@ -199,21 +200,31 @@ def summed(loss: torch.Tensor, case: Case) -> float:
     return total.item() / case.tp
 
 
-def check(case: Case, device: torch.device) -> None:
+def in_float32() -> dict[str, torch.Tensor]:
+    """Training on one device, of which the rounding is measured where there is no float64."""
+    found = alone(Case(), torch.device("cpu"), torch.float32)
+    gradients = {f"{step} {name}": grad for step in range(STEPS) for name, grad in found.gradients[step].items()}
+    norms = {f"norm {step}": torch.tensor(norm) for step, norm in enumerate(found.norms)}
+    return results(list(map(torch.tensor, found.losses)), gradients, found.parameters) | norms
+
+
+def check(case: Case, ctx: Any) -> None:
     """A pipeline trains as one device does."""
-    dtype, tolerance = (torch.float32, 2e-4) if device.type == "npu" else (torch.float64, 1e-9)
+    dtype, device = ctx.float_dtype, ctx.device
     expected, got = alone(case, device, dtype), train(case, device, dtype)
-    near = {"rtol": tolerance, "atol": tolerance * 1e-3}
-    torch.testing.assert_close(got.evaluated, expected.evaluated, **near)
-    torch.testing.assert_close(got.losses, expected.losses, **near)
-    torch.testing.assert_close(got.norms, expected.norms, **near)
+    rounding = {kind: 1e-9 if dtype is torch.float64 else measured(in_float32, kind) for kind in ("loss", "norm")}
+    torch.testing.assert_close(got.evaluated, expected.evaluated, rtol=rounding["loss"], atol=1e-12)
+    torch.testing.assert_close(got.losses, expected.losses, rtol=rounding["loss"], atol=1e-12)
+    torch.testing.assert_close(got.norms, expected.norms, rtol=rounding["norm"], atol=1e-12)
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(got.parameters))
     tied = {"head.weight": "embed.weight"} if case.tied else {}
     assert {tied.get(name, name) for some in names for name in some} == set(expected.parameters)
     for step, gradients in enumerate(got.gradients):
+        near = tolerances(expected.gradients[step].values(), in_float32, "gradient", rtol=1e-9, atol=1e-12)
         for name, gradient in gradients.items():
             wanted = expected.gradients[step][tied.get(name, name)]
             torch.testing.assert_close(gradient, wanted, **near, msg=lambda text, name=name: f"{name}: {text}")
+    near = tolerances(expected.parameters.values(), in_float32, "value", rtol=1e-9, atol=1e-12)
     for name, value in got.parameters.items():
         torch.testing.assert_close(value, expected.parameters[tied.get(name, name)], **near)

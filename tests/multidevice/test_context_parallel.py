@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rounding_kit import largest, measured
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -29,11 +30,11 @@ TEXT = torch.randint(0, 50, (2, 17), generator=torch.Generator().manual_seed(1))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+def close(found: torch.Tensor, expected: torch.Tensor, what: object = "", bound: float | None = None) -> None:
+    """Compare with one device; `bound` is absolute, None: by dtype."""
     scale = TOLERANCE[found.dtype]
-    torch.testing.assert_close(
-        found.cpu().double(), expected.double(), rtol=scale, atol=scale, msg=lambda m: f"{what}\n{m}"
-    )
+    near = {"rtol": scale, "atol": scale} if bound is None else {"rtol": 0.0, "atol": bound}
+    torch.testing.assert_close(found.cpu().double(), expected.double(), **near, msg=lambda m: f"{what}\n{m}")
 
 
 # -- attention -------------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def test_every_way_to_attend(ctx):
         for causal, documents in itertools.product((True, False), repeat=2):
             for dtype in (torch.float32, torch.bfloat16):
                 check_attention(ctx, cp, dtype, causal, documents)
-    for dtype in (torch.float64, torch.float16):
+    for dtype in (ctx.float_dtype, torch.float16):
         check_attention(ctx, ContextParallel(mesh, 2), dtype, True, True)
         check_attention(ctx, ContextParallel(mesh, 1), dtype, True, False)
 
@@ -114,15 +115,27 @@ def test_rings_of_several_ranks_around_groups_of_several(ctx):
 
 
 def built(ctx) -> Llama:
-    return Llama.build(CONFIG, seed=0).double().to(ctx.device)
+    return Llama.build(CONFIG, seed=0).to(ctx.device, ctx.float_dtype)
 
 
-def trained_alone() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trained_alone(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return logits and gradients of the mean loss."""
-    model = Llama.build(CONFIG, seed=0).double()
+    model = Llama.build(CONFIG, seed=0).to(dtype)
     logits = model(TEXT[:, :-1])
     F.cross_entropy(logits.flatten(0, 1), TEXT[:, 1:].flatten()).backward()
     return logits.detach(), {name: param.grad for name, param in model.named_parameters()}
+
+
+def in_float32() -> dict[str, torch.Tensor]:
+    logits, gradients = trained_alone(torch.float32)
+    return {"logits": logits, **gradients}
+
+
+def bounds(ctx, logits: torch.Tensor, gradients: dict[str, torch.Tensor]) -> tuple[float | None, float | None]:
+    """Of logits and of gradients: measured where there is no float64, else by dtype."""
+    if ctx.float_dtype is torch.float64:
+        return None, None
+    return measured(in_float32) * largest([logits]), measured(in_float32) * largest(gradients.values())
 
 
 def share_of_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -139,6 +152,7 @@ def train(ctx, model, cp: ContextParallel, times: int = 1) -> torch.Tensor:
 def test_a_model_computes_the_same(ctx):
     """Logits of this rank's tokens, and gradients whose sum over the ranks is that of one device."""
     logits, gradients = trained_alone()
+    of_logits, of_gradients = bounds(ctx, logits, gradients)
     mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("cp",))
     for degree, recompute in ((1, False), (2, True), (None, False)):
         model = built(ctx)
@@ -146,10 +160,10 @@ def test_a_model_computes_the_same(ctx):
         if recompute:  # what communicates in a block does it again, in the backward pass
             for block in model.layers:
                 block.forward = _recomputed(block.forward)
-        close(train(ctx, model, cp), cp.split(logits))
+        close(train(ctx, model, cp), cp.split(logits), bound=of_logits)
         for name, param in model.named_parameters():
             dist.all_reduce(param.grad)
-            close(param.grad, gradients[name], f"{name} {degree=}")
+            close(param.grad, gradients[name], f"{name} {degree=}", of_gradients)
 
 
 def _recomputed(forward):
@@ -159,30 +173,33 @@ def _recomputed(forward):
 @sim.ranks(4)
 def test_with_parameters_split_over_the_same_ranks(ctx):
     logits, gradients = trained_alone()
+    of_logits, of_gradients = bounds(ctx, logits, gradients)
     mesh = init_device_mesh(ctx.device_type, (4,), mesh_dim_names=("cp",))
     model = built(ctx)
     cp = context_parallel(model, mesh, 2)
     for unit in (*model.layers, model):
         fully_shard(unit, mesh=mesh)
-    close(train(ctx, model, cp, times=4), cp.split(logits))  # `fully_shard` takes the mean over ranks
+    found = train(ctx, model, cp, times=4)  # `fully_shard` takes the mean over ranks
+    close(found, cp.split(logits), bound=of_logits)
     for name, param in model.named_parameters():
-        close(param.grad.full_tensor(), gradients[name], name)
+        close(param.grad.full_tensor(), gradients[name], name, of_gradients)
 
 
 @sim.ranks(4)
 def test_with_heads_split_by_tensor_parallelism(ctx):
     """The heads of a rank are shared once more; between modules, its tokens are split over tp."""
     logits, gradients = trained_alone()
+    of_logits, of_gradients = bounds(ctx, logits, gradients)
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("cp", "tp"))
     for degree in (1, 2):
         model = built(ctx)
         shard_module(model, mesh["tp"], llama_plan(model, mesh["tp"], logits="local"))
         cp = context_parallel(model, mesh["cp"], degree)
-        close(train(ctx, model, cp), cp.split(logits))
+        close(train(ctx, model, cp), cp.split(logits), bound=of_logits)
         for name, param in model.named_parameters():
             whole_grad = param.grad.full_tensor()
             dist.all_reduce(whole_grad, group=mesh.get_group("cp"))
-            close(whole_grad, gradients[name], f"{name} {degree=}")
+            close(whole_grad, gradients[name], f"{name} {degree=}", of_gradients)
 
 
 @sim.ranks(2, arms=("sim",))

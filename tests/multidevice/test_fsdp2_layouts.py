@@ -524,7 +524,7 @@ def shards_on_the_host_in_bf16(run):
 @THEME.behaviour()
 def made_on_the_meta_device(run):
     with torch.device("meta"):
-        model = Net().double()
+        model = Net().to(run.dtype)
     run.wrap_blocks(model)
     model.to_empty(device=run.ctx.device)
     with torch.no_grad():

@@ -170,7 +170,7 @@ def buffers_are_kept_and_updated(run):
     model = run.build(Normed)
     run.wrap(model.norm)
     run.wrap(model)
-    x = torch.ones(4, 5, dtype=torch.float64, device=run.ctx.device) * torch.arange(4, device=run.ctx.device)[:, None]
+    x = torch.ones(4, 5, dtype=run.dtype, device=run.ctx.device) * torch.arange(4, device=run.ctx.device)[:, None]
     run.train(model, lambda step: loss_of(model, x * (step + 1)))  # the same batch on all ranks, and on one
     for name, buffer in model.named_buffers():
         run.note(name, buffer)
@@ -539,7 +539,7 @@ def keyword_arguments_and_containers(run):
     model = run.build(lambda: nn.Sequential(Fancy()))
     fancy = model[0]
     run.wrap(fancy)
-    more = torch.ones(4, dtype=torch.float64, device=run.ctx.device, requires_grad=True)
+    more = torch.ones(4, dtype=run.dtype, device=run.ctx.device, requires_grad=True)
 
     def loss(step):
         out = fancy(run.batch(step), unused=[], options={"factor": 2.0, "more": [more]})

@@ -1,10 +1,11 @@
-"""fully_shard and every kind of parameter: against the same model on one device, in float64.
+"""fully_shard and every kind of parameter: against the same model on one device, in float64 where it is reduced.
 
 A parameter may be plain (and then split along any dim, or kept whole), a DTensor that keeps its layout, or a DTensor
 that is split further. Here also: what changes how parameters are kept and reduced, but must not change any number.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fsdp2_kit import Net, loss_of, sgd, whole
+from rounding_kit import bound_of, results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -38,11 +40,10 @@ def mesh_of(ctx, *shape, names=("replicate", "shard")):
     return init_device_mesh(ctx.device_type, shape, mesh_dim_names=names[-len(shape) :])
 
 
-def build(ctx, make, dtype=torch.float64):
+def build(ctx, make, dtype=None):
     """The same model on every rank, and once more for one device."""
     torch.manual_seed(0)
-    model = make()
-    model = (model if dtype is None else model.to(dtype)).to(ctx.device)
+    model = make().to(ctx.device, dtype or ctx.float_dtype)
     return model, copy.deepcopy(model)
 
 
@@ -50,7 +51,7 @@ def data(ctx, step=0, part=None, rows=4, width=5):
     """``rows`` inputs for each of the parts: those of one, ``(index, count)``, or of all."""
     index, count = part
     generator = torch.Generator().manual_seed(100 + step)
-    x = torch.randn(count * rows, width, generator=generator, dtype=torch.float64).to(ctx.device)
+    x = torch.randn(count * rows, width, generator=generator, dtype=torch.float64).to(ctx.device, ctx.float_dtype)
     return x if index is None else x[index * rows : (index + 1) * rows]
 
 
@@ -89,8 +90,18 @@ def values(model):
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
-def assert_close(ours, theirs, eps=EPS, summands=4096):
-    """Equal within eps times the number of summands: batch, widths and layers multiply to less."""
+def alone(make=Net, dtype=torch.float32, make_optimizer=sgd):
+    torch.manual_seed(0)
+    model, ctx = make().to(dtype), sim.RankTest(0, 4, "sim", torch.device("cpu"))
+    loss = lambda step: loss_of(model, data(ctx, step, (None, 4)).to(dtype))  # noqa: E731
+    return results(*train(model, loss, make_optimizer=make_optimizer))
+
+
+ALONE_IN_SHORT = partial(alone, dtype=torch.float16)
+
+
+def assert_close(ours, theirs, eps=EPS, summands=4096, alone=alone):
+    """Equal within rounding: in float64, batch, widths and layers multiply to less than 4096."""
     assert list(ours) == list(theirs)
     for name, wanted in theirs.items():
         got = ours[name]
@@ -98,9 +109,9 @@ def assert_close(ours, theirs, eps=EPS, summands=4096):
         if wanted is None or wanted.numel() == 0:
             continue
         assert got.shape == wanted.shape, name
+        bound = bound_of(wanted, theirs, alone, eps=eps, summands=summands)
         kind = torch.complex128 if wanted.is_complex() else torch.float64
-        bound = eps * summands * max(1.0, wanted.to(kind).abs().max().item())
-        distance = (got.to(kind) - wanted.to(kind)).abs().max().item()
+        distance = (got.cpu().to(kind) - wanted.cpu().to(kind)).abs().max().item()
         assert distance <= bound, (name, distance, got, wanted)
 
 
@@ -111,9 +122,9 @@ def assert_equal(ours, theirs):
         assert wanted is None or torch.equal(ours[name], wanted), name
 
 
-def train(model, loss, steps=3, clip=None):
+def train(model, loss, steps=3, clip=None, make_optimizer=sgd):
     """Losses, the last gradients and the final parameters."""
-    optimizer = sgd(model)
+    optimizer = make_optimizer(model)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -127,7 +138,20 @@ def train(model, loss, steps=3, clip=None):
     return losses, gradients(model), values(model)
 
 
-def check(ctx, model, plain, *, loss=loss_of, parts=None, part=None, scale=1.0, losses="mean", clip=None, eps=None):
+def check(
+    ctx,
+    model,
+    plain,
+    *,
+    loss=loss_of,
+    parts=None,
+    part=None,
+    scale=1.0,
+    losses="mean",
+    clip=None,
+    eps=None,
+    alone=alone,
+):
     """Three steps on all ranks are three steps on one device with all data.
 
     Args:
@@ -138,12 +162,13 @@ def check(ctx, model, plain, *, loss=loss_of, parts=None, part=None, scale=1.0, 
         losses: "mean": the ranks' losses average to that of one device; "sum": they add up to it; "same": each is it.
         clip: Clip gradients by that norm.
         eps: Of the coarsest dtype computed in.
+        alone: What to measure the rounding on where there is no float64.
     """
     parts = ctx.world_size if parts is None else parts
     part = ctx.rank if part is None else part
     ours = train(model, lambda step: loss(model, data(ctx, step, (part, parts))) * scale, clip=clip)
     theirs = train(plain, lambda step: loss_of(plain, data(ctx, step, (None, parts))), clip=clip)
-    bound = {} if eps is None else {"eps": eps, "summands": 64}
+    bound = {"alone": alone} if eps is None else {"alone": alone, "eps": eps, "summands": 64}
     for got, wanted in zip(ours[0], theirs[0], strict=True):
         if losses != "same":
             dist.all_reduce(got)
@@ -233,35 +258,42 @@ def test_split_along_the_dims_of_a_convolution(ctx):
 class Kinds(nn.Module):
     """Without dims, with memory in another order, of several dtypes, tied, frozen, without elements."""
 
-    def __init__(self):
+    def __init__(self, wide):
         super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-        self.still = nn.Parameter(torch.tensor(0.5, dtype=torch.float64), requires_grad=False)
-        self.turned = nn.Parameter(torch.randn(6, 5, dtype=torch.float64).t() / 4)
-        self.permuted = nn.Parameter(torch.randn(3, 6, 2, dtype=torch.float64).permute(2, 0, 1) / 4)
-        self.every_other = nn.Parameter(torch.randn(12, dtype=torch.float64)[::2])
-        self.single = nn.Linear(6, 6)
-        self.single_gain = nn.Parameter(torch.tensor(0.75))
-        self.phase = nn.Parameter(torch.randn(3, 2, dtype=torch.complex128) / 4)
-        self.turn = nn.Parameter(torch.tensor(1 + 2j, dtype=torch.complex128))
+        self.wide, self.short = wide, shorter(wide)
+        self.gain = nn.Parameter(torch.tensor(1.5, dtype=wide))
+        self.still = nn.Parameter(torch.tensor(0.5, dtype=wide), requires_grad=False)
+        self.turned = nn.Parameter(torch.randn(6, 5, dtype=wide).t() / 4)
+        self.permuted = nn.Parameter(torch.randn(3, 6, 2, dtype=wide).permute(2, 0, 1) / 4)
+        self.every_other = nn.Parameter(torch.randn(12, dtype=wide)[::2])
+        self.single = nn.Linear(6, 6).to(self.short)
+        self.single_gain = nn.Parameter(torch.tensor(0.75, dtype=self.short))
+        self.phase = nn.Parameter(torch.randn(3, 2, dtype=wide.to_complex()) / 4)
+        self.turn = nn.Parameter(torch.tensor(1 + 2j, dtype=wide.to_complex()))
         self.count = nn.Parameter(torch.arange(7), requires_grad=False)
-        self.nothing = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
-        self.head = nn.Linear(6, 3, bias=False).double()
-        self.tied = nn.Linear(6, 3).double()
+        self.nothing = nn.Parameter(torch.zeros(0, 3, dtype=wide))
+        self.head = nn.Linear(6, 3, bias=False).to(wide)
+        self.tied = nn.Linear(6, 3).to(wide)
         self.tied.weight = self.head.weight
-        self.never = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.never = nn.Parameter(torch.ones(2, dtype=wide))
 
     def forward(self, x):
         h = x @ self.turned * self.gain * self.still
-        h = h + (self.single(h.float()) * self.single_gain).double()
+        h = h + (self.single(h.to(self.short)) * self.single_gain).to(self.wide)
         h = h * self.permuted.sum((0, 1)) + self.every_other + self.nothing.sum()
         h = h * (self.phase.sum() * self.turn).real + self.count.sum() * 0.01
         return self.head(torch.tanh(h)) + self.tied(torch.tanh(h))
 
 
+def kinds_alone():
+    torch.manual_seed(0)
+    model, ctx = Kinds(torch.float32), sim.RankTest(0, 4, "sim", torch.device("cpu"))
+    return results(*train(model, lambda step: loss_of(model, data(ctx, step, (None, 4)).float())))
+
+
 def check_kinds(ctx, mesh, **options):
     torch.manual_seed(0)
-    model = Kinds().to(ctx.device)
+    model = Kinds(ctx.float_dtype).to(ctx.device)
     plain = copy.deepcopy(model)
     fully_shard(model, mesh=mesh, **options)
     assert model.tied.weight is model.head.weight
@@ -270,7 +302,7 @@ def check_kinds(ctx, mesh, **options):
     data_axes = mesh.ndim
     assert model.gain.placements == model.turn.placements == (Replicate(),) * data_axes
     assert homes(model)["gain"] == (MODES.LOCAL_PARAM, None)
-    check(ctx, model, plain, eps=EPS_SINGLE)
+    check(ctx, model, plain, eps=EPS_SINGLE, alone=kinds_alone)
     assert model.tied.weight is model.head.weight
     assert model.never.grad is None
     assert model.still.grad is None
@@ -315,7 +347,7 @@ def test_a_unit_of_scalars_only(ctx):
 @sim.ranks(4, arms=NO_GLOO)
 def test_parameters_that_are_kept_whole(ctx):
     for shape in ((4,), (2, 2), (4, 1)):
-        for options in ({}, {"comm_fusion": True}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}):
+        for options in ({}, {"comm_fusion": True}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=ctx.float_dtype)}):
             model, plain = build(ctx, Net)
             kept = [model.scale, model.head.weight, *model.blocks[1].parameters()]
             names = {name for name, p in model.named_parameters() if any(p is k for k in kept)}
@@ -774,14 +806,15 @@ def local_layers(ctx, mesh, over, hidden=7, **options):
 @sim.ranks(4, arms=NO_GLOO)
 def test_dtensors_in_short_dtypes(ctx, further):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
-    policy = MixedPrecisionPolicy(torch.float32, torch.float64, output_dtype=torch.float64)
+    wide, short = ctx.float_dtype, shorter(ctx.float_dtype)
+    policy = MixedPrecisionPolicy(short, wide, output_dtype=wide)
     model, plain = local_layers(ctx, mesh, mesh["dp"] if further else None, mp_policy=policy)
     seen = []
     model.register_forward_pre_hook(lambda m, args: seen.append((m.up.dtype, args[0].dtype)))
     part = mesh.get_local_rank("dp")
-    check(ctx, model, plain, loss=local_loss, parts=2, part=part, losses="sum", eps=EPS_SINGLE)
-    assert set(seen) == {(torch.float32, torch.float32)}
-    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
+    check(ctx, model, plain, loss=local_loss, parts=2, part=part, losses="sum", eps=EPS_SINGLE, alone=ALONE_IN_SHORT)
+    assert set(seen) == {(short, short)}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {wide}
 
 
 @pytest.mark.parametrize("further", [True, False])
@@ -820,10 +853,11 @@ def test_dtensors_loaded_and_converted(ctx):
         twice = {name: value * 2 for name, value in plain.state_dict().items()}
         model.load_state_dict(twice), plain.load_state_dict(twice)
         check(ctx, model, plain, loss=local_loss, parts=2, part=part, losses="sum")
-        model.float(), plain.float()
+        short = shorter(ctx.float_dtype)
+        model.to(short), plain.to(short)
         with torch.inference_mode():
-            assert model(data(ctx, 0, (part, 2)).float()).dtype == torch.float32
-        model.double(), plain.double()
+            assert model(data(ctx, 0, (part, 2)).to(short)).dtype == short
+        model.to(ctx.float_dtype), plain.to(ctx.float_dtype)
         check(ctx, model, plain, loss=local_loss, parts=2, part=part, losses="sum")
 
 
@@ -1067,6 +1101,7 @@ OPTIMIZERS = {
     "foreach": lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
 }
+ALONE = {name: partial(alone, make_optimizer=make) for name, make in OPTIMIZERS.items()}
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
@@ -1098,18 +1133,19 @@ def test_steps_are_seen_while_whole_parameters_are_kept(ctx, make_optimizer):
                 model.set_requires_gradient_sync(micro == 1)
                 loss_of(model, data(ctx, 10 * step + micro, (ctx.rank, 2))).backward()
                 loss_of(plain, data(ctx, 10 * step + micro, (None, 2))).backward()
-            assert_close(gradients(model), gradients(plain), EPS_SINGLE, 16)  # AdamW divides by what may be tiny
+            # AdamW divides by what may be tiny
+            assert_close(gradients(model), gradients(plain), EPS_SINGLE, 16, ALONE[make_optimizer])
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         with torch.no_grad():
             x = data(ctx, part=(0, 2))
-            assert_close({"y": model(x)}, {"y": plain(x)}, EPS_SINGLE, 16)
+            assert_close({"y": model(x)}, {"y": plain(x)}, EPS_SINGLE, 16, ALONE[make_optimizer])
 
 
 @sim.ranks(2)
 def test_one_buffer_survives_what_users_do(ctx):
-    model, plain = build(ctx, Net, torch.float32)
+    model, plain = build(ctx, Net, shorter(ctx.float_dtype))
     wrap_blocks(model, mesh=mesh_of(ctx), comm_fusion=True)
     assert one_buffer(model)
     kept = dict(model.named_parameters())
@@ -1123,13 +1159,13 @@ def test_one_buffer_survives_what_users_do(ctx):
             for parameter in module.parameters():
                 parameter.add_(0.0625)
     assert_equal(values(model), values(plain))
-    model.double(), plain.double()
+    model.to(ctx.float_dtype), plain.to(ctx.float_dtype)
     with torch.no_grad():
         model(data(ctx, part=(0, 2)))  # parts that were replaced are taken over by the next gather
     assert one_buffer(model)
     check(ctx, model, plain)
     assert one_buffer(model)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert {p.dtype for p in model.parameters()} == {ctx.float_dtype}
 
 
 @sim.ranks(4, arms=NO_GLOO)
@@ -1253,7 +1289,7 @@ def test_main_gradients(ctx):
             assert parameter.main_grad.placements == parameter.placements
             assert parameter.main_grad.dtype == torch.float32
             wanted = plain.get_parameter(name).grad
-            assert_close({name: parameter.main_grad.full_tensor()}, {name: wanted}, EPS_SINGLE, 64)
+            assert_close({name: parameter.main_grad.full_tensor()}, {name: wanted}, EPS_SINGLE, 64, alone=None)
         held = {name: p.main_grad for name, p in model.named_parameters()}
         model.zero_grad(set_to_none=False)
         assert all(p.main_grad is held[name] for name, p in model.named_parameters())

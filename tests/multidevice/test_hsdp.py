@@ -1,10 +1,11 @@
-"""hsdp against the same model on one device, which sees the batches of all ranks: in float64, far above rounding."""
+"""hsdp against the same model on one device, which sees the batches of all ranks: in float64 where it is reduced."""
 
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
+from rounding_kit import bound_of, measured, results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -49,9 +50,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def net(ctx, dtype=torch.float64, **options):
+def net(ctx, dtype=None, **options):
     torch.manual_seed(0)
-    return Net(**options).to(ctx.device, dtype)
+    return Net(**options).to(ctx.device, dtype or ctx.float_dtype)
 
 
 def wrap(model, **options):
@@ -61,10 +62,11 @@ def wrap(model, **options):
     return hsdp(model, **options)
 
 
-def batch(ctx, step=0, micro=0, rank=None, dtype=torch.float64):
+def batch(ctx, step=0, micro=0, rank=None, dtype=None):
     """The batch of one rank, or of all ranks together."""
     generator = torch.Generator().manual_seed(10 * step + micro)
-    x = torch.randn(ctx.world_size * PER_RANK, WIDTH, generator=generator, dtype=torch.float64).to(ctx.device, dtype)
+    x = torch.randn(ctx.world_size * PER_RANK, WIDTH, generator=generator, dtype=torch.float64)
+    x = x.to(ctx.device, dtype or ctx.float_dtype)
     return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
 
 
@@ -80,19 +82,24 @@ def values(model):
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
+def alone():
+    ctx = sim.RankTest(0, 4, "sim", torch.device("cpu"))
+    return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
+
+
 def assert_close(ours, theirs, summands=2**16):
-    """Equal within eps times the number of summands: batch, widths, layers and steps multiply to less."""
+    """Equal within rounding: in float64, batch, widths, layers and steps multiply to less than 2**16."""
     assert list(ours) == list(theirs)
     for name, wanted in theirs.items():
         got = ours[name]
         assert (got is None) == (wanted is None), name
         if wanted is not None:
-            bound = torch.finfo(wanted.dtype).eps * summands * max(1.0, wanted.abs().max().item())
+            bound = bound_of(wanted, theirs, alone, summands=summands)
             assert got.shape == wanted.shape, name
             assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
 
 
-def train(ctx, model, *, rank=None, steps=3, micros=1, sync=lambda: None, between=None):
+def train(ctx, model, *, rank=None, steps=3, micros=1, sync=lambda: None, between=None, dtype=None):
     """Losses, the last step's gradients, the parameters at the end."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     losses = []
@@ -101,7 +108,7 @@ def train(ctx, model, *, rank=None, steps=3, micros=1, sync=lambda: None, betwee
         for micro in range(micros):
             if rank is not None:
                 model.set_requires_grad_sync(micro == micros - 1)
-            loss = model(batch(ctx, step, micro, rank)).square().mean() / micros
+            loss = model(batch(ctx, step, micro, rank, dtype)).square().mean() / micros
             loss.backward()
             losses.append(loss.detach())
         sync()
@@ -151,6 +158,8 @@ WAYS = [
 def check_ways(ctx, ways, level, accumulate):
     micros, flag = accumulate
     for way in ways:
+        if "reduce_dtype" in way:
+            way = {**way, "reduce_dtype": ctx.float_dtype}
         model = wrap(net(ctx), optimizer_level=level, enable_grad_accumulation=flag, **way)
         sync = hsdp_sync_stream if way.get("comm_async") else lambda: None
         check_against_one_device(ctx, model, net(ctx), micros=micros, sync=sync)
@@ -186,17 +195,18 @@ def test_six_ranks_in_parts_of_two_and_three(ctx, level):
 @pytest.mark.parametrize("level", LEVELS)
 @sim.ranks(4, arms=NO_GLOO)
 def test_gradients_are_reduced_in_reduce_dtype(ctx, level):
+    wide, short = ctx.float_dtype, shorter(ctx.float_dtype)
     for flag in (False, True):
-        options = {"threshold": 0, "reduce_dtype": torch.float32, "shard_size": 2, "enable_grad_accumulation": flag}
+        options = {"threshold": 0, "reduce_dtype": short, "shard_size": 2, "enable_grad_accumulation": flag}
         model = wrap(net(ctx), optimizer_level=level, **options)
         plain = net(ctx)
         model(batch(ctx, rank=ctx.rank)).square().mean().backward()
         plain(batch(ctx)).square().mean().backward()
         got, wanted = gradients(model), gradients(plain)
-        assert all(grad.dtype == torch.float64 for grad in got.values())
-        assert all(torch.equal(grad, grad.float().double()) for grad in got.values())  # they have been through float32
+        assert all(grad.dtype == wide for grad in got.values())
+        assert all(torch.equal(grad, grad.to(short).to(wide)) for grad in got.values())  # they have been through it
+        bound = torch.finfo(short).eps * 8 * max(grad.abs().max().item() for grad in wanted.values())
         for name, grad in got.items():
-            bound = torch.finfo(torch.float32).eps * 64 * max(1.0, wanted[name].abs().max().item())
             assert 0 < (grad - wanted[name]).abs().max().item() <= bound, name
 
 
@@ -286,10 +296,10 @@ def test_torch_clips_and_steps_what_is_split_as_asked_and_what_is_whole(ctx):
 class TensorParallel(nn.Module):
     """Weights that are DTensors on a mesh of dp and tp, for inputs that are split over dp."""
 
-    def __init__(self, mesh, hidden):
+    def __init__(self, mesh, hidden, dtype):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
         self.wholes = {"up": draw(hidden, 8), "down": draw(4, hidden), "gain": draw(4)}
         for name, placement in (("up", Shard(0)), ("down", Shard(1)), ("gain", Replicate())):
             value = self.wholes[name]
@@ -305,12 +315,12 @@ class TensorParallel(nn.Module):
 
 def check_tensor_parallel(ctx, shape, hidden, expected):
     mesh = init_device_mesh(ctx.device_type, shape, mesh_dim_names=("dp", "tp"))
-    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(ctx.device)
-    plain = TensorParallel(None, hidden).to(ctx.device)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2), dtype=ctx.float_dtype).to(ctx.device)
+    plain = TensorParallel(None, hidden, ctx.float_dtype).to(ctx.device)
     plain(x).square().mean().backward()
     for level in LEVELS:
         for flag in (False, True):
-            model = TensorParallel(mesh, hidden)
+            model = TensorParallel(mesh, hidden, ctx.float_dtype)
             hsdp(model, threshold=0, optimizer_level=level, enable_grad_accumulation=flag)
             assert {n: p.hsdp_effective_shard_size for n, p in model.named_parameters()} == expected
             assert_close(values(model), {name: value.to(ctx.device) for name, value in model.wholes.items()})
@@ -498,7 +508,7 @@ def test_what_one_rank_or_whole_parameters_communicate(level):
 
 
 def accumulating(ctx, level, **options):
-    model = nn.Linear(4, 4, bias=False).to(ctx.device, torch.float64)
+    model = nn.Linear(4, 4, bias=False).to(ctx.device, ctx.float_dtype)
     options = {"shard_size": 2, "threshold": 0, "grad_scale": 0.5, **options}
     return hsdp(model, optimizer_level=level, enable_grad_accumulation=True, **options)
 
@@ -532,7 +542,7 @@ def check_acc_grad(ctx, level, dtype, model):
     for cycle in range(3):
         for count in (1, 2):
             shown = micro_step(ctx, model, sync=False)
-            assert shown.dtype == (dtype or torch.float64)
+            assert shown.dtype == (dtype or ctx.float_dtype)
             assert shown.shape == (4, 4)
             assert shown.to_local().shape == ((4, 4) if level == "level1" else (2, 4))
             assert shown.placements == (Partial(), Partial() if level == "level1" else Shard(0))
@@ -540,9 +550,9 @@ def check_acc_grad(ctx, level, dtype, model):
             assert model.weight.grad is None
         shown = micro_step(ctx, model, sync=True)
         assert elements(shown) == 3 * 2.5 * 0.5  # three steps, averaged over ranks, scaled
-        assert shown.dtype == (dtype or torch.float64)
+        assert shown.dtype == (dtype or ctx.float_dtype)
         assert shown.placements == (Replicate(), Replicate() if level == "level1" else Shard(0))
-        assert model.weight.grad.dtype == torch.float64
+        assert model.weight.grad.dtype == ctx.float_dtype
         assert model.weight.grad.placements == (Replicate(), Shard(0))
         assert elements(model.weight.grad) == 3 * 2.5 * 0.5
         if cycle == 0:
@@ -820,7 +830,7 @@ class Shared(nn.Module):
 @sim.ranks(4, arms=NO_GLOO)
 def test_tied_frozen_and_unused_parameters(ctx, level):
     torch.manual_seed(0)
-    plain = Shared().to(ctx.device, torch.float64)
+    plain = Shared().to(ctx.device, ctx.float_dtype)
     model = hsdp(copy.deepcopy(plain), threshold=0, shard_size=2, optimizer_level=level, comm_fusion=True)
     assert model.head.weight is model.embed.weight
     tokens = torch.arange(2 * ctx.world_size, device=ctx.device) % 7
@@ -864,7 +874,7 @@ def test_evaluation_between_steps(ctx):
 def test_a_model_made_on_meta(ctx):
     for level in LEVELS:
         with torch.device("meta"):
-            model = Net().double()
+            model = Net().to(ctx.float_dtype)
         model.head.weight.no_decay = True
         wrap(model, threshold=0, shard_size=2, optimizer_level=level)
         assert model.head.weight.hsdp_effective_shard_size == 2
@@ -881,17 +891,26 @@ def test_a_model_made_on_meta(ctx):
 class Kinds(nn.Module):
     """Two dtypes, a complex and an integer parameter, one without elements, one that is not contiguous."""
 
-    def __init__(self):
+    def __init__(self, wide):
         super().__init__()
-        self.single = nn.Linear(16, 16)
-        self.phase = nn.Parameter(torch.randn(4, 2, dtype=torch.complex128))
+        self.wide, self.short = wide, shorter(wide)
+        self.single = nn.Linear(16, 16).to(self.short)
+        self.phase = nn.Parameter(torch.randn(4, 2, dtype=wide.to_complex()))
         self.count = nn.Parameter(torch.arange(8), requires_grad=False)
-        self.none = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
-        self.turned = nn.Parameter(torch.randn(16, 16, dtype=torch.float64).t())
+        self.none = nn.Parameter(torch.zeros(0, 3, dtype=wide))
+        self.turned = nn.Parameter(torch.randn(16, 16, dtype=wide).t())
 
     def forward(self, x):
-        x = self.single(x.float()).double() @ self.turned + self.none.sum()
+        x = self.single(x.to(self.short)).to(self.wide) @ self.turned + self.none.sum()
         return x * (self.phase * self.phase.conj()).real.sum() + self.count.sum() * 0.01
+
+
+def kinds_alone():
+    torch.manual_seed(1)
+    model, ctx = Kinds(torch.float32), sim.RankTest(0, 4, "sim", torch.device("cpu"))
+    for _ in range(2):
+        model(batch(ctx, dtype=torch.float32)).square().mean().backward()
+    return {n: g for n, g in gradients(model).items() if g is not None and g.numel()}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -899,7 +918,7 @@ class Kinds(nn.Module):
 def test_parameters_of_every_kind(ctx, level):
     for fusion in (False, True):
         torch.manual_seed(1)
-        plain = Kinds().to(ctx.device)
+        plain = Kinds(ctx.float_dtype).to(ctx.device)
         model = copy.deepcopy(plain)
         hsdp(model, threshold=0, optimizer_level=level, comm_fusion=fusion, enable_grad_accumulation=True)
         for micro in range(2):
@@ -908,10 +927,13 @@ def test_parameters_of_every_kind(ctx, level):
             plain(batch(ctx)).square().mean().backward()
         got, wanted = gradients(model), gradients(plain)
         assert {name: grad is None for name, grad in got.items()} == {n: grad is None for n, grad in wanted.items()}
+        largest = max(grad.abs().max().item() for grad in wanted.values() if grad is not None and grad.numel())
         for name, grad in wanted.items():
             if grad is not None and grad.numel():
                 assert got[name].dtype == grad.dtype
                 bound = torch.finfo(torch.float32).eps * 2**12 * grad.abs().max()  # all that went before is in fp32
+                if ctx.float_dtype is not torch.float64:  # and here in fp16
+                    bound = measured(kinds_alone) * largest
                 assert (got[name] - grad).abs().max() <= bound, name
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rounding_kit import measured
 
 import sim
 from hyper_parallel import DTensor, Layout, distribute_tensor, full_tensor, fully_shard, hsdp, init_device_mesh
@@ -165,10 +166,19 @@ def test_trains_as_one_device_does(case: Case) -> None:
         check_alike(outcome, wanted)
 
 
+def in_float32() -> dict[str, torch.Tensor]:
+    found = alone(Case({}, dtype=torch.float32))
+    gradients = {f"{step} {n}": grad for step, named in enumerate(found.gradients) for n, grad in named.items()}
+    return {"losses": torch.tensor(found.losses), **gradients, **found.parameters}
+
+
 @sim.ranks(4)
 def test_real_ranks_train_as_one_device_does(ctx):
+    dtype = ctx.float_dtype
+    bound = {} if dtype is torch.float64 else {"bound": measured(in_float32)}
     for case in (Case({"dp": 2, "tp": 2}, seq=7), Case({"dp": 2, "tp": 2}, "fully_shard", config=TIED)):
-        check_alike(together(ctx.device_type, case), alone(case))
+        case = replace(case, dtype=dtype)
+        check_alike(together(ctx.device_type, case), alone(case), **bound)
 
 
 def test_float32_differs_by_rounding() -> None:

@@ -60,27 +60,27 @@ EIGHT = [
 
 @sim.ranks(1, arms=("sim",))
 def test_one_rank_is_a_pipeline_too(ctx):
-    check(Case("gpipe", pp=1), ctx.device)
-    check(Case("interleaved", pp=1), ctx.device)
-    check(Case("looped-bfs", pp=1, tied=True), ctx.device)
+    check(Case("gpipe", pp=1), ctx)
+    check(Case("interleaved", pp=1), ctx)
+    check(Case("looped-bfs", pp=1, tied=True), ctx)
 
 
 @pytest.mark.parametrize("case", available(TWO), ids=str)
 @sim.ranks(2, arms=("sim",))
 def test_two_ranks(ctx, case):
-    check(case, ctx.device)
+    check(case, ctx)
 
 
 @pytest.mark.parametrize("case", available(FOUR), ids=str)
 @sim.ranks(4, arms=("sim",))
 def test_four_ranks(ctx, case):
-    check(case, ctx.device)
+    check(case, ctx)
 
 
 @pytest.mark.parametrize("case", available(EIGHT), ids=str)
 @sim.ranks(8, arms=("sim",))
 def test_eight_ranks(ctx, case):
-    check(case, ctx.device)
+    check(case, ctx)
 
 
 # Torch 2.11 itself receives from both neighbours into one buffer when it warms up.
@@ -94,4 +94,4 @@ def test_a_few_of_them_on_all_arms(ctx):
         Case("1f1b", tp=2, recompute=True),
     ]
     for case in available(some):
-        check(case, ctx.device)
+        check(case, ctx)

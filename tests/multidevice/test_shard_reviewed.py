@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from rounding_kit import tolerances
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -52,13 +53,13 @@ class Inside(Model):
         return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
 
 
-def make(kind=Model):
+def make(kind=Model, dtype=torch.float64):
     torch.manual_seed(0)
-    return kind().double()
+    return kind().to(dtype)
 
 
-def batch():
-    return torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def batch(dtype=torch.float64):
+    return torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def plan(*, local: bool) -> ShardingPlan:
@@ -75,11 +76,6 @@ def mesh_of(device="cpu"):
     return init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def assert_gradients(model, reference):
-    for (name, param), (_, whole) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        torch.testing.assert_close(full_tensor(param.grad).cpu(), whole.grad, rtol=1e-11, atol=1e-12, msg=name)
-
-
 def penalty(model, x):
     """The square of the gradient, which is differentiated again."""
     found = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), create_graph=True)
@@ -89,14 +85,27 @@ def penalty(model, x):
     return total
 
 
+def penalty_in_float32():
+    model = make(dtype=torch.float32)
+    penalty(model, batch(torch.float32)).backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def assert_gradients(model, reference):
+    wanted = [whole.grad for whole in reference.parameters()]
+    close = tolerances(wanted, penalty_in_float32, rtol=1e-11, atol=1e-12)
+    for (name, param), whole in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(full_tensor(param.grad).cpu(), whole, **close, msg=name)
+
+
 @sim.ranks(4)
 def test_gradients_of_gradients(ctx):
-    reference = make()
-    penalty(reference, batch()).backward()
+    reference = make(dtype=ctx.float_dtype)
+    penalty(reference, batch(ctx.float_dtype)).backward()
     mesh = mesh_of(ctx.device_type)
     for local in (False, True):
-        model = shard_module(make().to(ctx.device), mesh, plan(local=local))
-        penalty(model, distribute_tensor(batch().to(ctx.device), mesh, ROWS)).backward()
+        model = shard_module(make(dtype=ctx.float_dtype).to(ctx.device), mesh, plan(local=local))
+        penalty(model, distribute_tensor(batch(ctx.float_dtype).to(ctx.device), mesh, ROWS)).backward()
         assert_gradients(model, reference)
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import sim
 from hyper_parallel import cli
+from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.display import TrainingDisplay
 from hyper_parallel.trainer.record import StepRecord, TrainResult
@@ -349,6 +350,16 @@ def test_a_mistake_in_the_parallel_plan_is_exit_code_2(arguments: tuple[str, ...
     assert code == cli.USER_ERROR, output
     assert [message for message in messages if message not in output] == [], output
     assert not Path("out").exists()
+
+
+def test_float64_on_a_device_that_does_not_reduce_it_is_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Npu(CpuPlatform):
+        device_type, backend = "npu", "hccl"
+
+    monkeypatch.setattr(cli, "get_platform", lambda device: Npu())
+    code, output = invoke("train", "--device", "npu", "--precision", "fp64")
+    assert code == cli.USER_ERROR, output
+    assert "param_dtype='fp64': hccl does not reduce float64" in output
 
 
 def run_of(losses: list[float], valid_loss: float) -> TrainResult:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import (
     CheckpointConfig,
     Config,
@@ -21,7 +22,14 @@ from hyper_parallel.trainer.config import (
 from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.optimizer import learning_rate
 from hyper_parallel.trainer.parallel_dims import ParallelDims
-from hyper_parallel.trainer.preflight import available_memory, check_machine, estimate_memory, plan_run
+from hyper_parallel.trainer.preflight import (
+    available_memory,
+    check_machine,
+    check_precision,
+    estimate_memory,
+    plan_run,
+)
+from hyper_parallel.trainer.trainer import train
 
 
 @pytest.fixture
@@ -284,6 +292,29 @@ def test_the_plan_infers_dp_shard() -> None:
 def test_plans_that_cannot_work_are_refused(config: Config, world_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_run(config, world_size)
+
+
+class _Npu(CpuPlatform):
+    """As far as its backend matters."""
+
+    device_type, backend = "npu", "hccl"
+
+
+def test_float64_is_refused_where_the_backend_does_not_reduce_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(parallel=ParallelConfig(param_dtype="fp64"), train=TrainConfig(steps=1, device="npu"))
+    message = (
+        "cannot train with param_dtype='fp64': hccl does not reduce float64\n"
+        "  device: npu   backend: hccl\n"
+        "  try: param_dtype='fp32' (--precision fp32), or --device cpu"
+    )
+    with pytest.raises(ValueError, match="cannot train") as caught:
+        check_precision(config, _Npu())
+    assert str(caught.value) == message
+    check_precision(config, CpuPlatform())
+    check_precision(Config(parallel=ParallelConfig(param_dtype="bf16")), _Npu())
+    monkeypatch.setattr("hyper_parallel.trainer.trainer.get_platform", lambda device: _Npu())
+    with pytest.raises(ValueError, match="hccl does not reduce float64"):
+        train(config)
 
 
 LARGE = Config(model=LlamaConfig(hidden_size=8_192, num_hidden_layers=80, intermediate_size=28_672))

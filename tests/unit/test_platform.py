@@ -27,6 +27,7 @@ from hyper_parallel.platform import (
     Platform,
     PlatformUnavailableError,
     get_platform,
+    reductions_of,
     register_provider,
     unregister_provider,
 )
@@ -159,12 +160,46 @@ class StandInPlatform(CpuPlatform):
         return "stand-in"
 
 
+# What backends reduce
+
+
+def test_hccl_reduces_no_float64_and_not_everything_by_every_op() -> None:
+    hccl = reductions_of("hccl")
+    assert hccl.widest_float is torch.float32
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64):
+        assert all(hccl.takes(dtype, op) for op in ("SUM", "MIN", "MAX")), dtype
+        assert hccl.takes(dtype, "PRODUCT") == (dtype not in (torch.bfloat16, torch.int16))
+        assert hccl.takes(dtype, "AVG") == dtype.is_floating_point
+        assert not hccl.takes(dtype, "BAND")
+    assert not hccl.takes(torch.float64)
+    for dtype in (torch.uint8, torch.bool):  # torch_npu casts them, but not for reduce_scatter
+        taken = [hccl.takes(dtype, "SUM", collective) for collective in ("all_reduce", "reduce", "reduce_scatter")]
+        assert taken == [True, True, False]
+
+
+def test_complex_numbers_are_reduced_as_pairs_by_all_reduce_alone() -> None:
+    hccl, nccl, simulated = reductions_of("hccl"), reductions_of("nccl"), reductions_of("sim")
+    assert hccl.takes(torch.complex64)
+    assert not hccl.takes(torch.complex128)
+    assert nccl.takes(torch.complex128)
+    assert not nccl.takes(torch.complex64, "MAX")
+    assert not nccl.takes(torch.complex64, "SUM", "reduce_scatter")
+    assert simulated.takes(torch.complex64, "SUM", "reduce_scatter")
+
+
+def test_backends_that_nothing_is_known_of_are_not_in_the_way() -> None:
+    assert reductions_of("mine") is reductions_of("sim")
+    assert reductions_of("mine").widest_float is torch.float64
+    assert all(reductions_of(name).widest_float is torch.float64 for name in ("gloo", "nccl"))
+
+
 # The CPU
 
 
 def test_cpu_answers_without_any_device() -> None:
     cpu = get_platform("cpu")
     assert (cpu.device_type, cpu.backend) == ("cpu", "gloo")
+    assert cpu.reductions is reductions_of("gloo")
     assert cpu.is_available()
     assert cpu.device_count() == 1
     assert cpu.device() == cpu.device(3) == torch.device("cpu")
@@ -256,6 +291,7 @@ def test_manual_seed_repeats_numbers() -> None:
 def test_npu_uses_only_names_that_torch_npu_has(fake_npu: FakeNpu) -> None:
     npu = get_platform("npu")
     assert (npu.device_type, npu.backend, npu.name()) == ("npu", "hccl", "Ascend910B3")
+    assert npu.reductions is reductions_of("hccl")
     assert npu.is_available()
     assert npu.device_count() == 2
     assert npu.has_streams
@@ -534,8 +570,10 @@ def test_public_names() -> None:
         "MemoryStats",
         "Platform",
         "PlatformUnavailableError",
+        "Reductions",
         "Stream",
         "get_platform",
+        "reductions_of",
         "register_platform",
         "register_provider",
         "unregister_provider",

@@ -218,6 +218,55 @@ def test_markers_choose_arms_and_devices_can_be_required(tmp_path):
     assert result.stdout.count("(--require-devices)") >= 2
 
 
+DTYPES = """
+import torch
+import torch.distributed as dist
+
+import sim
+
+
+def reduced(ctx, dtype):
+    x = torch.ones(1, device=ctx.device, dtype=dtype)
+    dist.all_reduce(x)
+    return x.item()
+
+
+@sim.ranks(2, arms=("sim", "npu"))
+def test_asks(ctx):
+    assert (ctx.float_dtype is torch.float64) == ctx.reductions.takes(torch.float64) == (ctx.arm == "sim")
+    assert reduced(ctx, ctx.float_dtype) == 2.0
+    assert (ctx.device_type, dist.get_backend()) == ("cpu", {"sim": "sim", "npu": "hccl"}[ctx.arm])
+
+
+@sim.ranks(2, arms=("sim", "npu"), check_races=True)
+def test_does_not_ask(ctx):
+    assert reduced(ctx, torch.float64) == 2.0
+
+
+@sim.ranks(2, arms=("npu", "gpu"))
+def test_without_a_sim_arm(ctx):
+    assert reduced(ctx, torch.float32) == 2.0
+"""
+
+
+def test_the_npu_arm_on_simulated_ranks(tmp_path):
+    result = run_pytest(tmp_path, DTYPES, "-v", "-m", "sim or npu", "--sim-backend=hccl", "--require-devices")
+    out = result.stdout
+    assert "sim: seed 0, backend hccl" in out
+    assert counts(result) == {"passed": 4, "failed": 1, "deselected": 1}
+    for passed in ("asks[sim]", "asks[npu]", "does_not_ask[sim]", "without_a_sim_arm[npu]"):
+        assert f"test_{passed} PASSED" in out
+    assert "test_does_not_ask[npu] FAILED" in out
+    assert "TypeError: cannot all_reduce float64 by ReduceOp.SUM: hccl does not reduce this dtype" in out
+    assert "replay: pytest 'test_bodies.py::test_does_not_ask[npu]' --sim-seed=0 --sim-backend=hccl" in out
+
+
+def test_other_device_arms_stay_on_devices(tmp_path):
+    result = run_pytest(tmp_path, DTYPES, "-m", "npu or gpu", "--sim-backend=nccl")
+    assert counts(result) == {"passed": 1, "skipped": 3, "deselected": 2}
+    assert "needs 2 npu devices" in result.stdout
+
+
 def test_failures_are_shown(tmp_path):
     result = run_pytest(tmp_path, FAILING, "--sim-seed=5", "-v", "--rerun-crashed", "crashes")
     out = result.stdout

@@ -1,0 +1,145 @@
+"""Worlds that stand for a backend: what it does not reduce is refused, at the call and on every rank alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
+
+import sim
+from hyper_parallel.platform import get_platform
+
+pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")]
+
+
+def coalesced(x, op):
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    dist.group.WORLD.reduce_scatter_tensor_coalesced([x[:2].clone()], [x], options).wait()
+
+
+CALLS = {
+    "all_reduce": dist.all_reduce,
+    "all_reduce, functional": lambda x, op: funcol.all_reduce(x, op.name.lower(), dist.group.WORLD).wait(),
+    "all_reduce, coalesced": lambda x, op: dist.all_reduce_coalesced([torch.ones(2, dtype=x.dtype), x], op),
+    "reduce": lambda x, op: dist.reduce(x, 1, op),
+    "reduce_scatter": lambda x, op: dist.reduce_scatter(x[:2].clone(), list(x.chunk(2)), op),
+    "reduce_scatter, tensors": lambda x, op: dist.reduce_scatter_tensor(x[:2].clone(), x, op),
+    "reduce_scatter, coalesced": coalesced,
+}
+
+
+def refusals(call, dtype, op, **options) -> list[str]:
+    """What each of two ranks is told; "" where the call is taken."""
+
+    def body() -> str:
+        try:
+            CALLS[call](torch.ones(4, dtype=dtype), op)
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return sim.run(body, 2, **options)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_reduction_is_looked_at_on_every_rank(call):
+    told = refusals(call, torch.float64, ReduceOp.SUM, backend="hccl")
+    assert told[0] == told[1]
+    assert told[0].startswith(f"TypeError: cannot {call.split(',')[0]} float64 by ReduceOp.SUM")
+    assert refusals(call, torch.float32, ReduceOp.MAX, backend="hccl") == ["", ""]
+    assert refusals(call, torch.float64, ReduceOp.SUM) == ["", ""], "by default nothing is refused"
+
+
+def test_a_dtype_that_is_refused():
+    with pytest.raises(TypeError) as caught:
+        sim.run(lambda: dist.all_reduce(torch.ones(4, 3, dtype=torch.float64)), 2, backend="hccl")
+    assert str(caught.value).endswith(
+        "TypeError: cannot all_reduce float64 by ReduceOp.SUM: hccl does not reduce this dtype\n"
+        "  tensor: float64 [4, 3]   group: world   hccl takes: float32, float16, bfloat16, int64, int32, int16, int8, "
+        "uint8, bool\n"
+        "  try: tensor.to(torch.float32)\n"
+        "  replay: sim.run(..., world_size=2, seed=0, backend='hccl')"
+    )
+
+
+def test_a_reduce_op_that_is_refused():
+    with pytest.raises(ValueError, match="rank 0 raised") as caught:
+        sim.run(lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32), ReduceOp.BXOR), 2, backend="hccl")
+    assert (
+        "cannot all_reduce int32 by ReduceOp.BXOR: hccl has no such reduce op\n"
+        "  tensor: int32 [4]   group: world   hccl takes: SUM, MIN, MAX, PRODUCT\n"
+        "  try: ReduceOp.SUM, or gather the tensors and reduce them on each rank\n"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "call", "dtype", "op", "hint"),
+    [
+        ("hccl", "all_reduce", torch.bfloat16, ReduceOp.PRODUCT, "tensor.to(torch.float32)"),
+        ("hccl", "all_reduce", torch.int16, ReduceOp.PRODUCT, "tensor.to(torch.int32)"),
+        ("hccl", "all_reduce", torch.int64, ReduceOp.AVG, "tensor.to(torch.float32)"),
+        ("hccl", "all_reduce", torch.complex128, ReduceOp.SUM, "tensor.to(torch.float32)"),
+        ("hccl", "reduce_scatter", torch.uint8, ReduceOp.SUM, "tensor.to(torch.int32)"),
+        ("hccl", "reduce_scatter", torch.bool, ReduceOp.MAX, "tensor.to(torch.int32)"),
+        ("hccl", "reduce_scatter", torch.complex64, ReduceOp.SUM, "torch.view_as_real(tensor)"),
+        ("hccl", "all_reduce", torch.uint8, ReduceOp.SUM, None),
+        ("hccl", "all_reduce", torch.int16, ReduceOp.MIN, None),
+        ("hccl", "all_reduce", torch.complex64, ReduceOp.SUM, None),
+        ("hccl", "reduce_scatter", torch.bfloat16, ReduceOp.AVG, None),
+        ("nccl", "all_reduce", torch.int16, ReduceOp.SUM, "tensor.to(torch.int32)"),
+        ("nccl", "all_reduce", torch.float64, ReduceOp.AVG, None),
+        ("gloo", "all_reduce", torch.int16, ReduceOp.SUM, "tensor.to(torch.int32)"),
+        ("gloo", "all_reduce", torch.int64, ReduceOp.BOR, None),
+    ],
+    ids=str,
+)
+def test_what_is_taken_and_what_is_not(backend, call, dtype, op, hint):
+    told = refusals(call, dtype, op, backend=backend)
+    assert told == ["", ""] if hint is None else told[0].endswith(f"\n  try: {hint}"), told
+
+
+def test_groups_have_its_name_and_its_rules_and_groups_of_another_name_have_not():
+    def body() -> list:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        other, x = dist.new_group([0, 1], backend="gloo"), torch.ones(1, dtype=torch.float64)
+        dist.all_reduce(x, group=other)
+        with pytest.raises(TypeError, match="group: dp"):
+            dist.all_reduce(x, group=mesh["dp"].get_group())
+        several = dist.new_group([0, 1], backend="cpu:gloo,npu:hccl")
+        with pytest.raises(TypeError, match="hccl does not reduce"):
+            dist.all_reduce(x, group=several)
+        names = [dist.get_backend(), dist.get_backend(mesh["dp"].get_group()), dist.get_backend(other)]
+        gathered = [None, None]
+        dist.all_gather_object(gathered, dist.get_rank())  # the backend takes part in nothing but reductions
+        return [x.item(), *names, get_platform().backend, get_platform().reductions.widest_float, gathered]
+
+    told = [2.0, "hccl", "hccl", "gloo", "hccl", torch.float32, [0, 1]]
+    assert sim.run(body, 2, backend="hccl") == [told, told]
+
+
+def test_a_script_that_makes_the_group_itself():
+    def body(asked) -> str:
+        dist.init_process_group(asked)
+        dist.all_reduce(torch.ones(1, dtype=torch.float64))
+        return dist.get_backend()
+
+    assert sim.run(body, 2, args=("gloo",), init=False, backend="hccl") == ["gloo", "gloo"]
+    for asked in ("hccl", None):
+        with pytest.raises(TypeError, match="hccl does not reduce"):
+            sim.run(body, 2, args=(asked,), init=False, backend="hccl")
+
+
+def test_the_default_reports_what_it_did_and_takes_all_that_torch_computes():
+    def body() -> tuple:
+        return dist.get_backend(), get_platform().backend, get_platform().reductions.widest_float
+
+    assert sim.run(body, 2) == [("sim", "sim", torch.float64)] * 2
+
+
+def test_a_backend_without_rules():
+    with pytest.raises(ValueError, match=r"backend 'xccl'\n  backend: 'hccl', .*\n  try: backend='hccl'"):
+        sim.world(2, backend="xccl")
