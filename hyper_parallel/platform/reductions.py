@@ -7,14 +7,12 @@ reduces float64, inside of one node; that is left out here.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
 
 __all__ = ["Reductions", "reductions_of"]
-
-_COMPLEX_OPS = ("SUM", "AVG", "PREMUL_SUM")  # of all_reduce: torch hands complex numbers over as pairs of real ones
 
 
 @dataclass(frozen=True)
@@ -27,19 +25,15 @@ class Reductions:
 
     Attributes:
         dtypes: by the name of the `ReduceOp`, such as "SUM"; an op that is missing is refused.
-        not_scattered: dtypes that all_reduce and reduce take, but reduce_scatter does not.
+        lacking: by collective, dtypes that it refuses although others take them.
     """
 
     dtypes: Mapping[str, frozenset[torch.dtype]]
-    not_scattered: frozenset[torch.dtype] = frozenset()
+    lacking: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)
 
     def takes(self, dtype: torch.dtype, reduce_op: str = "SUM", collective: str = "all_reduce") -> bool:
         """Tell whether a collective ("all_reduce", "reduce" or "reduce_scatter") reduces a dtype by a reduce op."""
-        if collective == "reduce_scatter" and dtype in self.not_scattered:
-            return False
-        if dtype.is_complex and collective == "all_reduce" and reduce_op in _COMPLEX_OPS:
-            dtype = dtype.to_real()
-        return dtype in self.dtypes.get(reduce_op, frozenset())
+        return dtype in self.dtypes.get(reduce_op, ()) and dtype not in self.lacking.get(collective, ())
 
     @property
     def widest_float(self) -> torch.dtype:
@@ -53,10 +47,9 @@ def _table(names: str, dtypes: frozenset[torch.dtype]) -> dict[str, frozenset[to
 
 _SHORT = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _FLOATS = _SHORT | {torch.float64}
+_COMPLEX = frozenset((torch.complex64, torch.complex128))  # sent as pairs of real numbers
 _BYTES = frozenset((torch.uint8, torch.bool))
 _INTS = frozenset((torch.int8, torch.int32, torch.int64))
-
-_COMPLEX = frozenset((torch.complex64, torch.complex128))
 
 _ANY = Reductions(
     _table("SUM", _FLOATS | _COMPLEX | _INTS | {torch.int16} | _BYTES)
@@ -69,22 +62,27 @@ _ANY = Reductions(
 _BY_BACKEND: Mapping[str, Reductions] = MappingProxyType(
     {
         "gloo": Reductions(
-            _table("SUM PRODUCT MIN MAX", _FLOATS | _INTS | _BYTES)
+            _table("SUM", _FLOATS | _COMPLEX | _INTS | _BYTES)
+            | _table("PRODUCT MIN MAX", _FLOATS | _INTS | _BYTES)
             | _table("AVG", _FLOATS)
             | _table("BAND BOR BXOR", _INTS | _BYTES)
         ),
         "nccl": Reductions(
-            _table("SUM PRODUCT MIN MAX", _FLOATS | _INTS | _BYTES)
-            | _table("AVG", _FLOATS | _INTS | {torch.uint8})
-            | _table("PREMUL_SUM", _FLOATS)
+            _table("SUM", _FLOATS | _COMPLEX | _INTS | _BYTES)
+            | _table("PRODUCT MIN MAX", _FLOATS | _INTS | _BYTES)
+            | _table("AVG", _FLOATS | _COMPLEX | _INTS | {torch.uint8})
+            | _table("PREMUL_SUM", _FLOATS),
+            {"reduce_scatter": _COMPLEX},
         ),
         # HCCL itself has SUM, PRODUCT, MIN and MAX. torch_npu adds up and divides for AVG, multiplies first for
         # PREMUL_SUM, and casts bytes to int32 and back, but not for reduce_scatter.
         "hccl": Reductions(
-            _table("SUM MIN MAX", _SHORT | _INTS | {torch.int16} | _BYTES)
+            _table("SUM", _SHORT | {torch.complex64} | _INTS | {torch.int16} | _BYTES)
+            | _table("MIN MAX", _SHORT | _INTS | {torch.int16} | _BYTES)
             | _table("PRODUCT", _SHORT - {torch.bfloat16} | _INTS | _BYTES)
-            | _table("AVG PREMUL_SUM", _SHORT),
-            not_scattered=_BYTES,
+            | _table("AVG", _SHORT | {torch.complex64})
+            | _table("PREMUL_SUM", _SHORT),
+            {"reduce": _COMPLEX, "reduce_scatter": _COMPLEX | _BYTES},
         ),
     }
 )

@@ -177,14 +177,19 @@ def test_hccl_reduces_no_float64_and_not_everything_by_every_op() -> None:
         assert taken == [True, True, False]
 
 
-def test_complex_numbers_are_reduced_as_pairs_by_all_reduce_alone() -> None:
-    hccl, nccl, simulated = reductions_of("hccl"), reductions_of("nccl"), reductions_of("sim")
-    assert hccl.takes(torch.complex64)
-    assert not hccl.takes(torch.complex128)
-    assert nccl.takes(torch.complex128)
-    assert not nccl.takes(torch.complex64, "MAX")
-    assert not nccl.takes(torch.complex64, "SUM", "reduce_scatter")
-    assert simulated.takes(torch.complex64, "SUM", "reduce_scatter")
+def test_complex_numbers_are_added_up_where_they_are_sent_as_pairs() -> None:
+    taken = {
+        name: [reductions_of(name).takes(torch.complex64, "SUM", c) for c in ("all_reduce", "reduce", "reduce_scatter")]
+        for name in ("hccl", "nccl", "gloo", "sim")
+    }
+    assert taken == {
+        "hccl": [True, False, False],
+        "nccl": [True, True, False],
+        "gloo": [True, True, True],
+        "sim": [True, True, True],
+    }
+    assert not reductions_of("hccl").takes(torch.complex128)
+    assert not any(reductions_of(name).takes(torch.complex64, "MAX") for name in taken)
 
 
 def test_backends_that_nothing_is_known_of_are_not_in_the_way() -> None:

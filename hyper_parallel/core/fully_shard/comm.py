@@ -85,7 +85,8 @@ def reduce_scatter(
                 torch.sum(rows, dim=0, out=result)
 
         return Pending(work, result, add)
-    return Pending(_reduce_scatter_single(result, source, group=group, async_op=True), result)
+    own, whole = _real([result, source])
+    return Pending(_reduce_scatter_single(own, whole, group=group, async_op=True), result)
 
 
 def all_gather_each(
@@ -129,7 +130,10 @@ def reduce_scatter_each(
 
 
 def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Complex tensors as pairs of real numbers, as torch's own functions send them."""
+    """Complex tensors as pairs of real numbers, which is all that nccl and hccl know.
+
+    Most of torch's own functions send them so; its reduce_scatter does not.
+    """
     return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 
 

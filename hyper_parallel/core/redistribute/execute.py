@@ -131,7 +131,10 @@ def _reduce_scatter(step: Step, work: Moves, held: torch.Tensor, group: dist.Pro
     packed, ways = _packed(work, held), len(work.group)
     if work.even and dist.get_backend(group) != "gloo":
         result = held.new_empty(work.need)
-        yield _reduce_scatter_single(result.view(-1), packed, _reduce_op(step.reduction), group=group, async_op=True)
+        own, parts = result.view(-1), packed
+        if packed.is_complex():  # as torch's all_reduce sends them; nccl and hccl have no complex dtype
+            own, parts = torch.view_as_real(own), torch.view_as_real(parts)
+        yield _reduce_scatter_single(own, parts, _reduce_op(step.reduction), group=group, async_op=True)
         return _averaged(result, ways, step.reduction)
     # On gloo an exchange and a local sum take half the time of its reduce_scatter, and uneven parts need it anyway.
     rows = held.new_empty((ways, *work.need))
