@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from fsdp2_kit import Block, Net, Theme, loss_of, sgd
+from fsdp2_kit import FSDP2, Block, Net, Theme, loss_of, sgd
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import sim
@@ -251,6 +252,84 @@ def parameters_that_some_ranks_use(run):
         return sum(each) / len(each)
 
     run.train(model, loss)
+
+
+class Optional(nn.Module):
+    """An adapter that a rank may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.adapter = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x, *, use):
+        y = self.inner(x)
+        return self.adapter(y) if use else y
+
+
+def train_by_turns(run, model):
+    """In each step another rank uses the adapter."""
+
+    def loss(step):
+        parts = zip(run.parts(), run.batch(step).split(4), strict=True)
+        each = [loss_of(model, part, use=(rank + step) % run.ctx.world_size == 0) for rank, part in parts]
+        return sum(each) / len(each)
+
+    run.train(model, loss, steps=3)
+
+
+ZEROS = "set_reduce_scatter_unused_params"
+NO_ZEROS = "" if hasattr(FSDPModule, ZEROS) else "packs what has a gradient: ranks send unequal sizes (before 2.13)"
+
+
+@THEME.behaviour(without_fsdp2=NO_ZEROS)
+def an_inner_output_that_some_ranks_return(run):
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.middle, self.head = nn.Linear(5, 5), Optional(), nn.Linear(5, 3)
+
+        def forward(self, x, *, use):
+            return self.head(self.middle(self.embed(x), use=use))
+
+    model = run.build(Between)
+    for unit in (model.embed, model.middle.inner, model.middle, model.head, model):
+        run.wrap(unit)
+    if run.face is FSDP2:
+        run.tell(model, ZEROS, True)
+    train_by_turns(run, model)
+
+
+@THEME.behaviour(without_fsdp2=NO_ZEROS)
+def an_input_that_some_ranks_return(run):
+    """Recomputation makes a second view of the input, whose base belongs to the graph of the first forward."""
+
+    class Skipped(nn.Linear):
+        def forward(self, x, *, use):
+            return super().forward(x) if use else x
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.middle, self.head = nn.Linear(5, 5), Skipped(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x, *, use):
+            rest = lambda x: self.head(torch.tanh(self.middle(x, use=use)))  # noqa: E731
+            return checkpoint(rest, self.embed(x), use_reentrant=False)
+
+    model = run.build(Around)
+    for unit in (model.middle, model):
+        run.wrap(unit)
+    if run.face is FSDP2:
+        run.tell(model, ZEROS, True)
+    train_by_turns(run, model)
+
+
+@THEME.behaviour(without_fsdp2="leaves ranks out of the reduction that use none of the root's parameters")
+def an_inner_output_that_some_ranks_of_the_root_return(run):
+    model = run.build(Optional)
+    run.wrap(model.inner)
+    run.wrap(model)
+    train_by_turns(run, model)
 
 
 @THEME.behaviour()

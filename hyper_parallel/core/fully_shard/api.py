@@ -82,7 +82,9 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     A unit may be called in any way and return containers or dataclasses of tensors; every rank must run the same
-    units in the same order. Scalars have no dim to split, and are whole on every rank.
+    units in the same order, and come through all of them on the way back; a rank may leave out what a unit does with
+    its own parameters, and return its input, or what a unit inside has returned. Scalars have no dim to split, and are
+    whole on every rank.
 
     With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
     A unit with a DTensor among its parameters adds gradients up instead: the loss must then already be divided by the

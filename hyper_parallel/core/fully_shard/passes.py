@@ -31,9 +31,11 @@ class Pass:
         left_in: Number of the backward that last left through the inputs; -1: none has.
         version: Of the parameters that it has used.
         lent: What the caller's lists and dictionaries held, while the module sees marked tensors in them.
+        around: Passes of other units that have returned an output of this one as it was, the innermost first.
+        given: Identities of the caller's tensors whose views the module sees, valid until its forward is through.
     """
 
-    __slots__ = ("__weakref__", "left_in", "lent", "listener", "reached_in", "version")
+    __slots__ = ("__weakref__", "around", "given", "left_in", "lent", "listener", "reached_in", "version")
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
@@ -41,10 +43,18 @@ class Pass:
         self.left_in = -1
         self.version: object = None
         self.lent: list[Any] = []
+        self.around: list[Pass] = []
+        self.given: set[int] = set()
 
     def reach(self, *gradients: Any) -> None:
-        """The hook on outputs; it leaves their gradients alone."""
+        """The hook on outputs; it leaves their gradients alone.
+
+        The units around are first, although their hooks on the same tensor come later: a rank on which they have made
+        a tensor of their own reaches them first, and all ranks must gather in one order.
+        """
         del gradients
+        for outer in reversed(self.around):
+            outer.reach()
         self.listener.backward_reaches(self)
 
 
@@ -73,12 +83,12 @@ def mark_inputs(a_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # as most are, and much cheaper
         if not args[0].requires_grad:
             return args, kwargs
-        return tuple(_EndOfBackward.apply(a_pass, args[0])), kwargs
+        return _marked(a_pass, args[0]), kwargs
     leaves, spec = tree_flatten((args, kwargs))
     inputs = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     if not inputs:
         return args, kwargs
-    marked = dict(zip(inputs, _EndOfBackward.apply(a_pass, *inputs.values()), strict=True))
+    marked = dict(zip(inputs, _marked(a_pass, *inputs.values()), strict=True))
     del leaves, spec
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,6 +97,12 @@ def mark_inputs(a_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     undo = a_pass.lent
     new_args = tuple(_replaced(argument, mark, undo) for argument in args)
     return new_args, {name: _replaced(argument, mark, undo) for name, argument in kwargs.items()}
+
+
+def _marked(a_pass: Pass, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    marked: tuple[torch.Tensor, ...] = tuple(_EndOfBackward.apply(a_pass, *inputs))
+    a_pass.given = {id(tensor._base) for tensor in marked}
+    return marked
 
 
 def give_back(a_pass: Pass) -> None:
@@ -131,10 +147,15 @@ def _replaced(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None =
 def watch_outputs(a_pass: Pass, tensors: list[torch.Tensor]) -> None:
     """Have the pass told before backward uses any of its ``tensors``, which require gradients and are no leaves."""
     for tensor in tensors:
+        for hook in (tensor._backward_hooks or {}).values():
+            inner = getattr(hook, "__self__", None)
+            if isinstance(inner, Pass) and inner is not a_pass:
+                inner.around.append(a_pass)
         tensor.register_hook(a_pass.reach)
-        # A hook on a view is lost when the view is modified in place: autograd then gives it a new history.
+        # A hook on a view is lost when the view is modified in place: autograd then gives it a new history. Of a view
+        # of an input, backward comes to the base after it has left the unit, or without being in it.
         base = tensor._base if tensor._is_view() else None
-        if base is not None and base.grad_fn is not None:
+        if base is not None and base.grad_fn is not None and id(base) not in a_pass.given:
             base.grad_fn.register_prehook(a_pass.reach)
 
 
