@@ -1354,6 +1354,31 @@ def test_a_unit_with_a_dtensor_adds_up(ctx):
     assert_close(gradients(model), wanted)  # the root has plain parameters only: it averages
 
 
+class Scales(nn.Module):
+    """A norm's weights under sequence parallelism: on every rank, whose gradients are those of its own tokens."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        weight = torch.ones(4, device=mesh.device_type)
+        self.weight = nn.Parameter(DTensor.from_local(weight, mesh, [Replicate()], run_check=False))
+
+    def forward(self, x):
+        return x * self.weight.to_local(grad_placements=[Partial()])
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+@sim.ranks(4)
+def test_sums_over_tensor_parallel_ranks_are_in_reduce_dtype(ctx, micros):
+    mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(Scales(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
+    own = torch.full((4,), 1.0 if ctx.rank % 2 else 2.0**-9, device=ctx.device)  # bfloat16 rounds the sum to 1
+    for micro in range(micros):
+        model.set_requires_gradient_sync(micro == micros - 1)
+        model(own).sum().backward()
+    assert whole(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9)] * 4
+
+
 # -- hooks of the user -------------------------------------------------------------------------------------------------
 
 

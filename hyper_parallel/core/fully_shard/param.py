@@ -211,8 +211,11 @@ class ManagedParam:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def take_gradient(self) -> torch.Tensor | None:
+    def take_gradient(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """The gradient of the whole parameter, flat, for the engine to reduce; the parameter has it no more.
+
+        Args:
+            dtype: Of the sum over axes that are not the engine's, such as those of tensor parallelism; None: its own.
 
         Raises:
             RuntimeError: It is sparse.
@@ -222,7 +225,7 @@ class ManagedParam:
             return None
         self.unsharded.grad = None
         if isinstance(gradient, DTensor):
-            gradient = self._summand(gradient)
+            gradient = self._summand(gradient, dtype)
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of {self.name!r} is sparse, which fully_shard cannot reduce\n"
@@ -239,10 +242,19 @@ class ManagedParam:
         whole.grad = flat.view(self.shape)
         return True
 
-    def _summand(self, gradient: DTensor) -> torch.Tensor:
+    def _summand(self, gradient: DTensor, dtype: torch.dtype | None) -> torch.Tensor:
         """What this rank adds to the sum over ``reduced_axes``: a gradient that is the same on all counts once."""
         wanted = self._summands
         if list(gradient.placements) != wanted:
+            if dtype is not None and any(p.is_partial() for p in gradient.placements):
+                gradient = DTensor.from_local(
+                    gradient._local_tensor.to(dtype),
+                    gradient.device_mesh,
+                    gradient.placements,
+                    run_check=False,
+                    shape=gradient.shape,
+                    stride=gradient.stride(),
+                )
             gradient = redistribute(gradient.detach(), self.home.view_mesh, wanted)
         local = gradient._local_tensor
         wait = getattr(local, "wait", None)  # a functional collective that nobody has waited for

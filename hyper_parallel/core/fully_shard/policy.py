@@ -21,8 +21,8 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: Parameters are gathered, and forward and backward computed, in this dtype. None: their own.
-        reduce_dtype: Gradients are reduced, and gradients that wait for a reduction kept, in this dtype. None:
-            reduced in the dtype of the computation, kept in at least fp32.
+        reduce_dtype: Gradients are reduced, and gradients that wait for a reduction kept, in this dtype; over the
+            axes of a DTensor's own mesh too. None: reduced in the dtype of the computation, kept in at least fp32.
         output_dtype: Floating-point outputs of the unit's forward are cast to this dtype. None: left alone.
         cast_forward_inputs: Cast floating-point inputs of the unit's forward to ``param_dtype``.
         apply_grad_on_fp32_main_grad: Keep reduced gradients in fp32 as ``param.main_grad``; ``param.grad`` stays

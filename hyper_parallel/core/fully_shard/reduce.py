@@ -104,7 +104,7 @@ class GradientReducer:
             self.held = [None] * len(params)
         self._given = set()
         for index, param in enumerate(params):
-            gradient = param.take_gradient()
+            gradient = param.take_gradient(self._dtype(dtype))
             if gradient is None:
                 continue
             held = self.held[index]
