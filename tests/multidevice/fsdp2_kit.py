@@ -622,6 +622,7 @@ BEHAVIOURS = {
     "collectives_in_bf16": "half the bytes are gathered",
     "collectives_of_reductions_in_bf16": "half the bytes are reduced",
     "collectives_along_the_last_dim": "no padding, no more bytes",
+    "collectives_of_weights_kept_after_backward": "none to gather until a step",
     "collectives_of_frozen_units": "nothing to reduce",
     "collectives_of_micro_batches": "one reduction for three",
     "collectives_of_micro_batches_that_keep_the_weights": "one gather for three",

@@ -149,6 +149,14 @@ def collectives_of_weights_kept_after_forward(run):
     assert run.costs["gathers of step 1"] == BLOCKS + 1
 
 
+@THEME.behaviour(2, one=False)
+def collectives_of_weights_kept_after_backward(run):
+    model = stack(run, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    costs_of_steps(run, model)
+    assert run.costs["gathers of step 1"] == 0
+
+
 @THEME.behaviour(4, one=False)
 def collectives_of_weights_split_over_fewer_ranks(run):
     costs_of_steps(run, stack(run, reshard_after_forward=2))

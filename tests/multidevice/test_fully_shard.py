@@ -939,6 +939,35 @@ def test_weights_kept_after_backward(ctx):
     assert_freed(model)
 
 
+STEPS = {
+    "loop": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@sim.ranks(2, arms=NO_GLOO)
+def test_weights_kept_after_backward_are_gathered_anew_after_any_step(ctx, kind):
+    model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
+    model.set_reshard_after_backward(False)
+    pairs = [(module, STEPS[kind](module.parameters())) for module in (model, plain)]
+    for closure in (False, True):
+        for module, optimizer in pairs:
+            optimizer.zero_grad()
+
+            def again(module=module):
+                loss = loss_of(module, data(ctx))
+                loss.backward()
+                return loss
+
+            (optimizer.step(again) if closure else (again(), optimizer.step()))
+            if closure:
+                optimizer.zero_grad()
+        with torch.no_grad():
+            assert_close({"y": model(data(ctx))}, {"y": plain(data(ctx))})
+
+
 @sim.ranks(2)
 def test_explicit_prefetch(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)

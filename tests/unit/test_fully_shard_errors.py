@@ -637,12 +637,13 @@ def test_parameters_that_come_after_wrapping():
     sim.run(fine, 2)
 
 
-def test_a_step_between_forward_and_backward():
+@pytest.mark.parametrize("kind", ["foreach", "fused", "loop"])
+def test_a_step_between_forward_and_backward(kind):
     def call():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         for part in (*model, model):
             fully_shard(part, mesh=mesh())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=kind == "foreach", fused=kind == "fused")
         model(torch.ones(1, 2)).sum().backward()
         loss = model(torch.ones(1, 2)).sum()
         optimizer.step()

@@ -164,7 +164,7 @@ class HSDPModule(ManagedModule):
             unit.use_smaller_world(None)
 
     def set_reshard_after_backward(self, flag: bool, recurse: bool = True) -> None:
-        """Whether the whole parameters are freed after backward; False saves gathers between micro-batches."""
+        """Whether the whole parameters are freed after backward; False keeps them until an optimizer has stepped."""
         _check_flag("set_reshard_after_backward", flag)
         for unit in _reach(self, "set_reshard_after_backward", recurse):
             unit.options.reshard_after_backward = flag

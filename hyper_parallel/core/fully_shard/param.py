@@ -9,8 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hyper_parallel.core.fully_shard.mesh import Home
 from hyper_parallel.core.redistribute.api import redistribute
@@ -364,3 +366,23 @@ class ManagedParam:
                 setattr(self.sharded, name, None)
             else:
                 held._local_tensor.zero_()
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Count up the versions of the sharded parameters that a step changes: a foreach or fused one does not.
+
+    Before and after the step: gradients may come in its closure, and some optimizers clear them.
+    """
+    changed = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if hasattr(parameter, "_hyper_parallel_unit_name")
+        and (parameter.grad is not None or getattr(parameter, "main_grad", None) is not None)
+    ]
+    if changed:
+        increment_version(changed)
+
+
+register_optimizer_step_pre_hook(_count_step)
+register_optimizer_step_post_hook(_count_step)

@@ -115,7 +115,7 @@ class Unit:
         self._gathered_version: tuple[tuple[int, ...], ...] = ()
         self._gathered_in = -1  # number of the forward of the schedule for which they were gathered
         self._by_hand = False  # gathered by the user, for as many forwards without gradients as come
-        self._kept_for_more = False  # after a backward that was not synchronised, for the next micro-batch
+        self._kept = False  # after a backward, until the parameters change
         self._passes: list[weakref.ref[Pass]] = []  # forwards whose graph may still be there
         self._may_change = False  # gradients were there when they were gathered, or have come since
         self._to_run: set[int] = set()  # modules of the unit whose forward is still to come
@@ -146,9 +146,9 @@ class Unit:
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Start to gather the shards as they are now, unless that is done or under way.
 
-        What changes many tensors at once (foreach, fused optimizers) leaves no trace in a DTensor's version. So what
-        an earlier forward has left is used again only if its backward is still to come, or further micro-batches are,
-        and no optimizer had gradients to step with.
+        Foreach operations by hand leave no trace in a DTensor's version, which optimizers' steps do. So what an earlier
+        forward has left is used again only if its backward is still to come and nobody had gradients to step with, or
+        if the user has asked to keep it after backward.
 
         Args:
             in_backward: It is for the backward of what the last gather was for.
@@ -175,11 +175,12 @@ class Unit:
             self._gathered_version = version
             self._gathered_in = number
             self._may_change = self._holds_gradients()
-            self._kept_for_more = False
+            self._kept = False
 
     def gather_by_hand(self) -> None:
         """Start to gather for the forward to come."""
-        if (self._gathers is not None or self.gathered) and (self._may_change or self._holds_gradients()):
+        left_over = self._gathers is not None or self.gathered
+        if left_over and not self._kept and (self._may_change or self._holds_gradients()):
             self._free()
         self.start_gather()
         self._by_hand = True
@@ -187,11 +188,13 @@ class Unit:
 
     def _is_still_good(self) -> bool:
         """Whether what an earlier forward has left can be used by another one."""
+        if self._kept:
+            return True
         if self._may_change or self._holds_gradients():
             return False
         if self._by_hand and not torch.is_grad_enabled():
             return True
-        return self._kept_for_more or any(reference() is not None for reference in self._passes)
+        return any(reference() is not None for reference in self._passes)
 
     def _no_data_error(self) -> RuntimeError:
         roots = (self.schedule.units[0] if self.schedule is not None else self).modules
@@ -551,7 +554,7 @@ class Unit:
         if self.options.reshard_after_backward:
             self.reshard()
         else:
-            self._kept_for_more = not self._syncs
+            self._kept = True
             self.show_shards()
 
     def is_resharded(self) -> bool:
