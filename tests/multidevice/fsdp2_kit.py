@@ -490,6 +490,7 @@ BEHAVIOURS = {
     "norms_in_fp32_inside_of_bf16_blocks": "inner policies win, both ways of casting",
     "only_inner_layers_under_a_policy": "units without a policy around one with it",
     "casts_reach_into_containers_and_leave_integers": "named tuples and nested dicts; buffers stay",
+    "casts_reach_into_dataclasses": "frozen, in lists, as keywords, in and out",
     "casts_of_inputs_that_need_gradients": "the gradient has the input's dtype",
     "low_precision_over_several_micro_batches": "waiting gradients are kept in reduce_dtype",
     "autocast_around_a_sharded_model": "torch.autocast",

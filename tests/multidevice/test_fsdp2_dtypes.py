@@ -4,6 +4,7 @@ Without a reduce_dtype, torch 2.15 adds bf16 gradients up in fp32, and earlier o
 compared within rounding.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -249,6 +250,44 @@ def casts_reach_into_containers_and_leave_integers(run):
     run.train(model, loss)
     run.facts["seen"] = model.seen
     assert model.seen[0] == [BF16, torch.int64, BF16, FP32]
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    index: torch.Tensor
+
+
+@dataclass
+class State:
+    pairs: list[Pair]
+    label: str = "state"
+
+
+class Stateful(Gathers):
+    def forward(self, state, *, again):
+        more = {"more": [again["state"].pairs[0].x]}
+        y = super().forward(state.pairs[0], options=more)["y"]
+        return State([Pair(y, state.pairs[0].index)], state.label)
+
+
+@THEME.behaviour(one=False, dtype=BF16)
+def casts_reach_into_dataclasses(run):
+    model = run.build(Stateful, FP32)
+    run.wrap(model, mp_policy=run.policy(BF16, FP32, output_dtype=FP64))
+
+    def loss(step):
+        x = run.batch(step).float()
+        state = State([Pair(x, (x[:, 0].abs() * 3).long() % 4)], "mine")
+        out = model(state, again={"state": state})
+        assert state.pairs[0].x is x
+        run.facts[f"out {step}"] = (type(out), out.label, out.pairs[0].x.dtype, out.pairs[0].index.dtype)
+        return out.pairs[0].x.float().square().mean()
+
+    run.train(model, loss)
+    run.facts["seen"] = model.seen
+    assert model.seen[0] == [BF16, torch.int64, BF16, FP32]
+    assert run.facts["out 0"][1:] == ("mine", run.dtype, torch.int64)
 
 
 @THEME.behaviour(one=False, dtype=BF16)

@@ -505,7 +505,7 @@ class Fancy(nn.Module):
     def forward(self, x, *, options, unused=None, as_dataclass=False):
         y = self.lin(x) * options["factor"] + options["more"][0]
         extra = {"pos": self.pos[:2], "all": self.pos, "pair": (y[0], y)}
-        return Output(y, {"pair": y.sum()}) if as_dataclass else (y, extra, None, "text")
+        return Output(y, {"pair": y.sum(), "all": self.pos}) if as_dataclass else (y, extra, None, "text")
 
 
 @sim.ranks(2)
@@ -522,7 +522,7 @@ def test_inputs_and_outputs_of_any_form(ctx):
             unused = before(x)
             out = module(x, options={"factor": 2.0, "more": more}, unused=unused, as_dataclass=as_dataclass)
             if as_dataclass:
-                (out.logits.square().mean() + out.extra["pair"]).backward()
+                (out.logits.square().mean() + out.extra["pair"] + out.extra["all"].sum()).backward()
             else:
                 assert out[2:] == (None, "text")
                 (out[0] @ out[1]["pos"].t()).sum().backward(retain_graph=True)

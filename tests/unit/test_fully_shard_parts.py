@@ -650,6 +650,49 @@ def test_tensors_are_found_cast_and_copied_in_nests():
     assert torch.equal(copied[1], b)
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    inside: Box
+    more: list
+
+
+@dataclasses.dataclass
+class Derived:
+    x: torch.Tensor
+    twice: torch.Tensor = dataclasses.field(init=False)
+    never: torch.Tensor = dataclasses.field(init=False)
+    made: int = 0
+
+    def __post_init__(self):
+        self.twice = 2 * self.x
+        self.made += 1
+        self.label = "kept"
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+
+
+def test_dataclasses_are_cast_and_copied_and_stay_what_they_are():
+    a = torch.ones(2)
+    frozen = Frozen(Box(a, "t"), [Box(a, "u"), Slots(a)])
+    low = cast({"frozen": frozen}, torch.bfloat16)["frozen"]
+    assert type(low) is Frozen
+    assert low.inside.inside is low.more[0].inside
+    assert low.inside.inside is low.more[1].x
+    assert low.inside.inside.dtype == torch.bfloat16
+    assert (low.inside.label, low.more[0].label) == ("t", "u")
+    assert frozen.inside.inside is a, "the caller's own"
+    derived = cast(Derived(a), torch.bfloat16)
+    assert (derived.x.dtype, derived.twice.dtype, derived.made, derived.label) == (torch.bfloat16,) * 2 + (1, "kept")
+    assert cast(frozen, torch.float32) is frozen
+    assert cast(Box, torch.bfloat16) is Box
+    copied = copy_aliases([frozen], lambda t: t is a)[0]
+    assert copied.inside.inside is not a
+    assert torch.equal(copied.inside.inside, a)
+
+
 # -- small values --------------------------------------------------------------------------------------------------
 
 

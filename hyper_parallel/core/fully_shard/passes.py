@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, ValuesView
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = ["Pass", "cast", "copy_aliases", "give_back", "mark_inputs", "tensors_in", "watch_outputs"]
 
@@ -137,11 +138,29 @@ def _replaced(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None =
     own = id(tree)
     children, spec = tree_flatten(tree, is_leaf=lambda node: id(node) != own)
     if len(children) == 1 and children[0] is tree:  # no container
-        return tree
+        return _replaced_fields(tree, replace, undo) if dataclasses.is_dataclass(tree) else tree
     replaced = [_replaced(child, replace, undo) for child in children]
     if all(new is old for new, old in zip(replaced, children, strict=True)):
         return tree
     return tree_unflatten(replaced, spec)
+
+
+def _replaced_fields(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None) -> Any:
+    """A copy of a dataclass with its fields' tensors replaced; what ``__post_init__`` did is not done again."""
+    if isinstance(tree, (type, nn.Module)):
+        return tree
+    names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+    replaced = {name: _replaced(getattr(tree, name), replace, undo) for name in names}
+    changed = {name: new for name, new in replaced.items() if new is not getattr(tree, name)}
+    if not changed:
+        return tree
+    made = copy.copy(tree)
+    for name, new in changed.items():
+        if tree.__dataclass_params__.frozen:
+            object.__setattr__(made, name, new)
+        else:
+            setattr(made, name, new)
+    return made
 
 
 def watch_outputs(a_pass: Pass, tensors: list[torch.Tensor]) -> None:
@@ -193,11 +212,11 @@ def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
     """Copy the tensors of which ``is_alias`` says that their memory will not outlive the unit's pass."""
     if not any(is_alias(tensor) for tensor in tensors_in(tree)):
         return tree
-    return tree_map_only(torch.Tensor, lambda t: t.clone() if is_alias(t) else t, tree)
+    return _replaced(tree, lambda tensor: tensor.clone() if is_alias(tensor) else tensor)
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point tensors; a tensor that is there twice stays one object."""
+    """Cast floating-point tensors, in containers and dataclasses; one that is there twice stays one object."""
     done: dict[int, torch.Tensor] = {}
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
