@@ -297,6 +297,27 @@ def test_views_that_merge_split_dims(ctx):
     assert torch.equal(full_tensor(x.grad), torch.ones_like(whole))
 
 
+@sim.ranks(4)
+def test_what_norms_and_embeddings_leave_pending(ctx):
+    """Powers that are to be added up, and rows that one rank has: more than a layout says, and reduced all the same."""
+    mesh, whole = mesh_of(ctx), numbers(ctx, 5, 3)
+    everywhere = [Replicate()] * 2
+    x = distribute_tensor(whole, mesh, ("dp", "tp")).requires_grad_()
+    for p, dim in itertools.product((2.0, 1.0, 3.0, 0.0, float("inf"), -float("inf")), (None, 1)):
+        pending, wanted = (torch.linalg.vector_norm(t, p, dim) for t in (x, whole))
+        torch.testing.assert_close(full_tensor(pending.detach()), wanted)
+        for target in (everywhere, [Partial(), Replicate()], [Replicate(), Partial("avg")]):
+            moved = redistribute(pending, mesh, target)
+            assert moved.placements == tuple(target)
+            torch.testing.assert_close(moved.full_tensor(), wanted)
+    (3 * redistribute(x.norm(), mesh, everywhere)).backward()
+    torch.testing.assert_close(full_tensor(x.grad), 3 * whole / whole.norm())
+    table = distribute_tensor(whole, mesh, ("tp", "None"))
+    rows = torch.tensor([0, 4, 2], device=ctx.device)
+    found = torch.nn.functional.embedding(distribute_tensor(rows, mesh, everywhere), table)
+    assert torch.equal(full_tensor(found), whole[rows])
+
+
 # -- agreement with torch ----------------------------------------------------------------------------------------------
 
 STATES = [*itertools.product([Replicate(), Shard(0), Shard(1), Partial()], repeat=2)]

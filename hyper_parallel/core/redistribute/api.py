@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import axes_of, reorder_axes
 from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.dtensor.torch_form import is_strided
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
 from hyper_parallel.core.redistribute.cost import Topology, default_topology
@@ -77,7 +77,8 @@ def redistribute(
 
     Forward: the cheapest plan on the topology, see `plan`. Backward: likewise, on the same terms, from the gradient's
     layout to that of x; where x has copies to reduce, every rank along them gets the whole gradient, unless it arrives
-    as copies itself. What torch's views have left split in strided parts, torch gathers first.
+    as copies itself. What torch's views have left split in strided parts, torch gathers first; and it reduces what its
+    norms have left pending.
 
     Args:
         x: a DTensor, of any shape.
@@ -133,10 +134,16 @@ def _is_where_it_should_be(x: DTensor, placements: Sequence[Any] | None, *option
 
 
 def _readable(x: DTensor) -> DTensor:
-    """Return x, gathered by torch along the dims of which no layout says how they are split.
+    """Return x, by torch reduced and gathered where no layout says what its parts are.
 
-    That is what torch's views leave behind that merge two split dims into one: its parts are strided.
+    That is what torch's norms leave behind, of which powers are to be added up, and its embeddings of split tables; and
+    its views that merge two split dims into one: their parts are strided.
     """
+    whole = torch_tensor.Replicate()
+    kinds = [placement.is_partial() and type(placement) is not Partial for placement in x.placements]
+    if any(kinds):
+        reduced = [whole if kind else placement for kind, placement in zip(kinds, x.placements, strict=True)]
+        x = x.redistribute(x.device_mesh, reduced)
     if not any(is_strided(placement) for placement in x.placements):
         return x
     try:
@@ -146,7 +153,6 @@ def _readable(x: DTensor) -> DTensor:
         dims = {dim for dim, placement in zip(split, x.placements, strict=True) if is_strided(placement)}
         if any(x.size(dim) % x.device_mesh.size() for dim in dims if dim is not None):
             raise  # of uneven parts torch loses rows
-        whole = torch_tensor.Replicate()
         gathered = [whole if dim in dims else placement for dim, placement in zip(split, x.placements, strict=True)]
         return x.redistribute(x.device_mesh, gathered)
     return x
