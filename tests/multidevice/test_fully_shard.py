@@ -7,7 +7,6 @@ difference. With FSDP2 the comparison is bitwise on simulated ranks, where both 
 import contextlib
 import copy
 import gc
-import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -862,7 +861,7 @@ def test_not_the_last_backward_leaves_reductions_under_way(ctx):
 def test_scaling_and_sum(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
     model.set_gradient_scaling_factor(0.25)
-    model.set_reduce_op_type(" SUM ")  # the root alone
+    model.set_reduce_op_type(" SUM ", recurse=False)
     loss_of(model, data(ctx, rank=ctx.rank)).backward()
     loss_of(plain, data(ctx)).backward()
     wanted = gradients(plain)
@@ -1525,7 +1524,7 @@ def test_whole_parameters_that_forward_changes_are_an_error(ctx):
 
 
 @pytest.mark.sim
-def test_units_that_average_beside_units_that_add_up_are_warned_of():
+def test_units_that_average_beside_units_that_add_up_are_refused():
     def rank():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -1534,17 +1533,33 @@ def test_units_that_average_beside_units_that_add_up_are_warned_of():
             fully_shard(part, mesh=mesh["dp"])
         return model
 
-    def quiet():
+    def refused():
         model = rank()
-        model.set_reduce_op_type("sum")
-        model[0].set_reduce_op_type("sum")
-        model(torch.ones(1, 4))
+        message = (
+            r"cannot train HSDPSequential: some of its units average .*, others add them up.*\n"
+            r"  seen: the root averages, .*; '0' adds up, that of DTensors\n"
+            r"  try: set_reduce_op_type\('avg'\) on the root"
+        )
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                model(torch.ones(1, 4))
 
-    with pytest.warns(UserWarning, match=r"average gradients .*HSDPSequential.* add them up \(HSDPLinear\)"):
-        sim.run(lambda: rank()(torch.ones(1, 4)) is None, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sim.run(quiet, 4)
+    def told(tell):
+        model = rank()
+        tell(model)
+        model(torch.ones(1, 4)).sum().backward()
+
+    with sim.world(4) as world:
+        world.run(refused)
+        made = {event.op for event in world.trace.events}
+    assert "all_gather" not in made, "nothing has been gathered"
+    for tell in (
+        lambda model: model.set_reduce_op_type("sum"),
+        lambda model: model.set_reduce_op_type("avg"),
+        lambda model: [m.set_reduce_op_type(op, recurse=False) for m, op in ((model, "avg"), (model[0], "sum"))],
+        lambda model: model[0].requires_grad_(False),
+    ):
+        sim.run(told, 4, (tell,))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

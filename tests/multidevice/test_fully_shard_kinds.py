@@ -1336,9 +1336,9 @@ def test_units_of_plain_parameters_average_and_one_can_be_told_to_add_up(ctx):
 
     assert_close(*after(lambda model: None))
     assert_close(*after(lambda model: model.set_reduce_op_type(" AVG ")))
-    for op in ("sum", "Sum\n"):
-        got, wanted = after(lambda model, op=op: model.set_reduce_op_type(op))
-        assert_close(got, {n: g if n.startswith("blocks") else 2 * g for n, g in wanted.items()})
+    for op, recurse in (("sum", True), ("Sum\n", False)):
+        got, wanted = after(lambda model, op=op, recurse=recurse: model.set_reduce_op_type(op, recurse=recurse))
+        assert_close(got, {n: g if n.startswith("blocks") and not recurse else 2 * g for n, g in wanted.items()})
     got, wanted = after(lambda model: model.blocks[1].set_reduce_op_type("sum"))
     assert_close(got, {n: 2 * g if n.startswith("blocks.1.") else g for n, g in wanted.items()})
 
@@ -1348,10 +1348,11 @@ def test_a_unit_with_a_dtensor_adds_up(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     model, plain = tensor_parallel(ctx, mesh)
     wrap_blocks(model, mesh=mesh["dp"])
+    model.set_reduce_op_type("avg", recurse=False)  # the root has plain parameters only
     loss_of(model, data(ctx, part=(ctx.rank // 2, 2))).backward()
     loss_of(plain, data(ctx, part=(None, 2))).backward()
     wanted = {n: 2 * g if n.startswith("blocks") else g for n, g in gradients(plain).items()}
-    assert_close(gradients(model), wanted)  # the root has plain parameters only: it averages
+    assert_close(gradients(model), wanted)
 
 
 class Scales(nn.Module):

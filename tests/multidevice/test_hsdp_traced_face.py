@@ -357,6 +357,9 @@ def test_traced_cells_in_roots_with_hooks(ctx):
     for model, sync in roots(ctx):
         own = {param.name for bucket in unit_of(model).buckets for param in bucket.params}
         assert own == {"scale", "frozen", "head.weight", "head.bias"}
+        with pytest.raises(ValueError, match="set_reduce_op_type cannot reach a cell that was wrapped with use_eager"):
+            model.set_reduce_op_type("sum")
+        model.set_reduce_op_type("avg")
         plain = net(ctx)
         for step in range(2):
             for micro in range(3):

@@ -88,7 +88,8 @@ def fully_shard(
 
     With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
     A unit with a DTensor among its parameters adds gradients up instead: the loss must then already be divided by the
-    number of data-parallel ranks; see :meth:`HSDPModule.set_reduce_op_type`.
+    number of data-parallel ranks. A root with units of both kinds must be told which: see
+    :meth:`HSDPModule.set_reduce_op_type`. FSDP2 averages in both.
 
     Communication per step and unit of N bytes on n ranks: two all_gathers (one with
     ``reshard_after_forward=False``, and one for the root, whose parameters backward needs first) and one

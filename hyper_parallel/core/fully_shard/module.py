@@ -48,6 +48,27 @@ class ManagedModule:
             traced.zero_grads()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    def set_reduce_op_type(self, reduce_op_type: str, *, recurse: bool = True) -> None:
+        """``"avg"`` or ``"sum"``; case and blanks do not matter. Nested; ``recurse=False``: this unit only.
+
+        The default is ``"avg"`` where a unit manages only plain parameters, else ``"sum"``: then the loss must already
+        be divided by the number of data-parallel ranks. A root with units of both kinds must be told.
+        """
+        op = reduce_op_type.strip().lower() if isinstance(reduce_op_type, str) else reduce_op_type
+        if op not in ("avg", "sum"):
+            raise ValueError(
+                f"set_reduce_op_type cannot use {reduce_op_type!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'"
+            )
+        units = _reach(self, "set_reduce_op_type", recurse)
+        if op == "sum" and recurse and nested_traced_units(self):
+            raise ValueError(
+                "set_reduce_op_type cannot reach a cell that was wrapped with use_eager_hook=False\n"
+                "  seen: its average is part of its graph\n"
+                "  try: use_eager_hook=True, or recurse=False on each of the other units"
+            )
+        for unit in units:
+            unit.options.average, unit.options.chose_reduction = op == "avg", True
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load values into the sharded parameters and the buffers; the caller's dict is not changed.
 
@@ -141,18 +162,6 @@ class HSDPModule(ManagedModule):
             )
         for unit in _nested(self):
             unit.options.gradient_scale = float(factor)
-
-    def set_reduce_op_type(self, op: str) -> None:
-        """``"avg"`` or ``"sum"``, for this unit only; case and blanks do not matter.
-
-        The default is ``"avg"`` where a unit manages only plain parameters, else ``"sum"``: then the loss must already
-        be divided by the number of data-parallel ranks.
-        """
-        cleaned = op.strip().lower() if isinstance(op, str) else op
-        if cleaned not in ("avg", "sum"):
-            raise ValueError(f"set_reduce_op_type cannot use {op!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'")
-        options = _unit(self).options
-        options.average, options.chose_reduction = cleaned == "avg", True
 
     # -- when parameters are whole -------------------------------------------------------------------------------
 

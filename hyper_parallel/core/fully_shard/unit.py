@@ -6,7 +6,6 @@ backward has left it. A unit none of whose inputs needs a gradient is finished a
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -245,6 +244,11 @@ class Unit:
         """Whether some gradients are split over a shard axis."""
         return any(reducer.scatter is not None for reducer in self.reducers)
 
+    @property
+    def adds_over_ranks(self) -> bool:
+        """Whether there are gradients to be reduced over several ranks."""
+        return any(r.ranks > 1 and any(p.sharded.requires_grad for p in r.params) for r in self.reducers)
+
     def use_smaller_world(self, world: tuple[dist.ProcessGroup, int] | None) -> None:
         """Between forward and backward, keep the parameters split over that group, as its member number so-and-so."""
         for bucket in self.buckets:
@@ -427,6 +431,7 @@ class Unit:
                     f"  seen: its first forward, in the backward of {type(schedule.units[0].modules[0]).__name__}\n"
                     "  try: run the whole model's forward once before"
                 )
+        _check_one_way(self.modules[0], units)
         merged = Schedule(list(dict.fromkeys([*units, *(u for schedule in earlier for u in schedule.units)])))
         merged.is_last_backward = self.is_last_backward
         for schedule in earlier:
@@ -435,7 +440,6 @@ class Unit:
             unit.schedule = merged
         for unit in units:
             unit.is_root = unit is self
-        _warn_of_two_ways(units)
         return merged
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -657,17 +661,23 @@ class Unit:
                 param.clear_gradient(set_to_none=set_to_none)
 
 
-def _warn_of_two_ways(units: list[Unit]) -> None:
-    """Units that average gradients beside units that add them up: there is no right factor for the loss."""
-    reducing = [u for u in units if any(r.ranks > 1 for r in u.reducers) and not u.options.chose_reduction]
-    by_op = {average: [u for u in reducing if u.options.average is average] for average in (True, False)}
-    if by_op[True] and by_op[False]:
-        names = [type(by_op[average][0].modules[0]).__name__ for average in (True, False)]
-        warnings.warn(
-            f"some units average gradients over data-parallel ranks ({names[0]}), others, with DTensor parameters, add "
-            f"them up ({names[1]}): no factor of the loss is right for both\n"
-            "  try: set_reduce_op_type('sum') on all, and divide the loss by the number of data-parallel ranks",
-            stacklevel=4,
+def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
+    """Make sure that all units average gradients, or all add them up, where nobody has said what they should do.
+
+    Raises:
+        ValueError: No factor of the loss is right for both.
+    """
+    silent = [unit for unit in units if not unit.options.chose_reduction and unit.adds_over_ranks]
+    average, add = ([unit for unit in silent if unit.options.average is way] for way in (True, False))
+    if average and add:
+        names = {module: name for name, module in root.named_modules()}
+        one, other = (f"{names[m]!r}" if names[m] else "the root" for m in (average[0].modules[0], add[0].modules[0]))
+        raise ValueError(
+            f"cannot train {type(root).__name__}: some of its units average gradients over ranks, others add them up, "
+            "so that no factor of the loss is right for both\n"
+            f"  seen: {one} averages, the default of plain parameters; {other} adds up, that of DTensors\n"
+            "  try: set_reduce_op_type('avg') on the root, which sets all, for a loss that is each rank's mean (FSDP2 "
+            "does so); or 'sum', for a loss that is each rank's share; or for each unit what it does now"
         )
 
 
