@@ -1562,6 +1562,22 @@ def test_units_that_average_beside_units_that_add_up_are_refused():
         sim.run(told, 4, (tell,))
 
 
+@pytest.mark.parametrize("kind", ["replicate", "replicate_with_fsdp"])
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_torch_replicates_what_is_around_units(ctx, kind):
+    replicate = pytest.importorskip(f"torch.distributed._composable.{kind}").replicate
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3)).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model[1], mesh=mesh_of(ctx))
+    replicate(model)
+    for step in range(2):
+        loss_of(model, data(ctx, step, torch.float64, ctx.rank)).backward()
+        loss_of(plain, data(ctx, step, torch.float64)).backward()
+        assert_close(gradients(model), gradients(plain))
+    assert_freed(model[1])
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.sim
 def test_compiled_models_train_as_on_one_device(backend):

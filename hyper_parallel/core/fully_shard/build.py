@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -179,6 +181,8 @@ def install(unit: Unit, placed: Sequence[tuple[Found, Home]], make_class: Callab
     for root in unit.modules:
         root.__dict__["_hyper_parallel_unit"] = unit
         object.__setattr__(root, "__class__", make_class(type(root)))
+        # Where torch's replicate looks for modules to leave alone.
+        root.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
     for owner in dict.fromkeys(slot.module for found, _ in placed for slot in found.slots):
         show_shards_in_state_dicts(unit, owner)
     for found, _ in placed:
