@@ -14,13 +14,18 @@ if TYPE_CHECKING:
     from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
     from hyper_parallel.core.fully_shard import (
         CPUOffloadPolicy,
+        DataParallelMeshDims,
+        FSDPModule,
         HSDPModule,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        UnshardHandle,
         clip_grad_norm_,
         fully_shard,
         get_model_state_dict,
         register_forward_method,
+        register_fsdp_forward_method,
+        share_comm_ctx,
     )
     from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
     from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
@@ -77,16 +82,21 @@ __all__ = [
     "parallelize_module",
     # Sharded parameters
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
     "HSDPCell",
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
     "get_model_state_dict",
     "hsdp",
     "hsdp_sync_stream",
     "register_forward_method",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     # Devices
     "get_platform",
 ]
@@ -109,13 +119,18 @@ _HOMES = MappingProxyType(
         ),
         "hyper_parallel.core.fully_shard": (
             "CPUOffloadPolicy",
+            "DataParallelMeshDims",
+            "FSDPModule",
             "HSDPModule",
             "MixedPrecisionPolicy",
             "OffloadPolicy",
+            "UnshardHandle",
             "clip_grad_norm_",
             "fully_shard",
             "get_model_state_dict",
             "register_forward_method",
+            "register_fsdp_forward_method",
+            "share_comm_ctx",
         ),
         "hyper_parallel.core.hsdp": (
             "HSDPCell",

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.fully_shard.arguments import check_parameter, check_same_data, together
 from hyper_parallel.core.fully_shard.bucket import Bucket, Storage, computed_in
+from hyper_parallel.core.fully_shard.fsdp2 import register_state
 from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
 from hyper_parallel.core.fully_shard.module import show_shards_in_state_dicts
 from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
@@ -131,7 +132,9 @@ def make_unit(
     for bucket in buckets:
         for param in bucket.params:
             param.target = target
-    return Unit(roots, buckets, reducers, platform, options)
+    unit = Unit(roots, buckets, reducers, platform, options)
+    unit.storage, unit.grouping = storage, grouping
+    return unit
 
 
 def _portions(params: list[ManagedParam], limit: int) -> list[list[ManagedParam]]:
@@ -179,6 +182,7 @@ def install(unit: Unit, placed: Sequence[tuple[Found, Home]], make_class: Callab
     for root in unit.modules:
         root.__dict__["_hyper_parallel_unit"] = unit
         object.__setattr__(root, "__class__", make_class(type(root)))
+    register_state(unit)
     for owner in dict.fromkeys(slot.module for found, _ in placed for slot in found.slots):
         show_shards_in_state_dicts(unit, owner)
     for found, _ in placed:

@@ -63,7 +63,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     """
     from torch.distributed.checkpoint import state_dict as torchs  # costs time to import, so only where it is used
 
-    from hyper_parallel.core.fully_shard.module import nested_units
+    from hyper_parallel.core.fully_shard.fsdp2 import nested_units
 
     options = torchs.StateDictOptions() if options is None else options
     _check_get(model, options, torchs.StateDictOptions)
@@ -150,7 +150,8 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
         RuntimeError: ``strict`` and keys are missing or unexpected; both are listed, sorted.
         TypeError: ``state_dict`` is no mapping.
     """
-    from hyper_parallel.core.fully_shard.module import ManagedModule, nested_units
+    from hyper_parallel.core.fully_shard.fsdp2 import nested_units
+    from hyper_parallel.core.fully_shard.module import ManagedModule
 
     if isinstance(model, ManagedModule):
         return model.load_state_dict(state_dict, strict=strict, assign=assign)
