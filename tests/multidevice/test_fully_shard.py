@@ -370,7 +370,6 @@ def test_slots_own_setattr_and_attributes_of_parameters(ctx):
     assert model.weight.no_decay
     twin = copy.deepcopy(model)
     assert type(twin) is type(model)
-    assert twin.extra == "kept"
     with pytest.raises(TypeError, match=r"cannot copy or pickle a HSDPSlotted"):
         copy.copy(model)
 
@@ -1234,7 +1233,8 @@ def test_state_dict_errors_and_buffers(ctx):
             model.load_state_dict(good | {"0.weight": bad})
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
     some = {name: value for name, value in good.items() if not name.startswith("0.")}
-    with pytest.raises(RuntimeError, match=r"missing: 0.bias, 0.weight\n  unexpected: a, z\n"):
+    keys = r'Missing key\(s\) in state_dict: "0.bias", "0.weight"\. \n  Unexpected key\(s\) in state_dict: "a", "z"\. '
+    with pytest.raises(RuntimeError, match=keys):
         model.load_state_dict(some | {"z": torch.ones(1), "a": torch.ones(1)})
     outcome = model.load_state_dict(some | {"z": torch.ones(1)}, strict=False)
     assert outcome.unexpected_keys == ["z"]

@@ -541,3 +541,29 @@ def test_what_cannot_be_copied_says_so(ctx):
         copy.deepcopy(fully_shard(nn.Sequential(traced, nn.Linear(2, 2))))
     with pytest.raises(TypeError, match="cannot copy or pickle"):
         copy.copy(wrap_net(fully_shard))
+
+
+# -- keywords that are typed ---------------------------------------------------------------------------------------
+
+
+@sim.ranks(2, arms=("sim",))
+def test_keywords_of_fsdp2_and_of_the_existing_library(ctx):
+    model = wrap_net(fully_shard)
+    for flag in (False, True):
+        model.set_requires_gradient_sync(requires_gradient_sync=flag, recurse=False)
+        assert [unit_of(m).options.requires_gradient_sync for m in (model, model[1])] == [flag, True]
+        model.set_requires_gradient_sync(requires_grad_sync=flag)
+        model.set_requires_all_reduce(requires_all_reduce=flag, recurse=False)
+        assert [unit_of(m).options.requires_all_reduce for m in (model, model[1])] == [flag, flag]
+        model.set_reshard_after_forward(reshard_after_forward=flag, recurse=True)
+        model.set_reshard_after_backward(reshard_after_backward=flag, recurse=True)
+        model.set_is_last_backward(is_last_backward=flag)
+    model.set_reduce_op_type(reduce_op_type="sum")
+    assert not unit_of(model).options.average
+    with pytest.raises(ValueError, match="cannot use None as its requires_gradient_sync"):
+        model.set_requires_gradient_sync()
+    cells = hsdp(nn.Sequential(hsdp(nn.Linear(2, 2)), hsdp(nn.Linear(2, 2))))
+    cells[0].set_forward_prefetch_cells(hsdp_cell_list=[cells[1]])
+    cells[1].set_backward_prefetch_cells(hsdp_cell_list=[cells[0]])
+    assert unit_of(cells[0]).forward_prefetch == [unit_of(cells[1])]
+    assert unit_of(cells[1]).backward_prefetch == [unit_of(cells[0])]

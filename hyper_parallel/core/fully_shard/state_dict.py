@@ -199,11 +199,15 @@ def load_into(
             hook.remove()
     missing, unexpected = sorted(outcome.missing_keys), sorted(outcome.unexpected_keys)
     if strict and (missing or unexpected):
-        seen = [f"missing: {', '.join(missing)}"] if missing else []
-        seen += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        kinds = (("Missing", missing), ("Unexpected", unexpected))  # in torch's words, which callers look for
+        seen = [f"{kind} key(s) in state_dict: {_quoted(keys)}. " for kind, keys in kinds if keys]
         asked, blame = f"cannot load all of {type(module).__name__}", "the keys are not those of the module"
         raise RuntimeError(explain(asked, blame, "\n  ".join(seen), "strict=False to load the keys that fit"))
     return outcome
+
+
+def _quoted(keys: list[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
 
 
 def _under_own_names(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
