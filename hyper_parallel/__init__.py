@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.distributed_c10d import get_process_group_ranks, init_process_group, split_group
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
     from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
+    from hyper_parallel.core.dtensor.dtensor import SkipDTensorDispatch, distribute_module
     from hyper_parallel.core.fully_shard import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -99,6 +102,14 @@ __all__ = [
     "share_comm_ctx",
     # Devices
     "get_platform",
+    # torch's own, and what has no effect: names that users of the existing library import from here
+    "PipelineStage",
+    "ScheduleInterleaved1F1B",
+    "SkipDTensorDispatch",
+    "distribute_module",
+    "get_process_group_ranks",
+    "init_process_group",
+    "split_group",
 ]
 
 # Where each name comes from. It is imported when it is first used: torch takes seconds to import, and a command's
@@ -109,6 +120,9 @@ _HOMES = MappingProxyType(
             "DeviceMesh",
             "init_device_mesh",
         ),
+        "torch.distributed.distributed_c10d": ("get_process_group_ranks", "init_process_group", "split_group"),
+        "torch.distributed.pipelining": ("PipelineStage", "ScheduleInterleaved1F1B"),
+        "hyper_parallel.core.dtensor.dtensor": ("SkipDTensorDispatch", "distribute_module"),
         "hyper_parallel.core.dtensor": (
             "DTensor",
             "Layout",
