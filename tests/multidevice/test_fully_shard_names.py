@@ -161,8 +161,8 @@ def pipeline_step(ctx, name, wrap, steps=2, **options):
 @sim.ranks(4, arms=("sim",))
 def test_torchs_pipelines(ctx, name, keep):
     options = {"reshard_after_forward": False} if keep else {}
-    ours = pipeline_step(ctx, name, fully_shard, **options)
-    if keep or name in ("GPipe", "1F1B"):  # else FSDP2 finds no weights where backwards are split
+    ours = pipeline_step(ctx, name, fully_shard, steps=1 + keep, **options)
+    if keep:  # else FSDP2 finds no weights where backwards are split
         for own, theirs in zip(ours, pipeline_step(ctx, name, fsdp.fully_shard, **options), strict=True):
             if name not in ("InterleavedZeroBubble", "ZBVZeroBubble"):  # these add micro-batches up in another order
                 assert torch.equal(own, theirs)
@@ -420,14 +420,14 @@ def spmd(mesh):
 @pytest.mark.parametrize(
     ("shape", "names", "dims"),
     [
-        ((4, 2), ("dp", "tp"), {"shard": "dp"}),
-        ((2, 2, 2), ("r", "s", "tp"), {"shard": "s", "replicate": "r"}),
-        ((2, 2, 2), ("r", "s", "tp"), {"shard": "r", "replicate": "s"}),
-        ((2, 2, 2), ("a", "b", "tp"), {"shard": ("a", "b")}),
-        ((4, 2), ("dp", "tp"), {"replicate": "dp"}),
+        ((2, 2), ("dp", "tp"), {"shard": "dp"}),
+        ((2, 2, 1), ("r", "s", "tp"), {"shard": "s", "replicate": "r"}),
+        ((2, 2, 1), ("r", "s", "tp"), {"shard": "r", "replicate": "s"}),
+        ((2, 2, 1), ("a", "b", "tp"), {"shard": ("a", "b")}),
+        ((2, 2), ("dp", "tp"), {"replicate": "dp"}),
     ],
 )
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(4, arms=("sim",))
 def test_the_axes_of_an_spmd_mesh(ctx, shape, names, dims):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     x = torch.cat([rows(rank) for rank in range(4)])
@@ -443,7 +443,7 @@ def test_the_axes_of_an_spmd_mesh(ctx, shape, names, dims):
         model(given).square().mean().backward()
         for param, other in zip(model.parameters(), alone.parameters(), strict=True):
             # the loss is that of all rows already: its gradients add up, and FSDP2 takes their mean
-            torch.testing.assert_close(4 * param.grad.full_tensor(), other.grad)
+            torch.testing.assert_close(ctx.world_size // shape[-1] * param.grad.full_tensor(), other.grad)
 
 
 @sim.ranks(2, arms=("sim",))
@@ -551,7 +551,7 @@ def test_keywords_of_fsdp2_and_of_the_existing_library(ctx):
     model = wrap_net(fully_shard)
     for flag in (False, True):
         model.set_requires_gradient_sync(requires_gradient_sync=flag, recurse=False)
-        assert [unit_of(m).options.requires_gradient_sync for m in (model, model[1])] == [flag, True]
+        assert [unit_of(m).options.requires_gradient_sync for m in (model, model[1])] == [flag, not flag]
         model.set_requires_gradient_sync(requires_grad_sync=flag)
         model.set_requires_all_reduce(requires_all_reduce=flag, recurse=False)
         assert [unit_of(m).options.requires_all_reduce for m in (model, model[1])] == [flag, flag]
@@ -567,3 +567,65 @@ def test_keywords_of_fsdp2_and_of_the_existing_library(ctx):
     cells[1].set_backward_prefetch_cells(hsdp_cell_list=[cells[0]])
     assert unit_of(cells[0]).forward_prefetch == [unit_of(cells[1])]
     assert unit_of(cells[1]).backward_prefetch == [unit_of(cells[0])]
+
+
+# -- as torchtitan trains ------------------------------------------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for i in range(2)})
+        self.norm, self.lm_head = nn.LayerNorm(6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = x + layer(x)
+        return self.norm(x)
+
+
+def chunked_loss(model, x, chunks, shares):
+    """The head apart, in chunks whose gradients are reduced together; then the rest of the model."""
+    hidden, head = model(x), model.lm_head
+    wrapped = isinstance(head, FSDPModule)
+    if wrapped:
+        head.set_reshard_after_forward(False)
+        head.set_reshard_after_backward(False)
+        head.set_requires_gradient_sync(False, recurse=False)
+        head.unshard()
+    parts = [part.detach().requires_grad_() for part in hidden.chunk(chunks)]
+    for index, part in enumerate(parts):
+        if wrapped and index == chunks - 1:
+            head.set_requires_gradient_sync(True, recurse=False)
+        (head(part).square().sum() / shares).backward()
+    if wrapped:
+        head.set_reshard_after_forward(True)
+        head.set_reshard_after_backward(True)
+        head.set_requires_gradient_sync(True, recurse=False)
+        head.reshard()
+    hidden.backward(torch.cat([part.grad for part in parts]))
+
+
+@pytest.mark.parametrize("together", [False, True])
+@sim.ranks(2, arms=("sim", "gloo"))
+def test_a_head_in_chunks_and_gradients_that_are_not_divided(ctx, together):
+    model, alone = Decoder(), Decoder()
+    for layer in model.layers.values():
+        fully_shard(layer)
+    for group in [[model.norm, model.lm_head]] if together else [model.norm, model.lm_head]:
+        fully_shard(group)
+    fully_shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    for seed in range(2):
+        model.zero_grad()
+        alone.zero_grad()
+        chunked_loss(model, rows(ctx.rank, seed), 2, 8)
+        for rank in range(2):
+            chunked_loss(alone, rows(rank, seed), 2, 8)
+        for (name, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(
+                param.grad.full_tensor(), other.grad, msg=lambda text, name=name: f"{name}: {text}"
+            )
