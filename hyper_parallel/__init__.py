@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.distributed_c10d import get_process_group_ranks, init_process_group, split_group
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
     from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
+    from hyper_parallel.core.dtensor.dtensor import SkipDTensorDispatch, distribute_module
     from hyper_parallel.core.fully_shard import (
         CPUOffloadPolicy,
+        DataParallelMeshDims,
+        FSDPModule,
         HSDPModule,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        UnshardHandle,
         clip_grad_norm_,
         fully_shard,
         get_model_state_dict,
         register_forward_method,
+        register_fsdp_forward_method,
+        share_comm_ctx,
     )
     from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
     from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
@@ -77,18 +85,31 @@ __all__ = [
     "parallelize_module",
     # Sharded parameters
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
     "HSDPCell",
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
     "get_model_state_dict",
     "hsdp",
     "hsdp_sync_stream",
     "register_forward_method",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     # Devices
     "get_platform",
+    # torch's own, and what has no effect: names that users of the existing library import from here
+    "PipelineStage",
+    "ScheduleInterleaved1F1B",
+    "SkipDTensorDispatch",
+    "distribute_module",
+    "get_process_group_ranks",
+    "init_process_group",
+    "split_group",
 ]
 
 # Where each name comes from. It is imported when it is first used: torch takes seconds to import, and a command's
@@ -99,6 +120,9 @@ _HOMES = MappingProxyType(
             "DeviceMesh",
             "init_device_mesh",
         ),
+        "torch.distributed.distributed_c10d": ("get_process_group_ranks", "init_process_group", "split_group"),
+        "torch.distributed.pipelining": ("PipelineStage", "ScheduleInterleaved1F1B"),
+        "hyper_parallel.core.dtensor.dtensor": ("SkipDTensorDispatch", "distribute_module"),
         "hyper_parallel.core.dtensor": (
             "DTensor",
             "Layout",
@@ -109,13 +133,18 @@ _HOMES = MappingProxyType(
         ),
         "hyper_parallel.core.fully_shard": (
             "CPUOffloadPolicy",
+            "DataParallelMeshDims",
+            "FSDPModule",
             "HSDPModule",
             "MixedPrecisionPolicy",
             "OffloadPolicy",
+            "UnshardHandle",
             "clip_grad_norm_",
             "fully_shard",
             "get_model_state_dict",
             "register_forward_method",
+            "register_fsdp_forward_method",
+            "share_comm_ctx",
         ),
         "hyper_parallel.core.hsdp": (
             "HSDPCell",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -77,7 +78,7 @@ class ParallelDims:
     world_size: int = 1
 
     @classmethod
-    def from_config(cls, cfg: Any, world_size: int) -> ParallelDims:
+    def from_config(cls, parallel_cfg: Any, world_size: int) -> ParallelDims:
         """Read the degrees from any object (or mapping) that has some of their names.
 
         What is missing or None takes its default, except that `etp` defaults to `tp`, the older name `dp` stands for
@@ -92,9 +93,9 @@ class ParallelDims:
             ValueError: as for the constructor.
         """
         names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree")
-        given = {name: value for name in names if (value := _read(cfg, name)) is not None}
+        given = {name: value for name in names if (value := _read(parallel_cfg, name)) is not None}
         if "dp_shard" not in given:
-            older = _read(cfg, "dp")
+            older = _read(parallel_cfg, "dp")
             given["dp_shard"] = -1 if older is None else older
         given.setdefault("etp", given.get("tp", 1))
         return cls(**given, world_size=world_size)
@@ -103,6 +104,7 @@ class ParallelDims:
         self._check_whole_numbers()
         if self.dp_shard == -1:
             self._set("dp_shard", self._inferred_dp_shard())
+            logging.getLogger(__name__).info("ParallelDims inferred dp_shard=%d: %s", self.dp_shard, self.summary())
         product = self.dp_size * self.non_dp_size
         if product != self.world_size:
             raise self._error(

@@ -648,7 +648,6 @@ BEHAVIOURS = {
     "a_container_without_a_forward": "a ModuleList",
     "the_same_module_twice": "wrapped already",
     "a_parameter_in_two_units": "tied across units",
-    "a_copy_of_a_wrapped_module": "copy.deepcopy",
     "a_mesh_of_three_axes": "one or two are taken",
     "no_mesh": "the mesh is a number",
     "resharding_to_no_divisor": "three of two ranks",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fsdp2_kit import Net, Theme, loss_of, sgd
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import sim
 
@@ -280,15 +281,10 @@ def gradients_of_some_parameters_are_dropped(run):
 
 
 def divide_by(run, model, divisor):
-    """Both faces' way to divide the sum over ranks by a number of one's own."""
+    """As torchtitan does: each unit is found by its class."""
     for module in model.modules():
-        if not run.alone and hasattr(module, "set_modules_to_forward_prefetch"):
-            if run.face.name == "ours":
-                module.set_reduce_op_type("sum")
-            else:
-                module.set_gradient_divide_factor(divisor)
-    if run.face.name == "ours":
-        model.set_gradient_scaling_factor(1 / divisor)
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(divisor)
 
 
 def scaled_one_device(run, model, factor):

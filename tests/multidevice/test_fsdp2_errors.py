@@ -3,8 +3,6 @@
 A mistake that FSDP2 answers with an assertion of its own, or with whatever comes first, is a ``ValueError`` of ours.
 """
 
-import copy
-
 import pytest
 import torch
 from fsdp2_kit import FSDP2, OURS, Run, Theme
@@ -85,11 +83,6 @@ def a_parameter_in_two_units(run, model):
     model(run.batch())
     if run.face is FSDP2 and torch.__version__ < (2, 13):
         raise ValueError("as later versions do")
-
-
-@refused(TypeError, AssertionError)
-def a_copy_of_a_wrapped_module(run, model):
-    copy.deepcopy(run.wrap(model))
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------

@@ -397,7 +397,8 @@ def test_wrapped_parts_load_by_themselves_and_under_an_unwrapped_root(ctx):
 
     with pytest.raises(RuntimeError, match=r"(?s)blocks.0.up.weight.*mixed torch.Tensor and DTensor"):
         model.load_state_dict(wanted, strict=False)  # torch's own
-    with pytest.raises(RuntimeError, match=r"(?s)cannot load all of Net: .*\n  missing: _extra_state\n  try: strict"):
+    keys = r'(?s)cannot load all of Net: .*\n  Missing key\(s\) in state_dict: "_extra_state"\. \n  try: strict'
+    with pytest.raises(RuntimeError, match=keys):
         load_state_dict(model, wanted)
 
     class Compiled(nn.Module):
@@ -476,9 +477,12 @@ def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
     missing = sorted(["_extra_state", *(name for name in wanted if name.endswith(("bias", "steps")))])
     with pytest.raises(RuntimeError) as raised:
         model.load_state_dict(some)
+    listed = ", ".join(f'"{name}"' for name in missing)
     assert str(raised.value) == (
-        f"cannot load all of HSDPNet: the keys are not those of the module\n  missing: {', '.join(missing)}\n"
-        "  unexpected: a.b, blocks.0.scratch, z\n  try: strict=False to load the keys that fit"
+        "cannot load all of HSDPNet: the keys are not those of the module\n"
+        f"  Missing key(s) in state_dict: {listed}. \n"
+        '  Unexpected key(s) in state_dict: "a.b", "blocks.0.scratch", "z". \n'
+        "  try: strict=False to load the keys that fit"
     )
     outcome = model.load_state_dict(some, strict=False)
     assert type(outcome) is type(nn.Linear(1, 1).load_state_dict({}, strict=False))

@@ -118,7 +118,7 @@ def test_several_outputs_are_scaled(ctx):
         assert type(grads) is tuple
         assert torch.equal(full_tensor(grads[0]), 2 * whole_b + whole_a)
         assert torch.equal(full_tensor(grads[1]), 2 * whole_a)
-    value, grad = parallelize_value_and_grad(fn, b, sens=(0, 1))(1)
+    value, grad = parallelize_value_and_grad(fn, b, sens=(0.0, 1.0))(1)
     assert isinstance(grad, DTensor)
     assert not full_tensor(grad).any()
 

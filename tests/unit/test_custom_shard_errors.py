@@ -213,6 +213,7 @@ WRONG = {
     "sens as a tensor": ((fail, W, torch.ones(2)), "sens is a Tensor"),
     "sens of strings": ((fail, W, ["1"]), "sens[0] is a str, not a float"),
     "sens of bools": ((fail, W, [1.0, True]), "sens[1] is a bool, not a float"),
+    "sens of ints": ((fail, W, [1, 2]), "sens[0] is a int, not a float"),
     "sens for one output": ((W.sum, W, [1.0]), "fn returned one tensor, and sens is for several"),
     "too few sens": ((lambda: (W, W), W, [1.0]), "fn returned 2 tensors, and sens has 1 numbers"),
     "nothing returned": ((lambda: None, W), "fn returned a NoneType"),
@@ -222,7 +223,7 @@ WRONG = {
     "nested outputs": ((lambda: (W, [W]), W), "output 1 is a list, and nested outputs are not differentiated"),
     "a number among outputs": ((lambda: [W, 2.0], W), "output 1 is a float, and a float is not differentiated"),
     "ints": ((W.long, W), "the output is of dtype torch.int64"),
-    "ints that count": ((lambda: (W, W.long()), W, [1, 1]), "output 1 is of dtype torch.int64"),
+    "ints that count": ((lambda: (W, W.long()), W, [1.0, 1.0]), "output 1 is of dtype torch.int64"),
     "complex numbers": ((lambda: W * 1j, W), "the output is of dtype torch.complex64"),
 }
 

@@ -295,8 +295,11 @@ def test_no_process_group():
 # -- methods -------------------------------------------------------------------------------------------------------
 
 
-class Unwrapped(HSDPCell, nn.Linear):
+def unwrapped():
     """Has the methods, but no unit."""
+    module = nn.Linear(1, 1)
+    object.__setattr__(module, "__class__", type("Unwrapped", (HSDPCell, nn.Linear), {}))
+    return module
 
 
 METHODS = {
@@ -329,7 +332,7 @@ METHODS = {
         r"set_backward_prefetch_cells cannot use item 2, a HSDPLinear: it was not wrapped by hsdp\n  seen: 3 items",
     ),
     "item without a unit": (
-        lambda m: m.set_forward_prefetch_cells([Unwrapped(1, 1)]),
+        lambda m: m.set_forward_prefetch_cells([unwrapped()]),
         r"set_forward_prefetch_cells cannot use item 0, a Unwrapped: it was not wrapped by hsdp\n",
     ),
 }
@@ -367,7 +370,7 @@ def test_methods_of_what_was_never_wrapped(kind, method, argument):
     def call():
         module = {
             "plain": lambda: nn.Linear(1, 1),
-            "class without a unit": lambda: Unwrapped(1, 1),
+            "class without a unit": unwrapped,
             "container of cells": lambda: nn.Sequential(wrapped()),
             "no module": lambda: 3,
         }[kind]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 import os
 import pickle
@@ -77,6 +78,14 @@ def test_properties_follow_the_degrees() -> None:
     assert dims.pp_enabled
     assert dims.fsdp_enabled
     assert ParallelDims(dp_replicate=2, world_size=2).fsdp_enabled
+
+
+def test_what_is_inferred_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hyper_parallel"):
+        ParallelDims.from_config(parallel_cfg={"tp": 2, "dp_shard": 4}, world_size=8)
+        assert not caplog.messages
+        dims = ParallelDims.from_config(parallel_cfg={"tp": 2}, world_size=8)
+    assert caplog.messages == [f"ParallelDims inferred dp_shard=4: {dims.summary()}"]
 
 
 def test_summary_is_one_line_with_everything() -> None:

@@ -17,7 +17,9 @@ API = [
     "CPUOffloadPolicy",
     "ColwiseParallel",
     "DTensor",
+    "DataParallelMeshDims",
     "DeviceMesh",
+    "FSDPModule",
     "HSDPCell",
     "HSDPModule",
     "Layout",
@@ -25,15 +27,20 @@ API = [
     "OffloadPolicy",
     "ParallelDims",
     "Partial",
+    "PipelineStage",
     "PrepareModuleInput",
     "PrepareModuleOutput",
     "Replicate",
     "RowwiseParallel",
+    "ScheduleInterleaved1F1B",
     "SequenceParallel",
     "Shard",
     "ShardingPlan",
+    "SkipDTensorDispatch",
+    "UnshardHandle",
     "clip_grad_norm_",
     "custom_shard",
+    "distribute_module",
     "distribute_tensor",
     "flatten_axes",
     "from_local",
@@ -41,15 +48,20 @@ API = [
     "fully_shard",
     "get_model_state_dict",
     "get_platform",
+    "get_process_group_ranks",
     "hsdp",
     "hsdp_sync_stream",
     "init_device_mesh",
     "init_parameters",
+    "init_process_group",
     "parallelize_module",
     "parallelize_value_and_grad",
     "redistribute",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "shard_module",
+    "share_comm_ctx",
+    "split_group",
     "to_local",
     "vocab_parallel_cross_entropy",
 ]
@@ -143,3 +155,26 @@ def test_type_checkers_see_what_is_imported_late():
 def test_the_package_alone_imports_no_torch(name):
     command = f"import sys, {name}; sys.exit('torch' in sys.modules or 'sim' in sys.modules)"
     subprocess.run([sys.executable, "-c", command], check=True)
+
+
+def test_names_of_the_existing_library_lead_to_what_does_it_here():
+    """Where torch has it, torch's own."""
+    import torch.distributed as dist
+    from torch.distributed import tensor
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    from hyper_parallel.core.dtensor.dtensor import SkipDTensorDispatch, distribute_tensor
+    from hyper_parallel.core.dtensor.layout import DeviceMesh
+    from hyper_parallel.platform.platform import PlatformType
+
+    assert hyper_parallel.PipelineStage is PipelineStage
+    assert hyper_parallel.ScheduleInterleaved1F1B is ScheduleInterleaved1F1B
+    for name in ("get_process_group_ranks", "init_process_group", "split_group"):
+        assert getattr(hyper_parallel, name) is getattr(dist, name)
+    assert hyper_parallel.distribute_module is tensor.distribute_module
+    assert distribute_tensor is tensor.distribute_tensor
+    assert DeviceMesh is hyper_parallel.DeviceMesh
+    assert PlatformType.PYTORCH.name == "PYTORCH"
+    with hyper_parallel.SkipDTensorDispatch() as nothing:
+        assert nothing is None
+    assert hyper_parallel.SkipDTensorDispatch is SkipDTensorDispatch

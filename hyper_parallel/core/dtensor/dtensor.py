@@ -1,5 +1,14 @@
-"""torch's own DTensor, under the path that users of the existing library know."""
+"""torch's own DTensor and its functions, under the path that users of the existing library know."""
 
-from torch.distributed.tensor import DTensor
+from contextlib import nullcontext
 
-__all__ = ["DTensor"]
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
+
+__all__ = ["DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_tensor"]
+
+
+class SkipDTensorDispatch(nullcontext[None]):
+    """Without effect: backward passes and optimizers take DTensors as they are.
+
+    Code that is to compute on a rank's own part takes ``to_local()``.
+    """

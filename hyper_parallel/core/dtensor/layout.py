@@ -450,3 +450,11 @@ class Layout:
             return f"({torch_form.source(self._specs, (None,) * len(self._specs))})"
         entries = forms.write_alias(self._axes, self._splits)
         return f"({', '.join('-' if e == 'None' else str(e) if isinstance(e, str) else '>'.join(e) for e in entries)})"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DeviceMesh":  # where users of the existing library find it; layouts do without torch.distributed
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.fully_shard.arguments import (
@@ -31,10 +32,24 @@ from hyper_parallel.core.fully_shard.build import (
     move_plain,
     nested_homes,
 )
+from hyper_parallel.core.fully_shard.copying import copy_wrapped
+from hyper_parallel.core.fully_shard.fsdp2 import share_comm_ctx, state
 from hyper_parallel.core.fully_shard.homes import common_carrier, kept_home, plain_home, unified_home
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home, platform_of, resolve_mesh
-from hyper_parallel.core.fully_shard.module import HSDPModule, register_forward_method, wrapped_class
-from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home, data_axes, platform_of, resolve_mesh
+from hyper_parallel.core.fully_shard.module import (
+    HSDPModule,
+    register_forward_method,
+    register_fsdp_forward_method,
+    wrapped_class,
+)
+from hyper_parallel.core.fully_shard.policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    own_mixed_precision,
+    own_offload,
+)
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
 from hyper_parallel.core.fully_shard.unit import UnitOptions
 from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
@@ -43,6 +58,11 @@ from hyper_parallel.platform import Platform
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "UnshardHandle",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -60,11 +80,12 @@ def fully_shard(
     module: T,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     replicate_params: Iterable[nn.Parameter] | None = None,
     comm_fusion: bool = False,
     comm_fusion_zero_copy: bool | None = None,
@@ -102,11 +123,15 @@ def fully_shard(
             over all ranks, DTensors keep their layout. Given a mesh, DTensors are split further, over the union of
             their mesh and this one, which must be slices of one mesh.
         reshard_after_forward: Free the whole parameters after forward. False: keep them until backward is done. An
-            int: keep them split over so many ranks, which must divide the shard axis: a cheaper second gather.
+            int: keep them split over so many ranks, which must divide the shard axis: a cheaper second gather. None:
+            True. The root, with which backward starts, keeps them with any of these.
         shard_placement_fn: Given a parameter, ``Shard(dim)`` or None (dim 0). Sizes need not divide evenly.
-        mp_policy: Dtypes of gather, computation and reduction.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and the optimizer's state on the host.
+        mp_policy: Dtypes of gather, computation and reduction. torch's own will do.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and the optimizer's state on the host. torch's
+            own will do.
         ignored_params: Parameters to leave alone: not split, not moved, not reduced.
+        dp_mesh_dims: The data-parallel axes of ``mesh``, which then is the whole one that DTensor parameters are on;
+            as in FSDP2, gradients are averaged over them. Without ``shard`` all parameters stay whole.
         replicate_params: Parameters to keep whole on every rank; their gradients are all_reduced.
         comm_fusion: Insist on one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
             replicate axis take several units at once. A parameter that stands in the way is an error. Without it, what
@@ -120,6 +145,8 @@ def fully_shard(
         TypeError: ``replicate_params`` with something else than a parameter.
     """
     roots = check_modules(module, "fully_shard")
+    mp_policy, offload_policy = own_mixed_precision(mp_policy), own_offload(offload_policy)
+    reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
     check_reshard(reshard_after_forward)
     check_policies(mp_policy, offload_policy, comm_fusion, comm_fusion_zero_copy)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -130,6 +157,9 @@ def fully_shard(
         )
     ignored, whole = check_parameters(ignored_params, replicate_params, roots)
     found = find_parameters(roots, ignored, "fully_shard")
+    if dp_mesh_dims is not None:
+        mesh = data_axes(mesh, dp_mesh_dims)
+        whole |= {id(item.parameter) for item in found if not dp_mesh_dims.shard_names}
     if comm_fusion:
         for item in found:
             if (reason := unpackable(item.parameter)) is not None:
@@ -140,7 +170,7 @@ def fully_shard(
     options = UnitOptions(
         mp_policy,
         reshard_after_forward=reshard_after_forward is True or reshard_after_forward > 1,
-        average=not any(map(is_dtensor, found)),
+        average=dp_mesh_dims is not None or not any(map(is_dtensor, found)),
         share_all_reduces=comm_fusion,
     )
     storage = Storage(
@@ -154,6 +184,7 @@ def fully_shard(
     unit.use_smaller_world(smaller)
     unit.ignored = [parameter for root in roots for parameter in root.parameters() if id(parameter) in ignored]
     install(unit, placed, wrapped_class, "fully_shard")
+    unit.copied_by = copy_wrapped
     return module
 
 
@@ -217,3 +248,6 @@ def _smaller_world(size: bool | int, data: DataParallelMesh | None) -> tuple[dis
     members = dist.get_process_group_ranks(data.shard_group)
     start = data.shard_rank // size * size
     return group_of(tuple(members[start : start + size]), ("shard",)), data.shard_rank % size
+
+
+fully_shard.state = state  # type: ignore[attr-defined]  # as torch's: the state of a module, None if it was not wrapped

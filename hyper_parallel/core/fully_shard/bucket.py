@@ -79,6 +79,7 @@ class Bucket:
         self.storage = storage
         self.param_dtype = param_dtype
         self.gathered = False
+        self.all_gather_with: Any = None  # an ``AllGather`` of torch, which allocates and communicates
         self.chunks = [param.chunk for param in params]
         self.starts = [0, *accumulate(self.chunks)]
         self.shards: torch.Tensor | None = None  # the one buffer of all parts, where they are kept so
@@ -322,6 +323,8 @@ class Bucket:
         """Start to gather the parts into a buffer that holds rank after rank."""
         if self.aliased:
             return Pending(None, self.wholes)
+        if self.all_gather_with is not None and self.group is not None and self.ranks > 1:
+            return self._gather_with(self.all_gather_with)
         if self.piece is not None and self.keep_pieces is not None:
             piece, self.piece = self.piece, None
             target = torch.empty(self.ranks * self.starts[-1], dtype=piece.dtype, device=piece.device)
@@ -339,6 +342,18 @@ class Bucket:
             self._pack(target)
             return Pending(None, target)
         return all_gather(target, self._source(target), self.group)
+
+    def _gather_with(self, comm: Any) -> Pending:
+        """The same by an ``AllGather`` of torch."""
+        group, piece, self.piece = self.group, self.piece, None
+        target = comm.allocate((self.ranks * self.starts[-1],), dtype=self.compute_dtype, device=self.compute_device)
+        source = piece
+        if piece is not None and self.keep_pieces is not None:
+            group = self.keep_pieces[0]
+        else:
+            source = self._source(target)
+        work = comm(output_tensor=target, input_tensor=source, group=group, async_op=True)
+        return Pending(work, target, keep=() if source is None else (source,))
 
     def _sources(self) -> Sequence[torch.Tensor]:
         """The own parts as they are sent, each for itself and padded: as they are, or in their place in the wholes."""

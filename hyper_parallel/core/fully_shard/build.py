@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.fully_shard.arguments import check_parameter, check_same_data, together
 from hyper_parallel.core.fully_shard.bucket import Bucket, Storage, computed_in
+from hyper_parallel.core.fully_shard.fsdp2 import register_state
 from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
 from hyper_parallel.core.fully_shard.module import show_shards_in_state_dicts
 from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
@@ -133,7 +132,9 @@ def make_unit(
     for bucket in buckets:
         for param in bucket.params:
             param.target = target
-    return Unit(roots, buckets, reducers, platform, options)
+    unit = Unit(roots, buckets, reducers, platform, options)
+    unit.storage, unit.grouping = storage, grouping
+    return unit
 
 
 def _portions(params: list[ManagedParam], limit: int) -> list[list[ManagedParam]]:
@@ -181,8 +182,7 @@ def install(unit: Unit, placed: Sequence[tuple[Found, Home]], make_class: Callab
     for root in unit.modules:
         root.__dict__["_hyper_parallel_unit"] = unit
         object.__setattr__(root, "__class__", make_class(type(root)))
-        # Where torch's replicate looks for modules to leave alone.
-        root.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+    register_state(unit)
     for owner in dict.fromkeys(slot.module for found, _ in placed for slot in found.slots):
         show_shards_in_state_dicts(unit, owner)
     for found, _ in placed:

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hyper_parallel.core.dtensor.mesh import flatten_axes
 from hyper_parallel.core.fully_shard.policy import FullyShardParamMode
 from hyper_parallel.platform import Platform, get_platform
 
-__all__ = ["DataParallelMesh", "Home", "describe_mesh", "platform_of", "resolve_mesh"]
+__all__ = ["DataParallelMesh", "Home", "data_axes", "describe_mesh", "platform_of", "resolve_mesh"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,46 @@ def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParalle
             "  try: a mesh whose rows ascend, as init_device_mesh makes them"
         )
     return DataParallelMesh.of(mesh, platform_of(mesh), mesh.ndim)
+
+
+def data_axes(mesh: Any, dims: Any) -> DeviceMesh:
+    """The data-parallel axes of an SPMD mesh, as torch's ``DataParallelMeshDims`` names them; several are flattened.
+
+    Raises:
+        ValueError: No mesh with names, or an axis that is not there.
+    """
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+        raise ValueError(
+            f"fully_shard cannot find dp_mesh_dims={dims!r}: it names axes of mesh\n"
+            f"  seen: {'mesh=None' if mesh is None else 'a mesh without names'}\n"
+            "  try: mesh=init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'tp'))"
+        )
+    replicate, shard = tuple(dims.replicate_names), tuple(dims.shard_names)
+    missing = [name for name in (*replicate, *shard) if name not in mesh.mesh_dim_names]
+    if missing or not (replicate or shard) or set(replicate) & set(shard):
+        blame = f"no axis {missing[0]!r}" if missing else "each axis once, and at least one"
+        raise ValueError(
+            f"fully_shard cannot use dp_mesh_dims={dims!r}: {blame}\n"
+            f"  mesh: {describe_mesh(mesh)}\n"
+            f"  try: DataParallelMeshDims(shard={mesh.mesh_dim_names[0]!r})"
+        )
+    lines = [_one_axis(mesh, names) for names in (replicate, shard) if names]
+    if len(lines) == 1:
+        return lines[0]
+    here = mesh.get_coordinate()
+    assert here is not None, "the axes' meshes exist on this rank"
+    order = [mesh.mesh_dim_names.index(name) for name in (*replicate, *shard)]
+    others = [axis for axis in range(mesh.ndim) if axis not in order]
+    with _disable_current_modes():
+        ranks = mesh.mesh.permute(*others, *order)[tuple(here[axis] for axis in others)]
+        ranks = ranks.reshape(lines[0].size(), lines[1].size()).contiguous()
+    names = ("_".join(replicate), "_".join(shard))
+    groups = [line.get_group() for line in lines]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flatten_axes(mesh, names, "_".join(names))
 
 
 def _default_mesh(device_types: set[str]) -> DeviceMesh:

@@ -4,12 +4,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from hyper_parallel.core.dtensor.messages import explain
 
-__all__ = ["CPUOffloadPolicy", "FullyShardParamMode", "MixedPrecisionPolicy", "OffloadPolicy", "OptimizerLevel"]
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # torch 2.11
+
+    @dataclass
+    class DataParallelMeshDims:  # type: ignore[no-redef]
+        """The data-parallel axes of an SPMD mesh, by name."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            """The axes to split over."""
+            return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            """The axes of replicas."""
+            return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
+
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FullyShardParamMode",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimizerLevel",
+    "own_mixed_precision",
+    "own_offload",
+]
 
 
 @dataclass(frozen=True)
@@ -91,6 +126,22 @@ class CPUOffloadPolicy(OffloadPolicy):
                     "CPUOffloadPolicy(pin_memory=True)",
                 )
             )
+
+
+def own_mixed_precision(policy: Any) -> Any:
+    """torch's policy as ours; anything else as it is."""
+    if not isinstance(policy, TorchMixedPrecisionPolicy):
+        return policy
+    return MixedPrecisionPolicy(
+        policy.param_dtype, policy.reduce_dtype, policy.output_dtype, cast_forward_inputs=policy.cast_forward_inputs
+    )
+
+
+def own_offload(policy: Any) -> Any:
+    """torch's policy as ours, None as no offload; anything else as it is."""
+    if isinstance(policy, TorchCPUOffloadPolicy):
+        return CPUOffloadPolicy(pin_memory=policy.pin_memory)
+    return OffloadPolicy() if policy is None or isinstance(policy, TorchOffloadPolicy) else policy
 
 
 class OptimizerLevel(Enum):

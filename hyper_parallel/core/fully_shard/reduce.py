@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,7 @@ class GradientReducer:
         params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
         used = [gradient is not None for gradient in held]
         dtype = self._dtype(options.dtype)
-        scale = options.factor / (self.ranks if options.average else 1)
+        scale = options.factor / (options.divide_by or (self.ranks if options.average else 1))
         # fp16 could overflow in the sum, so it is scaled before; everything else after, on the smaller tensor.
         early = dtype == torch.float16
         if early:
@@ -143,6 +144,8 @@ class GradientReducer:
             shared, place = shares.place(self.replicas[0], width, like)
         if self.scatter is None:
             work = Pending(None, self._packed(held, used, like if place is None else place))
+        elif options.reduce_scatter_with is not None and self.rows > 1:
+            work = self._reduce_scatter_with(options.reduce_scatter_with, held, used, like, place)
         elif self.sends_each and all(param.straight for param in params):
             sources = [*self._padded(held, dtype), self._flags(used, like)]
             place = like.new_empty(width) if place is None else place
@@ -153,6 +156,17 @@ class GradientReducer:
             work = reduce_scatter(buffer, self.scatter, by_all_to_all=self.scatters_by_exchange, out=place)
         finish = Finish(options, 1.0 if early else scale, self._take_partial(options))
         return Reduction(self, params, self._starts, used, work, finish, shared)
+
+    def _reduce_scatter_with(
+        self, comm: Any, held: list[torch.Tensor | None], used: list[bool], like: torch.Tensor, place: Any
+    ) -> Pending:
+        """The same by a ``ReduceScatter`` of torch."""
+        width = self._starts[-1] + len(held)
+        kind = {"dtype": like.dtype, "device": like.device}
+        sent = self._packed(held, used, comm.allocate((self.rows * width,), **kind))
+        own = comm.allocate((width,), **kind) if place is None else place
+        work = comm(output_tensor=own, input_tensor=sent, group=self.scatter, op=dist.ReduceOp.SUM, async_op=True)
+        return Pending(work, own, keep=(sent,))
 
     def _padded(self, held: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
         """What is sent of each parameter: its gradient where it is, padded if it has to be, or zeros."""

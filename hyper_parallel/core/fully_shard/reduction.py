@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -30,6 +31,9 @@ class ReduceOptions:
         result_dtype: Add reduced gradients up in that dtype; None: in the parameter's.
         share: Let reductions of adjacent units share an all_reduce.
         show: Show gradients that wait, and reduced ones, as ``param.acc_grad``.
+        divide_by: Divide the sum by it instead of what ``average`` says.
+        hook: Called with the reduced gradients, flat.
+        reduce_scatter_with: What allocates and communicates instead of the engine.
     """
 
     average: bool
@@ -39,6 +43,9 @@ class ReduceOptions:
     result_dtype: torch.dtype | None = None
     share: bool = False
     show: bool = False
+    divide_by: float | None = None
+    hook: Callable[[torch.Tensor], None] | None = None
+    reduce_scatter_with: Any = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,8 @@ class Reduction:
             used = [count > 0 for count in part[end:].real.tolist()]
         if self._finish.scale != 1.0:
             part[:end].mul_(self._finish.scale)
+        if self._finish.options.hook is not None:
+            self._finish.options.hook(part[:end])
         if self._finish.options.show:
             owner.show(part, used, waiting=False)
         if self._finish.options.show:

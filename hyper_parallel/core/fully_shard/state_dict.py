@@ -63,7 +63,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     """
     from torch.distributed.checkpoint import state_dict as torchs  # costs time to import, so only where it is used
 
-    from hyper_parallel.core.fully_shard.module import nested_units
+    from hyper_parallel.core.fully_shard.fsdp2 import nested_units
 
     options = torchs.StateDictOptions() if options is None else options
     _check_get(model, options, torchs.StateDictOptions)
@@ -150,7 +150,8 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
         RuntimeError: ``strict`` and keys are missing or unexpected; both are listed, sorted.
         TypeError: ``state_dict`` is no mapping.
     """
-    from hyper_parallel.core.fully_shard.module import ManagedModule, nested_units
+    from hyper_parallel.core.fully_shard.fsdp2 import nested_units
+    from hyper_parallel.core.fully_shard.module import ManagedModule
 
     if isinstance(model, ManagedModule):
         return model.load_state_dict(state_dict, strict=strict, assign=assign)
@@ -198,11 +199,15 @@ def load_into(
             hook.remove()
     missing, unexpected = sorted(outcome.missing_keys), sorted(outcome.unexpected_keys)
     if strict and (missing or unexpected):
-        seen = [f"missing: {', '.join(missing)}"] if missing else []
-        seen += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        kinds = (("Missing", missing), ("Unexpected", unexpected))  # in torch's words, which callers look for
+        seen = [f"{kind} key(s) in state_dict: {_quoted(keys)}. " for kind, keys in kinds if keys]
         asked, blame = f"cannot load all of {type(module).__name__}", "the keys are not those of the module"
         raise RuntimeError(explain(asked, blame, "\n  ".join(seen), "strict=False to load the keys that fit"))
     return outcome
+
+
+def _quoted(keys: list[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
 
 
 def _under_own_names(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ backward has left it. A unit none of whose inputs needs a gradient is finished a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,11 @@ class UnitOptions:
         reshard_after_backward: Free the whole parameters after backward.
         requires_gradient_sync: Reduce gradients; False: keep them.
         requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.
-        chose_reduction: Whether the user has said ``average``.
+        chose_reduction: Whether the user has said ``average``, or ``divide_by``.
+        divide_by: Divide the sum over the ranks by it, whatever ``average`` says.
+        unshard_in_backward: Gather the whole parameters for backward.
+        reduced_hook: Called with reduced gradients before they are applied.
+        reduce_scatter_with: What allocates and communicates instead of the engine.
     """
 
     mp_policy: MixedPrecisionPolicy
@@ -66,6 +70,10 @@ class UnitOptions:
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     chose_reduction: bool = False
+    divide_by: float | None = None
+    unshard_in_backward: bool = True
+    reduced_hook: Callable[[torch.Tensor], None] | None = None
+    reduce_scatter_with: Any = None
 
 
 @dataclass
@@ -125,8 +133,15 @@ class Unit:
         self.held = False  # whole until `reduce_now` or `release`: forward and backward leave that alone
         self.defers = False  # gradients wait for `reduce_now`, whatever the options say
         self.ignored: list[nn.Parameter] = []  # by the call that made the unit
+        self.forward_methods: dict[int, list[str]] = {}  # other methods that run as forward does, by module
+        self.original_classes = {id(module): type(module) for module in self.modules}
+        self.storage: Any = None  # and the next: as ``make_unit`` was given them
+        self.grouping: Any = None
+        self.copied_by: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
         self._structure = Structure(self.modules)
         self._reached_in = -1  # number of the last backward that reached the unit
+        self._asked_for = False  # by ``unshard``, until ``reshard``
+        self.wait_for: Any = None  # an event, before the next forward gathers
         for bucket in self.buckets:
             for param in bucket.params:
                 param.on_gradient = self._check_reached
@@ -134,6 +149,11 @@ class Unit:
         for module in self.modules:
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after_forward, always_call=True)  # also when forward raises
+
+    @property
+    def forward_hooks(self) -> tuple[Any, Any]:
+        """What runs before and after the forward of each of the modules."""
+        return self._before_forward, self._after_forward
 
     # -- gather and free -----------------------------------------------------------------------------------------
 
@@ -182,8 +202,24 @@ class Unit:
         if left_over and not self._kept and (self._may_change or self._holds_gradients()):
             self._free()
         self.start_gather()
-        self._by_hand = True
+        self._by_hand = self._asked_for = True
         self._gathered_in = 0 if self.schedule is None else self.schedule.forward_number + 1
+
+    def reshard_by_hand(self) -> None:
+        """Free, and let no backward of a pipeline gather again."""
+        self._asked_for = False
+        self.reshard()
+
+    def show_for_split_backward(self) -> None:
+        """Show what is gathered, or was asked for, to who computes gradients of inputs and of weights apart.
+
+        Only while backwards neither reduce nor free nor end: what torch's pipelines say before each of them.
+        """
+        options, schedule = self.options, self.schedule
+        if schedule is None or schedule.is_last_backward or options.reshard_after_backward:
+            return
+        if not options.requires_gradient_sync and (self._asked_for or self.gathered):
+            self.unshard(in_backward=True)
 
     def _is_still_good(self) -> bool:
         """Whether what an earlier forward has left can be used by another one."""
@@ -278,7 +314,7 @@ class Unit:
         schedule.forget_failed_backward()
         recomputing = self._in_backward and schedule.in_backward
         if recomputing:
-            self.finish_gather()
+            self.unshard(in_backward=True)  # which does nothing more, unless backward itself needs no parameters
         elif self._running:
             self.unshard(in_backward=True)  # the module calls itself
         else:
@@ -325,6 +361,9 @@ class Unit:
             if self.is_root:
                 self._structure.check(self._known_parameters)
                 schedule.begin_forward()
+                if self.wait_for is not None:
+                    self.platform.current_stream().wait_event(self.wait_for)
+                    self.wait_for = None
             elif not schedule.in_forward and not schedule.in_backward:
                 schedule.forward_number += 1  # the unit runs on its own
         self.unshard(keep_pieces=torch.is_grad_enabled(), in_backward=schedule.in_backward)
@@ -465,7 +504,8 @@ class Unit:
         self._reached_in = number
         if not self._in_backward:
             self._in_backward = True
-            self.unshard(in_backward=True)
+            if self.options.unshard_in_backward:
+                self.unshard(in_backward=True)
             if a_pass.version != self._gathered_version:
                 raise RuntimeError(
                     "a parameter was changed between a forward and its backward\n"
@@ -477,14 +517,19 @@ class Unit:
             for unit in schedule.next_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
                 # In its first backward a unit is not gathered ahead: if something uses its parameters before it is
                 # reached, their memory is still empty, and torch says so.
-                if unit.counts.backwards > 0:
+                if unit.counts.backwards > 0 and unit.options.unshard_in_backward:
                     unit.start_gather(in_backward=True)
 
     def _check_reached(self, gradient: torch.Tensor) -> None:
         """A gradient of a whole parameter arrives: it was computed from freed memory if nothing told of backward."""
         del gradient
         schedule = self.schedule
-        if self.held or self._running or (schedule is not None and schedule.in_backward_number == self._reached_in):
+        if (
+            self.held
+            or self._running
+            or self._showing_wholes
+            or (schedule is not None and schedule.in_backward_number == self._reached_in)
+        ):
             return
         raise RuntimeError(
             "backward went into a unit through a tensor that its forward did not return\n"
@@ -581,6 +626,9 @@ class Unit:
             result_dtype=torch.float32 if options.mp_policy.apply_grad_on_fp32_main_grad else None,
             share=options.share_all_reduces,
             show=options.show_sums,
+            divide_by=options.divide_by,
+            hook=options.reduced_hook,
+            reduce_scatter_with=options.reduce_scatter_with,
         )
 
     # -- whole for many forwards and backwards, in any order, for who asks for the reduction himself ----------------

@@ -25,9 +25,11 @@ from hyper_parallel.core.fully_shard.build import (
     refuse_gradients,
 )
 from hyper_parallel.core.fully_shard.carrier import divisor, split_replicated, split_world
+from hyper_parallel.core.fully_shard.copying import copy_wrapped
+from hyper_parallel.core.fully_shard.fsdp2 import nested_units
 from hyper_parallel.core.fully_shard.homes import kept_home, plain_home
 from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
-from hyper_parallel.core.fully_shard.module import nested_units, wrapped_class
+from hyper_parallel.core.fully_shard.module import wrapped_class
 from hyper_parallel.core.fully_shard.policy import FullyShardParamMode, MixedPrecisionPolicy, OptimizerLevel
 from hyper_parallel.core.fully_shard.unit import UnitOptions
 from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
@@ -146,6 +148,7 @@ def hsdp(
     if use_eager_hook:
         unit = make_unit(roots, placed, Storage(platform), options, grouping)
         install(unit, placed, _cell_class, "hsdp")
+        unit.copied_by = copy_wrapped
     else:
         _install_traced(cell, placed, platform, level, options)
     return cell

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.fully_shard.module import ManagedModule, nested_traced_units, nested_units
+from hyper_parallel.core.fully_shard.fsdp2 import nested_traced_units, nested_units
+from hyper_parallel.core.fully_shard.module import ManagedModule
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, unit_of
 
 __all__ = ["HSDPCell", "shown"]
@@ -51,24 +52,24 @@ class HSDPCell(ManagedModule):
         _check_wrapped(self, "zero_grads")
         self.zero_grad()
 
-    def set_forward_prefetch_cells(self, cells: Sequence[HSDPCell]) -> None:
+    def set_forward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell]) -> None:
         """Gather these cells' parameters while this one's forward computes (default: the cell that came next).
 
         An empty list: none.
         """
         _check_wrapped(self, "set_forward_prefetch_cells")
-        chosen = _units("set_forward_prefetch_cells", cells)
+        chosen = _units("set_forward_prefetch_cells", hsdp_cell_list)
         unit = unit_of(self)  # type: ignore[arg-type]
         if unit is not None:  # a traced cell gathers where the graph says
             unit.forward_prefetch = chosen
 
-    def set_backward_prefetch_cells(self, cells: Sequence[HSDPCell]) -> None:
+    def set_backward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell]) -> None:
         """Gather these cells' parameters while this one's backward computes (default: the one that came before).
 
         An empty list: none.
         """
         _check_wrapped(self, "set_backward_prefetch_cells")
-        chosen = _units("set_backward_prefetch_cells", cells)
+        chosen = _units("set_backward_prefetch_cells", hsdp_cell_list)
         unit = unit_of(self)  # type: ignore[arg-type]
         if unit is not None:
             unit.backward_prefetch = chosen

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.fully_shard.module import nested_units
+from hyper_parallel.core.fully_shard.fsdp2 import nested_units
 
 __all__ = [
     "LossFn",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.fully_shard.fsdp2 import nested_units
 from hyper_parallel.core.fully_shard.held import reduce_gradients, units_with_wider_sums
 from hyper_parallel.core.fully_shard.unit import Unit
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta, plain_loss
@@ -38,6 +39,24 @@ class Place:
     device: torch.device
     group: dist.ProcessGroup
     splits_backward: bool
+
+
+class _Plain(nn.Module):
+    """A stage with units in it, of which torch is not to know: when to gather and to reduce is said here."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["module"] = module  # no submodule: torch looks for units among those
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self.module(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's parameters, which are whole during a step."""
+        return self.module.parameters(recurse)
 
 
 class Stage(PipelineStage):
@@ -74,14 +93,21 @@ class Stage(PipelineStage):
         self._splits_backward = place.splits_backward
         inputs = tuple(meta.on_meta() for meta in received)
         outputs = tuple(meta.on_meta() for meta in sent) or (Meta((), torch.float32).on_meta(),)
+        self.wrapped = module
         super().__init__(
-            module, place.index, place.count, place.device, input_args=inputs, output_args=outputs, group=place.group
+            module if next(nested_units(module), None) is None else _Plain(module),
+            place.index,
+            place.count,
+            place.device,
+            input_args=inputs,
+            output_args=outputs,
+            group=place.group,
         )
 
     def begin(self, targets: Sequence[Any], *, training: bool) -> None:
         """A step starts."""
         self.targets, self.waits_for_reduction, self.error = targets, training, None
-        self._wider = units_with_wider_sums(self.submod) if training else []
+        self._wider = units_with_wider_sums(self.wrapped) if training else []
 
     def end(self) -> None:
         """A step is through, or has failed: let go of its tensors."""
@@ -151,7 +177,7 @@ class Stage(PipelineStage):
         del grad_scale_factor  # what is summed are shares of the loss
         if self.waits_for_reduction:
             self.waits_for_reduction = False
-            reduce_gradients(self.submod)
+            reduce_gradients(self.wrapped)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Hand gradients to the stage before, on this rank; torch asks in an evaluation too, where there are none."""

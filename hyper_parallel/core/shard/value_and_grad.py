@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -46,7 +45,7 @@ def parallelize_value_and_grad(
     Args:
         fn: returns a tensor, or a list or tuple of them.
         weights: one tensor, or a list or tuple of them, that want gradients.
-        sens: where `fn` returns several tensors, one number for each, which scales its share of the gradients. None:
+        sens: where `fn` returns several tensors, one float for each, which scales its share of the gradients. None:
             only the first is differentiated.
 
     Returns:
@@ -56,7 +55,7 @@ def parallelize_value_and_grad(
 
     Raises:
         TypeError: fn is not callable; weights that are no tensors, that want no gradient, or that are none at all;
-            sens that is no list or tuple of numbers. When called: outputs that are no tensors, that are nested, or that
+            sens that is no list or tuple of floats. When called: outputs that are no tensors, that are nested, or that
             have no gradient, being ints or complex; sens for one output, or for another number of outputs.
     """
     chosen = _check_weights(fn, weights)
@@ -174,10 +173,10 @@ def _check_sens(sens: object) -> tuple[float, ...] | None:
         blame = f"sens is a {type(sens).__name__}, not a list or tuple of floats"
         raise TypeError(explain(_ASKED, blame, seen, "one float per output, such as [1.0, 0.5]; None for one output"))
     for place, scale in enumerate(sens):
-        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        if not isinstance(scale, float):
             blame = f"sens[{place}] is a {type(scale).__name__}, not a float"
             raise TypeError(explain(_ASKED, blame, seen, "one float per output, such as [1.0, 0.5]"))
-    return tuple(float(scale) for scale in sens)
+    return tuple(sens)
 
 
 def _differentiated(value: object, scales: tuple[float, ...] | None) -> list[tuple[torch.Tensor, float]]:
