@@ -357,22 +357,34 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Look once a second, until `end`."""
-        main = threading.main_thread().ident or 0
         beats, used, place = 0, self._used(), (0, 0)
         reported = False
         while not self._ended.wait(self._BEAT_S):
-            frame = sys._current_frames().get(main)
             before = used, place
-            used, place = self._used(), (id(frame), frame.f_lasti if frame else 0)
-            still = used - before[0] < self._BUSY_S and place == before[1]
-            beats = beats + 1 if still else 0
-            waits = (self.stage or _communication(frame)) if beats >= self._BEATS else None
+            used = self._used()
+            works = used - before[0] >= self._BUSY_S
+            place = (0, 0) if works else _place()
+            beats = 0 if works or place != before[1] else beats + 1
+            waits = (self.stage or _communication(_frame())) if beats >= self._BEATS else None
             if (waits or reported) and not self._ended.is_set():
                 self._report(waits)
                 reported = bool(waits)
 
     def _used(self) -> float:
         return time.process_time() - time.thread_time()
+
+
+def _frame() -> FrameType | None:
+    """Return where the main thread is; to be let go at once, since a frame keeps its function's tensors alive.
+
+    Whoever holds one changes what autograd does: a gradient that somebody else has is copied.
+    """
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _place() -> tuple[int, int]:
+    frame = _frame()
+    return id(frame), frame.f_lasti if frame else 0
 
 
 def _communication(frame: FrameType | None) -> str | None:

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import sim
+from sim.testing.processes import Watch
 
 ROOT = Path(__file__).parents[2]
 
@@ -369,6 +372,24 @@ def test_a_long_computation(ctx):
             pass
     dist.barrier()
 """
+
+
+def test_a_watched_process_lets_go_of_what_it_computed(monkeypatch):
+    """A frame that the watch keeps would keep tensors too: autograd copies a gradient that somebody else has."""
+    monkeypatch.setattr(Watch, "_BEAT_S", 0.001)
+    watch = Watch(lambda waits: None)
+    watch.start()
+
+    def compute():
+        value = torch.ones(1)
+        time.sleep(0.02)
+        return weakref.ref(value)
+
+    try:
+        assert [compute()() for _ in range(10)] == [None] * 10
+    finally:
+        watch.end()
+        watch.join()
 
 
 @pytest.mark.gloo
