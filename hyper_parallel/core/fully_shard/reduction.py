@@ -80,6 +80,13 @@ class Reduction:
         self._to_reduce = list(owner.replicas)
         self.done = False
 
+    def receive(self) -> None:
+        """Wait for the first collective, and apply the gradients if there is no other one to come."""
+        if self._part is None and (self._to_reduce or self._shared is not None):
+            self._work.wait()
+        else:
+            self.advance()
+
     def advance(self) -> None:
         """Once the collective under way is through, issue the next, or apply the gradients if there was none to come.
 

@@ -179,8 +179,13 @@ class Schedule:
         """Queue a reduction behind those under way."""
         self.reductions.append(reduction)
 
+    def receive_reductions(self) -> None:
+        """Wait for the collectives under way: their buffers go before the next unit's are made."""
+        for earlier in self.reductions:
+            earlier.receive()
+
     def advance_reductions(self) -> None:
-        """Take the reductions under way a step further: their buffers go before the next unit's are made."""
+        """Take the reductions under way a step further."""
         for earlier in self.reductions:
             earlier.advance()
         self.reductions = [earlier for earlier in self.reductions if not earlier.done]

@@ -535,18 +535,20 @@ class Unit:
         options = self.options
         with torch.no_grad():
             self._let_go()  # before gradients are packed, which takes memory again
-            schedule.advance_reductions()
+            schedule.receive_reductions()
             for reducer in self.reducers:
                 reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs)
             self._may_change |= self._syncs
             if not self._syncs:
+                schedule.advance_reductions()
                 if options.show_sums:
                     for reducer in self.reducers:
                         reducer.show_pending()
                 return
             how = self._reduce_options()
-            for reducer in self.reducers:
-                reduction = reducer.reduce(how, schedule.shares)
+            started = [reducer.reduce(how, schedule.shares) for reducer in self.reducers]
+            schedule.advance_reductions()  # behind these: on links that they share, the first ones are waited for first
+            for reduction in started:
                 if reduction is not None:
                     schedule.add(reduction)
 
