@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.core.fully_shard.fsdp2 import FSDP2Methods, needed_unit, needed_units, nested_traced_units
+from hyper_parallel.core.fully_shard.fsdp2 import (
+    FSDP2Methods,
+    needed_unit,
+    needed_units,
+    nested_traced_units,
+    reached_units,
+)
 from hyper_parallel.core.fully_shard.state_dict import load_into
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, unit_of
 
@@ -88,8 +94,8 @@ class ManagedModule(FSDP2Methods):
         for unit in needed_units(self):
             unit.options.gradient_scale = float(factor)
 
-    def set_reduce_op_type(self, reduce_op_type: str) -> None:
-        """``"avg"`` or ``"sum"``, for this unit only; case and blanks do not matter.
+    def set_reduce_op_type(self, reduce_op_type: str, *, recurse: bool = False) -> None:
+        """``"avg"`` or ``"sum"``, for this unit; ``recurse=True``: nested. Case and blanks do not matter.
 
         The default is ``"avg"`` where a unit manages only plain parameters, else ``"sum"``: then the loss must already
         be divided by the number of data-parallel ranks.
@@ -99,8 +105,9 @@ class ManagedModule(FSDP2Methods):
             raise ValueError(
                 f"set_reduce_op_type cannot use {reduce_op_type!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'"
             )
-        options = needed_unit(self).options
-        options.average, options.divide_by, options.chose_reduction = cleaned == "avg", None, True
+        for unit in reached_units(self, "set_reduce_op_type", recurse):
+            options = unit.options
+            options.average, options.divide_by, options.chose_reduction = cleaned == "avg", None, True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a module with the same units over the same groups, values of its own, and no gradients."""
