@@ -558,8 +558,8 @@ def test_keywords_of_fsdp2_and_of_the_existing_library(ctx):
         model.set_reshard_after_forward(reshard_after_forward=flag, recurse=True)
         model.set_reshard_after_backward(reshard_after_backward=flag, recurse=True)
         model.set_is_last_backward(is_last_backward=flag)
-    model.set_reduce_op_type(reduce_op_type="sum")
-    assert not unit_of(model).options.average
+    model.set_reduce_op_type(reduce_op_type="sum", recurse=True)
+    assert not unit_of(model[1]).options.average
     with pytest.raises(ValueError, match="cannot use None as its requires_gradient_sync"):
         model.set_requires_gradient_sync()
     cells = hsdp(nn.Sequential(hsdp(nn.Linear(2, 2)), hsdp(nn.Linear(2, 2))))

@@ -28,6 +28,7 @@ __all__ = [
     "nested_units",
     "needed_unit",
     "needed_units",
+    "reached_units",
     "register_state",
     "share_comm_ctx",
     "state",
@@ -64,7 +65,7 @@ class FSDP2Methods(FSDPModule):
         """
         flag = requires_grad_sync if requires_gradient_sync is None else requires_gradient_sync
         _check_flag("set_requires_gradient_sync", flag, "requires_gradient_sync")
-        for unit in _reach(self, "set_requires_gradient_sync", recurse):
+        for unit in reached_units(self, "set_requires_gradient_sync", recurse):
             unit.options.requires_gradient_sync = unit.options.requires_all_reduce = bool(flag)
         for traced in nested_traced_units(self) if recurse else _own_traced(self):
             traced.set_requires_grad_sync(flag)
@@ -73,7 +74,7 @@ class FSDP2Methods(FSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: reduce over the shard axis only; the replicate axis follows in the next backward with True."""
         _check_flag("set_requires_all_reduce", requires_all_reduce, "requires_all_reduce")
-        for unit in _reach(self, "set_requires_all_reduce", recurse):
+        for unit in reached_units(self, "set_requires_all_reduce", recurse):
             unit.options.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -137,14 +138,14 @@ class FSDP2Methods(FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the whole parameters are freed after forward; replaces an int given when wrapping."""
         _check_flag("set_reshard_after_forward", reshard_after_forward, "reshard_after_forward")
-        for unit in _reach(self, "set_reshard_after_forward", recurse):
+        for unit in reached_units(self, "set_reshard_after_forward", recurse):
             unit.options.reshard_after_forward = reshard_after_forward
             unit.use_smaller_world(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Whether the whole parameters are freed after backward; False keeps them until an optimizer has stepped."""
         _check_flag("set_reshard_after_backward", reshard_after_backward, "reshard_after_backward")
-        for unit in _reach(self, "set_reshard_after_backward", recurse):
+        for unit in reached_units(self, "set_reshard_after_backward", recurse):
             unit.options.reshard_after_backward = reshard_after_backward
         self._show_gathered()
 
@@ -446,7 +447,12 @@ def _own_traced(module: Any) -> list[Any]:
     return [] if traced is None else [traced]
 
 
-def _reach(module: Any, method: str, recurse: bool) -> Iterable[Unit]:
+def reached_units(module: Any, method: str, recurse: bool) -> Iterable[Unit]:
+    """The units that a method is about: all nested ones, or the module's own.
+
+    Raises:
+        ValueError: It was never wrapped, or ``recurse`` is no bool.
+    """
     _check_flag(method, recurse, "recurse")
     if recurse:
         return needed_units(module)

@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.core.fully_shard.fsdp2 import FSDP2Methods, needed_unit, needed_units, nested_traced_units
+from hyper_parallel.core.fully_shard.fsdp2 import (
+    FSDP2Methods,
+    needed_unit,
+    needed_units,
+    nested_traced_units,
+    reached_units,
+)
 from hyper_parallel.core.fully_shard.state_dict import load_into
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, unit_of
 
@@ -49,7 +55,7 @@ class ManagedModule(FSDP2Methods):
             raise ValueError(
                 f"set_reduce_op_type cannot use {reduce_op_type!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'"
             )
-        units = needed_units(self) if recurse else [needed_unit(self)]
+        units = reached_units(self, "set_reduce_op_type", recurse)
         if op == "sum" and recurse and nested_traced_units(self):
             raise ValueError(
                 "set_reduce_op_type cannot reach a cell that was wrapped with use_eager_hook=False\n"
