@@ -28,6 +28,7 @@ from sim.clock import CLOCK_SEAMS
 from sim.current import current_context, this_thread
 from sim.errors import SimError
 from sim.seams import devices
+from sim.seams.dispatcher import DISPATCHER_SEAMS
 from sim.seams.event_loops import EVENT_LOOP_SEAMS
 from sim.seams.helper_threads import HELPER_SEAMS
 from sim.seams.locks import LOCK_SEAMS
@@ -767,6 +768,7 @@ SEAMS: tuple[Callable[[World], Undo], ...] = (
     _allocator,
     _platform,
     _mapped_device,
+    *DISPATCHER_SEAMS,
     *SHARDING_SEAMS,
     *PROCESS_SEAMS,
     *IMPORT_SEAMS,
