@@ -30,6 +30,7 @@ from sim.script.failure import device_hint, exit_hint
 from sim.script.process_view import ProcessView
 from sim.seams.devices import KINDS, MapDevice
 from sim.seams.messages import copy_of_filters, enter_filters, leave_filters
+from sim.seams.module_hooks import Hooks, enter_hooks, leave_hooks
 from sim.seams.process import Generators
 from sim.store import RankStore, SharedStore
 from sim.trace import Event, Trace, user_line
@@ -54,6 +55,7 @@ class RankContext:
         c10d: Its ``torch.distributed`` state (the default group, all groups by name ...).
         generators: Its default generators of ``random`` and numpy.
         filters: Its warning filters while it does not run; each run begins with the process's.
+        hooks: Its hooks on all modules and optimizers while it does not run; each run begins with the process's.
         view: Its ``__main__``, ``sys.argv`` and so on, if it runs a script.
         device_index: What it has made its current device, where devices are mapped to the CPU.
         faults: Asked before each of its operations; None in a world without faults.
@@ -77,6 +79,7 @@ class RankContext:
         self.rng_state = torch.Generator().manual_seed(seed).get_state()
         self.generators = Generators(seed)
         self.filters = copy_of_filters()
+        self.hooks: Hooks | None = None
         self.op_handlers: Any = None  # how DTensors are dispatched while it is inside of loss_parallel
         self.view: ProcessView | None = None
         self.device_index = 0
@@ -356,8 +359,9 @@ class World:
         self._runs += 1
         scheduler = self.scheduler = self._new_scheduler()
         process_rng, process_filters = torch.default_generator.get_state(), leave_filters()
+        process_hooks = leave_hooks()
         for context in self.contexts:
-            context.filters = copy_of_filters()
+            context.filters, context.hooks = copy_of_filters(), process_hooks
         self._process_threads = torch.get_num_threads()
         try:
             scheduler.run(self._workers, list(self.contexts), lambda rank: self._rank_main(rank, fn, args, keywords))
@@ -365,6 +369,8 @@ class World:
             self._life = "alive"
             torch.default_generator.set_state(process_rng)
             enter_filters(process_filters)
+            leave_hooks()
+            enter_hooks(process_hooks)
             torch.set_num_threads(self._process_threads)  # a rank's setting is also that of threads yet to come
             slots = [slot for group in self.groups.values() for slot in group.slots.values()]
             messages = [message for group in self.groups.values() for message in group.unmatched()]
@@ -565,7 +571,7 @@ def _making_on(device: str | None) -> Iterator[None]:
 
 def _leave(context: RankContext) -> None:
     context.rng_state = torch.default_generator.get_state()
-    context.filters = leave_filters()
+    context.filters, context.hooks = leave_filters(), leave_hooks()
     if context.op_handlers is not None:
         torch_seams.use_op_handlers(context, leaving=True)
     if context.view is not None:
@@ -575,6 +581,7 @@ def _leave(context: RankContext) -> None:
 def _enter(context: RankContext) -> None:
     torch.default_generator.set_state(context.rng_state)
     enter_filters(context.filters)
+    enter_hooks(context.hooks)
     if context.op_handlers is not None:
         torch_seams.use_op_handlers(context)
     if context.view is not None:
