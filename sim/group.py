@@ -233,6 +233,8 @@ class Group:
         world = self.world
         calls = [call for call in slot.calls if call is not None]
         carry = world.faults.execute if world.faults.flips else execute
+        if world.groups_made.others and len(self.ranks) == len(world.contexts):
+            slot.mismatch = True  # all ranks meet, and have made groups that do not go together
         try:
             problem = None if slot.mismatch else without_modes(partial(carry, calls))
         except Exception as cause:

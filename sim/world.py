@@ -205,6 +205,7 @@ class World:
         digest: Makes the fingerprint that the trace keeps of the data a rank gives; None: it keeps none.
         check_replicas: Whether it compares copies at each optimizer step, and follows what is partial.
         meetings: Where ranks compare their copies.
+        groups_made: Of which ranks they have made their groups.
         faults: What goes wrong in it, and when.
         backend: The name of its default group: ``sim``, or the backend whose reductions it imitates.
     """
@@ -236,6 +237,7 @@ class World:
         self.meetings = replicas.Meetings()
         self._clocks = [0.0] * world_size
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
+        self.groups_made = membership.GroupsMade()
         self.store = self._new_store()
         self.scheduler: Scheduler = self._new_scheduler()
         more = "" if schedule is None else f", schedule={list(schedule)}"
@@ -383,8 +385,11 @@ class World:
             results = [rank.result for rank in scheduler.ranks]
             scheduler.ranks = []  # their results and errors belong to the caller now
         self._raise_failure(scheduler)
+        mismatch = membership.group_mismatch(self, at_end=True)
+        if mismatch is not None:
+            raise mismatch
         if slots or messages:
-            raise membership.group_mismatch(self) or stuck.never_completed(self, slots, messages)
+            raise stuck.never_completed(self, slots, messages)
         return results
 
     def _raise_failure(self, scheduler: Scheduler) -> None:

@@ -211,13 +211,76 @@ def test_meshes_of_different_shapes():
         dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"), async_op=async_op)
 
     expected = (
-        "the ranks do not agree on the members of the group that they made as number 4\n"
-        "  rank 2  of ranks 2-3  axis 'tp'  test_sim_errors.py:* in body\n"
-        "  rank 3  of rank 3     axis 'tp'  test_sim_errors.py:* in body\n"
-        "  differs: group (ranks 2-3 on rank 2, rank 3 on rank 3)\n"
+        "the ranks do not agree on the members of the group that they made as number 1\n"
+        "  rank 0  of ranks 0, 2  axis 'dp'  test_sim_errors.py:* in body\n"
+        "  rank 1  of ranks 0, 2  axis 'dp'\n"
+        "  rank 2  of ranks 0, 2  axis 'dp'  test_sim_errors.py:* in body\n"
+        "* rank 3  of rank 0      axis 'tp'  test_sim_errors.py:* in body\n"
+        "  differs: group (ranks 0, 2 on ranks 0-2, rank 0 on rank 3)\n"
     )
     assert text_of(lambda: body(False), 4, sim.CollectiveMismatch).startswith(expected)
     assert text_of(lambda: body(True), 4, sim.CollectiveMismatch).startswith(expected), "also when nobody waits"
+
+
+def ask_for_one_of_two() -> None:
+    dist.new_group([0, 1] if dist.get_rank() < 2 else [0, 2])
+
+
+def ask_for_halves() -> None:
+    dist.new_group([0, 1] if dist.get_rank() < 2 else [2, 3])
+
+
+def ask_for_all_or_some() -> None:
+    dist.new_group([0, 1] if dist.get_rank() == 0 else None)
+
+
+def ask_for_meshes() -> None:
+    dist.init_device_mesh("cpu", (2, 2) if dist.get_rank() else (4, 1))
+
+
+@pytest.mark.parametrize("make", [ask_for_one_of_two, ask_for_halves, ask_for_all_or_some, ask_for_meshes])
+@pytest.mark.parametrize("then", [lambda: None, dist.barrier, lambda: dist.all_reduce(torch.ones(1), async_op=True)])
+def test_groups_of_different_ranks_that_nobody_uses(make, then):
+    """They are named where all ranks meet next, or at the end; with gloo, making them does not end."""
+
+    def body() -> None:
+        make()
+        then()
+        assert then.__name__ == "<lambda>", "the barrier has let it pass"
+
+    text = text_of(body, 4, sim.CollectiveMismatch)
+    assert text.startswith("the ranks do not agree on the members of the group that they made as number 1\n")
+    assert "differs: group (" in text
+
+
+def test_a_group_that_a_rank_has_not_made():
+    def body() -> None:
+        if dist.get_rank() != 1:
+            dist.new_group([0, 2])
+
+    assert text_of(body, 3, sim.CollectiveMismatch) == (
+        "the ranks do not agree on the members of the group that they made as number 1\n"
+        "  rank 0  of ranks 0, 2      test_sim_errors.py:* in body\n"
+        "* rank 1  has not made it\n"
+        "  rank 2  of ranks 0, 2      test_sim_errors.py:* in body\n"
+        "  differs: group (ranks 0, 2 on ranks 0, 2, none on rank 1)\n"
+        "  try: let every rank make the same groups and meshes, of the same ranks, in the same order\n"
+        "  replay: sim.run(..., world_size=3, seed=0)"
+    )
+
+
+def test_a_group_that_a_rank_makes_late_is_right():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            dist.barrier()
+        dist.new_group([2, 0])
+        if dist.get_rank() != 0:
+            dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group()
+        dist.new_group([0, 1])
+
+    sim.run(body, 3)
 
 
 def test_groups_that_are_made_differently_and_may_be():
