@@ -17,7 +17,7 @@ from sim import membership, report, stuck, threads, torch_seams
 from sim.callables import check_call, check_result
 from sim.checks import partials, races, replicas
 from sim.clock import Cost, Pricing
-from sim.collectives import Call, Problem
+from sim.collectives import Call, MemoryGone, Problem
 from sim.current import current_rank, this_thread
 from sim.errors import RankLost, RankStopped, SimError, rank_failed, ranks_phrase
 from sim.faults import Fault
@@ -518,6 +518,10 @@ class World:
     def message_error(self, source: Message, target: Message) -> SimError:
         """The error for a send and a receive that do not fit together."""
         return report.message_mismatch(self, source, target)
+
+    def memory_error(self, source: Message, target: Message, cause: MemoryGone) -> SimError:
+        """The error for a send and a receive of which one has no memory left."""
+        return report.message_without_memory(self, source, target, cause)
 
     def _stuck(self) -> SimError:
         for group in self.groups.values():

@@ -1063,3 +1063,108 @@ def test_an_exception_in_a_callback_of_a_future():
 
     with pytest.raises(RuntimeError, match="in the callback"):
         sim.run(body, 2)
+
+
+# -- memory that is gone ---------------------------------------------------------------------------------------
+
+
+def reduces(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    return x, dist.all_reduce(x, async_op=True)
+
+
+def gathers(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    whole = torch.zeros(8)
+    part = whole.chunk(2)[dist.get_rank()]
+    return whole, dist.all_gather_into_tensor(whole, part.copy_(x), async_op=True)
+
+
+def sends(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    return x, (dist.isend(x, 0) if dist.get_rank() else dist.irecv(x, 1))
+
+
+def receives(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    return x, (dist.irecv(x, 0) if dist.get_rank() else dist.isend(x, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*deprecated:FutureWarning")
+@pytest.mark.parametrize("left", [0, 4])
+@pytest.mark.parametrize("begin", [reduces, gathers, sends, receives])
+def test_a_tensor_that_loses_its_memory_in_flight(begin, left):
+    """To touch it would end the process."""
+
+    def body() -> None:
+        group = dist.new_group()
+        if dist.get_rank() == 0:
+            dist.barrier(group)
+        tensor, work = begin(torch.ones(4))
+        if dist.get_rank() == 1:
+            tensor.untyped_storage().resize_(left)
+            dist.barrier(group)
+        work.wait()
+
+    text = text_of(body, 2, sim.SimError)
+    first, *_, because, hint, _ = text.splitlines()
+    assert first.endswith(" group 'world' cannot be carried out: a tensor of rank 1 has lost its memory")
+    assert "\n* rank 1  " in text
+    assert "\n* rank 0  " not in text
+    assert because in (
+        f"  because: float32 [4] takes 16 bytes, and its storage has {left}",
+        f"  because: float32 [8] takes 32 bytes, and its storage has {left}",
+    )
+    assert hint.startswith("  try: to wait for the work that the operation returned before its storage is resized")
+
+
+def test_what_has_lost_its_memory_and_got_it_back():
+    def body() -> list[float]:
+        x = torch.ones(4)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(16)
+        dist.all_reduce(x.fill_(1.0))
+        dist.broadcast(empty := torch.empty(0), 0)
+        return [*x.tolist(), *empty.tolist()]
+
+    assert sim.run(body, 2) == [[2.0] * 4] * 2
+
+
+# -- many ranks ------------------------------------------------------------------------------------------------
+
+
+def test_many_ranks_that_say_the_same_are_one_line():
+    def body() -> None:
+        rank = dist.get_rank()
+        if rank == 7:
+            dist.barrier()
+        else:
+            dist.all_reduce(torch.ones(2 if rank % 2 else 3))
+
+    assert text_of(body, 40, sim.CollectiveMismatch) == (
+        "the ranks of group 'world' do not agree on its operation #0\n"
+        "  ranks 0, 2, ..., 38  all_reduce  SUM    float32 [3]  test_sim_errors.py:* in body\n"
+        "* ranks 1, 3, ..., 39  all_reduce  SUM    float32 [2]  test_sim_errors.py:* in body\n"
+        "* rank 7               barrier                         test_sim_errors.py:* in body\n"
+        "  differs: operation (all_reduce on ranks 0-6, 8-39, barrier on rank 7); size ([3] on ranks 0, 2, ..., 38, "
+        "[2] on ranks 1, 3, ..., 39)\n"
+        f"{HINT}"
+        "  replay: sim.run(..., world_size=40, seed=0)"
+    )
+
+
+def skip() -> None:
+    if dist.get_rank() != 3:
+        dist.barrier()
+
+
+def reduce_in_two_ways() -> None:
+    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() == 3 else dist.ReduceOp.SUM)
+
+
+def send_in_vain() -> None:
+    if dist.get_rank():
+        dist.isend(torch.ones(1), 0)
+
+
+@pytest.mark.parametrize("body", [skip, reduce_in_two_ways, ask_for_one_of_two, send_in_vain])
+def test_what_is_said_of_many_ranks_is_short(body):
+    text = text_of(body, 64, sim.SimError)
+    assert len(text.splitlines()) <= 8
+    assert len(text) < 1200
