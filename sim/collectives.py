@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from sim.errors import ranks_phrase
 
-__all__ = ["Call", "Contract", "Problem", "execute", "reduce_op_name", "sizes_of"]
+__all__ = ["Call", "Contract", "MemoryGone", "Problem", "check_memory", "execute", "reduce_op_name", "sizes_of"]
 
 _MANY = 32  # ranks from which on n * n copies of small parts cost more than anything else
 _TOLD = 4  # pairs of ranks that an error names
+_LOOKED_AT = 8  # tensors of a list whose memory is looked at: a look costs as much as a small copy
 _SMALL = 8 * 1024  # elements of a part under which it is not worth a view of its own
 _PIECE = 32 * 1024  # elements worked on at a time, 128 KiB of fp32: a fraction of a core's L2 cache
 
@@ -48,6 +49,15 @@ class Problem(NamedTuple):
     what: Callable[[Sequence[int]], str]
     hint: str
     blamed: tuple[int, ...] = ()
+
+
+class MemoryGone(Exception):
+    """A tensor has lost its memory, as by ``untyped_storage().resize_(0)``: to touch it would end the process."""
+
+    def __init__(self, member: int, tensor: torch.Tensor) -> None:
+        self.member = member
+        dtype, found = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage().nbytes()
+        self.what = f"{dtype} {list(tensor.shape)} takes {tensor.nbytes:,} bytes, and its storage has {found:,}"
 
 
 class Call:
@@ -102,6 +112,10 @@ def execute(calls: list[Call]) -> Problem | None:
     for call in calls:
         if _has_no_data(call):
             return _on_meta(calls)
+    for member, call in enumerate(calls):
+        check_memory(member, call.outputs)
+        if call.inputs is not call.outputs:
+            check_memory(member, call.inputs)
     problem = _same_memory(calls)
     if problem is None:
         with torch.inference_mode():
@@ -157,6 +171,22 @@ def _same_memory(calls: list[Call]) -> Problem | None:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def check_memory(member: int, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise :class:`MemoryGone` for a tensor of ``member`` that has lost its memory since it was handed over."""
+    for tensor in tensors[:_LOOKED_AT]:
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            has = tensor.untyped_storage().nbytes()
+            if has < tensor.nbytes and has < _reach(tensor) * tensor.element_size():
+                raise MemoryGone(member, tensor)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """The elements from the first to the last; some may share memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 # -- reductions ------------------------------------------------------------------------------------------------

@@ -205,12 +205,34 @@ def short_ranks_phrase(ranks: Sequence[int]) -> str:
     return phrase if len(phrase) <= 40 else f"ranks {ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
 
 
+_SINGLE = 16  # rows up to which each rank has a line of its own
+
+
 def table(rows: Sequence[Sequence[str]], *, marked: Iterable[int] = ()) -> str:
-    """Align rows of text in columns, one line each, with a ``*`` before the marked ones."""
+    """Align rows of text in columns, one line each, with a ``*`` before the marked ones.
+
+    Among many rows, ranks that say the same share a line.
+    """
     marks = set(marked)
+    if len(rows) > _SINGLE:
+        rows, marks = _together(rows, marks)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for index, row in enumerate(rows):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"{'*' if index in marks else ' '} {cells}".rstrip())
     return "\n".join(lines)
+
+
+def _together(rows: Sequence[Sequence[str]], marks: set[int]) -> tuple[list[Sequence[str]], set[int]]:
+    """One row for all ranks whose rows are alike, in the order of the first of each."""
+    alike: dict[tuple[str, ...], list[int]] = {}  # "" and the cells of a rank, or a row that is of no rank
+    for index, (first, *rest) in enumerate(rows):
+        is_rank = first.removeprefix("rank ").isdigit()
+        apart = str(index in marks) if is_rank else str(index)
+        alike.setdefault(("" if is_rank else first, *rest, apart), []).append(index)
+    merged: list[Sequence[str]] = []
+    for (first, *rest, _), found in alike.items():
+        numbers = [int(rows[index][0].removeprefix("rank ")) for index in found if not first]
+        merged.append((first or short_ranks_phrase(numbers), *rest))
+    return merged, {place for place, found in enumerate(alike.values()) if found[0] in marks}

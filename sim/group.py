@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from sim.collectives import Call, execute
+from sim.collectives import Call, MemoryGone, check_memory, execute
 from sim.errors import ranks_phrase, short_ranks_phrase
 from sim.scheduler import Lost, Waitable
 from sim.trace import Span
@@ -233,6 +233,8 @@ class Group:
         world = self.world
         calls = [call for call in slot.calls if call is not None]
         carry = world.faults.execute if world.faults.flips else execute
+        if world.groups_made.others and len(self.ranks) == len(world.contexts):
+            slot.mismatch = True  # all ranks meet, and have made groups that do not go together
         try:
             problem = None if slot.mismatch else without_modes(partial(carry, calls))
         except Exception as cause:
@@ -267,10 +269,17 @@ def deliver(world: World, source: Message, target: Message) -> float:
         error = world.message_error(source, target)
         world.scheduler.fail(error)
         raise error
+    assert source.sender is not None
+    try:
+        check_memory(source.sender, [give])
+        check_memory(target.receiver, [take])
+    except MemoryGone as cause:
+        gone = world.memory_error(source, target, cause)
+        world.scheduler.fail(gone)
+        raise gone from None
     with torch.inference_mode():
         take.data.copy_(give.data.reshape(take.shape))
     ranks, span = source.group.ranks, source.span
-    assert source.sender is not None
     span.start = max(source.issued, target.issued)
     took = world.pricing.of_message(ranks[source.sender], ranks[source.receiver], give.numel() * give.element_size())
     span.end = span.start + took

@@ -1,66 +1,116 @@
-"""Finds groups that ranks have made under one number, but of different ranks."""
+"""The groups that ranks have made, by number: those of one number must be of the same ranks everywhere."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from sim.errors import CollectiveMismatch, ranks_phrase, short_ranks_phrase, table
 from sim.handling import being_handled
+from sim.trace import user_line
 
 if TYPE_CHECKING:
-    from sim.process_group import SimProcessGroup
     from sim.world import World
 
-__all__ = ["group_mismatch"]
+__all__ = ["GroupsMade", "group_mismatch"]
+
+# The rank's default group (how often the ranks that were left, and how often it, had made one), and the group's number.
+Key = tuple[int, int, int]
 
 
-def group_mismatch(world: World) -> CollectiveMismatch | None:
+class _Asked(NamedTuple):
+    """What a rank has asked for.
+
+    Attributes:
+        members: The ranks of the group, in the numbering of the default group.
+        axis: The axis of a mesh that the group is for; empty for other groups.
+        line: The user's.
+    """
+
+    members: tuple[int, ...]
+    axis: str
+    line: str
+
+
+class GroupsMade:
+    """What the ranks of a world have asked for.
+
+    torch numbers the groups that a rank is told of, whether it is in them or not, and makes them when all ranks have
+    come; simulated ranks do not wait there. Groups made with ``use_local_synchronization`` have no number.
+
+    Attributes:
+        others: By group, and rank, what is not what the first rank has asked for.
+    """
+
+    def __init__(self) -> None:
+        self.others: dict[Key, dict[int, _Asked]] = {}
+        self._first: dict[Key, _Asked] = {}
+        self._members: dict[tuple[Key, int], _Asked] = {}
+
+    def note(self, key: Key, rank: int, members: Iterable[int], description: str) -> None:
+        """Note that ``rank``, which is in it, or is the first or of another mind, has made a group of ``members``."""
+        axis = description.removeprefix("mesh_") if description.startswith("mesh_") else ""
+        asked = _Asked(tuple(sorted(members)), axis, user_line())
+        self._members[key, rank] = asked
+        if self._first.setdefault(key, asked).members != asked.members:
+            self.others.setdefault(key, {})[rank] = asked
+
+    def of(self, key: Key, rank: int) -> _Asked:
+        """What ``rank`` has asked for, which has made the group; who is not in it has asked for what the first has."""
+        return self._members.get((key, rank)) or self._first[key]._replace(line="")
+
+
+def group_mismatch(world: World, *, at_end: bool = False) -> CollectiveMismatch | None:
     """The error for a group on whose members the ranks do not agree, if there is one.
 
-    torch numbers the groups that a rank is told of, whether it is in them or not, and the k-th one must be the same
-    everywhere. Those that ranks make with ``use_local_synchronization`` are named by their members instead.
+    Args:
+        world: The world.
+        at_end: Whether all ranks have come to the end of their function, so that a group may be missing, too.
     """
-    made: dict[tuple[int, int, str], dict[int, SimProcessGroup]] = {}  # torch begins to count anew with a default group
-    for context in world.contexts:
-        if context.rank not in world.faults.losses.by_rank:
-            for group, name in context.c10d.pg_names.items():
-                made.setdefault((context.generation, context.inits, name), {})[context.rank] = group
-    for (*_, name), groups in sorted(made.items(), key=lambda item: (len(item[0][2]), item[0])):
-        if name.isdigit() and _overlap_and_differ(groups):
-            return _error(world, name, groups)
-    return None
+    made = {
+        context.rank: (context.generation, context.inits, context.c10d.group_count)
+        for context in world.contexts
+        if context.rank not in world.faults.losses.by_rank and context.c10d.default_pg is not None
+    }
+    keys = list(world.groups_made.others)
+    if at_end and not world.faults.losses.by_rank:
+        keys += [fewest for fewest in made.values() if any(fewest[:2] == m[:2] and fewest < m for m in made.values())]
+    if not keys:
+        return None
+    key = min(keys)
+    by_rank = {rank: key < counted for rank, counted in made.items() if counted[:2] == key[:2]}
+    return _error(world, key, by_rank, at_end)
 
 
-def _overlap_and_differ(groups: dict[int, SimProcessGroup]) -> bool:
-    members = list(dict.fromkeys(group.members for group in groups.values()))
-    return sum(map(len, members)) > len({rank for ranks in members for rank in ranks})
-
-
-def _error(world: World, name: str, groups: dict[int, SimProcessGroup]) -> CollectiveMismatch:
+def _error(world: World, key: Key, made: dict[int, bool], at_end: bool) -> CollectiveMismatch:
     by_members: dict[tuple[int, ...], list[int]] = {}
-    for rank, group in sorted(groups.items()):
-        by_members.setdefault(group.members, []).append(rank)
-    usual = max(by_members.values(), key=len)
-    is_clear = [len(ranks) for ranks in by_members.values()].count(len(usual)) == 1
-    concerned = sorted({rank for members in by_members for rank in members})
-    rows, marked = [], []
-    for index, rank in enumerate(concerned):
-        if rank not in groups:
-            rows.append((f"rank {rank}", "is not in its group of that number", "", ""))
-            continue
-        group = groups[rank]
-        axis = f"axis {group.group_desc.removeprefix('mesh_')!r}" if group.group_desc.startswith("mesh_") else ""
-        rows.append((f"rank {rank}", f"of {short_ranks_phrase(group.members)}", axis, group.line))
+    asked = {rank: world.groups_made.of(key, rank) for rank, has in made.items() if has}
+    for rank, found in asked.items():
+        by_members.setdefault(found.members, []).append(rank)
+    missing = [rank for rank, has in made.items() if not has] if at_end else []
+    parts = [*by_members.values(), *([missing] if missing else [])]
+    usual = max(parts, key=len)
+    is_clear = [len(ranks) for ranks in parts].count(len(usual)) == 1
+    rows: list[tuple[str, ...]] = []
+    marked: list[int] = []
+    for rank in sorted((*asked, *missing)):
         if is_clear and rank not in usual:
-            marked.append(index)
-    differs = ", ".join(f"{short_ranks_phrase(m)} on {ranks_phrase(who)}" for m, who in by_members.items())
+            marked.append(len(rows))
+        if rank in missing:
+            rows.append((f"rank {rank}", "has not made it", "", ""))
+            continue
+        found = asked[rank]
+        axis = f"axis {found.axis!r}" if found.axis else ""
+        rows.append((f"rank {rank}", f"of {short_ranks_phrase(found.members)}", axis, found.line))
+    differs = [f"{short_ranks_phrase(m)} on {ranks_phrase(who)}" for m, who in by_members.items()]
+    differs += [f"none on {ranks_phrase(missing)}"] if missing else []
     handled = being_handled(world)
     return handled.chained(
         CollectiveMismatch(
-            f"the ranks do not agree on the members of the group that they made as number {name}\n"
+            f"the ranks do not agree on the members of the group that they made as number {key[2]}\n"
             f"{table(rows, marked=marked)}\n"
             f"{handled.lines}"
-            f"  differs: group ({differs})\n"
+            f"  differs: group ({', '.join(differs)})\n"
             "  try: let every rank make the same groups and meshes, of the same ranks, in the same order\n"
             f"  replay: {world.replay}"
         )

@@ -22,6 +22,7 @@ from sim.errors import SimError
 from sim.group import Group, Message, deliver, without_modes
 from sim.report import not_reduced
 from sim.scheduler import Waitable
+from sim.seams.dispatcher import Dispatched, seen_by_modes
 from sim.trace import user_line
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def _unsupported(name: str) -> Callable[..., Any]:
     return method
 
 
-class SimProcessGroup(dist.ProcessGroup):
+class SimProcessGroup(Dispatched):
     """One rank's end of a group. torch calls its methods, by old and new names alike."""
 
     def __init__(self, context: RankContext, group: Group, member: int) -> None:
@@ -396,7 +397,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     # -- reductions --------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> SimWork:
+    def _all_reduce(self, tensors: Tensors, opts: Any = None) -> SimWork:
         self._check_no_gaps("all_reduce", tensors)
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         self._check_reduces("all_reduce", name, tensors)
@@ -419,8 +420,10 @@ class SimProcessGroup(dist.ProcessGroup):
         )
         return self._issue(call, tensors)
 
-    allreduce_coalesced = allreduce
+    allreduce = seen_by_modes("allreduce")(_all_reduce)
+    allreduce_coalesced = seen_by_modes("allreduce_coalesced")(_all_reduce)
 
+    @seen_by_modes("reduce")
     def reduce(self, tensors: Tensors, opts: Any) -> SimWork:
         self._check_no_gaps("reduce", tensors)
         name, factor = reduce_op_name(opts.reduceOp)
@@ -469,14 +472,17 @@ class SimProcessGroup(dist.ProcessGroup):
         )
         return self._issue(call, [output])
 
+    @seen_by_modes("reduce_scatter")
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> SimWork:
         return self._reduce_scatter(outputs[0], inputs[0], opts, single=False)
 
+    @seen_by_modes("reduce_scatter_single", "_reduce_scatter_base")
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SimWork:
         return self._reduce_scatter(output, [input], opts, single=True)
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @seen_by_modes("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         self._check_reduces("reduce_scatter", name, inputs)
@@ -496,6 +502,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     # -- movement ----------------------------------------------------------------------------------------------
 
+    @seen_by_modes("broadcast")
     def broadcast(self, tensors: Tensors, opts: Any) -> SimWork:
         self._check_no_gaps("broadcast", tensors)
         total, at_root = _nbytes(tensors), self._root("broadcast", opts.rootRank) == self._member
@@ -539,16 +546,19 @@ class SimProcessGroup(dist.ProcessGroup):
         )
         return self._issue(call, outputs)
 
+    @seen_by_modes("allgather")
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> SimWork:
         del opts
         return self._all_gather(outputs[0], inputs[0], single=False)
 
+    @seen_by_modes("all_gather_single", "_allgather_base")
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SimWork:
         del opts
         return self._all_gather([output], input, single=True)
 
     _allgather_base = all_gather_single
 
+    @seen_by_modes("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
         del opts
         self._check_wholes("all_gather", outputs, "output", inputs, "input")
@@ -564,6 +574,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @seen_by_modes("allgather_coalesced")
     def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> SimWork:
         del opts
         if len(output_lists) != self._size or any(len(outputs) != len(inputs) for outputs in output_lists):
@@ -576,6 +587,7 @@ class SimProcessGroup(dist.ProcessGroup):
         works = [self._all_gather(outputs, i, single=False) for outputs, i in zip(by_input, inputs, strict=True)]
         return self._together(works, [t for outputs in output_lists for t in outputs])
 
+    @seen_by_modes("gather")
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> SimWork:
         at_root = self._root("gather", opts.rootRank) == self._member
         if at_root:
@@ -604,6 +616,7 @@ class SimProcessGroup(dist.ProcessGroup):
 
     gather_into_tensor = gather_single
 
+    @seen_by_modes("scatter")
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> SimWork:
         at_root = self._root("scatter", opts.rootRank) == self._member
         if at_root:
@@ -638,12 +651,14 @@ class SimProcessGroup(dist.ProcessGroup):
         )
         return self._issue(call, outputs)
 
+    @seen_by_modes("alltoall")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
         del opts
         self._check_list("all_to_all", "output", outputs, inputs[0])
         self._check_list("all_to_all", "input", inputs, outputs[0])
         return self._all_to_all(outputs, inputs)
 
+    @seen_by_modes("all_to_all_single", "alltoall_base")
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -684,24 +699,29 @@ class SimProcessGroup(dist.ProcessGroup):
             )
         return list(splits)
 
+    @seen_by_modes("barrier")
     def barrier(self, opts: Any = None) -> SimWork:
         del opts
         return self._issue(Call(Contract("barrier")))
 
+    @seen_by_modes("monitored_barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         del timeout, wait_all_ranks
         self.barrier().wait()
 
     # -- point to point ----------------------------------------------------------------------------------------
 
+    @seen_by_modes("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> SimWork:
         self._check_no_gaps("send", tensors)
         return self._meet(tensors[0], self._member, self._root("send", dst), tag, sending=True)
 
+    @seen_by_modes("recv")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> SimWork:
         self._check_no_gaps("recv", tensors)
         return self._meet(tensors[0], self._root("recv", src), self._member, tag, sending=False)
 
+    @seen_by_modes("recv_anysource")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SimWork:
         self._check_no_gaps("recv", tensors)
         return self._meet(tensors[0], None, self._member, tag, sending=False)

@@ -9,15 +9,23 @@ import torch
 
 from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.platform import reductions_of
-from sim.collectives import Call, Contract, Problem, sizes_of
-from sim.errors import CollectiveMismatch, SimError, ranks_phrase, table
+from sim.collectives import Call, Contract, MemoryGone, Problem, sizes_of
+from sim.errors import CollectiveMismatch, SimError, short_ranks_phrase, table
 from sim.handling import being_handled
 
 if TYPE_CHECKING:
     from sim.group import Message, Slot
     from sim.world import World
 
-__all__ = ["call_row", "cannot_carry_out", "collective_mismatch", "message_mismatch", "not_reduced", "tensor_text"]
+__all__ = [
+    "call_row",
+    "cannot_carry_out",
+    "collective_mismatch",
+    "message_mismatch",
+    "message_without_memory",
+    "not_reduced",
+    "tensor_text",
+]
 
 
 def collective_mismatch(world: World, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
@@ -55,6 +63,8 @@ def collective_mismatch(world: World, slot: Slot, problem: Problem | None) -> Co
 def cannot_carry_out(world: World, slot: Slot, cause: Exception) -> SimError:
     """Describe a collective on which all ranks agree, but which torch cannot compute."""
     rows = [call_row(rank, call, slot) for rank, call in zip(slot.group.ranks, slot.calls, strict=True)]
+    if isinstance(cause, MemoryGone):
+        return _memory_gone(world, slot.describe(), rows, slot.group.ranks[cause.member], cause)
     return SimError(
         f"{slot.describe()} cannot be computed\n"
         f"{table(rows)}\n"
@@ -62,6 +72,24 @@ def cannot_carry_out(world: World, slot: Slot, cause: Exception) -> SimError:
         "  try: a dtype and a reduce op that torch can compute on the CPU\n"
         f"  replay: {world.replay}"
     )
+
+
+def _memory_gone(world: World, what: str, rows: list[tuple[str, ...]], rank: int, cause: MemoryGone) -> SimError:
+    """Describe an operation on a tensor whose storage has been given back."""
+    return SimError(
+        f"{what} cannot be carried out: a tensor of rank {rank} has lost its memory\n"
+        f"{table(rows, marked=[index for index, row in enumerate(rows) if row[0] == f'rank {rank}'])}\n"
+        f"  because: {cause.what}\n"
+        "  try: to wait for the work that the operation returned before its storage is resized, and to resize it back "
+        "before the next one\n"
+        f"  replay: {world.replay}"
+    )
+
+
+def message_without_memory(world: World, source: Message, target: Message, cause: MemoryGone) -> SimError:
+    """Describe a send or a receive of a tensor whose storage has been given back."""
+    own = source if cause.member == source.sender else target
+    return _memory_gone(world, own.describe(), _message_rows(source, target), own.group.ranks[own.member], cause)
 
 
 def not_reduced(backend: str, op: str, reduce_op: str, tensor: torch.Tensor, group: str) -> Exception:
@@ -128,7 +156,7 @@ def _differences(present: list[tuple[int, Call]]) -> list[str]:
                 continue  # another operation differs in more than its arguments
             by_value.setdefault(getattr(call.contract, field), []).append(rank)
         if len(by_value) > 1:
-            values = ", ".join(f"{value} on {ranks_phrase(who)}" for value, who in by_value.items())
+            values = ", ".join(f"{value} on {short_ranks_phrase(who)}" for value, who in by_value.items())
             found.append(f"{_WORDS[field]} ({values})")
     return found
 
@@ -139,10 +167,7 @@ def message_mismatch(world: World, source: Message, target: Message) -> Collecti
     assert source.sender is not None
     sender, receiver = ranks[source.sender], ranks[target.receiver]
     what = "device" if source.tensor.is_meta != target.tensor.is_meta else "dtype and size"
-    rows = [
-        (f"rank {rank}", f"{message.who_waits} #{message.seq}", tensor_text(message), message.line)
-        for rank, message in sorted([(sender, source), (receiver, target)], key=lambda row: row[0])
-    ]
+    rows = _message_rows(source, target)
     handled = being_handled(world)
     return handled.chained(
         CollectiveMismatch(
@@ -154,6 +179,14 @@ def message_mismatch(world: World, source: Message, target: Message) -> Collecti
             f"  replay: {world.replay}"
         )
     )
+
+
+def _message_rows(source: Message, target: Message) -> list[tuple[str, ...]]:
+    ranks = source.group.ranks
+    return [
+        (f"rank {ranks[message.member]}", f"{message.who_waits} #{message.seq}", tensor_text(message), message.line)
+        for message in sorted([source, target], key=lambda message: ranks[message.member])
+    ]
 
 
 def tensor_text(message: Message) -> str:

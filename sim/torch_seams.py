@@ -28,6 +28,7 @@ from sim.clock import CLOCK_SEAMS
 from sim.current import current_context, this_thread
 from sim.errors import SimError
 from sim.seams import devices
+from sim.seams.dispatcher import DISPATCHER_SEAMS
 from sim.seams.event_loops import EVENT_LOOP_SEAMS
 from sim.seams.helper_threads import HELPER_SEAMS
 from sim.seams.locks import LOCK_SEAMS
@@ -398,22 +399,32 @@ def _new_group(world: World) -> Undo:
     What torch would check has been checked by the first rank that has made the group.
     """
     original = _replaced("new_group")
-    made: dict[int, tuple[int, list[int], dict[str, Any]]] = {}  # by its number: of how many ranks, which, and how
+    made: dict[Any, tuple[int, list[int], dict[str, Any]]] = {}  # by its number: of how many ranks, which, and how
+    signature = inspect.signature(original)
 
     def new_group(ranks: Any = None, *rest: Any, **options: Any) -> Any:
         context = this_thread.context
-        if context is None or type(ranks) is not list or rest or options.get("use_local_synchronization"):
+        if context is None:
             return original(ranks, *rest, **options)
         state = context.c10d
         default, number = state.default_pg, state.group_count
-        before = made.get(number)
+        key = (context.generation, context.inits, number)
+        if type(ranks) is not list or rest or options.get("use_local_synchronization"):
+            group = original(ranks, *rest, **options)
+            if state.group_count > number:  # it has one, unlike those that are made by some ranks alone
+                asked = signature.bind(ranks, *rest, **options).arguments
+                members = range(default.size()) if ranks is None else ranks
+                world.groups_made.note(key, context.rank, members, asked.get("group_desc") or "")
+            return group
+        before = made.get(key)
         is_known = before is not None and default is not None and before == (default.size(), ranks, options)
         if is_known and default.rank() not in ranks:
             state.group_count = number + 1
             return dist.GroupMember.NON_GROUP_MEMBER
         group = original(ranks, **options)
+        world.groups_made.note(key, context.rank, ranks, options.get("group_desc") or "")
         if before is None and default is not None:
-            made[number] = (default.size(), ranks.copy(), options)
+            made[key] = (default.size(), ranks.copy(), options)
         return group
 
     get_rank = torch_device_mesh.get_rank
@@ -767,6 +778,7 @@ SEAMS: tuple[Callable[[World], Undo], ...] = (
     _allocator,
     _platform,
     _mapped_device,
+    *DISPATCHER_SEAMS,
     *SHARDING_SEAMS,
     *PROCESS_SEAMS,
     *IMPORT_SEAMS,

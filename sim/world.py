@@ -17,7 +17,7 @@ from sim import membership, report, stuck, threads, torch_seams
 from sim.callables import check_call, check_result
 from sim.checks import partials, races, replicas
 from sim.clock import Cost, Pricing
-from sim.collectives import Call, Problem
+from sim.collectives import Call, MemoryGone, Problem
 from sim.current import current_rank, this_thread
 from sim.errors import RankLost, RankStopped, SimError, rank_failed, ranks_phrase
 from sim.faults import Fault
@@ -30,6 +30,7 @@ from sim.script.failure import device_hint, exit_hint
 from sim.script.process_view import ProcessView
 from sim.seams.devices import KINDS, MapDevice
 from sim.seams.messages import copy_of_filters, enter_filters, leave_filters
+from sim.seams.module_hooks import Hooks, enter_hooks, leave_hooks
 from sim.seams.process import Generators
 from sim.store import RankStore, SharedStore
 from sim.trace import Event, Trace, user_line
@@ -54,6 +55,7 @@ class RankContext:
         c10d: Its ``torch.distributed`` state (the default group, all groups by name ...).
         generators: Its default generators of ``random`` and numpy.
         filters: Its warning filters while it does not run; each run begins with the process's.
+        hooks: Its hooks on all modules and optimizers while it does not run; each run begins with the process's.
         view: Its ``__main__``, ``sys.argv`` and so on, if it runs a script.
         device_index: What it has made its current device, where devices are mapped to the CPU.
         faults: Asked before each of its operations; None in a world without faults.
@@ -77,6 +79,7 @@ class RankContext:
         self.rng_state = torch.Generator().manual_seed(seed).get_state()
         self.generators = Generators(seed)
         self.filters = copy_of_filters()
+        self.hooks: Hooks | None = None
         self.op_handlers: Any = None  # how DTensors are dispatched while it is inside of loss_parallel
         self.view: ProcessView | None = None
         self.device_index = 0
@@ -202,6 +205,7 @@ class World:
         digest: Makes the fingerprint that the trace keeps of the data a rank gives; None: it keeps none.
         check_replicas: Whether it compares copies at each optimizer step, and follows what is partial.
         meetings: Where ranks compare their copies.
+        groups_made: Of which ranks they have made their groups.
         faults: What goes wrong in it, and when.
         backend: The name of its default group: ``sim``, or the backend whose reductions it imitates.
     """
@@ -233,6 +237,7 @@ class World:
         self.meetings = replicas.Meetings()
         self._clocks = [0.0] * world_size
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
+        self.groups_made = membership.GroupsMade()
         self.store = self._new_store()
         self.scheduler: Scheduler = self._new_scheduler()
         more = "" if schedule is None else f", schedule={list(schedule)}"
@@ -356,8 +361,9 @@ class World:
         self._runs += 1
         scheduler = self.scheduler = self._new_scheduler()
         process_rng, process_filters = torch.default_generator.get_state(), leave_filters()
+        process_hooks = leave_hooks()
         for context in self.contexts:
-            context.filters = copy_of_filters()
+            context.filters, context.hooks = copy_of_filters(), process_hooks
         self._process_threads = torch.get_num_threads()
         try:
             scheduler.run(self._workers, list(self.contexts), lambda rank: self._rank_main(rank, fn, args, keywords))
@@ -365,6 +371,8 @@ class World:
             self._life = "alive"
             torch.default_generator.set_state(process_rng)
             enter_filters(process_filters)
+            leave_hooks()
+            enter_hooks(process_hooks)
             torch.set_num_threads(self._process_threads)  # a rank's setting is also that of threads yet to come
             slots = [slot for group in self.groups.values() for slot in group.slots.values()]
             messages = [message for group in self.groups.values() for message in group.unmatched()]
@@ -377,8 +385,11 @@ class World:
             results = [rank.result for rank in scheduler.ranks]
             scheduler.ranks = []  # their results and errors belong to the caller now
         self._raise_failure(scheduler)
+        mismatch = membership.group_mismatch(self, at_end=True)
+        if mismatch is not None:
+            raise mismatch
         if slots or messages:
-            raise membership.group_mismatch(self) or stuck.never_completed(self, slots, messages)
+            raise stuck.never_completed(self, slots, messages)
         return results
 
     def _raise_failure(self, scheduler: Scheduler) -> None:
@@ -508,6 +519,10 @@ class World:
         """The error for a send and a receive that do not fit together."""
         return report.message_mismatch(self, source, target)
 
+    def memory_error(self, source: Message, target: Message, cause: MemoryGone) -> SimError:
+        """The error for a send and a receive of which one has no memory left."""
+        return report.message_without_memory(self, source, target, cause)
+
     def _stuck(self) -> SimError:
         for group in self.groups.values():
             for slot in group.slots.values():
@@ -565,7 +580,7 @@ def _making_on(device: str | None) -> Iterator[None]:
 
 def _leave(context: RankContext) -> None:
     context.rng_state = torch.default_generator.get_state()
-    context.filters = leave_filters()
+    context.filters, context.hooks = leave_filters(), leave_hooks()
     if context.op_handlers is not None:
         torch_seams.use_op_handlers(context, leaving=True)
     if context.view is not None:
@@ -575,6 +590,7 @@ def _leave(context: RankContext) -> None:
 def _enter(context: RankContext) -> None:
     torch.default_generator.set_state(context.rng_state)
     enter_filters(context.filters)
+    enter_hooks(context.hooks)
     if context.op_handlers is not None:
         torch_seams.use_op_handlers(context)
     if context.view is not None:

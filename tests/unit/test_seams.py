@@ -505,6 +505,44 @@ def test_seam_active_ddp():
         assert parallel._get_active_ddp_module() is None, "this thread is no rank"
 
 
+def test_seam_operators():
+    def body() -> list[float]:
+        x = torch.full((1,), dist.get_rank() + 1.0)
+        group = dist.group.WORLD
+        out = torch.ops._c10d_functional.all_gather_into_tensor_out(x, 2, group.group_name, out=torch.zeros(2))
+        return torch.ops._c10d_functional.wait_tensor(out).tolist()
+
+    def kernels() -> list[str]:
+        names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
+        return [torch._C._dispatch_dump(name) for name in names]
+
+    before = kernels()
+    with sim.world(2) as world:
+        assert world.run(body) == [[1.0, 2.0]] * 2
+        assert kernels() != before
+        fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 2)
+        group = dist.ProcessGroup(0, 2)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        both = torch.zeros(2)
+        group._allgather_base(both, torch.ones(1)).wait()
+        assert both.tolist() == [1.0, 1.0], "another group's kernel is torch's own"
+    assert kernels() == before
+
+
+def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
+    from sim.seams import dispatcher
+
+    monkeypatch.delitem(dispatcher._METHODS, "_allgather_base_")
+
+    def body() -> None:
+        group = dist.group.WORLD
+        torch.ops._c10d_functional.all_gather_into_tensor_out(torch.ones(1), 2, group.group_name, out=torch.zeros(2))
+
+    with pytest.raises(sim.SimError, match=r"no operator c10d\._allgather_base_"):
+        sim.run(body, 2)
+
+
 def test_seam_mapped_device(tmp_path):
     torch.save(torch.ones(2), tmp_path / "x.pt")
 

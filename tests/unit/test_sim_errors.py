@@ -211,13 +211,76 @@ def test_meshes_of_different_shapes():
         dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"), async_op=async_op)
 
     expected = (
-        "the ranks do not agree on the members of the group that they made as number 4\n"
-        "  rank 2  of ranks 2-3  axis 'tp'  test_sim_errors.py:* in body\n"
-        "  rank 3  of rank 3     axis 'tp'  test_sim_errors.py:* in body\n"
-        "  differs: group (ranks 2-3 on rank 2, rank 3 on rank 3)\n"
+        "the ranks do not agree on the members of the group that they made as number 1\n"
+        "  rank 0  of ranks 0, 2  axis 'dp'  test_sim_errors.py:* in body\n"
+        "  rank 1  of ranks 0, 2  axis 'dp'\n"
+        "  rank 2  of ranks 0, 2  axis 'dp'  test_sim_errors.py:* in body\n"
+        "* rank 3  of rank 0      axis 'tp'  test_sim_errors.py:* in body\n"
+        "  differs: group (ranks 0, 2 on ranks 0-2, rank 0 on rank 3)\n"
     )
     assert text_of(lambda: body(False), 4, sim.CollectiveMismatch).startswith(expected)
     assert text_of(lambda: body(True), 4, sim.CollectiveMismatch).startswith(expected), "also when nobody waits"
+
+
+def ask_for_one_of_two() -> None:
+    dist.new_group([0, 1] if dist.get_rank() < 2 else [0, 2])
+
+
+def ask_for_halves() -> None:
+    dist.new_group([0, 1] if dist.get_rank() < 2 else [2, 3])
+
+
+def ask_for_all_or_some() -> None:
+    dist.new_group([0, 1] if dist.get_rank() == 0 else None)
+
+
+def ask_for_meshes() -> None:
+    dist.init_device_mesh("cpu", (2, 2) if dist.get_rank() else (4, 1))
+
+
+@pytest.mark.parametrize("make", [ask_for_one_of_two, ask_for_halves, ask_for_all_or_some, ask_for_meshes])
+@pytest.mark.parametrize("then", [lambda: None, dist.barrier, lambda: dist.all_reduce(torch.ones(1), async_op=True)])
+def test_groups_of_different_ranks_that_nobody_uses(make, then):
+    """They are named where all ranks meet next, or at the end; with gloo, making them does not end."""
+
+    def body() -> None:
+        make()
+        then()
+        assert then.__name__ == "<lambda>", "the barrier has let it pass"
+
+    text = text_of(body, 4, sim.CollectiveMismatch)
+    assert text.startswith("the ranks do not agree on the members of the group that they made as number 1\n")
+    assert "differs: group (" in text
+
+
+def test_a_group_that_a_rank_has_not_made():
+    def body() -> None:
+        if dist.get_rank() != 1:
+            dist.new_group([0, 2])
+
+    assert text_of(body, 3, sim.CollectiveMismatch) == (
+        "the ranks do not agree on the members of the group that they made as number 1\n"
+        "  rank 0  of ranks 0, 2      test_sim_errors.py:* in body\n"
+        "* rank 1  has not made it\n"
+        "  rank 2  of ranks 0, 2      test_sim_errors.py:* in body\n"
+        "  differs: group (ranks 0, 2 on ranks 0, 2, none on rank 1)\n"
+        "  try: let every rank make the same groups and meshes, of the same ranks, in the same order\n"
+        "  replay: sim.run(..., world_size=3, seed=0)"
+    )
+
+
+def test_a_group_that_a_rank_makes_late_is_right():
+    def body() -> None:
+        if dist.get_rank() == 0:
+            dist.barrier()
+        dist.new_group([2, 0])
+        if dist.get_rank() != 0:
+            dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group()
+        dist.new_group([0, 1])
+
+    sim.run(body, 3)
 
 
 def test_groups_that_are_made_differently_and_may_be():
@@ -1000,3 +1063,108 @@ def test_an_exception_in_a_callback_of_a_future():
 
     with pytest.raises(RuntimeError, match="in the callback"):
         sim.run(body, 2)
+
+
+# -- memory that is gone ---------------------------------------------------------------------------------------
+
+
+def reduces(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    return x, dist.all_reduce(x, async_op=True)
+
+
+def gathers(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    whole = torch.zeros(8)
+    part = whole.chunk(2)[dist.get_rank()]
+    return whole, dist.all_gather_into_tensor(whole, part.copy_(x), async_op=True)
+
+
+def sends(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    return x, (dist.isend(x, 0) if dist.get_rank() else dist.irecv(x, 1))
+
+
+def receives(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    return x, (dist.irecv(x, 0) if dist.get_rank() else dist.isend(x, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*deprecated:FutureWarning")
+@pytest.mark.parametrize("left", [0, 4])
+@pytest.mark.parametrize("begin", [reduces, gathers, sends, receives])
+def test_a_tensor_that_loses_its_memory_in_flight(begin, left):
+    """To touch it would end the process."""
+
+    def body() -> None:
+        group = dist.new_group()
+        if dist.get_rank() == 0:
+            dist.barrier(group)
+        tensor, work = begin(torch.ones(4))
+        if dist.get_rank() == 1:
+            tensor.untyped_storage().resize_(left)
+            dist.barrier(group)
+        work.wait()
+
+    text = text_of(body, 2, sim.SimError)
+    first, *_, because, hint, _ = text.splitlines()
+    assert first.endswith(" group 'world' cannot be carried out: a tensor of rank 1 has lost its memory")
+    assert "\n* rank 1  " in text
+    assert "\n* rank 0  " not in text
+    assert because in (
+        f"  because: float32 [4] takes 16 bytes, and its storage has {left}",
+        f"  because: float32 [8] takes 32 bytes, and its storage has {left}",
+    )
+    assert hint.startswith("  try: to wait for the work that the operation returned before its storage is resized")
+
+
+def test_what_has_lost_its_memory_and_got_it_back():
+    def body() -> list[float]:
+        x = torch.ones(4)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(16)
+        dist.all_reduce(x.fill_(1.0))
+        dist.broadcast(empty := torch.empty(0), 0)
+        return [*x.tolist(), *empty.tolist()]
+
+    assert sim.run(body, 2) == [[2.0] * 4] * 2
+
+
+# -- many ranks ------------------------------------------------------------------------------------------------
+
+
+def test_many_ranks_that_say_the_same_are_one_line():
+    def body() -> None:
+        rank = dist.get_rank()
+        if rank == 7:
+            dist.barrier()
+        else:
+            dist.all_reduce(torch.ones(2 if rank % 2 else 3))
+
+    assert text_of(body, 40, sim.CollectiveMismatch) == (
+        "the ranks of group 'world' do not agree on its operation #0\n"
+        "  ranks 0, 2, ..., 38  all_reduce  SUM    float32 [3]  test_sim_errors.py:* in body\n"
+        "* ranks 1, 3, ..., 39  all_reduce  SUM    float32 [2]  test_sim_errors.py:* in body\n"
+        "* rank 7               barrier                         test_sim_errors.py:* in body\n"
+        "  differs: operation (all_reduce on ranks 0-6, 8-39, barrier on rank 7); size ([3] on ranks 0, 2, ..., 38, "
+        "[2] on ranks 1, 3, ..., 39)\n"
+        f"{HINT}"
+        "  replay: sim.run(..., world_size=40, seed=0)"
+    )
+
+
+def skip() -> None:
+    if dist.get_rank() != 3:
+        dist.barrier()
+
+
+def reduce_in_two_ways() -> None:
+    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() == 3 else dist.ReduceOp.SUM)
+
+
+def send_in_vain() -> None:
+    if dist.get_rank():
+        dist.isend(torch.ones(1), 0)
+
+
+@pytest.mark.parametrize("body", [skip, reduce_in_two_ways, ask_for_one_of_two, send_in_vain])
+def test_what_is_said_of_many_ranks_is_short(body):
+    text = text_of(body, 64, sim.SimError)
+    assert len(text.splitlines()) <= 8
+    assert len(text) < 1200

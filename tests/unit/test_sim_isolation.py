@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import sim
@@ -245,3 +249,96 @@ def test_a_filter_that_a_rank_leaves_behind_goes_with_its_run():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="an error here"):
             sim.run(lambda: warnings.warn("an error here", stacklevel=1), 2)
+
+
+# -- hooks on all modules of a process ---------------------------------------------------------------------------------
+
+
+class TakesTurns(torch.nn.Module):
+    """Another rank has its turn in the middle of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        dist.barrier()
+        y = self.inner(x)
+        dist.all_reduce(y.detach())
+        return y
+
+
+def hook_tables() -> dict[str, Any]:
+    found = {**vars(torch_module), **vars(torch_optimizer)}
+    return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items() if name.startswith("_global_")}
+
+
+def train_once(model: torch.nn.Module) -> None:
+    torch.nn.Module().register_buffer("x", torch.zeros(1))
+    torch.nn.Module().register_module("x", torch.nn.Identity())
+    torch.nn.Module().register_parameter("x", torch.nn.Parameter(torch.zeros(1)))
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+REGISTER = {name: getattr(torch_module, name) for name in torch_module.__all__ if name.startswith("register_module")}
+REGISTER |= {name: getattr(torch_optimizer, name) for name in torch_optimizer.__all__ if name.startswith("register")}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("name", sorted(REGISTER))
+def test_a_hook_on_all_modules_or_optimizers_is_the_rank_s_own(name):
+    before = hook_tables()
+
+    def body() -> tuple[int, int, int]:
+        calls: list[int] = []
+
+        def hook(*_: Any) -> None:
+            calls.append(dist.get_rank())
+
+        model = TakesTurns()
+        dist.barrier()
+        handle = REGISTER[name](hook) if dist.get_rank() != 1 else None
+        train_once(model)
+        counted = len(calls)
+        dist.barrier()
+        if handle is not None and dist.get_rank() == 2:
+            handle.remove()
+        train_once(model)
+        assert set(calls) <= {dist.get_rank()}
+        return counted, len(calls)
+
+    (first, twice), nothing, removed = sim.run(body, 3)
+    assert first > 0
+    assert twice == 2 * first
+    assert nothing == (0, 0)
+    assert removed == (first, first)
+    assert hook_tables() == before
+
+
+def test_a_hook_of_the_process_is_every_rank_s():
+    seen: list[int] = []
+    handle = torch_module.register_module_forward_hook(lambda *_: seen.append(dist.get_rank()))
+    try:
+        sim.run(lambda: TakesTurns()(torch.ones(1, 2)).sum().item(), 3)
+        assert sorted(seen) == [0, 0, 1, 1, 2, 2]
+        assert list(hook_tables()["_global_forward_hooks"]) == [handle.id]
+    finally:
+        handle.remove()
+    TakesTurns().inner(torch.ones(1, 2))
+    assert len(seen) == 6
+
+
+def test_trackers_of_modules_follow_their_own_rank():
+    def body() -> tuple[list[set[str]], dict[str, int]]:
+        model, parents = TakesTurns(), []
+        with ModTracker() as tracker:
+            tracker.register_user_hooks(pre_fw_hook=lambda *_: parents.append(set(tracker.parents)))
+            train_once(model)
+        with CommDebugMode() as counted:
+            train_once(model)
+        return parents, {str(op): count for op, count in counted.get_comm_counts().items()}
+
+    alone = sim.run(body, 1)
+    assert alone[0][1] == {"c10d.allreduce_": 1}
+    assert sim.run(body, 3) == alone * 3
