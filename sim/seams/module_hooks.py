@@ -2,7 +2,8 @@
 
 ``register_module_forward_pre_hook`` and its family, and what stands on them (``ModTracker``, ``CommDebugMode``), take
 every module that is called for one of the process. The dictionaries stay what they are, since handles and compiled
-functions refer to them; their contents are the running rank's.
+functions refer to them; their contents are the running rank's. Only the library's own hooks stay in place: it registers
+them once, when some rank first imports it, and they serve all ranks.
 """
 
 from __future__ import annotations
@@ -24,27 +25,42 @@ _TABLES: tuple[dict[int, Any], ...] = tuple(
 )
 
 
+_STAYING: tuple[dict[int, Any], ...] = tuple({} for _ in _TABLES)
+
+
 class Hooks(NamedTuple):
-    """The contents of torch's tables."""
+    """The contents of torch's tables, without what stays there."""
 
     tables: tuple[dict[int, Any], ...]
     full: bool | None
 
 
 def leave_hooks() -> Hooks | None:
-    """Take the hooks out of torch's tables; None if there are none."""
+    """Take the hooks out of torch's tables; None if there are none to take."""
     full = _modules._global_is_full_backward_hook
-    if full is None and not any(_TABLES):
+    if full is None and not any(map(_has_more, _TABLES, _STAYING)):
         return None
-    hooks = Hooks(tuple([dict(table) for table in _TABLES]), full)
-    for table in _TABLES:
-        table.clear()
+    hooks = Hooks(tuple(map(_take_out, _TABLES, _STAYING)), full)
     setattr(_modules, _FULL, None)
-    return hooks
+    return hooks if full is not None or any(hooks.tables) else None
+
+
+def _has_more(table: dict[int, Any], staying: dict[int, Any]) -> bool:
+    return len(table) != len(staying)
+
+
+def _take_out(table: dict[int, Any], staying: dict[int, Any]) -> dict[int, Any]:
+    taken = dict(table)
+    table.clear()
+    staying.clear()
+    for handle, hook in list(taken.items()):
+        if (getattr(hook, "__module__", None) or "").startswith("hyper_parallel."):
+            table[handle] = staying[handle] = taken.pop(handle)
+    return taken
 
 
 def enter_hooks(hooks: Hooks | None) -> None:
-    """Put into torch's tables, which are empty, what :func:`leave_hooks` has returned."""
+    """Put into torch's tables what :func:`leave_hooks` has returned."""
     if hooks is None:
         return
     for table, own in zip(_TABLES, hooks.tables, strict=True):

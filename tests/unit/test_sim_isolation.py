@@ -329,6 +329,32 @@ def test_a_hook_of_the_process_is_every_rank_s():
     assert len(seen) == 6
 
 
+def test_a_hook_of_the_library_serves_all_ranks_whichever_registers_it(monkeypatch):
+    """The library registers hooks when it is imported, which the first rank that needs it does for all."""
+    steps = []
+
+    def note(optimizer, args, kwargs):
+        steps.append(dist.get_rank())
+
+    monkeypatch.setattr(note, "__module__", "hyper_parallel.core.fully_shard.param")
+    handles = []
+
+    def body():
+        if dist.get_rank() == 0:
+            handles.append(REGISTER["register_optimizer_step_post_hook"](note))
+        dist.barrier()
+        train_once(torch.nn.Linear(2, 2))
+
+    before = hook_tables()
+    sim.run(body, 3)
+    assert sorted(steps) == [0, 1, 2]
+    sim.run(body, 2)
+    assert sorted(steps) == [0, 0, 0, 1, 1, 1, 2], "of both runs, once and twice"
+    for handle in handles:
+        handle.remove()
+    assert hook_tables() == before
+
+
 def test_trackers_of_modules_follow_their_own_rank():
     def body() -> tuple[list[set[str]], dict[str, int]]:
         model, parents = TakesTurns(), []
