@@ -27,6 +27,8 @@ from sim.platform import SimPlatform
 from sim.process_group import SimProcessGroup
 from sim.scheduler import RankThread, Scheduler
 from sim.script.failure import device_hint, exit_hint
+from sim.script.modules import OwnModules
+from sim.script.packages import SharedReferences, check_own
 from sim.script.process_view import ProcessView
 from sim.seams.devices import KINDS, MapDevice
 from sim.seams.messages import copy_of_filters, enter_filters, leave_filters
@@ -54,7 +56,8 @@ class RankContext:
         c10d: Its ``torch.distributed`` state (the default group, all groups by name ...).
         generators: Its default generators of ``random`` and numpy.
         filters: Its warning filters while it does not run; each run begins with the process's.
-        view: Its ``__main__``, ``sys.argv`` and so on, if it runs a script.
+        modules: The modules that it does not share.
+        view: Its ``sys.argv``, output streams and so on, if it runs a script.
         device_index: What it has made its current device, where devices are mapped to the CPU.
         faults: Asked before each of its operations; None in a world without faults.
         regions: The names of the regions (:func:`sim.region`) that it is in.
@@ -78,6 +81,7 @@ class RankContext:
         self.generators = Generators(seed)
         self.filters = copy_of_filters()
         self.op_handlers: Any = None  # how DTensors are dispatched while it is inside of loss_parallel
+        self.modules = OwnModules(world.references)
         self.view: ProcessView | None = None
         self.device_index = 0
         self.faults: Faults | None = None
@@ -203,6 +207,7 @@ class World:
         check_replicas: Whether it compares copies at each optimizer step, and follows what is partial.
         meetings: Where ranks compare their copies.
         faults: What goes wrong in it, and when.
+        references: To the packages of which each rank has a copy.
         backend: The name of its default group: ``sim``, or the backend whose reductions it imitates.
     """
 
@@ -220,7 +225,9 @@ class World:
         schedule: Sequence[int] | None = None,
         faults: Sequence[Fault] = (),
         backend: str | None = None,
+        own: Sequence[str] = (),
     ) -> None:
+        self.references = SharedReferences(check_own(own))
         self.number = next(_numbers)  # different for every world of the process, unlike an id
         self.world_size = world_size
         self.seed = seed
@@ -355,6 +362,7 @@ class World:
         self._life = "running"
         self._runs += 1
         scheduler = self.scheduler = self._new_scheduler()
+        self.references.forward_closure(fn)
         process_rng, process_filters = torch.default_generator.get_state(), leave_filters()
         for context in self.contexts:
             context.filters = copy_of_filters()
@@ -570,6 +578,7 @@ def _leave(context: RankContext) -> None:
         torch_seams.use_op_handlers(context, leaving=True)
     if context.view is not None:
         context.view.leave()
+    context.modules.leave()
 
 
 def _enter(context: RankContext) -> None:
@@ -579,6 +588,7 @@ def _enter(context: RankContext) -> None:
         torch_seams.use_op_handlers(context)
     if context.view is not None:
         context.view.enter()
+    context.modules.enter()
 
 
 def world(
@@ -597,6 +607,7 @@ def world(
     device: str | None = None,
     map_device: str | None = None,
     backend: str | None = None,
+    own: Sequence[str] = (),
 ) -> World:
     """Make a world of ``world_size`` ranks, for use in a ``with`` statement.
 
@@ -640,11 +651,13 @@ def world(
         backend: ``"hccl"``, ``"nccl"`` or ``"gloo"``: the default group reports this name, and every group of that name
             refuses to reduce the dtypes, and by the reduce ops, that the real backend refuses; it takes no part in
             anything else. None: ``"sim"``, which refuses nothing.
+        own: Installed packages of which each rank gets a copy, because they keep the state of a process; besides
+            those that are known to do so (accelerate, hydra, lightning, wandb, absl ...).
 
     Raises:
         ValueError: A world size that is not an int in range, a seed that is not an int, a schedule of anything but
             ints from 0 up, a number of threads below 1, a processor that this process may not use, an unknown
-            topology, device or backend.
+            topology, device or backend, a package that cannot be copied.
         TypeError: A topology, a cost or a fault that is none.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
@@ -684,6 +697,7 @@ def world(
         schedule=schedule,
         faults=faults,
         backend=backend,
+        own=own,
     )
     made.device, made.map_device = device, map_device
     return made
@@ -708,6 +722,7 @@ def run(
     device: str | None = None,
     map_device: str | None = None,
     backend: str | None = None,
+    own: Sequence[str] = (),
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on each of ``world_size`` simulated ranks; return the results in rank order.
 
@@ -732,6 +747,7 @@ def run(
         device=device,
         map_device=map_device,
         backend=backend,
+        own=own,
     )
     check_call(fn, args, kwargs, world_size)
     with made as w:

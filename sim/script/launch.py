@@ -60,6 +60,7 @@ def run_script(launch: Launch) -> int:
         init=False,
         check_races=launch.check_races,
         check_replicas=launch.check_replicas,
+        own=launch.own,
     )
     ranks.replay = launch.replay()
     ranks.folder = folder
@@ -91,7 +92,8 @@ def _prepare(ranks: World, launch: Launch, file: str, spec: ModuleSpec | None) -
         out = RankStream(sys.stdout if rank in shown else None, "" if plain else f"[rank {rank}] ", like=sys.stdout)
         err = RankStream(sys.stderr, f"[rank {rank}] ")
         argv = [launch.script if spec is None else file, *launch.arguments]
-        context.view = ProcessView(_main_module(file, spec), argv, sys.path, out, err)
+        context.view = ProcessView(argv, sys.path, out, err)
+        context.modules.main = _main_module(file, spec)
     return [context.view for context in ranks.contexts if context.view is not None]
 
 
