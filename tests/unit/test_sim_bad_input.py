@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sim
 from sim.script.launch import main
+from sim.seams import devices
 
 pytestmark = pytest.mark.sim
 
@@ -48,11 +50,76 @@ def test_a_cuda_device(use):
     sim.run(use, 2, map_device="cuda")
 
 
+@without_cuda
 def test_what_is_not_mapped():
-    if torch.cuda.is_available():
-        pytest.skip("this machine has what the test has to miss")
     with pytest.raises(sim.RankFailed, match=r"map_device='cuda'\): this is not among what it maps"):
-        sim.run(lambda: torch.cuda.get_device_properties(0), 2, map_device="cuda")
+        sim.run(lambda: torch.Generator("cuda"), 2, map_device="cuda")
+
+
+@pytest.mark.parametrize("module", [torch.cuda, torch.accelerator])
+def test_what_torch_documents_of_devices_is_mapped_or_named(module):
+    """Each function in torch's own list answers on a rank, or says by its name that it is not mapped."""
+    given = {
+        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device", "device_index"), (1,)),
+        **dict.fromkeys(("set_stream", "stream", "manual_seed", "manual_seed_all", "device_of"), (0,)),
+        "set_per_process_memory_fraction": (0.5,),
+        "can_device_access_peer": (0, 1),
+        "set_rng_state": (torch.get_rng_state(),),
+        "set_rng_state_all": ([torch.get_rng_state()],),
+    }
+    answers = devices.ANSWERS if module is torch.cuda else devices.ACCELERATOR_ANSWERS
+    names = devices.documented(module)
+    assert len(names) >= (70 if module is torch.cuda else 15)
+
+    def body() -> list[str]:
+        unnamed = []
+        for name in names:
+            try:
+                getattr(module, name)(*given.get(name, ()))
+            except sim.SimError as error:
+                if name in answers or f"called {module.__name__}.{name}, which is not among" not in str(error):
+                    unnamed.append(name)
+            else:
+                if name not in answers:
+                    unnamed.append(name)
+        return unnamed
+
+    assert sim.run(body, 2, map_device="cuda") == [[], []]
+
+
+def test_a_device_by_the_name_of_accelerator():
+    """As pytorch/examples ask for it."""
+
+    def body() -> tuple[object, ...]:
+        accelerator, rank = torch.accelerator, dist.get_rank()
+        assert accelerator.is_available()
+        device = accelerator.current_accelerator()
+        accelerator.set_device_index(rank)
+        with torch.device(device):
+            made = torch.ones(1).to(f"{device}:{rank}")
+        free, total = torch.cuda.mem_get_info()
+        assert 0 < free <= total == torch.cuda.get_device_properties(rank).total_memory
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+        backend = dist.get_default_backend_for_device(device)
+        return str(device), accelerator.device_count(), accelerator.current_device_index(), str(made.device), backend
+
+    assert sim.run(body, 2, map_device="cuda") == [("cuda", 2, rank, "cpu", "nccl") for rank in range(2)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_dtensors_on_a_mapped_device(causal):
+    """The CPU has an operator of its own for it, which DTensors do not know."""
+    whole = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def body() -> bool:
+        mesh = dist.init_device_mesh("cuda", (2,))
+        heads = [distribute_tensor(each, mesh, [Shard(1)]) for each in whole]
+        found = attention(*heads, is_causal=causal).full_tensor()
+        torch.testing.assert_close(found, attention(*whole, is_causal=causal))
+        return True
+
+    assert sim.run(body, 2, map_device="cuda") == [True, True]
 
 
 def test_a_device_that_is_mapped():
