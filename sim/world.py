@@ -15,7 +15,7 @@ import torch
 from hyper_parallel.core.redistribute.cost import Topology
 from sim import membership, report, stuck, threads, torch_seams
 from sim.callables import check_call, check_result
-from sim.checks import partials, races, replicas
+from sim.checks import captured, partials, races, replicas
 from sim.clock import Cost, Pricing
 from sim.collectives import Call, Problem
 from sim.current import current_rank, this_thread
@@ -122,6 +122,8 @@ class RankContext:
 
     def record(self, call: Call, axis: str, slot: Slot) -> None:
         """Enter a collective into the world's trace."""
+        if self.world.captured is not None:
+            self.world.captured.note_outputs(call.outputs, slot)
         contract, group, trace = call.contract, slot.group, self.world.trace
         shapes = _shapes(call.inputs)
         trace.add(
@@ -238,6 +240,7 @@ class World:
         self.check_races = check_races
         self.check_replicas = check_replicas
         self.meetings = replicas.Meetings()
+        self.captured: captured.Watch | None = None  # what ranks share without meaning to, while they run
         self._clocks = [0.0] * world_size
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
         self.store = self._new_store()
@@ -367,10 +370,13 @@ class World:
         for context in self.contexts:
             context.filters = copy_of_filters()
         self._process_threads = torch.get_num_threads()
+        watch = self.captured = captured.watch_captured(fn, args, keywords) if self.world_size > 1 else None
         try:
             scheduler.run(self._workers, list(self.contexts), lambda rank: self._rank_main(rank, fn, args, keywords))
         finally:
-            self._life = "alive"
+            self._life, self.captured = "alive", None
+            if watch is not None:
+                watch.end()
             torch.default_generator.set_state(process_rng)
             enter_filters(process_filters)
             torch.set_num_threads(self._process_threads)  # a rank's setting is also that of threads yet to come
@@ -384,12 +390,14 @@ class World:
             self.meetings.clear()
             results = [rank.result for rank in scheduler.ranks]
             scheduler.ranks = []  # their results and errors belong to the caller now
-        self._raise_failure(scheduler)
+        self._raise_failure(scheduler, watch)
+        if watch is not None:
+            watch.check()
         if slots or messages:
             raise membership.group_mismatch(self) or stuck.never_completed(self, slots, messages)
         return results
 
-    def _raise_failure(self, scheduler: Scheduler) -> None:
+    def _raise_failure(self, scheduler: Scheduler, watch: captured.Watch | None) -> None:
         fatal, scheduler.fatal = scheduler.fatal, None
         if fatal is None:
             return
@@ -401,6 +409,7 @@ class World:
         hint = ""
         if self.contexts[0].view is None and isinstance(fatal, Exception):  # a script is told about its own options
             hint = device_hint(fatal, self.map_device, "sim.run(..., map_device='{}')", "a rank")
+            hint += "" if watch is None else watch.hint(scheduler.failed_rank)
         elif isinstance(fatal, SystemExit):
             hint = exit_hint(fatal)
         raise rank_failed(scheduler.failed_rank, fatal, self.replay, hint) from fatal

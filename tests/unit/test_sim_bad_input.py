@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import hyper_parallel
 import sim
 from sim.script.launch import main
 from sim.seams import devices
@@ -349,3 +352,97 @@ def test_a_process_that_communicates():
     for rank, said in enumerate(sim.run(body, 2)):
         assert said.startswith(f"a process that rank {rank} started used one of the rank's process groups\n")
         assert "try: communicate from the rank itself" in said
+
+
+# -- what was made outside of the ranks --------------------------------------------------------------------------
+
+
+def linear_outside() -> Callable[[Callable[[torch.nn.Module], object]], object]:
+    model = torch.nn.Linear(2, 2)  # the line that is named
+    return lambda use: sim.run(lambda: use(model), 2)
+
+
+def train_alone(model: torch.nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def step(model: torch.nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        train_alone,
+        hyper_parallel.fully_shard,
+        torch.nn.parallel.DistributedDataParallel,
+        lambda model: [step(model), train_alone(model), dist.barrier(), step(model)],
+        lambda model: (model(torch.ones(1, 2)).sum(), dist.barrier())[0].backward(),  # both have used it by then
+        lambda model: torch.nn.init.zeros_(dict(model.named_parameters())["weight"]),
+    ],
+)
+def test_a_module_that_was_made_outside(use):
+    with pytest.raises(
+        sim.SimError,
+        match=r"rank 1 used 'model', which belongs to rank 0: it was made outside of the ranks and is one object for "
+        r"all of them, and it has been changed\n  made: test_sim_bad_input.py:(\d+) \(\w*Linear\)\n"
+        r"  rank 0 used it at .*\n  rank 1 used it at .*\n  try: make it inside .*copy.deepcopy\(model\) there",
+    ) as found:
+        linear_outside()(use)
+    line = int(re.search(r"made: test_sim_bad_input.py:(\d+)", str(found.value))[1])
+    assert Path(__file__).read_text().splitlines()[line - 1].endswith("# the line that is named")
+
+
+def test_other_things_that_were_made_outside():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tensor = torch.ones(2)
+    weight = torch.ones(2, requires_grad=True)
+
+    def in_groups_of_their_own() -> None:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        dist.all_reduce(tensor, group=groups[dist.get_rank() // 2])
+
+    def called_by_name() -> None:
+        in_groups_of_their_own()
+
+    for name, call in [
+        ("optimizer", lambda: optimizer.step() or True),
+        ("self", optimizer.step),
+        ("weight", lambda: weight.sum().backward()),
+        ("tensor", in_groups_of_their_own),
+        ("tensor", called_by_name),
+        (r"args\[0\]", train_alone),
+        (r"args\[0\]\[1\]", lambda given: train_alone(given[1])),
+    ]:
+        args = {r"args\[0\]": (model,), r"args\[0\]\[1\]": ([0, model],)}.get(name, ())
+        with pytest.raises(sim.SimError, match=rf"^rank \d used '{name}', which belongs to rank \d: "):
+            sim.run(call, 4, args=args)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not weight._post_accumulate_grad_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_what_was_made_outside_and_that_others_failed_on():
+    model = torch.nn.Linear(2, 2)
+    expected = r"rank 1 raised KeyError.*\n  seen: 'model' is one object for all ranks, and another rank has changed it"
+    with pytest.raises(sim.RankFailed, match=expected):
+        sim.run(lambda: model._parameters.pop("bias"), 2)
+
+
+def test_what_was_made_outside_and_may_be_shared():
+    model, optimizers = torch.nn.Linear(2, 2), [None, None]
+
+    def body() -> bool:
+        rank = dist.get_rank()
+        own = copy.deepcopy(model)
+        optimizers[rank] = torch.optim.SGD(own.parameters(), lr=0.1)
+        same = torch.equal(model(torch.ones(1, 2)), own(torch.ones(1, 2)))
+        dist.barrier()
+        train_alone(own)
+        optimizers[rank].step()
+        return same
+
+    assert sim.run(body, 2) == [True, True]
+    sim.run(lambda: train_alone(model) if dist.get_rank() == 1 else None, 2)
+    assert sim.run(train_alone, 1, args=(model,)) == [None]
