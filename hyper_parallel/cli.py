@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -77,10 +79,22 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; exit code 0, 1 (a failure), 2 (a mistake in what was asked) or 130 (Ctrl-C)."""
+    sys.meta_path.insert(0, cast(Any, _OwnSimulator))
     try:
         app()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+
+
+class _OwnSimulator:
+    """Finds the simulator beside this package, and not a `sim.py` of the project that a command runs in."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the simulator's spec, the first time that it is imported; None for anything else."""
+        if fullname != "sim" or any(name.startswith("sim.") for name in sys.modules):
+            return None  # what is asked for later is a script's own
+        return PathFinder.find_spec("sim", [str(Path(__file__).resolve().parents[1])])
 
 
 @app.command()

@@ -86,6 +86,10 @@ def _prepare(ranks: World, launch: Launch, file: str, spec: ModuleSpec | None) -
     torchrun = {b"TORCHELASTIC_RUN_ID": b"sim", b"TORCHELASTIC_RESTART_COUNT": b"0", b"TORCHELASTIC_MAX_RESTARTS": b"0"}
     shown = range(launch.nproc) if launch.show is None else launch.show
     plain = launch.show is not None and len(launch.show) == 1
+    theirs = find_module("sim", [ranks.folder]) or find_module("sim.__init__", [ranks.folder])
+    has_sim = theirs is not None and not str(theirs.origin).startswith(
+        os.path.dirname(os.path.dirname(__file__)) + os.sep
+    )
     for context in ranks.contexts:
         rank = context.rank
         context.environment.update(torchrun | extra)
@@ -93,7 +97,7 @@ def _prepare(ranks: World, launch: Launch, file: str, spec: ModuleSpec | None) -
         err = RankStream(sys.stderr, f"[rank {rank}] ")
         argv = [launch.script if spec is None else file, *launch.arguments]
         context.view = ProcessView(argv, sys.path, out, err)
-        context.modules.main = _main_module(file, spec)
+        context.modules.main, context.modules.has_sim = _main_module(file, spec), has_sim
     return [context.view for context in ranks.contexts if context.view is not None]
 
 

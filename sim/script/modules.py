@@ -23,6 +23,7 @@ from sim.script.packages import SharedReferences
 
 __all__ = ["OwnModules", "RankFinder", "RankLocks", "belongs_to_the_user", "find_module"]
 
+_OURS = sys.modules["sim"]
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -34,12 +35,14 @@ class OwnModules:
 
     Attributes:
         main: Its ``__main__`` if it runs a script; then user code is its own, too.
+        has_sim: Whether ``sim`` is a module of the user's, and not this package.
     """
 
     def __init__(self, references: SharedReferences) -> None:
         self.names: dict[str, None] = {}  # in the order of import
         self.locks: dict[str, Any] = {}
         self.main: ModuleType | None = None
+        self.has_sim = False
         self._references = references
         self._held: dict[str, ModuleType] = {}
         self._known = 0  # how many modules there were when shared ones were last looked through
@@ -48,15 +51,19 @@ class OwnModules:
         """Put them into ``sys.modules``."""
         if self.main is not None:
             sys.modules["__main__"] = self.main
+        if self.has_sim:
+            sys.modules.pop("sim", None)
         sys.modules.update(self._held)
 
     def leave(self) -> None:
         """Take them out of ``sys.modules``; ``__main__`` stays until another one takes its place."""
         if self.main is not None:
             self.main = sys.modules["__main__"]
-        if not self.names:
+        if not self.names and not self.has_sim:
             return
         self._held = {name: sys.modules.pop(name) for name in self.names if name in sys.modules}
+        if self.has_sim:
+            sys.modules["sim"] = _OURS
         if len(sys.modules) != self._known:
             packages = {name: module for name, module in self._held.items() if self._references.covers(name)}
             self._references.forward(packages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -436,6 +437,32 @@ def test_the_commands(tmp_path: Path) -> None:
         "[rank 0]  careful",
         "[rank 1]  careful",
     ]
+
+
+@pytest.mark.parametrize("theirs", ["sim.py", "sim/__init__.py"])
+def test_a_project_with_a_sim_of_its_own(run: Run, tmp_path: Path, theirs: str) -> None:
+    """Its scripts import theirs; each rank has a copy, as of other modules of the user's."""
+    Path(theirs).parent.mkdir(exist_ok=True)
+    Path(theirs).write_text("import os\nwhose = 'theirs'\nrank = os.environ['RANK']\n")
+    source = """
+        dist.init_process_group()
+        import sim
+        dist.barrier()
+        from sim import whose
+        print(whose, sim.rank == str(rank))
+    """
+    code, out, err = run(source, "--show", "all")
+    assert (code, sorted(out.splitlines()), err) == (0, ["[rank 0] theirs True", "[rank 1] theirs True"], "")
+    assert sys.modules["sim"] is sim
+
+
+def test_the_command_in_a_folder_with_a_sim_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "sim.py").write_text("whose = 'theirs'\n")
+    (tmp_path / "x.py").write_text("import os, sim\nprint(sim.whose, os.environ['RANK'])\n")
+    command = [sys.executable, "-m", "hyper_parallel", "simulate", "--nproc", "2", "--show", "1", "x.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(sim.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "theirs 1\n", "")
 
 
 def test_without_run(capsys: pytest.CaptureFixture[str]) -> None:
