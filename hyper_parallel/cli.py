@@ -23,11 +23,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hyper_parallel import cli_mesh
+from hyper_parallel import __version__, cli_mesh
 from hyper_parallel.cli_kit import (
     FAILURE,
     INTERRUPTED,
     USER_ERROR,
+    check_can_write,
     is_first_rank,
     mistakes_as_messages,
     say_error,
@@ -67,6 +68,7 @@ from hyper_parallel.trainer.verify import LlamaSizes, Subject, llama_subject, ow
 
 __all__ = ["FAILURE", "INTERRUPTED", "USER_ERROR", "app", "main"]
 
+_WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DEGREES, _SAVING = "Parallel degrees", "Checkpoints"
 
 app = typer.Typer(
@@ -75,6 +77,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train with PyTorch in parallel: on a cluster, on one device, or on ranks simulated in one process.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        stdout_console().print(f"hyper_parallel {__version__}, torch {torch.__version__}")
+        raise typer.Exit()
+
+
+@app.callback(no_args_is_help=True)
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    del version
 
 
 def main() -> None:
@@ -206,6 +223,8 @@ def train(
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         run = _check(run, sim)
+        if is_first_rank():
+            check_can_write(Path(str(run.train.log)))
     with _while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = stdout_console()
         _describe(console, run, sim)
@@ -235,6 +254,8 @@ def demo(
         )
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
         ranks = _check(ranks, sim=8)
+        for name in ("loss.png", "8_ranks.jsonl", "one_device.jsonl"):
+            check_can_write(out / name)
     with _while_ranks_run(f"the logs so far are in {out}"):
         console = stdout_console()
         _describe(console, ranks, sim=8)
@@ -255,7 +276,13 @@ def export(
     hyper-parallel export out/run out/hf --dtype bfloat16
     """
     with mistakes_as_messages():
-        config = export_checkpoint(checkpoint, folder, None if dtype is None else parse_dtype(dtype))
+        to = None if dtype is None else parse_dtype(dtype)
+        if to is not None and to not in _WEIGHTS:
+            raise ValueError(
+                f"cannot export weights in {dtype}: they are floating-point numbers that transformers loads\n"
+                f"  --dtype {dtype}\n  try: --dtype bfloat16, float16, float32 or float64"
+            )
+        config = export_checkpoint(checkpoint, folder, to)
         stdout_console().print(f"wrote {config.num_parameters():,} parameters to {folder}")
 
 
@@ -269,6 +296,7 @@ def plot(
     hyper-parallel plot out/train.jsonl
     """
     with mistakes_as_messages():
+        check_can_write(out)
         if not plot_log(logs, out):
             raise ValueError("cannot plot: matplotlib is not installed\n  try: pip install 'hyper_parallel[plot]'")
         stdout_console().print(f"wrote {out}")
