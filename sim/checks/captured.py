@@ -227,7 +227,7 @@ class Watch:
                 captured.use()
             return original(module, *args, **options)
 
-        nn.Module.named_modules = named_modules  # type: ignore[method-assign]
+        nn.Module.named_modules = named_modules  # type: ignore[assignment, method-assign]
         self._undos.append(lambda: setattr(nn.Module, "named_modules", original))
 
     def note_outputs(self, tensors: Sequence[torch.Tensor], slot: object) -> None:
