@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hyper_parallel import cli_mesh
+from hyper_parallel import __version__, cli_mesh
 from hyper_parallel.cli_kit import (
     FAILURE,
     INTERRUPTED,
     USER_ERROR,
+    check_can_write,
     is_first_rank,
     mistakes_as_messages,
     say_error,
@@ -65,6 +68,7 @@ from hyper_parallel.trainer.verify import LlamaSizes, Subject, llama_subject, ow
 
 __all__ = ["FAILURE", "INTERRUPTED", "USER_ERROR", "app", "main"]
 
+_WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DEGREES, _SAVING = "Parallel degrees", "Checkpoints"
 
 app = typer.Typer(
@@ -75,12 +79,39 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        stdout_console().print(f"hyper_parallel {__version__}, torch {torch.__version__}")
+        raise typer.Exit()
+
+
+@app.callback(no_args_is_help=True)
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    del version
+
+
 def main() -> None:
     """Run the command line; exit code 0, 1 (a failure), 2 (a mistake in what was asked) or 130 (Ctrl-C)."""
+    sys.meta_path.insert(0, cast(Any, _OwnSimulator))
     try:
         app()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+
+
+class _OwnSimulator:
+    """Finds the simulator beside this package, and not a `sim.py` of the project that a command runs in."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the simulator's spec, the first time that it is imported; None for anything else."""
+        if fullname != "sim" or any(name.startswith("sim.") for name in sys.modules):
+            return None  # what is asked for later is a script's own
+        return PathFinder.find_spec("sim", [str(Path(__file__).resolve().parents[1])])
 
 
 @app.command()
@@ -192,6 +223,8 @@ def train(
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         run = _check(run, sim)
+        if is_first_rank():
+            check_can_write(Path(str(run.train.log)))
     with _while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = stdout_console()
         _describe(console, run, sim)
@@ -221,6 +254,8 @@ def demo(
         )
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
         ranks = _check(ranks, sim=8)
+        for name in ("loss.png", "8_ranks.jsonl", "one_device.jsonl"):
+            check_can_write(out / name)
     with _while_ranks_run(f"the logs so far are in {out}"):
         console = stdout_console()
         _describe(console, ranks, sim=8)
@@ -241,7 +276,13 @@ def export(
     hyper-parallel export out/run out/hf --dtype bfloat16
     """
     with mistakes_as_messages():
-        config = export_checkpoint(checkpoint, folder, None if dtype is None else parse_dtype(dtype))
+        to = None if dtype is None else parse_dtype(dtype)
+        if to is not None and to not in _WEIGHTS:
+            raise ValueError(
+                f"cannot export weights in {dtype}: they are floating-point numbers that transformers loads\n"
+                f"  --dtype {dtype}\n  try: --dtype bfloat16, float16, float32 or float64"
+            )
+        config = export_checkpoint(checkpoint, folder, to)
         stdout_console().print(f"wrote {config.num_parameters():,} parameters to {folder}")
 
 
@@ -255,6 +296,7 @@ def plot(
     hyper-parallel plot out/train.jsonl
     """
     with mistakes_as_messages():
+        check_can_write(out)
         if not plot_log(logs, out):
             raise ValueError("cannot plot: matplotlib is not installed\n  try: pip install 'hyper_parallel[plot]'")
         stdout_console().print(f"wrote {out}")

@@ -109,7 +109,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 def check_can_write(path: Path | None) -> None:
-    """Raise ValueError where a file cannot be written; None is none."""
+    """Raise ValueError where a file cannot be written, and make its folder; None is none."""
     if path is None:
         return
     if path.is_dir():
@@ -117,3 +117,12 @@ def check_can_write(path: Path | None) -> None:
     there = next(parent for parent in path.absolute().parents if parent.exists())
     if not there.is_dir():
         raise ValueError(explain(f"cannot write '{path}'", f"'{there}' is no folder", f"file: {path}", "another path"))
+    try:  # permissions do not tell: nobody can write in /proc, say
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        blame = error.strerror or str(error)
+        raise ValueError(explain(f"cannot write '{path}'", blame, f"file: {path}", "another path")) from None

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -282,6 +283,10 @@ def validate(context: typer.Context) -> None:
     with _mistakes_as_messages():
         from sim.mesh.evidence.validate import main as validate_rows
 
+        for option, page in pairwise([*context.args, ""]):
+            written = page if option == "--write" else option.removeprefix("--write=")
+            if option == "--write" or option != written:
+                check_can_write(Path(written))
         code = validate_rows(context.args)
     raise typer.Exit(code or 0)
 

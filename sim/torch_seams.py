@@ -650,7 +650,7 @@ def _platform(world: World) -> Undo:
 
 
 def _mapped_device(world: World) -> Undo:
-    """With ``--map-device``, ``torch.cuda`` answers as if each rank had a device; what names it gets the CPU."""
+    """With ``--map-device``, torch answers as if each rank had a device; what names it gets the CPU."""
     kind = world.map_device
     if kind is None:
         return lambda: None
@@ -664,8 +664,12 @@ def _mapped_device(world: World) -> Undo:
 
     for name, standing_in in devices.CLASSES.items():
         replace(module, name, standing_in)
-    for name in devices.ANSWERS:
-        replace(module, name, devices.answer(name, getattr(module, name, None), current_context))
+    for owner, answers in ((module, devices.ANSWERS), (torch.accelerator, devices.ACCELERATOR_ANSWERS)):
+        for name in dict.fromkeys((*answers, *devices.documented(owner))):
+            if owner is module or hasattr(owner, name):
+                title = f"{owner.__name__}.{name}"
+                original = getattr(owner, name, None)
+                replace(owner, name, devices.answer(name, original, current_context, answers, title))
     replace(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
     replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, kind, "device_type"))
     replace(torch.amp.GradScaler, "__init__", _on_cpu(torch.amp.GradScaler.__init__, kind, "device", default="cpu"))

@@ -15,7 +15,7 @@ import torch
 from hyper_parallel.core.redistribute.cost import Topology
 from sim import membership, report, stuck, threads, torch_seams
 from sim.callables import check_call, check_result
-from sim.checks import partials, races, replicas
+from sim.checks import captured, partials, races, replicas
 from sim.clock import Cost, Pricing
 from sim.collectives import Call, MemoryGone, Problem
 from sim.current import current_rank, this_thread
@@ -27,6 +27,8 @@ from sim.platform import SimPlatform
 from sim.process_group import SimProcessGroup
 from sim.scheduler import RankThread, Scheduler
 from sim.script.failure import device_hint, exit_hint
+from sim.script.modules import OwnModules
+from sim.script.packages import SharedReferences, check_own
 from sim.script.process_view import ProcessView
 from sim.seams.devices import KINDS, MapDevice
 from sim.seams.messages import copy_of_filters, enter_filters, leave_filters
@@ -56,7 +58,8 @@ class RankContext:
         generators: Its default generators of ``random`` and numpy.
         filters: Its warning filters while it does not run; each run begins with the process's.
         hooks: Its hooks on all modules and optimizers while it does not run; each run begins with the process's.
-        view: Its ``__main__``, ``sys.argv`` and so on, if it runs a script.
+        modules: The modules that it does not share.
+        view: Its ``sys.argv``, output streams and so on, if it runs a script.
         device_index: What it has made its current device, where devices are mapped to the CPU.
         faults: Asked before each of its operations; None in a world without faults.
         regions: The names of the regions (:func:`sim.region`) that it is in.
@@ -81,6 +84,7 @@ class RankContext:
         self.filters = copy_of_filters()
         self.hooks: Hooks | None = None
         self.op_handlers: Any = None  # how DTensors are dispatched while it is inside of loss_parallel
+        self.modules = OwnModules(world.references)
         self.view: ProcessView | None = None
         self.device_index = 0
         self.faults: Faults | None = None
@@ -121,6 +125,8 @@ class RankContext:
 
     def record(self, call: Call, axis: str, slot: Slot) -> None:
         """Enter a collective into the world's trace."""
+        if self.world.captured is not None:
+            self.world.captured.note_outputs(call.outputs, slot)
         contract, group, trace = call.contract, slot.group, self.world.trace
         shapes = _shapes(call.inputs)
         trace.add(
@@ -207,6 +213,7 @@ class World:
         meetings: Where ranks compare their copies.
         groups_made: Of which ranks they have made their groups.
         faults: What goes wrong in it, and when.
+        references: To the packages of which each rank has a copy.
         backend: The name of its default group: ``sim``, or the backend whose reductions it imitates.
     """
 
@@ -224,7 +231,9 @@ class World:
         schedule: Sequence[int] | None = None,
         faults: Sequence[Fault] = (),
         backend: str | None = None,
+        own: Sequence[str] = (),
     ) -> None:
+        self.references = SharedReferences(check_own(own))
         self.number = next(_numbers)  # different for every world of the process, unlike an id
         self.world_size = world_size
         self.seed = seed
@@ -235,6 +244,7 @@ class World:
         self.check_races = check_races
         self.check_replicas = check_replicas
         self.meetings = replicas.Meetings()
+        self.captured: captured.Watch | None = None  # what ranks share without meaning to, while they run
         self._clocks = [0.0] * world_size
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
         self.groups_made = membership.GroupsMade()
@@ -360,15 +370,19 @@ class World:
         self._life = "running"
         self._runs += 1
         scheduler = self.scheduler = self._new_scheduler()
+        self.references.forward_closure(fn)
         process_rng, process_filters = torch.default_generator.get_state(), leave_filters()
         process_hooks = leave_hooks()
         for context in self.contexts:
             context.filters, context.hooks = copy_of_filters(), process_hooks
         self._process_threads = torch.get_num_threads()
+        watch = self.captured = captured.watch_captured(fn, args, keywords) if self.world_size > 1 else None
         try:
             scheduler.run(self._workers, list(self.contexts), lambda rank: self._rank_main(rank, fn, args, keywords))
         finally:
-            self._life = "alive"
+            self._life, self.captured = "alive", None
+            if watch is not None:
+                watch.end()
             torch.default_generator.set_state(process_rng)
             enter_filters(process_filters)
             leave_hooks()
@@ -384,15 +398,17 @@ class World:
             self.meetings.clear()
             results = [rank.result for rank in scheduler.ranks]
             scheduler.ranks = []  # their results and errors belong to the caller now
-        self._raise_failure(scheduler)
+        self._raise_failure(scheduler, watch)
         mismatch = membership.group_mismatch(self, at_end=True)
         if mismatch is not None:
             raise mismatch
+        if watch is not None:
+            watch.check()
         if slots or messages:
             raise stuck.never_completed(self, slots, messages)
         return results
 
-    def _raise_failure(self, scheduler: Scheduler) -> None:
+    def _raise_failure(self, scheduler: Scheduler, watch: captured.Watch | None) -> None:
         fatal, scheduler.fatal = scheduler.fatal, None
         if fatal is None:
             return
@@ -404,6 +420,7 @@ class World:
         hint = ""
         if self.contexts[0].view is None and isinstance(fatal, Exception):  # a script is told about its own options
             hint = device_hint(fatal, self.map_device, "sim.run(..., map_device='{}')", "a rank")
+            hint += "" if watch is None else watch.hint(scheduler.failed_rank)
         elif isinstance(fatal, SystemExit):
             hint = exit_hint(fatal)
         raise rank_failed(scheduler.failed_rank, fatal, self.replay, hint) from fatal
@@ -585,6 +602,7 @@ def _leave(context: RankContext) -> None:
         torch_seams.use_op_handlers(context, leaving=True)
     if context.view is not None:
         context.view.leave()
+    context.modules.leave()
 
 
 def _enter(context: RankContext) -> None:
@@ -595,6 +613,7 @@ def _enter(context: RankContext) -> None:
         torch_seams.use_op_handlers(context)
     if context.view is not None:
         context.view.enter()
+    context.modules.enter()
 
 
 def world(
@@ -613,6 +632,7 @@ def world(
     device: str | None = None,
     map_device: str | None = None,
     backend: str | None = None,
+    own: Sequence[str] = (),
 ) -> World:
     """Make a world of ``world_size`` ranks, for use in a ``with`` statement.
 
@@ -656,11 +676,13 @@ def world(
         backend: ``"hccl"``, ``"nccl"`` or ``"gloo"``: the default group reports this name, and every group of that name
             refuses to reduce the dtypes, and by the reduce ops, that the real backend refuses; it takes no part in
             anything else. None: ``"sim"``, which refuses nothing.
+        own: Installed packages of which each rank gets a copy, because they keep the state of a process; besides
+            those that are known to do so (accelerate, hydra, lightning, wandb, absl ...).
 
     Raises:
         ValueError: A world size that is not an int in range, a seed that is not an int, a schedule of anything but
             ints from 0 up, a number of threads below 1, a processor that this process may not use, an unknown
-            topology, device or backend.
+            topology, device or backend, a package that cannot be copied.
         TypeError: A topology, a cost or a fault that is none.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
@@ -700,6 +722,7 @@ def world(
         schedule=schedule,
         faults=faults,
         backend=backend,
+        own=own,
     )
     made.device, made.map_device = device, map_device
     return made
@@ -724,6 +747,7 @@ def run(
     device: str | None = None,
     map_device: str | None = None,
     backend: str | None = None,
+    own: Sequence[str] = (),
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on each of ``world_size`` simulated ranks; return the results in rank order.
 
@@ -748,6 +772,7 @@ def run(
         device=device,
         map_device=map_device,
         backend=backend,
+        own=own,
     )
     check_call(fn, args, kwargs, world_size)
     with made as w:

@@ -99,7 +99,7 @@ def load_config(path: str | Path) -> Config:
 
 
 def _build_config(table: dict[str, Any], source: _Source) -> Config:
-    sections = {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config)}
+    sections = _sections()
     built: dict[str, Any] = {}
     for name, values in table.items():
         if isinstance(values, dict) and name in sections:
@@ -115,11 +115,15 @@ def _build_config(table: dict[str, Any], source: _Source) -> Config:
     return Config(**built)
 
 
+def _sections() -> dict[str, type]:
+    return {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config)}
+
+
 def _build_section(cls: type, section: str, values: dict[str, Any], source: _Source) -> Any:
     known = typing.get_type_hints(cls)
     for key, value in values.items():
         if key not in known:
-            hint = _closest(key, list(known), f"keys of [{section}]")
+            hint = _home_of(key, _sections()) or _closest(key, list(known), f"keys of [{section}]")
             raise source.error(f"unknown key '{key}' in [{section}]", section, key, hint)
         if not _fits(value, known[key]):
             got = str(value).lower() if isinstance(value, bool) else repr(value)

@@ -17,7 +17,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ASKED_FOR_CUDA = re.compile(
     r"not compiled with CUDA|Cannot access accelerator device|"
     r"Found no NVIDIA driver|No CUDA GPUs|CUDA device but torch.cuda.is_available|"
-    r"_CudaDeviceProperties|torch\._C\._cuda|attribute '_cuda_|dummy base class"
+    r"_CudaDeviceProperties|torch\._C\._cuda|attribute '_cuda_|dummy base class|without ATen_cuda"
 )
 _ASKED_FOR_NPU = re.compile(r"device string: npu|module 'torch' has no attribute 'npu'|No module named 'torch_npu'")
 

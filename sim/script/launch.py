@@ -60,6 +60,7 @@ def run_script(launch: Launch) -> int:
         init=False,
         check_races=launch.check_races,
         check_replicas=launch.check_replicas,
+        own=launch.own,
     )
     ranks.replay = launch.replay()
     ranks.folder = folder
@@ -85,13 +86,18 @@ def _prepare(ranks: World, launch: Launch, file: str, spec: ModuleSpec | None) -
     torchrun = {b"TORCHELASTIC_RUN_ID": b"sim", b"TORCHELASTIC_RESTART_COUNT": b"0", b"TORCHELASTIC_MAX_RESTARTS": b"0"}
     shown = range(launch.nproc) if launch.show is None else launch.show
     plain = launch.show is not None and len(launch.show) == 1
+    theirs = find_module("sim", [ranks.folder]) or find_module("sim.__init__", [ranks.folder])
+    has_sim = theirs is not None and not str(theirs.origin).startswith(
+        os.path.dirname(os.path.dirname(__file__)) + os.sep
+    )
     for context in ranks.contexts:
         rank = context.rank
         context.environment.update(torchrun | extra)
         out = RankStream(sys.stdout if rank in shown else None, "" if plain else f"[rank {rank}] ", like=sys.stdout)
         err = RankStream(sys.stderr, f"[rank {rank}] ")
         argv = [launch.script if spec is None else file, *launch.arguments]
-        context.view = ProcessView(_main_module(file, spec), argv, sys.path, out, err)
+        context.view = ProcessView(argv, sys.path, out, err)
+        context.modules.main, context.modules.has_sim = _main_module(file, spec), has_sim
     return [context.view for context in ranks.contexts if context.view is not None]
 
 

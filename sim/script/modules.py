@@ -1,7 +1,8 @@
-"""Each rank's own modules: ``__main__``, and user code that it imports.
+"""Each rank's own modules: ``__main__`` and user code where it runs a script, and some installed packages.
 
 User code is what Python finds in the script's folder, and anywhere else on ``sys.path`` but in the standard library
-and among installed packages. The rest (torch, numpy, ``hyper_parallel`` itself) is there once for all ranks.
+and among installed packages. ``packages.py`` names the packages. The rest (torch, numpy, ``hyper_parallel`` itself)
+is there once for all ranks.
 """
 
 from __future__ import annotations
@@ -18,38 +19,71 @@ from types import ModuleType
 from typing import Any
 
 from sim.current import current_context
+from sim.script.packages import SharedReferences
 
 __all__ = ["OwnModules", "RankFinder", "RankLocks", "belongs_to_the_user", "find_module"]
 
+_OURS = sys.modules["sim"]
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
 class OwnModules:
-    """The entries of ``sys.modules`` that one rank does not share."""
+    """The entries of ``sys.modules`` that one rank does not share.
 
-    def __init__(self, main: ModuleType) -> None:
+    Args:
+        references: To the packages of which it has a copy.
+
+    Attributes:
+        main: Its ``__main__`` if it runs a script; then user code is its own, too.
+        has_sim: Whether ``sim`` is a module of the user's, and not this package.
+    """
+
+    def __init__(self, references: SharedReferences) -> None:
         self.names: dict[str, None] = {}  # in the order of import
         self.locks: dict[str, Any] = {}
-        self._held: dict[str, ModuleType] = {"__main__": main}
+        self.main: ModuleType | None = None
+        self.has_sim = False
+        self._references = references
+        self._held: dict[str, ModuleType] = {}
+        self._known = 0  # how many modules there were when shared ones were last looked through
 
     def enter(self) -> None:
         """Put them into ``sys.modules``."""
+        if self.main is not None:
+            sys.modules["__main__"] = self.main
+        if self.has_sim:
+            sys.modules.pop("sim", None)
         sys.modules.update(self._held)
 
     def leave(self) -> None:
         """Take them out of ``sys.modules``; ``__main__`` stays until another one takes its place."""
-        held = {name: sys.modules.pop(name) for name in self.names if name in sys.modules}
-        self._held = {"__main__": sys.modules["__main__"], **held}
+        if self.main is not None:
+            self.main = sys.modules["__main__"]
+        if not self.names and not self.has_sim:
+            return
+        self._held = {name: sys.modules.pop(name) for name in self.names if name in sys.modules}
+        if self.has_sim:
+            sys.modules["sim"] = _OURS
+        if len(sys.modules) != self._known:
+            packages = {name: module for name, module in self._held.items() if self._references.covers(name)}
+            self._references.forward(packages)
+            self._known = len(sys.modules)
+
+    def takes(self, spec: ModuleSpec, folder: str) -> bool:
+        """Whether a module that the rank imports becomes its own. Compiled ones do not: they cannot be copied."""
+        if self._references.covers(spec.name):
+            return not isinstance(spec.loader, ExtensionFileLoader)
+        return self.main is not None and belongs_to_the_user(spec, folder)
 
     def holds(self, name: str) -> bool:
         """Whether ``name`` is, or may turn out to be, a module of this rank alone."""
         top = name.partition(".")[0]
-        return top in self.names or top not in sys.modules
+        return top in self.names or self._references.covers(name) or (self.main is not None and top not in sys.modules)
 
 
 def _of_this_rank() -> OwnModules | None:
     context = current_context()
-    return None if context is None or context.view is None else context.view.modules
+    return None if context is None else context.modules
 
 
 class RankFinder:
@@ -71,7 +105,7 @@ class RankFinder:
         if own is None or (parent and parent not in own.names):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and belongs_to_the_user(spec, self._folder):
+        if spec is not None and own.takes(spec, self._folder):
             own.names[fullname] = None
         return spec
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sim.script.modules import find_module
+from sim.script.packages import check_own
 from sim.seams.devices import KINDS
 from sim.world import MAX_RANKS
 
@@ -37,6 +38,7 @@ class Launch:
         environment: Variables that each rank gets on top of torchrun's.
         check_races: As in :func:`sim.world`.
         check_replicas: As in :func:`sim.world`.
+        own: Packages of which each rank gets a copy, besides the built-in ones.
         show: The ranks whose standard output is shown; None: all.
         command: What a person types to start this, up to the options.
     """
@@ -50,6 +52,7 @@ class Launch:
     environment: dict[str, str] = field(default_factory=dict)
     check_races: bool = False
     check_replicas: bool = False
+    own: tuple[str, ...] = ()
     show: tuple[int, ...] | None = (0,)
     command: str = "python -m sim run"
 
@@ -65,6 +68,7 @@ class Launch:
         for name, value in self.environment.items():
             options += ["--env", f"{name}={value}"]
         options += ["--check-races"] * self.check_races + ["--check-replicas"] * self.check_replicas
+        options += ["--own", ",".join(self.own)] if self.own else []
         if self.is_module:
             options.append("-m")
         return f"{self.command} {shlex.join([*options, self.script, *self.arguments])}"
@@ -96,6 +100,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="fixes the interleaving of the ranks (0)")
     parser.add_argument("--map-device", choices=KINDS, help="put on the CPU what the script puts on this device")
     parser.add_argument("--env", action="append", default=[], metavar="K=V", help="a variable for every rank")
+    parser.add_argument("--own", default="", metavar="NAMES", help="packages of which each rank gets a copy: a,b")
     parser.add_argument("--show", default="0", metavar="RANKS", help="whose standard output: 0 (default), 0,3 or all")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("--check-races", action="store_true", help="look for buffers touched before the wait")
@@ -123,6 +128,8 @@ def _checked(asked: argparse.Namespace, command: str) -> Launch:
         _check_module(asked.script, asked.nproc, command)
     else:
         _check_script(asked.script, asked.nproc, command)
+    own = tuple(filter(None, asked.own.split(",")))
+    check_own(own, "--own")
     return Launch(
         script=asked.script,
         is_module=asked.module,
@@ -133,6 +140,7 @@ def _checked(asked: argparse.Namespace, command: str) -> Launch:
         environment=_variables(asked.env),
         check_races=asked.check_races,
         check_replicas=asked.check_replicas,
+        own=own,
         show=_shown(asked.show, asked.nproc),
         command=command,
     )

@@ -10,10 +10,8 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import context as multiprocessing_context
-from types import ModuleType
 from typing import Any
 
-from sim.script.modules import OwnModules
 from sim.script.output import RankStream
 
 __all__ = ["SLOTS", "ForwardToRank", "ProcessView"]
@@ -37,16 +35,12 @@ class ProcessView:
     """One rank's process as its script sees it.
 
     Attributes:
-        modules: Its ``__main__`` and the modules of user code that it has imported.
         streams: Its ``sys.stdout`` and ``sys.stderr``.
         at_exit: What it has registered with ``atexit``.
         signals: The signal handlers it has set, which nobody calls.
     """
 
-    def __init__(
-        self, main: ModuleType, argv: Sequence[str], path: Sequence[str], stdout: RankStream, stderr: RankStream
-    ) -> None:
-        self.modules = OwnModules(main)
+    def __init__(self, argv: Sequence[str], path: Sequence[str], stdout: RankStream, stderr: RankStream) -> None:
         self.streams = (stdout, stderr)
         self.at_exit: list[Callable[[], Any]] = []
         self.signals: dict[int, Any] = {}
@@ -59,12 +53,10 @@ class ProcessView:
         """Put the rank's copies in place: it is about to run."""
         for (owner, name), value in zip(SLOTS, self._values, strict=True):
             setattr(owner, name, value)
-        self.modules.enter()
 
     def leave(self) -> None:
         """Keep what the rank has made of them: another one is about to run."""
         self._values = [getattr(owner, name) for owner, name in SLOTS]
-        self.modules.leave()
 
     def run_exit_calls(self) -> None:
         """Call what the rank has registered with ``atexit``, the last one first."""

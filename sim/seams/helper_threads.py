@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["HELPER_SEAMS"]
 
 # What they start talks to other processes, by ways that the scheduler does not see.
-_RUN_BY_THEMSELVES = ("multiprocessing.", "concurrent.futures.process", "torch.utils.data.", "torch.multiprocessing.")
+_RUN_BY_THEMSELVES = (
+    *("multiprocessing.", "concurrent.futures.process", "torch.utils.data.", "torch.multiprocessing."),
+    *("multiprocess.", "billiard.", "loky.", "joblib.externals.loky."),  # others' versions of it
+)
 
 
 def _threads(world: World) -> Callable[[], None]:

@@ -16,6 +16,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from importlib import _bootstrap
@@ -29,6 +30,7 @@ from sim.current import current_context
 from sim.errors import SimError
 from sim.script.modules import RankFinder, RankLocks
 from sim.script.process_view import SLOTS, ForwardToRank
+from sim.seams.locks import my_scheduler
 
 if TYPE_CHECKING:
     from sim.script.process_view import ProcessView
@@ -241,20 +243,35 @@ def _process_view(world: World) -> Undo:
 
 
 def _imports(world: World) -> Undo:
-    """User code that a rank imports becomes its own; Python's locks by module name do so, too."""
-    if world.contexts[0].view is None:
-        return lambda: None
+    """What a rank imports of user code and of some packages becomes its own; Python's locks by module name do, too."""
     finder = RankFinder(world.folder)
     place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
     sys.meta_path.insert(place, finder)
     locks = RankLocks(vars(_bootstrap)["_module_locks"])
-    restore = _replace([(_bootstrap, "_module_locks", locks)])
+    lock: Any = vars(_bootstrap)["_ModuleLock"]
+    restore = _replace([(_bootstrap, "_module_locks", locks), (lock, "acquire", _acquire_import(lock.acquire))])
+    world.references.begin()
 
     def undo() -> None:
+        world.references.end()
         restore()
         sys.meta_path.remove(finder)
 
     return undo
+
+
+def _acquire_import(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Python's wait for another thread's import of the same module, giving up the turn to that thread."""
+
+    def acquire(lock: Any) -> bool:
+        scheduler, me = my_scheduler(), threading.get_ident()
+        if scheduler is not None and lock.owner not in (None, me):
+            others = {thread.ident for thread in (*scheduler.ranks, *scheduler.helpers)}
+            while lock.owner != me and lock.owner in others:
+                scheduler.poll()
+        return original(lock)
+
+    return acquire
 
 
 def _exit_calls(world: World) -> Undo:

@@ -112,7 +112,12 @@ def faults_of(check: str, sources_: Iterable[Source]) -> list[str]:
 
 # The composition root: `cli.py`, and the commands of the mesh simulator, which would make that file too long. What both
 # share (`cli_kit.py`: exit codes, consoles) stands above all parts, too, and needs no `sim`.
-COMMAND_LINE = ("hyper_parallel.cli", "hyper_parallel.cli_mesh", "hyper_parallel.cli_hardware")
+COMMAND_LINE = (
+    "hyper_parallel.__main__",
+    "hyper_parallel.cli",
+    "hyper_parallel.cli_mesh",
+    "hyper_parallel.cli_hardware",
+)
 
 
 def sim_imports(source: Source) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
@@ -426,3 +427,43 @@ def test_the_demo_compares_and_draws() -> None:
     assert Path("here/loss.png").read_bytes().startswith(b"\x89PNG")
     ranks, single = (Path("here", name).read_text().splitlines() for name in ("8_ranks.jsonl", "one_device.jsonl"))
     assert len(ranks) == len(single) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--out", "{}"),
+        ("train", "--log-file", "{}/x.jsonl"),
+        ("plot", "log.jsonl", "--out", "{}/x.png"),
+        ("validate", "--write", "{}/x.md"),
+        ("validate", "--write={}/x.md"),
+    ],
+)
+@pytest.mark.parametrize("place", ["/proc/nope", "a_file/folder"])
+def test_where_output_goes_is_checked_first(
+    arguments: tuple[str, ...], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where permissions do not tell; nothing has run by then."""
+    Path("a_file").touch()
+    monkeypatch.setattr(cli, "_describe", lambda *args, **options: pytest.fail("it has begun"))
+    result = CliRunner().invoke(cli.app, [each.format(place) for each in arguments])
+    assert result.exit_code == 2
+    assert "cannot write" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_weights_of_integers_are_not_exported() -> None:
+    result = CliRunner().invoke(cli.app, ["export", "run", "folder", "--dtype", "int4"])
+    assert result.exit_code == 2
+    assert "cannot export weights in int4: " in result.output
+
+
+def test_a_key_of_another_section_is_sent_there() -> None:
+    Path("run.toml").write_text("[train]\nlr = 0.1\n")
+    result = CliRunner().invoke(cli.app, ["train", "run.toml"])
+    assert (result.exit_code, "try: put it under [optimizer]" in result.output) == (2, True)
+
+
+def test_the_version() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"hyper_parallel 0.1.0, torch {torch.__version__}\n")

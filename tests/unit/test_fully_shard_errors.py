@@ -13,6 +13,7 @@ from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
 from hyper_parallel.core.fully_shard.carrier import carrier_of
 from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.hsdp.api import hsdp
+from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.sim
 
@@ -659,3 +660,27 @@ def test_a_step_between_forward_and_backward(kind):
 
     changed = r"changed between a forward and its backward\n  unit: HSDP.*\n  try: all"
     fails_on_every_rank(call, RuntimeError, changed, communicates=True)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "by"),
+    [
+        (lambda m: fully_shard(m, mesh=mesh()), "fully_shard or hsdp"),
+        (hsdp, "fully_shard or hsdp"),
+        (lambda m: hsdp(m, use_eager_hook=False), "fully_shard or hsdp"),
+        (lambda m: shard_module(m, mesh(names=("tp",)), ShardingPlan({"weight": ("tp", "None")})), "shard_module"),
+    ],
+)
+@pytest.mark.parametrize("foreach", [True, False])
+def test_an_optimizer_that_was_made_before_wrapping(wrap, by, foreach):
+    def call():
+        model = nn.Linear(4, 4)
+        early = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        wrap(model)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+            torch.optim.AdamW([param], foreach=foreach).step()
+        early.step()
+
+    expected = rf"cannot step with AdamW: {by} has replaced \d of its 2 parameters .*\n  replaced: .*'weight'"
+    fails_on_every_rank(call, ValueError, expected, communicates=True)

@@ -668,7 +668,8 @@ def script_world(world_size: int, folder: str = "") -> sim.World:
     made.folder = folder
     for context in made.contexts:
         streams = RankStream(None, "", like=sys.stdout), RankStream(None, "", like=sys.stderr)
-        context.view = ProcessView(types.ModuleType("__main__"), ["x.py"], sys.path, *streams)
+        context.view = ProcessView(["x.py"], sys.path, *streams)
+        context.modules.main = types.ModuleType("__main__")
     return made
 
 
@@ -713,6 +714,20 @@ def test_seam_imports(tmp_path, monkeypatch):
     assert len(set(shared)) == 1
     assert "of_a_rank" not in sys.modules
     assert (list(sys.meta_path), sys.modules["importlib._bootstrap"]._module_locks) == before
+
+
+def test_two_ranks_that_import_a_module_which_all_share(tmp_path, monkeypatch):
+    """The second one waits for the first, which waits for it in the middle of the import: it gives up its turn."""
+    (tmp_path / "of_all.py").write_text("import time\ntime.sleep(1)\nmade = object()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def body() -> int:
+        import of_all
+
+        return id(of_all.made)
+
+    assert len(set(sim.run(body, world_size=3))) == 1
+    assert sys.modules.pop("of_all")
 
 
 WITH_DEFAULT_GROUPS = {

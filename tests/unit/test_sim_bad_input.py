@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import hyper_parallel
 import sim
 from sim.script.launch import main
+from sim.seams import devices
 
 pytestmark = pytest.mark.sim
 
@@ -48,11 +53,76 @@ def test_a_cuda_device(use):
     sim.run(use, 2, map_device="cuda")
 
 
+@without_cuda
 def test_what_is_not_mapped():
-    if torch.cuda.is_available():
-        pytest.skip("this machine has what the test has to miss")
     with pytest.raises(sim.RankFailed, match=r"map_device='cuda'\): this is not among what it maps"):
-        sim.run(lambda: torch.cuda.get_device_properties(0), 2, map_device="cuda")
+        sim.run(lambda: torch.Generator("cuda"), 2, map_device="cuda")
+
+
+@pytest.mark.parametrize("module", [torch.cuda, torch.accelerator])
+def test_what_torch_documents_of_devices_is_mapped_or_named(module):
+    """Each function in torch's own list answers on a rank, or says by its name that it is not mapped."""
+    given = {
+        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device", "device_index"), (1,)),
+        **dict.fromkeys(("set_stream", "stream", "manual_seed", "manual_seed_all", "device_of"), (0,)),
+        "set_per_process_memory_fraction": (0.5,),
+        "can_device_access_peer": (0, 1),
+        "set_rng_state": (torch.get_rng_state(),),
+        "set_rng_state_all": ([torch.get_rng_state()],),
+    }
+    answers = devices.ANSWERS if module is torch.cuda else devices.ACCELERATOR_ANSWERS
+    names = devices.documented(module)
+    assert len(names) >= (70 if module is torch.cuda else 15)
+
+    def body() -> list[str]:
+        unnamed = []
+        for name in names:
+            try:
+                getattr(module, name)(*given.get(name, ()))
+            except sim.SimError as error:
+                if name in answers or f"called {module.__name__}.{name}, which is not among" not in str(error):
+                    unnamed.append(name)
+            else:
+                if name not in answers:
+                    unnamed.append(name)
+        return unnamed
+
+    assert sim.run(body, 2, map_device="cuda") == [[], []]
+
+
+def test_a_device_by_the_name_of_accelerator():
+    """As pytorch/examples ask for it."""
+
+    def body() -> tuple[object, ...]:
+        accelerator, rank = torch.accelerator, dist.get_rank()
+        assert accelerator.is_available()
+        device = accelerator.current_accelerator()
+        accelerator.set_device_index(rank)
+        with torch.device(device):
+            made = torch.ones(1).to(f"{device}:{rank}")
+        free, total = torch.cuda.mem_get_info()
+        assert 0 < free <= total == torch.cuda.get_device_properties(rank).total_memory
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+        backend = dist.get_default_backend_for_device(device)
+        return str(device), accelerator.device_count(), accelerator.current_device_index(), str(made.device), backend
+
+    assert sim.run(body, 2, map_device="cuda") == [("cuda", 2, rank, "cpu", "nccl") for rank in range(2)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_dtensors_on_a_mapped_device(causal):
+    """The CPU has an operator of its own for it, which DTensors do not know."""
+    whole = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def body() -> bool:
+        mesh = dist.init_device_mesh("cuda", (2,))
+        heads = [distribute_tensor(each, mesh, [Shard(1)]) for each in whole]
+        found = attention(*heads, is_causal=causal).full_tensor()
+        torch.testing.assert_close(found, attention(*whole, is_causal=causal))
+        return True
+
+    assert sim.run(body, 2, map_device="cuda") == [True, True]
 
 
 def test_a_device_that_is_mapped():
@@ -282,3 +352,97 @@ def test_a_process_that_communicates():
     for rank, said in enumerate(sim.run(body, 2)):
         assert said.startswith(f"a process that rank {rank} started used one of the rank's process groups\n")
         assert "try: communicate from the rank itself" in said
+
+
+# -- what was made outside of the ranks --------------------------------------------------------------------------
+
+
+def linear_outside() -> Callable[[Callable[[torch.nn.Module], object]], object]:
+    model = torch.nn.Linear(2, 2)  # the line that is named
+    return lambda use: sim.run(lambda: use(model), 2)
+
+
+def train_alone(model: torch.nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def step(model: torch.nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        train_alone,
+        hyper_parallel.fully_shard,
+        torch.nn.parallel.DistributedDataParallel,
+        lambda model: [step(model), train_alone(model), dist.barrier(), step(model)],
+        lambda model: (model(torch.ones(1, 2)).sum(), dist.barrier())[0].backward(),  # both have used it by then
+        lambda model: torch.nn.init.zeros_(dict(model.named_parameters())["weight"]),
+    ],
+)
+def test_a_module_that_was_made_outside(use):
+    with pytest.raises(
+        sim.SimError,
+        match=r"rank 1 used 'model', which belongs to rank 0: it was made outside of the ranks and is one object for "
+        r"all of them, and it has been changed\n  made: test_sim_bad_input.py:(\d+) \(\w*Linear\)\n"
+        r"  rank 0 used it at .*\n  rank 1 used it at .*\n  try: make it inside .*copy.deepcopy\(model\) there",
+    ) as found:
+        linear_outside()(use)
+    line = int(re.search(r"made: test_sim_bad_input.py:(\d+)", str(found.value))[1])
+    assert Path(__file__).read_text().splitlines()[line - 1].endswith("# the line that is named")
+
+
+def test_other_things_that_were_made_outside():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tensor = torch.ones(2)
+    weight = torch.ones(2, requires_grad=True)
+
+    def in_groups_of_their_own() -> None:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        dist.all_reduce(tensor, group=groups[dist.get_rank() // 2])
+
+    def called_by_name() -> None:
+        in_groups_of_their_own()
+
+    for name, call in [
+        ("optimizer", lambda: optimizer.step() or True),
+        ("self", optimizer.step),
+        ("weight", lambda: weight.sum().backward()),
+        ("tensor", in_groups_of_their_own),
+        ("tensor", called_by_name),
+        (r"args\[0\]", train_alone),
+        (r"args\[0\]\[1\]", lambda given: train_alone(given[1])),
+    ]:
+        args = {r"args\[0\]": (model,), r"args\[0\]\[1\]": ([0, model],)}.get(name, ())
+        with pytest.raises(sim.SimError, match=rf"^rank \d used '{name}', which belongs to rank \d: "):
+            sim.run(call, 4, args=args)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not weight._post_accumulate_grad_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_what_was_made_outside_and_that_others_failed_on():
+    model = torch.nn.Linear(2, 2)
+    expected = r"rank 1 raised KeyError.*\n  seen: 'model' is one object for all ranks, and another rank has changed it"
+    with pytest.raises(sim.RankFailed, match=expected):
+        sim.run(lambda: model._parameters.pop("bias"), 2)
+
+
+def test_what_was_made_outside_and_may_be_shared():
+    model, optimizers = torch.nn.Linear(2, 2), [None, None]
+
+    def body() -> bool:
+        rank = dist.get_rank()
+        own = copy.deepcopy(model)
+        optimizers[rank] = torch.optim.SGD(own.parameters(), lr=0.1)
+        same = torch.equal(model(torch.ones(1, 2)), own(torch.ones(1, 2)))
+        dist.barrier()
+        train_alone(own)
+        optimizers[rank].step()
+        return same
+
+    assert sim.run(body, 2) == [True, True]
+    sim.run(lambda: train_alone(model) if dist.get_rank() == 1 else None, 2)
+    assert sim.run(train_alone, 1, args=(model,)) == [None]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import importlib
 import multiprocessing
 import os
 import queue
+import re
+import shutil
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -562,6 +566,31 @@ def test_a_pool_of_processes_next_to_a_helper():
             return [alone, both]
 
     assert sim.run(body, 2) == [[0, 3], [1, 3]]
+
+
+@pytest.mark.parametrize("name", ["multiprocess", "billiard", "loky", "joblib.externals.loky"])
+def test_others_versions_of_multiprocessing(name, tmp_path, monkeypatch):
+    """datasets, celery and joblib bring their own: here Python's, under their name."""
+    folder = tmp_path.joinpath("site-packages", *name.split("."))
+    shutil.copytree(Path(multiprocessing.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in folder.relative_to(tmp_path).parents[:-2]:
+        tmp_path.joinpath(package, "__init__.py").touch()
+    for file in folder.glob("*.py"):
+        file.write_text(re.sub(r"(?<!_)\bmultiprocessing\b", name, file.read_text()))
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+
+    def body() -> list[int]:
+        context = importlib.import_module(name).get_context("fork")
+        with context.Pool(1) as pool:
+            found = pool.map(abs, [-dist.get_rank(), -5])
+            pool.close()
+            pool.join()
+        dist.barrier()
+        return found
+
+    assert sim.run(body, 2) == [[0, 5], [1, 5]]
+    for module in [each for each in sys.modules if each.startswith(name.partition(".")[0])]:
+        monkeypatch.delitem(sys.modules, module)
 
 
 class Squares(torch.utils.data.Dataset):

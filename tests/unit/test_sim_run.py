@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import sim
 from sim.script.launch import main
@@ -91,6 +93,79 @@ def test_what_is_installed_is_shared(run: Run) -> None:
         print(ids[0] == ids[1])
     """
     assert run(source) == (0, "True\n", "")
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Packages as pip leaves them: one with the state of a process in a class, and one that imports it."""
+    packages = tmp_path / "lib" / "site-packages"
+    (packages / "stateful").mkdir(parents=True)
+    (packages / "stateful" / "__init__.py").write_text("from stateful.state import State, name_of\nstep = 0\n")
+    (packages / "stateful" / "state.py").write_text(
+        "class State:\n    shared = {}\n    def __init__(self, rank=None):\n        self.__dict__ = self.shared\n"
+        "        if not self.shared: self.rank = rank\n\ndef name_of(state):\n    return type(state) is State\n"
+    )
+    (packages / "user_of_it.py").write_text("from stateful import State\nimport stateful\nmade = lambda r: State(r)\n")
+    monkeypatch.syspath_prepend(str(packages))
+    yield packages
+    for name in ("stateful", "stateful.state", "user_of_it"):
+        sys.modules.pop(name, None)
+
+
+OWN_STATE = """
+    dist.init_process_group()
+    {first}
+    import user_of_it
+    state = user_of_it.made(rank)
+    import stateful.state
+    stateful.step += rank
+    dist.barrier()
+    found = [None] * 3
+    same = isinstance(state, user_of_it.State) and stateful.name_of(state) and user_of_it.stateful.step == rank
+    dist.all_gather_object(found, (stateful.State().rank, user_of_it.State().rank, same, id(user_of_it)))
+    print([each[:3] for each in found], len(set(each[3] for each in found)))
+"""
+
+
+@pytest.mark.parametrize("first", ["pass", "import stateful", "import user_of_it"])
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_a_package_that_keeps_the_state_of_a_process(run: Run, installed: Path, first: str, seed: str) -> None:
+    """Each rank has a copy of the package; what else is installed is shared, and refers to the calling rank's copy."""
+    code, out, err = run(OWN_STATE.format(first=first), "--own", "stateful", "--seed", seed, nproc=3)
+    assert (code, out, err) == (0, f"{[(r, r, True) for r in range(3)]} 1\n", "")
+    assert run(OWN_STATE.format(first=first), nproc=3)[1] != out  # and one state for all without that
+
+
+def test_packages_that_are_known_to_keep_it(run: Run, installed: Path) -> None:
+    (installed / "accelerate").mkdir()
+    (installed / "accelerate" / "__init__.py").write_text("import os\nrank = os.environ['RANK']\n")
+    source = "import accelerate\nprint(accelerate.rank)\n"
+    assert run(source, "--show", "all") == (0, "[rank 0] 0\n[rank 1] 1\n", "")
+    assert "accelerate" not in sys.modules
+
+
+def test_a_function_that_was_defined_outside_of_the_ranks(installed: Path) -> None:
+    """What it has of a package from its module, or from the function around it, is each rank's own inside."""
+    import stateful
+    import user_of_it
+    from stateful import State
+
+    def body() -> tuple[int, int, bool]:
+        state, stateful.step = State(dist.get_rank()), dist.get_rank()
+        dist.barrier()
+        return user_of_it.State().rank, stateful.step, isinstance(state, user_of_it.State)
+
+    State("outside")
+    for _ in range(2):
+        assert sim.run(body, world_size=3, own=["stateful"]) == [(r, r, True) for r in range(3)]
+    assert (State().rank, stateful.step, user_of_it.State, sys.modules["stateful"]) == ("outside", 0, State, stateful)
+    assert {each[:2] for each in sim.run(body, world_size=1)} == {("outside", 0)}
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "sys", "a-b", ""])
+def test_packages_that_cannot_be_copied(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^cannot give each rank a copy of '{name}'\n  own: "):
+        sim.world(2, own=[name])
 
 
 def test_random_numbers_are_each_ranks_own(run: Run) -> None:
@@ -362,6 +437,32 @@ def test_the_commands(tmp_path: Path) -> None:
         "[rank 0]  careful",
         "[rank 1]  careful",
     ]
+
+
+@pytest.mark.parametrize("theirs", ["sim.py", "sim/__init__.py"])
+def test_a_project_with_a_sim_of_its_own(run: Run, tmp_path: Path, theirs: str) -> None:
+    """Its scripts import theirs; each rank has a copy, as of other modules of the user's."""
+    Path(theirs).parent.mkdir(exist_ok=True)
+    Path(theirs).write_text("import os\nwhose = 'theirs'\nrank = os.environ['RANK']\n")
+    source = """
+        dist.init_process_group()
+        import sim
+        dist.barrier()
+        from sim import whose
+        print(whose, sim.rank == str(rank))
+    """
+    code, out, err = run(source, "--show", "all")
+    assert (code, sorted(out.splitlines()), err) == (0, ["[rank 0] theirs True", "[rank 1] theirs True"], "")
+    assert sys.modules["sim"] is sim
+
+
+def test_the_command_in_a_folder_with_a_sim_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "sim.py").write_text("whose = 'theirs'\n")
+    (tmp_path / "x.py").write_text("import os, sim\nprint(sim.whose, os.environ['RANK'])\n")
+    command = [sys.executable, "-m", "hyper_parallel", "simulate", "--nproc", "2", "--show", "1", "x.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(sim.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "theirs 1\n", "")
 
 
 def test_without_run(capsys: pytest.CaptureFixture[str]) -> None:

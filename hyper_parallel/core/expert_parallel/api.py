@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import axes_of
 from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.dtensor.replaced import note_replaced
 from hyper_parallel.core.expert_parallel.balance import routers_of
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Ranks
 from hyper_parallel.core.redistribute.boundary import from_local
@@ -139,3 +140,4 @@ def _split(experts: GroupedExperts, name: str, layout: Layout) -> None:
         new = nn.Parameter(from_local(part, layout, shape=whole.shape), requires_grad=whole.requires_grad)
     new.__dict__.update(whole.__dict__)
     experts._parameters[name] = new
+    note_replaced(whole, name, "expert_parallel")

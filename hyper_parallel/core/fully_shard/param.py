@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hyper_parallel.core.dtensor.replaced import note_replaced
 from hyper_parallel.core.fully_shard.mesh import Home
 from hyper_parallel.core.redistribute.api import redistribute
 
@@ -144,6 +145,7 @@ class ManagedParam:
         )
         self.sharded = nn.Parameter(dtensor, requires_grad=whole.requires_grad)
         self.sharded.__dict__.update(self.attributes)
+        note_replaced(whole, self.name, "fully_shard or hsdp")
         if self.home.view_mesh is not None:
             view = DTensor.from_local(
                 cast(DTensor, whole)._local_tensor.detach(),

@@ -26,6 +26,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.mesh import axes_of
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.dtensor.replaced import note_replaced
 from hyper_parallel.core.redistribute.api import build, distribute_tensor, redistribute, torch_form
 from hyper_parallel.core.shard.arguments import Arguments
 from hyper_parallel.core.shard.hooks import Inputs, Outputs, localized
@@ -175,6 +176,7 @@ def _distribute(
             path, _, last = name.rpartition(".")
             places.append((model.get_submodule(path), last))
             places[-1][0]._parameters[last] = new
+        note_replaced(param, names[0], "shard_module")
     return places
 
 
