@@ -1,27 +1,22 @@
 """`hyper-parallel`: train a model under torchrun, alone, or on ranks simulated in this process; plan a redistribution.
 
-The command line is this file, `cli_mesh.py` and `cli_hardware.py` with the commands of the mesh simulator, and
-`cli_kit.py`, which all use. It is the one place that may import `sim`, and only where something is simulated.
+The command line is this file, `cli_mesh.py` and `cli_hardware.py` with the commands of the mesh simulator,
+`cli_runs.py` with what training commands do, and `cli_kit.py`, which all use. It is the one place that may import
+`sim`, and only where something is simulated. A command imports what it needs: torch takes seconds, and `--help` and
+wrong options come before it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from hyper_parallel import __version__, cli_mesh
 from hyper_parallel.cli_kit import (
@@ -31,44 +26,12 @@ from hyper_parallel.cli_kit import (
     check_can_write,
     is_first_rank,
     mistakes_as_messages,
-    say_error,
-    stderr_console,
     stdout_console,
 )
-from hyper_parallel.core.checkpoint.errors import CheckpointError
-from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
-from hyper_parallel.core.redistribute import plan as plan_redistribution
-from hyper_parallel.core.redistribute import topology
-from hyper_parallel.core.redistribute.show import show
-from hyper_parallel.core.shard.plan_file import plan_text
-from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.config_file import load_config
-from hyper_parallel.trainer.convert import export_checkpoint, with_shape_of
-from hyper_parallel.trainer.data import load_corpus
-from hyper_parallel.trainer.display import TrainingDisplay
-from hyper_parallel.trainer.nonfinite import NonFiniteError
-from hyper_parallel.trainer.place import RankPlace
-from hyper_parallel.trainer.preflight import check_machine, check_precision, plan_run
-from hyper_parallel.trainer.record import TrainResult
-from hyper_parallel.trainer.report import (
-    Traffic,
-    bits_per_byte,
-    largest_difference,
-    loss_table,
-    plot_log,
-    plot_losses,
-    traffic_table,
-)
-from hyper_parallel.trainer.saving import run_to_go_on_from
-from hyper_parallel.trainer.steps import describe_axes
-from hyper_parallel.trainer.stop import StopRequest, stop_on_signals
-from hyper_parallel.trainer.trainer import train as train_rank
-from hyper_parallel.trainer.verify import LlamaSizes, Subject, llama_subject, own_subject, painted
 
 __all__ = ["FAILURE", "INTERRUPTED", "USER_ERROR", "app", "main"]
 
-_WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 _DEGREES, _SAVING = "Parallel degrees", "Checkpoints"
 
 app = typer.Typer(
@@ -81,7 +44,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        stdout_console().print(f"hyper_parallel {__version__}, torch {torch.__version__}")
+        stdout_console().print(f"hyper_parallel {__version__}, torch {metadata.version('torch')}")
         raise typer.Exit()
 
 
@@ -193,12 +156,21 @@ def train(
         float | None, typer.Option(help="Refuse to start above this estimate; default: what is free.")
     ] = None,
     sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
+    dump_config: Annotated[
+        bool, typer.Option("--dump-config", help="Print this run as a TOML file, with all defaults, and exit.")
+    ] = False,
 ) -> None:
     """Train a small Llama, or a mixture of experts, on text, with any combination of parallel degrees.
 
     Without --sim the ranks come from torchrun:
     torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
     """
+    from hyper_parallel.cli_runs import check_run, describe_run, run_here, run_simulated, summarise, while_ranks_run
+    from hyper_parallel.trainer.config import Config
+    from hyper_parallel.trainer.config_file import config_text, load_config
+    from hyper_parallel.trainer.convert import with_shape_of
+    from hyper_parallel.trainer.stop import stop_on_signals
+
     with mistakes_as_messages():
         run = load_config(config) if config is not None else Config()
         size: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
@@ -222,17 +194,20 @@ def train(
                 )
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
-        run = _check(run, sim)
+        if dump_config:
+            stdout_console().file.write(config_text(run))
+            raise typer.Exit()
+        run = check_run(run, sim)
         if is_first_rank():
             check_can_write(Path(str(run.train.log)))
-    with _while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
+    with while_ranks_run(f"the log so far is in {run.train.log}"), stop_on_signals() as stop:
         console = stdout_console()
-        _describe(console, run, sim)
+        describe_run(console, run, sim)
         if sim is None:
-            result = _run_here(console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop)
+            result = run_here(console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop)
         else:
-            result, _ = _run_simulated(console, f"{sim} simulated ranks", run, sim, stop)
-        _summarise(console, result)
+            result, _ = run_simulated(console, f"{sim} simulated ranks", run, sim, stop)
+        summarise(console, result)
         if run.checkpoint.folder is not None and result.steps:
             console.print(f"checkpoints: {run.checkpoint.folder}")
         elif result.stopped is not None:
@@ -247,22 +222,33 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of weights, data order and simulated interleaving.")] = 0,
 ) -> None:
     """Train a small Llama on 8 simulated ranks (2 replicas x 4 shards), then on one device, and compare."""
+    from hyper_parallel.cli_runs import (
+        check_run,
+        compare_runs,
+        describe_run,
+        one_thread,
+        run_here,
+        run_simulated,
+        while_ranks_run,
+    )
+    from hyper_parallel.trainer.config import Config, ParallelConfig, TrainConfig
+
     with mistakes_as_messages():
         both = TrainConfig(steps=steps, seed=seed, device="cpu", eval_every=10)
         ranks = Config(
             train=replace(both, log=str(out / "8_ranks.jsonl")), parallel=ParallelConfig(dp_replicate=2, dp_shard=4)
         )
         single = Config(train=replace(both, log=str(out / "one_device.jsonl")))
-        ranks = _check(ranks, sim=8)
+        ranks = check_run(ranks, sim=8)
         for name in ("loss.png", "8_ranks.jsonl", "one_device.jsonl"):
             check_can_write(out / name)
-    with _while_ranks_run(f"the logs so far are in {out}"):
+    with while_ranks_run(f"the logs so far are in {out}"):
         console = stdout_console()
-        _describe(console, ranks, sim=8)
-        simulated, traffic = _run_simulated(console, "8 simulated ranks", ranks, 8)
-        with _one_thread():
-            alone = _run_here(console, "one device", single)
-        _compare(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
+        describe_run(console, ranks, sim=8)
+        simulated, traffic = run_simulated(console, "8 simulated ranks", ranks, 8)
+        with one_thread():
+            alone = run_here(console, "one device", single)
+        compare_runs(console, {"8 ranks": simulated, "one device": alone}, traffic, out)
 
 
 @app.command()
@@ -276,8 +262,11 @@ def export(
     hyper-parallel export out/run out/hf --dtype bfloat16
     """
     with mistakes_as_messages():
+        from hyper_parallel.core.dtensor.text import parse_dtype
+        from hyper_parallel.trainer.convert import export_checkpoint
+
         to = None if dtype is None else parse_dtype(dtype)
-        if to is not None and to not in _WEIGHTS:
+        if to is not None and str(to).removeprefix("torch.") not in _WEIGHTS:
             raise ValueError(
                 f"cannot export weights in {dtype}: they are floating-point numbers that transformers loads\n"
                 f"  --dtype {dtype}\n  try: --dtype bfloat16, float16, float32 or float64"
@@ -296,6 +285,8 @@ def plot(
     hyper-parallel plot out/train.jsonl
     """
     with mistakes_as_messages():
+        from hyper_parallel.trainer.report import plot_log
+
         check_can_write(out)
         if not plot_log(logs, out):
             raise ValueError("cannot plot: matplotlib is not installed\n  try: pip install 'hyper_parallel[plot]'")
@@ -336,6 +327,11 @@ def plan(
                 f"cannot place ranks on nodes: --ranks-per-node {ranks_per_node} is given without --hardware\n"
                 f"  try: --hardware h100 --ranks-per-node {ranks_per_node}"
             )
+        from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
+        from hyper_parallel.core.redistribute import plan as plan_redistribution
+        from hyper_parallel.core.redistribute import topology
+        from hyper_parallel.core.redistribute.show import show
+
         axes, on = parse_mesh(mesh), None if hardware is None else topology(hardware, ranks_per_node)
         src, dst = parse_layout(axes, source), parse_layout(axes, target)
         steps = plan_redistribution(
@@ -389,6 +385,10 @@ def verify(
 
     Exit code 0: right; 1: the plan is wrong, or ranks failed; 2: a mistake in what was asked.
     """
+    from hyper_parallel.cli_runs import verify_subject
+    from hyper_parallel.core.shard.plan_file import plan_text
+    from hyper_parallel.trainer.verify import LlamaSizes, Subject, llama_subject, own_subject
+
     with mistakes_as_messages():
         subject: Subject
         if model == "llama":
@@ -425,7 +425,7 @@ def verify(
         if show_plan:
             stdout_console().file.write(plan_text(subject.shown_plan(), subject.mesh))
             raise typer.Exit()
-        correct = _verify(stdout_console(), subject, everything)
+        correct = verify_subject(stdout_console(), subject, everything)
     raise typer.Exit(0 if correct else FAILURE)
 
 
@@ -444,203 +444,6 @@ def simulate(context: typer.Context) -> None:
 
 
 cli_mesh.add_commands(app)
-
-
-# -- running ---------------------------------------------------------------------------------------------------------
-
-
-def _run_here(console: Console, title: str, run: Config, stop: StopRequest | None = None) -> TrainResult:
-    """Train as the rank that torchrun made of this process, or alone."""
-    with TrainingDisplay(console, title, run.train.steps) as display:
-        return train_rank(run, display.on_step, stop)
-
-
-def _run_simulated(
-    console: Console, title: str, run: Config, world_size: int, stop: StopRequest | None = None
-) -> tuple[TrainResult, list[Traffic]]:
-    """Train as every rank of a simulated world; also return what the ranks communicated."""
-    import sim
-
-    with (
-        TrainingDisplay(console, title, run.train.steps) as display,
-        sim.world(world_size, seed=run.train.seed) as world,
-    ):
-        results = world.run(train_rank, args=(run, display.on_step, stop))
-        return results[0], list(world.trace.by_axis())
-
-
-def _verify(console: Console, subject: Subject, everything: bool) -> bool:
-    """Compare the ranks with one device, and print the report; return whether all is well."""
-    from sim import SimError, verify_plan
-
-    console.print("\n".join(subject.lines()))
-    console.file.flush()
-    start = time.perf_counter()
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
-    try:
-        with _one_thread():
-            report = verify_plan(
-                subject.model_fn,
-                subject.inputs,
-                subject.mesh,
-                subject.plan,
-                parallelize=subject.parallelize,
-                input_layouts=subject.input_layouts,
-                dtype=subject.dtype,
-                seed=subject.seed,
-            )
-    except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
-        told = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
-        stderr_console().print(f"[red]the ranks failed:[/red] {escape(told)}")
-        return False
-    except (ValueError, TypeError):
-        raise
-    except Exception:  # the model fails on one device, too
-        traceback.print_exc()
-        return False
-    console.print()
-    console.print(painted(report.table(verbose=everything)))
-    console.print(f"took {time.perf_counter() - start:.1f} s")
-    return report.ok
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one core, as each simulated rank does: the comparison is then the same on every machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-# -- what can go wrong -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _while_ranks_run(left: str) -> Iterator[None]:
-    """Turn Ctrl-C into exit code 130, and a failure into exit code 1, with its traceback if it was not foreseen."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if is_first_rank():
-            stderr_console().print(f"interrupted; {escape(left)}")
-        raise typer.Exit(INTERRUPTED) from None
-    except NonFiniteError as error:
-        say_error(f"{_own(error)}\n  {left}")
-        raise typer.Exit(FAILURE) from None
-    except CheckpointError as error:
-        say_error(str(_own(error)))
-        raise typer.Exit(FAILURE) from None
-    except Exception:
-        traceback.print_exc()
-        raise typer.Exit(FAILURE) from None
-
-
-def _own(error: Exception) -> BaseException:
-    """Return what the rank raised: the simulator wraps it."""
-    return error.__cause__ if hasattr(error, "rank") and error.__cause__ is not None else error
-
-
-def _check(run: Config, sim: int | None) -> Config:
-    """Check the run against the ranks and the machine; raise ValueError or PlatformUnavailableError."""
-    if sim is not None:
-        run = _check_simulated(run, sim)
-        world_size = local_ranks = sim
-    else:
-        place = RankPlace.from_environment()
-        world_size, local_ranks = place.world_size, place.local_world_size
-    platform = get_platform(run.train.device)
-    dims = plan_run(run, world_size)
-    check_precision(run, platform)
-    check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")
-    return run
-
-
-def _check_simulated(run: Config, world_size: int) -> Config:
-    if world_size < 1:
-        raise ValueError(f"cannot simulate {world_size} ranks: --sim {world_size}\n  try: --sim 8")
-    started = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    if started:
-        raise ValueError(
-            f"--sim {world_size} starts ranks of its own, but this process is a rank already ({', '.join(started)})\n"
-            "  try: leave out --sim under torchrun, or start hyper-parallel without torchrun"
-        )
-    if run.train.device not in (None, "cpu"):
-        raise ValueError(
-            f"simulated ranks compute on the CPU, but device is '{run.train.device}' (--sim {world_size})\n"
-            "  try: leave out --device, or leave out --sim and start the ranks with torchrun"
-        )
-    return run.with_changes("train", {"device": "cpu"})
-
-
-# -- what a person sees ----------------------------------------------------------------------------------------------
-
-
-def _describe(console: Console, run: Config, sim: int | None) -> None:
-    model, train = run.shape(), run.train
-    corpus = load_corpus(run.data.path, run.data.pattern, run.data.max_bytes)
-    dims = plan_run(run, sim or RankPlace.from_environment().world_size)
-    kind = "Llama" if train.model == "llama" else f"Llama with {run.experts.num_experts} experts per layer"
-    console.print(
-        f"{kind}, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
-        f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
-    )
-    console.print(
-        f"text: {corpus.source}, {corpus.files} files, {corpus.train.size / 1e6:.1f} MB + "
-        f"{corpus.valid.size / 1e6:.1f} MB held back"
-    )
-    console.print(f"batch: {train.batch_size} x {train.seq_len} bytes, {train.steps} steps; {describe_axes(dims)}")
-    found = None if console.quiet else run_to_go_on_from(run)
-    if found is not None:
-        console.print(f"goes on from step {found[0]} in {run.checkpoint.folder}")
-        for change in found[1]:
-            console.print(f"  other text than before: {change}")
-    elif train.start_from is not None:
-        console.print(f"starts with the weights of {train.start_from}")
-
-
-def _summarise(console: Console, result: TrainResult) -> None:
-    for failure in result.save_failures:
-        console.print(f"a checkpoint could not be written: {failure}")
-    if not result.steps:
-        console.print(f"nothing to do: the checkpoint is of the last step, {result.first_step - 1}")
-        return
-    if result.first_step > 1:
-        console.print(f"went on from step {result.first_step - 1}")
-    if result.stopped is not None:
-        console.print(f"stopped by {result.stopped} after step {result.steps[-1].step}")
-    last = result.losses[-10:]
-    console.print(
-        f"loss {result.losses[0]:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} steps), "
-        f"{result.tokens_per_s:,.0f} tokens/s"
-    )
-    if result.valid_loss is not None:
-        console.print(
-            f"held-back text: loss {result.valid_loss:.3f}, {bits_per_byte(result.valid_loss):.2f} bits per byte "
-            "(8 is guessing)"
-        )
-
-
-def _compare(console: Console, runs: dict[str, TrainResult], traffic: list[Traffic], out: Path) -> None:
-    simulated, single = runs.values()
-    difference, step = largest_difference(simulated, single)
-    console.print("\nThe same steps on 8 simulated ranks and on one device", style="bold")
-    console.print(loss_table(runs))
-    console.print(f"largest difference in {len(simulated.steps)} steps: {difference:.1e} (step {step})")
-    console.print("\nWhat the 8 ranks communicated (bytes received, validation included)", style="bold")
-    console.print(traffic_table(traffic))
-    console.print()
-    _summarise(console, simulated)
-    console.print(f"one device alone: {single.tokens_per_s:,.0f} tokens/s on one core, as the simulated ranks together")
-    picture = out / "loss.png"
-    title = f"Llama, {simulated.parameters:,} parameters, on Python source text"
-    if plot_losses(runs, picture, title):
-        console.print(f"wrote {picture}, {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
-    else:
-        console.print(f"no {picture}: matplotlib is not installed; try: pip install 'hyper_parallel[plot]'")
-        console.print(f"wrote {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from hyper_parallel.core.checkpoint.errors import CheckpointError
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.platform import PlatformUnavailableError
+from hyper_parallel.core.common.errors import explain
 
 __all__ = [
     "FAILURE",
@@ -42,13 +40,26 @@ def mistakes_as_messages() -> Iterator[None]:
     """Turn a mistake in what was asked into one message and exit code 2."""
     try:
         yield
-    except (ValueError, TypeError, PlatformUnavailableError, CheckpointError) as error:
-        if isinstance(error, TypeError) and "\n  try: " not in str(error):
-            raise  # a mistake of ours, and not in what was asked
+    except Exception as error:
+        if not _is_in_what_was_asked(error):
+            raise
         say_error(str(error))
         raise typer.Exit(USER_ERROR) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _is_in_what_was_asked(error: Exception) -> bool:
+    if isinstance(error, TypeError):
+        return "\n  try: " in str(error)  # otherwise a mistake of ours
+    if isinstance(error, ValueError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    from hyper_parallel.core.checkpoint.errors import CheckpointError
+    from hyper_parallel.platform import PlatformUnavailableError
+
+    return isinstance(error, (PlatformUnavailableError, CheckpointError))
 
 
 def say_error(text: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,9 +28,10 @@ from hyper_parallel.cli_kit import (
     stderr_console,
     stdout_console,
 )
-from hyper_parallel.core.dtensor.messages import explain, nearest
-from hyper_parallel.trainer.parallel_dims import ParallelDims
-from hyper_parallel.trainer.verify import named_object
+from hyper_parallel.core.common.errors import explain, nearest
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.parallel_dims import ParallelDims
 
 __all__ = ["add_commands"]
 
@@ -319,6 +320,8 @@ def _degrees(
 
 
 def _dims(degrees: dict[str, int], devices: int | None) -> ParallelDims:
+    from hyper_parallel.trainer.parallel_dims import ParallelDims
+
     if devices is None:
         axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
         devices = math.prod(degrees.get(axis, 1) for axis in axes)
@@ -396,6 +399,8 @@ def _recipe(given: dict[str, Any], settings: list[str] | None) -> Any:
 
 def _model(name: str) -> Any:
     """Return the name of a known model, or what a function of the user's returns."""
+    from hyper_parallel.trainer.verify import named_object
+
     path, colon, inside = name.partition(":")
     if not colon:
         return name

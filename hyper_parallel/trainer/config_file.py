@@ -1,4 +1,4 @@
-"""Read a TOML file into a `Config`, with messages that point at the mistake.
+"""TOML files of a `Config`: reading them, with messages that point at the mistake, and writing them.
 
 [model]
 hidden_size = 256
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import json
 import re
 import sys
 import types
@@ -96,6 +97,24 @@ def load_config(path: str | Path) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise source.syntax_error(error) from None
     return _build_config(table, source)
+
+
+def config_text(config: Config) -> str:
+    """Return the TOML file of a `Config`, with all keys that have a value; `load_config` reads it.
+
+    >>> print(config_text(Config()).splitlines()[0])
+    [model]
+    """
+    sections = []
+    for section in _sections():
+        values = dataclasses.asdict(getattr(config, section)).items()
+        lines = [f"{key} = {_toml(value)}" for key, value in values if value is not None]
+        sections.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _toml(value: bool | int | float | str) -> str:
+    return repr(value) if type(value) in (int, float) else json.dumps(value, ensure_ascii=False)
 
 
 def _build_config(table: dict[str, Any], source: _Source) -> Config:

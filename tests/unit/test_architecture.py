@@ -115,6 +115,7 @@ def faults_of(check: str, sources_: Iterable[Source]) -> list[str]:
 COMMAND_LINE = (
     "hyper_parallel.__main__",
     "hyper_parallel.cli",
+    "hyper_parallel.cli_runs",
     "hyper_parallel.cli_mesh",
     "hyper_parallel.cli_hardware",
 )
@@ -149,13 +150,15 @@ def vendor_names(source: Source) -> Iterator[str]:
 
 # 3. Arrows point one way
 
-# What each part may import of the others, beyond itself and `hyper_parallel.platform`. `trainer -> shard, fully_shard,
-# hsdp -> redistribute -> dtensor` means: anything to the right is fine, anything to the left is not.
+# What each part may import of the others, beyond itself and the leaves. `trainer -> shard, fully_shard, hsdp ->
+# redistribute -> dtensor` means: anything to the right is fine, anything to the left is not.
 _DTENSOR = ["core.dtensor"]
 _REDISTRIBUTE = ["core.redistribute", *_DTENSOR]
 _SHARDING = ["core.shard", "core.fully_shard", *_REDISTRIBUTE]
 _PARALLELISMS = ["core.context_parallel", "core.expert_parallel", "core.pipeline", "core.checkpoint"]
+LEAVES = ("platform", "core.common")
 MAY_IMPORT = {
+    "core.common": [],
     "platform": [],
     "core.dtensor": [],
     "core.redistribute": _DTENSOR,
@@ -192,7 +195,7 @@ def arrows(source: Source) -> Iterator[str]:
         return
     for found in imports(source):
         target = part_of(found.module)
-        if target is not None and target != part and target != "platform" and target not in MAY_IMPORT[part]:
+        if target is not None and target != part and target not in (*LEAVES, *MAY_IMPORT[part]):
             yield f"{source.path}:{found.line}: {part} imports {found.module}, against the arrows"
         if target is None and _is_under(found.module, "hyper_parallel") and not _is_harmless(found.module):
             yield f"{source.path}:{found.line}: {part} imports {found.module}, which stands above all parts"

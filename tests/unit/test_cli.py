@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 import sim
-from hyper_parallel import cli
+from hyper_parallel import cli, cli_runs
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.display import TrainingDisplay
 from hyper_parallel.trainer.record import StepRecord, TrainResult
 from hyper_parallel.trainer.report import largest_difference, loss_table, plot_losses, traffic_table
@@ -207,7 +209,7 @@ def test_a_failure_while_training_is_exit_code_1(monkeypatch: pytest.MonkeyPatch
     def burst(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(cli, "_run_here", burst)
+    monkeypatch.setattr(cli_runs, "run_here", burst)
     code, output = invoke("train", "tiny.toml")
     assert code == cli.FAILURE
     assert "RuntimeError: out of luck" in output
@@ -217,7 +219,7 @@ def test_ctrl_c_is_exit_code_130_and_names_the_log(monkeypatch: pytest.MonkeyPat
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run_here", interrupt)
+    monkeypatch.setattr(cli_runs, "run_here", interrupt)
     code, output = invoke("train", "tiny.toml")
     assert code == cli.INTERRUPTED
     assert output.splitlines()[-1] == "interrupted; the log so far is in log.jsonl"
@@ -280,7 +282,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
         asked.append(run)
         raise ValueError("seen")
 
-    monkeypatch.setattr(cli, "_check", keep)
+    monkeypatch.setattr(cli_runs, "check_run", keep)
     assert invoke("train", "tiny.toml", *arguments) == (cli.USER_ERROR, "error: seen\n")
     return asked[0]
 
@@ -302,7 +304,7 @@ def test_every_flag_of_train_is_in_the_table() -> None:
     command = get_command(cli.app).commands["train"]  # type: ignore[attr-defined]
     flags = {param.name for param in command.params if param.opts[0].startswith("--")}
     given = {flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for _, _, flag, _, _ in FLAGS}
-    assert flags - given == {"sim", "start_from"}, "these two are read elsewhere"
+    assert flags - given == {"sim", "start_from", "dump_config"}, "these are read elsewhere"
 
 
 def test_no_log_flag_and_no_log_key_write_to_a_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +359,7 @@ def test_float64_on_a_device_that_does_not_reduce_it_is_exit_code_2(monkeypatch:
     class Npu(CpuPlatform):
         device_type, backend = "npu", "hccl"
 
-    monkeypatch.setattr(cli, "get_platform", lambda device: Npu())
+    monkeypatch.setattr(cli_runs, "get_platform", lambda device: Npu())
     code, output = invoke("train", "--device", "npu", "--precision", "fp64")
     assert code == cli.USER_ERROR, output
     assert "param_dtype='fp64': hccl does not reduce float64" in output
@@ -445,7 +447,7 @@ def test_where_output_goes_is_checked_first(
 ) -> None:
     """Also where permissions do not tell; nothing has run by then."""
     Path("a_file").touch()
-    monkeypatch.setattr(cli, "_describe", lambda *args, **options: pytest.fail("it has begun"))
+    monkeypatch.setattr(cli_runs, "describe_run", lambda *args, **options: pytest.fail("it has begun"))
     result = CliRunner().invoke(cli.app, [each.format(place) for each in arguments])
     assert result.exit_code == 2
     assert "cannot write" in result.output
@@ -467,3 +469,38 @@ def test_a_key_of_another_section_is_sent_there() -> None:
 def test_the_version() -> None:
     result = CliRunner().invoke(cli.app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"hyper_parallel 0.1.0, torch {torch.__version__}\n")
+
+
+def test_a_run_is_dumped_as_the_file_that_starts_it() -> None:
+    given = ("train", "tiny.toml", "--model", "moe", "--lr", "1e-5", "--tp", "2", "--compile", "--seed", "7")
+    code, output = invoke(*given, "--dump-config")
+    Path("dumped.toml").write_text(output)
+    assert code == 0
+    dumped = load_config("dumped.toml")
+    assert (dumped.train.model, dumped.optimizer.lr, dumped.parallel.tp) == ("moe", 1e-5, 2)
+    assert (dumped.parallel.compile, dumped.train.seed, dumped.model.hidden_size) == (True, 7, 16)
+    assert invoke("train", "dumped.toml", "--dump-config") == (0, output)
+    assert "[parallel]" in output
+    assert not Path("log.jsonl").exists(), "nothing has run"
+
+
+HELP_WITHOUT_TORCH = """
+import sys
+from typer.testing import CliRunner
+from hyper_parallel.cli import app
+
+helps = [[name, "--help"] for name in sys.argv[1:]]
+for arguments in (["--help"], ["--version"], *helps, ["hardware", "measure", "--help"]):
+    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
+for arguments in (["train", "--stepz", "1"], ["train", "--steps", "many"], ["estimate"], ["no-such-command"]):
+    assert CliRunner().invoke(app, arguments).exit_code == 2, arguments
+assert "torch" not in sys.modules and "sim" not in sys.modules
+"""
+
+
+def test_help_and_wrong_options_come_before_torch() -> None:
+    commands = ("train", "demo", "export", "plot", "plan", "verify", "estimate", "search", "hardware")
+    done = subprocess.run(
+        [sys.executable, "-c", HELP_WITHOUT_TORCH, *commands], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

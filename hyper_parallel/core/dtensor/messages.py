@@ -1,47 +1,5 @@
-"""The shape of an error message: what was asked, what is to blame, what was seen, what to try."""
+"""The four-part error message, under its former path."""
 
-import difflib
-from collections.abc import Iterable
+from hyper_parallel.core.common.errors import explain, nearest
 
-
-def explain(asked: str, blame: str, seen: str, hint: str) -> str:
-    """Put the four parts of an error message into their fixed order.
-
-    >>> print(explain("cannot split dim 0 over 'td'", "no axis has that name", "mesh: dp=2, tp=4", "'tp'"))
-    cannot split dim 0 over 'td': no axis has that name
-      mesh: dp=2, tp=4
-      try: 'tp'
-
-    Args:
-        asked: what the caller wanted, as "cannot ...".
-        blame: the argument or axis that stands in the way, and why.
-        seen: what was given, enough to recognise it.
-        hint: something that works.
-    """
-    return f"{asked}: {blame}\n  {seen}\n  try: {hint}"
-
-
-def nearest(wrong: object, right: Iterable[str]) -> str:
-    """Return the closest of the right spellings, quoted, or all of them when none is close.
-
-    >>> nearest("replica", ("dp_replicate", "tp")), nearest("pd", ("tp", "dp"))
-    ("'dp_replicate'", "'dp'")
-    >>> nearest("x", ("dp", "tp"))
-    "one of 'dp', 'tp'"
-
-    Args:
-        wrong: what was given.
-        right: the spellings that would have worked.
-    """
-    names = list(dict.fromkeys(right))
-    typed = str(wrong)
-
-    def likeness(name: str) -> float:
-        swapped = sorted(name) == sorted(typed)  # the right letters in the wrong order
-        same_start = 0.1 * (name[:1] == typed[:1])
-        return difflib.SequenceMatcher(None, typed, name).ratio() + swapped + same_start
-
-    best = max(names, key=likeness)
-    if likeness(best) >= 0.5:
-        return repr(best)
-    return "one of " + ", ".join(map(repr, names))
+__all__ = ["explain", "nearest"]
