@@ -80,6 +80,37 @@ def with_weight(make, *, wrap_mesh=None, **options):
     return fully_shard(model, mesh=wrap_mesh, **options)
 
 
+class OnlyPre(TwoTensor):
+    def fsdp_pre_all_gather(self, mesh):
+        raise AssertionError("nothing is gathered")
+
+
+class Both(OnlyPre):
+    fsdp_post_all_gather = OnlyPre.fsdp_pre_all_gather
+
+
+class OtherForm(Both):
+    def fsdp_pre_all_gather(self, mesh, more):
+        raise AssertionError("nothing is gathered")
+
+
+class Losing(Both):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        return out.a if func is torch.ops.aten.new_zeros.default else out
+
+
+def extended(kind):
+    return kind(torch.ones(4, 4), torch.ones(4, 4))
+
+
+def cell_with(make):
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(make())
+    return hsdp(model)
+
+
 def laid_out(place, *placements):
     """A weight of 4 x 4 on a mesh."""
     return distribute_tensor(torch.ones(4, 4), place, placements, src_data_rank=None)
@@ -200,6 +231,30 @@ CALLS = {
     "subclass": (
         lambda: with_weight(lambda: TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), wrap_mesh=mesh()),
         r"'weight' cannot be split: it is a tensor subclass that holds .*\n  seen: .*\n  try: .*ignored_params",
+    ),
+    "half an extension": (
+        lambda: with_weight(lambda: extended(OnlyPre), wrap_mesh=mesh()),
+        r"'weight' cannot be split: it has fsdp_pre_all_gather alone, .*\n  seen: a OnlyPre\n  try: .*ignored_params",
+    ),
+    "extension of another form": (
+        lambda: with_weight(lambda: extended(OtherForm), wrap_mesh=mesh()),
+        r"'weight' cannot be split: its fsdp_pre_all_gather .*\n  seen: .*r\(mesh, more\)\n  try: \(self, mesh\)",
+    ),
+    "extension that parts lose": (
+        lambda: with_weight(lambda: extended(Losing), wrap_mesh=mesh()),
+        r"'weight' cannot be split: parts of it have lost .*\n  seen: a Losing, .*\n  try: .*class for detach",
+    ),
+    "extension and fusion": (
+        lambda: with_weight(lambda: extended(Both), wrap_mesh=mesh(), comm_fusion=True),
+        r"parameter 'weight': it is gathered in its own way, .*\n  seen: .*\n  try: comm_fusion=F",
+    ),
+    "extension on another dim": (
+        lambda: with_weight(lambda: extended(Both), wrap_mesh=mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)),
+        r"returned Shard\(dim=1\) for parameter 'weight', which has fsdp_pre.*\n  exp.*Shard\(0\).*\n  try: Shard",
+    ),
+    "extension and hsdp": (
+        lambda: cell_with(lambda: extended(Both)),
+        r"parameter 'weight' cannot be split: it is gathered in its own way, .*\n  seen: .*Both.*\n  try: a plain",
     ),
     "sparse": (
         lambda: with_weight(lambda: torch.eye(4).to_sparse(), wrap_mesh=mesh()),

@@ -105,7 +105,8 @@ def fully_shard(
     A unit may be called in any way and return containers or dataclasses of tensors; every rank must run the same
     units in the same order, and come through all of them on the way back; a rank may leave out what a unit does with
     its own parameters, and return its input, or what a unit inside has returned. Scalars have no dim to split, and are
-    whole on every rank.
+    whole on every rank. A parameter with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2's tensor
+    extension, is gathered as the former says.
 
     With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
     A unit with a DTensor among its parameters adds gradients up instead: the loss must then already be divided by the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.fully_shard.param import has_extension
 from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.fully_shard.unit import is_wrapped
 
@@ -235,6 +237,8 @@ def check_parameter(parameter: nn.Parameter, name: str, face: str) -> None:
             "  seen: register_hook or register_post_accumulate_grad_hook before wrapping\n"
             f"  try: register them on the parameter that the module has after {face}"
         )
+    if face == "fully_shard" and _is_extended(parameter, name):
+        return
     reason = unpackable(parameter)
     if reason is not None:
         raise ValueError(
@@ -242,6 +246,37 @@ def check_parameter(parameter: nn.Parameter, name: str, face: str) -> None:
             f"  seen: {type(parameter).__name__}, {parameter.layout}\n"
             "  try: a plain tensor, or pass it in ignored_params"
         )
+
+
+def _is_extended(parameter: nn.Parameter, name: str) -> bool:
+    """Whether a parameter has FSDP2's tensor extension, in a form that can be used."""
+    local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    found = [method for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, method)]
+    if not found:
+        return False
+    if len(found) == 1:
+        raise ValueError(
+            f"parameter {name!r} cannot be split: it has {found[0]} alone, which needs the other one of the two\n"
+            f"  seen: a {type(local).__name__}\n"
+            "  try: both fsdp_pre_all_gather and fsdp_post_all_gather, or pass it in ignored_params"
+        )
+    signature = inspect.signature(local.fsdp_pre_all_gather)
+    if len(signature.parameters) not in (1, 5):
+        raise ValueError(
+            f"parameter {name!r} cannot be split: its fsdp_pre_all_gather does not take what it is called with\n"
+            f"  seen: {type(local).__name__}.fsdp_pre_all_gather{signature}\n"
+            "  try: (self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
+        )
+    with torch.no_grad():
+        part = local.detach()
+        part = part.narrow(0, 0, 0).new_zeros((0, *part.shape[1:])) if part.dim() else part
+    if not has_extension(part):
+        raise ValueError(
+            f"parameter {name!r} cannot be split: parts of it have lost fsdp_pre_all_gather\n"
+            f"  seen: a {type(local).__name__}, whose detach(), narrow() or new_zeros() is a {type(part).__name__}\n"
+            "  try: a __torch_dispatch__ that keeps the class for detach, slice, new_zeros, view, copy_ and _to_copy"
+        )
+    return True
 
 
 def together(face: str) -> str:
@@ -255,6 +290,8 @@ def unpackable(parameter: nn.Parameter) -> str | None:
     local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     if local.layout is not torch.strided:
         return "it is sparse"
+    if has_extension(local):
+        return "it is gathered in its own way, by fsdp_pre_all_gather"
     if is_traceable_wrapper_subclass(local):
         return "it is a tensor subclass that holds its values in other tensors"
     return None
@@ -296,5 +333,11 @@ def shard_dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | No
             f"shard_placement_fn returned {placement!r} for parameter {name!r}, which has no such dim\n"
             f"  seen: shape {tuple(parameter.shape)}\n"
             f"  try: a dim from 0 to {dims - 1}"
+        )
+    if placement.dim % dims and has_extension(parameter):
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {name!r}, which has fsdp_pre_all_gather\n"
+            "  expected: Shard(0): what it gathers is handed to fsdp_post_all_gather one below the other\n"
+            "  try: Shard(0) or None for this parameter"
         )
     return placement.dim % dims

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.fully_shard.arguments import check_parameter, check_same_data, together
 from hyper_parallel.core.fully_shard.bucket import Bucket, Storage, computed_in
+from hyper_parallel.core.fully_shard.extension import ExtensionBucket
 from hyper_parallel.core.fully_shard.fsdp2 import register_state
 from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
 from hyper_parallel.core.fully_shard.module import show_shards_in_state_dicts
-from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
+from hyper_parallel.core.fully_shard.param import ManagedParam, Slot, has_extension
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.unit import Unit, UnitOptions, is_wrapped, unit_of
 from hyper_parallel.platform import Platform
@@ -107,23 +108,22 @@ def make_unit(
         dtype = found.parameter.dtype
         if not storage.flat:  # converted when they are packed
             dtype = computed_in(dtype, options.mp_policy.param_dtype)
-        key = (split, home.data if split else home.reduce_groups, dtype)
+        key = (split, home.data if split else home.reduce_groups, dtype, has_extension(found.parameter))
         groups.setdefault(key, []).append((found, home))
     buckets: list[Bucket] = []
     reducers: list[GradientReducer] = []
-    for (split, *_), members in groups.items():
+    for (split, *_, extended), members in groups.items():
         params = []
         for found, home in members:
             found.parameter._hyper_parallel_unit_name = found.name  # type: ignore[attr-defined]
             params.append(ManagedParam(found.name, list(found.slots), found.parameter, home))
         home = members[0][1]
-        bucket = Bucket(
-            params,
-            [found.parameter for found, _ in members],
-            home.data.shard_group if split and home.data is not None else None,
-            storage if split else not_flat,
-            options.mp_policy.param_dtype,
-        )
+        wholes = [found.parameter for found, _ in members]
+        group = home.data.shard_group if split and home.data is not None else None
+        if extended:
+            bucket: Bucket = ExtensionBucket(params, wholes, group, storage, options.mp_policy)
+        else:
+            bucket = Bucket(params, wholes, group, storage if split else not_flat, options.mp_policy.param_dtype)
         bucket.show_shards()
         buckets.append(bucket)
         for some in _portions(params, grouping.reduce_bytes):

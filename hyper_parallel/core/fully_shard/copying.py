@@ -19,7 +19,7 @@ from hyper_parallel.core.fully_shard.build import Found, install, make_unit
 from hyper_parallel.core.fully_shard.fsdp2 import nested_traced_units, nested_units
 from hyper_parallel.core.fully_shard.mesh import Home
 from hyper_parallel.core.fully_shard.module import register_forward_method
-from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
+from hyper_parallel.core.fully_shard.param import ManagedParam, Slot, has_extension
 from hyper_parallel.core.fully_shard.unit import Unit
 
 __all__ = ["copy_wrapped"]
@@ -123,6 +123,8 @@ def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, A
     for param in params:
         empty = memo[id(stand_ins[id(param)])]
         whole = nn.Parameter(empty.detach() if param.local.is_meta else torch.empty_like(empty, device=device))
+        if has_extension(param.local):
+            whole = nn.Parameter(param.local.detach().new_zeros(param.shape))
         whole.requires_grad_(empty.requires_grad)
         if param.home.view_mesh is not None:
             whole = _as_dtensor(whole, param)

@@ -13,12 +13,13 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.dtensor.replaced import note_replaced
 from hyper_parallel.core.fully_shard.mesh import Home
 from hyper_parallel.core.redistribute.api import redistribute
 
-__all__ = ["ManagedParam", "Slot", "dtensor_like"]
+__all__ = ["ManagedParam", "Slot", "dtensor_like", "has_extension"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
     return made
 
 
+def has_extension(parameter: torch.Tensor) -> bool:
+    """Whether a parameter says itself what is gathered of it, by FSDP2's tensor extension."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")
+
+
 class ManagedParam:
     """A parameter as the engine keeps it.
 
@@ -71,6 +78,9 @@ class ManagedParam:
         self.name = name
         self.slots = slots
         self.attributes = dict(whole.__dict__)
+        if has_extension(whole):  # what such a tensor consists of is no attribute of users
+            own = (*whole.detach().__dict__, "_is_param")
+            self.attributes = {name: value for name, value in self.attributes.items() if name not in own}
         self.home = home
         self.shape = whole._local_tensor.shape if isinstance(whole, DTensor) else whole.shape
         self.numel = self.shape.numel()
@@ -98,6 +108,11 @@ class ManagedParam:
         self.unsharded: nn.Parameter
         self.made_version = 0  # of the latter; in-place changes count it up
         self._view_spec: Any = None
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the last ranks have smaller parts than the first."""
+        return self.size != self.ranks * self.rows
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """First and last (exclusive) index along the split dim of one rank's part."""
@@ -236,12 +251,16 @@ class ManagedParam:
                 f"  seen: {gradient.layout}\n"
                 "  try: nn.Embedding(sparse=False), or pass the parameter in ignored_params"
             )
+        is_wrapper: bool = is_traceable_wrapper_subclass(gradient)
+        if is_wrapper:  # as that of a parameter of this kind may be
+            gradient = torch.empty(self.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient.detach())
         return gradient.detach().reshape(-1)
 
     def accumulate_onto(self, flat: torch.Tensor) -> bool:
         """Let autograd add the next gradient to ``flat``, if it can: it is a plain tensor of the same dtype."""
         whole = self.unsharded
-        if isinstance(whole, DTensor) or whole.grad is not None or flat.dtype != whole.dtype:
+        is_wrapper: bool = is_traceable_wrapper_subclass(whole)
+        if is_wrapper or whole.grad is not None or flat.dtype != whole.dtype:
             return False
         whole.grad = flat.view(self.shape)
         return True
