@@ -32,6 +32,10 @@ class _Asked(NamedTuple):
     line: str
 
 
+def _has_several(asked: _Asked) -> bool:
+    return len(asked.members) > 1
+
+
 class GroupsMade:
     """What the ranks of a world have asked for.
 
@@ -55,6 +59,12 @@ class GroupsMade:
         if self._first.setdefault(key, asked).members != asked.members:
             self.others.setdefault(key, {})[rank] = asked
 
+    def differing(self) -> list[Key]:
+        """The groups on whose members ranks differ; where each has one member only, nobody waits for another."""
+        return [
+            key for key, others in self.others.items() if any(map(_has_several, (self._first[key], *others.values())))
+        ]
+
     def of(self, key: Key, rank: int) -> _Asked:
         """What ``rank`` has asked for, which has made the group; who is not in it has asked for what the first has."""
         return self._members.get((key, rank)) or self._first[key]._replace(line="")
@@ -72,7 +82,7 @@ def group_mismatch(world: World, *, at_end: bool = False) -> CollectiveMismatch 
         for context in world.contexts
         if context.rank not in world.faults.losses.by_rank and context.c10d.default_pg is not None
     }
-    keys = list(world.groups_made.others)
+    keys = world.groups_made.differing()
     if at_end and not world.faults.losses.by_rank:
         keys += [fewest for fewest in made.values() if any(fewest[:2] == m[:2] and fewest < m for m in made.values())]
     if not keys:

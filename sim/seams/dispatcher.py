@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._meta_registrations as torch_meta
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +56,7 @@ class _Options(NamedTuple):
     rootRank: int = 0  # noqa: N815
 
 
+_META_FUNCTIONS: dict[str, Callable[..., Any]] = getattr(torch_meta, "_META_FUNCTIONS", {})
 _CAN_REPLACE = hasattr(torch.library, "get_kernel")  # without torch's own kernels, other groups would have none
 # By operator: the call of the group's method, given the operator's arguments.
 _METHODS: dict[str, Callable[..., Any]] = {
@@ -100,15 +102,24 @@ class _Handing(dist.ProcessGroup):
         return self.work
 
 
-def _kernel(name: str, schema: Any, original: Any) -> Callable[..., Any]:
+def _group_of(boxed: Any) -> Dispatched | None:
+    """The simulated group that an operator is given; None if it is another one, or what stands for one."""
+    try:
+        group = dist.ProcessGroup.unbox(boxed)
+    except RuntimeError:
+        return None
+    return group if isinstance(group, Dispatched) else None
+
+
+def _kernel(name: str, schema: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """What the operator ``name`` does: a method of a simulated group; for other groups what it does without a world."""
     places = [place for place, argument in enumerate(schema.arguments) if argument.name == "process_group"]
     ops = [place for place, argument in enumerate(schema.arguments) if argument.name == "reduce_op"]
 
     def kernel(keys: Any, *args: Any) -> Any:
-        group = dist.ProcessGroup.unbox(args[places[0]])
-        if not isinstance(group, Dispatched):
-            return original.call_boxed(keys, *args)
+        group = _group_of(args[places[0]])
+        if group is None:
+            return original(keys, *args)
         method = _METHODS.get(name)
         if method is None:
             raise SimError(
@@ -141,10 +152,23 @@ def _kernels() -> dict[tuple[str, str], Callable[..., Any]]:
         schema = torch._C._get_schema(full, "")
         if all(argument.name != "process_group" for argument in schema.arguments):
             continue
-        for key in ("CPU", "SparseCPU", "Meta"):
-            if key == "Meta" or torch._C._dispatch_has_kernel_for_dispatch_key(full, key):
-                found[name, key] = _kernel(name, schema, torch.library.get_kernel(full, key))
+        for key in ("CPU", "SparseCPU"):
+            if torch._C._dispatch_has_kernel_for_dispatch_key(full, key):
+                found[name, key] = _kernel(name, schema, torch.library.get_kernel(full, key).call_boxed)
+        found[name, "Meta"] = _meta_kernel(name, schema)
     return found
+
+
+def _meta_kernel(name: str, schema: Any) -> Callable[..., Any]:
+    """As `_kernel`, without the dispatch keys.
+
+    torch has written its own in Python, and keeps one Python function per operator and key: after the world's end it
+    goes on to call this one in its place, as it calls its own.
+    """
+    own = _META_FUNCTIONS.get(name) or torch.library.get_kernel(f"c10d::{name}", "Meta").call_boxed
+    given = (lambda keys, *args: own(*args)) if name in _META_FUNCTIONS else own
+    kernel, keys = _kernel(name, schema, given), torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+    return lambda *args: kernel(keys, *args)
 
 
 def _operators(world: World) -> Callable[[], None]:
@@ -156,7 +180,7 @@ def _operators(world: World) -> Callable[[], None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that these operators had kernels
         for (name, key), kernel in kernels.items():
-            library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+            library.impl(name, kernel, key, with_keyset=key != "Meta", allow_override=True)
     return library._destroy
 
 

@@ -8,10 +8,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
@@ -468,7 +468,7 @@ def test_a_key_of_another_section_is_sent_there() -> None:
 
 def test_the_version() -> None:
     result = CliRunner().invoke(cli.app, ["--version"])
-    assert (result.exit_code, result.output) == (0, f"hyper_parallel 0.1.0, torch {torch.__version__}\n")
+    assert (result.exit_code, result.output) == (0, f"hyper_parallel 0.1.0, torch {metadata.version('torch')}\n")
 
 
 def test_a_run_is_dumped_as_the_file_that_starts_it() -> None:

@@ -74,7 +74,7 @@ def test_the_launcher_handles_signals_and_ranks_read_its_flag() -> None:
             if dist.get_rank() == 1 and step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)  # reaches the launcher's thread when it likes to
                 while not stop.requested():
-                    dist.barrier(dist.new_group([1]))
+                    dist.barrier(dist.new_group([1], use_local_synchronization=True))
             asked = torch.tensor(float(stop.requested()))
             dist.all_reduce(asked)
             if asked:
