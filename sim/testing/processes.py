@@ -362,7 +362,7 @@ class Watch(threading.Thread):
         while not self._ended.wait(self._BEAT_S):
             before = used, place
             used = self._used()
-            works = used - before[0] >= self._BUSY_S
+            works = used - before[0] >= self._BUSY_S or _would_run()
             place = (0, 0) if works else _place()
             beats = 0 if works or place != before[1] else beats + 1
             waits = (self.stage or _communication(_frame())) if beats >= self._BEATS else None
@@ -372,6 +372,22 @@ class Watch(threading.Thread):
 
     def _used(self) -> float:
         return time.process_time() - time.thread_time()
+
+
+def _would_run() -> bool:
+    """Whether another thread of this process computes, or waits for a core: on a machine under load, for seconds.
+
+    Where the system does not say so, false.
+    """
+    own = threading.get_native_id()
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # the thread has ended
+            continue
+        if state == "R" and int(task.name) != own:
+            return True
+    return False
 
 
 def _frame() -> FrameType | None:

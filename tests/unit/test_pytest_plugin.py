@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import sim
-from sim.testing.processes import Watch
+from sim.testing.processes import Watch, _would_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -390,6 +391,31 @@ def test_a_watched_process_lets_go_of_what_it_computed(monkeypatch):
     finally:
         watch.end()
         watch.join()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel what threads do")
+def test_who_waits_for_a_core_is_not_who_waits_for_another_rank():
+    """On a machine under load, a process may be without a core for as long as one that is stuck."""
+    asleep, stopped = threading.Event(), threading.Event()
+
+    def compute():
+        while not stopped.is_set():
+            torch.ones(256, 256) @ torch.ones(256, 256)
+
+    def is_seen(runs):
+        return any(_would_run() is runs or time.sleep(0.01) for _ in range(500))
+
+    sleeper = threading.Thread(target=asleep.wait, daemon=True)
+    computer = threading.Thread(target=compute, daemon=True)
+    sleeper.start()
+    assert is_seen(False), "once it sleeps"
+    computer.start()
+    try:
+        assert is_seen(True)
+    finally:
+        stopped.set()
+        asleep.set()
+        computer.join()
 
 
 @pytest.mark.gloo
