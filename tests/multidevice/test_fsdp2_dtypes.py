@@ -287,7 +287,7 @@ def casts_reach_into_dataclasses(run):
     run.train(model, loss)
     run.facts["seen"] = model.seen
     assert model.seen[0] == [BF16, torch.int64, BF16, FP32]
-    assert run.facts["out 0"][1:] == ("mine", run.dtype, torch.int64)
+    assert run.facts["out 0"][1:] == ("mine", FP64, torch.int64)
 
 
 @THEME.behaviour(one=False, dtype=BF16)
