@@ -34,12 +34,12 @@ import sim
 from benchmarks.engine import Protocol, _time, _with_interval, on_gloo
 from benchmarks.engine_counts import Traffic
 from benchmarks.shard import _with_styles
-from hyper_parallel.core.shard.init import init_parameters
+from hyper_parallel.core.init.api import init_parameters
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.data import load_corpus, rank_part, samples
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.place import RankPlace
 from hyper_parallel.trainer.trainer import Trainer
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.pricing.calibration import DATA, Calibration, load_calibration
-from sim.mesh.pricing.comm_cost import Links, Spread, collective_seconds
+from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import matmul_seconds
-from sim.mesh.pricing.fitting import Row, descend, loss_of, spread_in, summary
+from sim.mesh.pricing.fitting import Measurement, descend, loss_of, spread_in, summary
 
 PUBLISHED = DATA / "published"
 SMALLEST = 16 * 1024  # bytes: below, tables disagree by how they were timed (13, 35 and 39 us for the same collective)
@@ -50,11 +50,13 @@ def read_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def is_held_out(row: Row) -> bool:
+def is_held_out(row: Measurement) -> bool:
     return int(row.id[1:]) % 3 == 0
 
 
-def fit(path: str, rows: Sequence[Row], start: Params, free: dict[str, tuple[float, float]], source: str) -> Fit:
+def fit(
+    path: str, rows: Sequence[Measurement], start: Params, free: dict[str, tuple[float, float]], source: str
+) -> Fit:
     """Fit to two thirds of the rows, and look at the rest."""
     seen, held = [row for row in rows if not is_held_out(row)], [row for row in rows if is_held_out(row)]
     starts = [start] + [{**start, "ramp_us": ramp, "power": power} for ramp in (10, 60, 200) for power in (0.65, 0.9)]
@@ -70,14 +72,14 @@ def fit(path: str, rows: Sequence[Row], start: Params, free: dict[str, tuple[flo
 # -- matmuls ---------------------------------------------------------------------------------------------------------
 
 
-def matmul_rows(published: str, hardware: Hardware) -> list[Row]:
+def matmul_rows(published: str, hardware: Hardware) -> list[Measurement]:
     def predict(row: dict[str, Any]) -> Callable[[Params], float]:
         shape = (row["batch"], row["m"], row["n"], row["k"])
         peak, cores, bandwidth = hardware.peak("bf16"), hardware.cores, hardware.memory_bandwidth
         return lambda params: matmul_seconds(params, shape, peak, cores, 2, bandwidth)[0]
 
     rows = [row for row in read_rows("gemm.json") if row["hardware"] == published and row.get("m")]
-    return [Row(row["id"], row["time_us"] * 1e-6, predict(row)) for row in rows]
+    return [Measurement(row["id"], row["time_us"] * 1e-6, predict(row)) for row in rows]
 
 
 def fit_matmuls() -> list[Fit]:
@@ -124,7 +126,7 @@ def seconds_of(row: dict[str, Any]) -> float | None:
 
 def node_rows(
     published: Sequence[str], op: str, hardware: Hardware, known: Calibration, switched: bool | None
-) -> list[Row]:
+) -> list[Measurement]:
     """Return the rows of collectives within a node; switched: those in which the switch computes, or the others."""
     made = []
     for row in read_rows("collectives.json"):
@@ -142,9 +144,11 @@ def node_rows(
         def predict(params: Params, row: dict[str, Any] = row, by_switch: bool = by_switch) -> float:
             curve = "all_reduce_in_switch" if by_switch and op == "all_reduce" else op
             links = links_of(hardware, curve, params, known)
-            return collective_seconds(links, op, row["size_bytes"], Spread(row["n_devices"], 1, row["n_devices"]))[0]
+            return collective_seconds(links, op, row["size_bytes"], NodeSpread(row["n_devices"], 1, row["n_devices"]))[
+                0
+            ]
 
-        made.append(Row(row["id"], seconds, predict, row["size_bytes"]))
+        made.append(Measurement(row["id"], seconds, predict, row["size_bytes"]))
     return made
 
 
@@ -183,7 +187,7 @@ def fit_links(known: Calibration) -> list[Fit]:
     return fits
 
 
-def fabric_rows(chosen: Callable[[dict[str, Any]], bool], hardware: Hardware, known: Calibration) -> list[Row]:
+def fabric_rows(chosen: Callable[[dict[str, Any]], bool], hardware: Hardware, known: Calibration) -> list[Measurement]:
     made = []
     for row in read_rows("collectives.json"):
         seconds = seconds_of(row)
@@ -197,11 +201,11 @@ def fabric_rows(chosen: Callable[[dict[str, Any]], bool], hardware: Hardware, kn
                 inter=row["inter_bw_gbits_s_per_node"] / 8 / 8 * 1e9, taper=0.0,
                 curves=known.section("links", hardware.links), fabric=params,
             )  # fmt: skip
-            return collective_seconds(links, row["op"], row["size_bytes"], Spread(row["n_devices"], row["n_nodes"], 8))[
-                0
-            ]
+            return collective_seconds(
+                links, row["op"], row["size_bytes"], NodeSpread(row["n_devices"], row["n_nodes"], 8)
+            )[0]
 
-        made.append(Row(row["id"], seconds, predict, row["size_bytes"]))
+        made.append(Measurement(row["id"], seconds, predict, row["size_bytes"]))
     return made
 
 

@@ -35,11 +35,11 @@ from torch.profiler import record_function
 
 from benchmarks.engine_counts import watch_memory
 from benchmarks.mesh_probe import status_bytes
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.data import load_corpus
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.place import RankPlace
 from hyper_parallel.trainer.trainer import Trainer
 from sim.mesh.estimate import Estimate, estimate

@@ -114,7 +114,7 @@ class Phases:
 def estimate(task: Task, phases: Phases) -> dict[str, float]:
     """Estimate as a user does, in its two parts."""
     import sim.mesh
-    from hyper_parallel.trainer.parallel_dims import ParallelDims
+    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
     phases.ends("import")
     dims = ParallelDims(**task.degrees, world_size=task.ranks)

@@ -19,7 +19,7 @@ from hyper_parallel.models.plans import llama_plan
 from sim.prove import verify as prove
 from sim.prove.bound import Perturbed
 from sim.prove.report import Report
-from sim.prove.sides import Ranks
+from sim.prove.runs import Ranks
 
 CONFIG = LlamaConfig(
     vocab_size=1024,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
+    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
     from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
     from hyper_parallel.core.shard.api import (
         ColwiseParallel,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     )
     from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
     from hyper_parallel.platform import get_platform
-    from hyper_parallel.trainer.parallel_dims import ParallelDims
 
 __version__ = "0.1.0"
 
@@ -173,7 +173,7 @@ _HOMES = MappingProxyType(
         ),
         "hyper_parallel.core.shard.loss": ("vocab_parallel_cross_entropy",),
         "hyper_parallel.platform": ("get_platform",),
-        "hyper_parallel.trainer.parallel_dims": ("ParallelDims",),
+        "hyper_parallel.core.mesh.parallel_dims": ("ParallelDims",),
     }
 )
 _HOME = MappingProxyType({name: module for module, names in _HOMES.items() for name in names})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from enum import Enum
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -22,14 +23,16 @@ from hyper_parallel import __version__, cli_mesh
 from hyper_parallel.cli_kit import (
     FAILURE,
     INTERRUPTED,
+    NOT_SAVED,
     USER_ERROR,
     check_can_write,
     is_first_rank,
     mistakes_as_messages,
+    say_error,
     stdout_console,
 )
 
-__all__ = ["FAILURE", "INTERRUPTED", "USER_ERROR", "app", "main"]
+__all__ = ["FAILURE", "INTERRUPTED", "NOT_SAVED", "USER_ERROR", "app", "main"]
 
 _WEIGHTS = ("bfloat16", "float16", "float32", "float64")
 _DEGREES, _SAVING = "Parallel degrees", "Checkpoints"
@@ -58,7 +61,11 @@ def _common(
 
 
 def main() -> None:
-    """Run the command line; exit code 0, 1 (a failure), 2 (a mistake in what was asked) or 130 (Ctrl-C)."""
+    """Run the command line.
+
+    Exit code 0, 1 (a failure), 2 (a mistake in what was asked), 70 (a rank is stuck), 74 (all steps are done, and the
+    last save failed) or 130 (Ctrl-C).
+    """
     sys.meta_path.insert(0, cast(Any, _OwnSimulator))
     try:
         app()
@@ -139,11 +146,18 @@ def train(
     resume: Annotated[
         bool | None, typer.Option(help="Go on from the newest checkpoint, or start anew.", rich_help_panel=_SAVING)
     ] = None,
+    resume_step: Annotated[
+        int | None,
+        typer.Option(
+            help="Go back to this step; newer checkpoints become undone-... when the next is complete.",
+            rich_help_panel=_SAVING,
+        ),
+    ] = None,
     on_nonfinite: Annotated[
         str | None, typer.Option(help="What inf or NaN does: stop, skip, or dump and stop.")
     ] = None,
     stuck_after: Annotated[
-        float | None, typer.Option(help="Seconds without a step until the run ends and says who is stuck.")
+        float | None, typer.Option(help="Seconds without progress until the run ends and says who is stuck; 0: never.")
     ] = None,
     tensorboard: Annotated[str | None, typer.Option(help="Folder for TensorBoard.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu; default: what the machine has.")] = None,
@@ -183,8 +197,9 @@ def train(
         how: dict[str, Any] = {"schedule": schedule, "layers_per_stage": layers_per_stage, "engine": engine}
         how |= {"param_dtype": precision, "checkpointing": checkpointing, "compile": compile}
         run = run.with_changes("parallel", degrees | how)
-        saving = {"folder": checkpoint_dir, "every": save_every, "keep": keep}
-        run = run.with_changes("checkpoint", saving | {"background": background, "resume": resume})
+        saving: dict[str, Any] = {"folder": checkpoint_dir, "every": save_every, "keep": keep}
+        saving |= {"background": background, "resume": resume, "resume_step": resume_step}
+        run = run.with_changes("checkpoint", saving)
         if start_from is not None or run.train.start_from is not None:
             run = with_shape_of(run, start_from or str(run.train.start_from))
             if model not in (None, run.train.model):
@@ -213,6 +228,10 @@ def train(
         elif result.stopped is not None:
             console.print("nothing is saved: there was no --checkpoint-dir")
         console.print(f"log: {run.train.log}")
+    if result.last_save_failed:
+        there = "nothing is saved" if result.safe_step is None else f"step {result.safe_step} is safe, and the last"
+        say_error(f"the last save failed; {there} in {run.checkpoint.folder}")
+        raise typer.Exit(NOT_SAVED)
 
 
 @app.command()
@@ -429,18 +448,69 @@ def verify(
     raise typer.Exit(0 if correct else FAILURE)
 
 
-@app.command(
-    add_help_option=False,  # sim's own parser has the options, and shows them
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+class _MappedDevice(str, Enum):
+    cuda = "cuda"
+    npu = "npu"
+
+
+_TORCHRUNS = (  # options that mean nothing in one process: accepted, and their values are not looked at
+    *("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--node-rank"),
+    *("--max-restarts", "--monitor-interval", "--start-method", "--role", "--local-addr"),
+    *("--master_addr", "--master_port", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id", "--rdzv_conf", "--node_rank"),
+    *("--max_restarts", "--monitor_interval", "--start_method", "--local_addr"),
 )
-def simulate(context: typer.Context) -> None:
-    """Run an unmodified torchrun script on simulated ranks.
+
+
+@app.command(context_settings={"allow_interspersed_args": False})  # what follows the script is its own
+def simulate(
+    script: Annotated[str, typer.Argument(help="A Python file that torchrun could start; with -m, a module.")],
+    nproc: Annotated[int, typer.Option("--nproc", "--nproc-per-node", "--nproc_per_node", help="Ranks.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="The script is a module, as for python -m.")] = False,
+    seed: Annotated[int, typer.Option(help="Fixes the interleaving of the ranks.")] = 0,
+    map_device: Annotated[
+        _MappedDevice | None, typer.Option(help="Put on the CPU what the script puts on this device.")
+    ] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="K=V", help="A variable for every rank.")] = None,
+    own: Annotated[str, typer.Option(metavar="NAMES", help="Packages of which each rank gets a copy: a,b")] = "",
+    show: Annotated[str, typer.Option(metavar="RANKS", help="Whose standard output: 0, or 0,3, or all.")] = "0",
+    check_races: Annotated[
+        bool, typer.Option("--check-races", help="Look for buffers touched before the wait.")
+    ] = False,
+    check_replicas: Annotated[
+        bool, typer.Option("--check-replicas", help="Compare copies before steps of optimizers.")
+    ] = False,
+    nnodes: Annotated[str, typer.Option(help="1: there is one machine.", hidden=True)] = "1",
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
+    ignored: Annotated[list[str] | None, typer.Option(*_TORCHRUNS, hidden=True)] = None,
+) -> None:
+    """Run an unmodified torchrun script on simulated ranks, in this process and on the CPU.
 
     hyper-parallel simulate --nproc 8 train.py --steps 10
-    """
-    from sim.script.launch import main as run_script
 
-    raise typer.Exit(run_script(context.args, command="hyper-parallel simulate"))
+    torchrun's other options (--standalone, --nnodes 1, --rdzv-backend ...) are accepted, and mean nothing here.
+    """
+    del standalone, ignored
+    with mistakes_as_messages():
+        from sim.script.launch import run_script
+        from sim.script.options import launch_of
+
+        launch = launch_of(
+            "hyper-parallel simulate",
+            script,
+            arguments or (),
+            nproc=nproc,
+            seed=seed,
+            map_device=None if map_device is None else map_device.value,
+            env=env or (),
+            own=own,
+            show=show,
+            module=module,
+            check_races=check_races,
+            check_replicas=check_replicas,
+            nnodes=nnodes,
+        )
+    raise typer.Exit(run_script(launch))
 
 
 cli_mesh.add_commands(app)

@@ -1,4 +1,4 @@
-"""What the commands of `hyper-parallel` share: exit codes, where they print, and what becomes of a mistake."""
+"""Exit codes, consoles and error reports shared by the commands of `hyper-parallel`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hyper_parallel.core.common.errors import explain
 __all__ = [
     "FAILURE",
     "INTERRUPTED",
+    "NOT_SAVED",
     "USER_ERROR",
     "busy",
     "check_can_write",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+NOT_SAVED = 74  # EX_IOERR in sysexits.h; the watchdog's is 70
 WIDTH = 170  # columns of the widest tables
 _LET_FIRST_SAY_S = 5.0
 

@@ -12,7 +12,6 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +30,7 @@ from hyper_parallel.cli_kit import (
 from hyper_parallel.core.common.errors import explain, nearest
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer.parallel_dims import ParallelDims
+    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
 __all__ = ["add_commands"]
 
@@ -82,12 +81,8 @@ def add_commands(app: typer.Typer) -> None:
     Args:
         app: of `hyper-parallel`.
     """
-    for command in (estimate, search):
+    for command in (estimate, search, validate):
         app.command()(command)
-    app.command(
-        add_help_option=False,  # its own parser has the options, and shows them
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
-    )(validate)
     app.add_typer(hardware_commands, name="hardware")
 
 
@@ -276,20 +271,34 @@ def search(
         raise typer.Exit(INTERRUPTED)
 
 
-def validate(context: typer.Context) -> None:
-    """Compare predictions with published measurements, row by row; --help shows the options.
+def validate(
+    file: Annotated[
+        Path | None, typer.Argument(help="Rows: a JSON list, or JSON lines; default: those of the package.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="PAGE", help="Write the page here, and the outcomes beside it.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where traces are kept; default: in ~/.cache/hyper-parallel.")
+    ] = None,
+    processes: Annotated[int, typer.Option(help="That work at the same time.", min=1)] = 2,
+) -> None:
+    """Compare predictions with published measurements, row by row.
 
     hyper-parallel validate --write docs/validation.md
     """
     with _mistakes_as_messages():
-        from sim.mesh.evidence.validate import main as validate_rows
+        from sim.mesh.evidence.validate import CACHE, Outcome
+        from sim.mesh.evidence.validate import validate as validate_rows
 
-        for option, page in pairwise([*context.args, ""]):
-            written = page if option == "--write" else option.removeprefix("--write=")
-            if option == "--write" or option != written:
-                check_can_write(Path(written))
-        code = validate_rows(context.args)
-    raise typer.Exit(code or 0)
+        def say(done: int, count: int, outcome: Outcome) -> None:
+            stderr_console().print(f"{done}/{count} {outcome.line()}", markup=False)
+
+        check_can_write(write)
+        if file is not None and not file.is_file():
+            raise ValueError(explain("cannot validate", f"there is no file {str(file)!r}", f"file: {file}", "its path"))
+        text = validate_rows(file, write=write, cache=cache or CACHE, processes=processes, progress=say)
+        stdout_console().file.write(text.split("\n## The worst rows")[0] + "\n")
 
 
 # -- from options to what the simulator takes --------------------------------------------------------------------------
@@ -320,7 +329,7 @@ def _degrees(
 
 
 def _dims(degrees: dict[str, int], devices: int | None) -> ParallelDims:
-    from hyper_parallel.trainer.parallel_dims import ParallelDims
+    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
     if devices is None:
         axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")

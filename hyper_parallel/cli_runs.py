@@ -1,4 +1,4 @@
-"""What the commands `train`, `demo` and `verify` do once their options are read: check, run, and show.
+"""The commands `train`, `demo` and `verify` after their options are read.
 
 torch is imported here, and not in `cli.py`: `--help` and a wrong option come before that.
 """
@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -47,6 +47,7 @@ from hyper_parallel.trainer.steps import describe_axes
 from hyper_parallel.trainer.stop import StopRequest
 from hyper_parallel.trainer.trainer import train as train_rank
 from hyper_parallel.trainer.verify import Subject, painted
+from hyper_parallel.trainer.watchdog import RankLostError
 
 __all__ = [
     "check_run",
@@ -148,6 +149,9 @@ def while_ranks_run(left: str) -> Iterator[None]:
     except CheckpointError as error:
         say_error(str(_own(error)))
         raise typer.Exit(FAILURE) from None
+    except RankLostError as error:
+        stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
+        raise typer.Exit(FAILURE) from None
     except Exception:
         traceback.print_exc()
         raise typer.Exit(FAILURE) from None
@@ -208,7 +212,9 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
         f"{corpus.valid.size / 1e6:.1f} MB held back"
     )
     console.print(f"batch: {train.batch_size} x {train.seq_len} bytes, {train.steps} steps; {describe_axes(dims)}")
-    found = None if console.quiet else run_to_go_on_from(run)
+    found = None
+    with suppress(CheckpointError):  # also while another run saves there; all ranks find it, and say so alike
+        found = None if console.quiet else run_to_go_on_from(run)
     if found is not None:
         console.print(f"goes on from step {found[0]} in {run.checkpoint.folder}")
         for change in found[1]:
@@ -228,9 +234,10 @@ def summarise(console: Console, result: TrainResult) -> None:
         console.print(f"went on from step {result.first_step - 1}")
     if result.stopped is not None:
         console.print(f"stopped by {result.stopped} after step {result.steps[-1].step}")
-    last = result.losses[-10:]
+    last, first = result.losses[-10:], result.steps[0]
+    at = "" if first.step == result.first_step else f" at step {first.step:,}"
     console.print(
-        f"loss {result.losses[0]:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} steps), "
+        f"loss {first.loss:.3f}{at} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} steps), "
         f"{result.tokens_per_s:,.0f} tokens/s"
     )
     if result.valid_loss is not None:

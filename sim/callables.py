@@ -1,4 +1,4 @@
-"""What ranks are asked to call: refused where the call cannot be made, or would run nothing."""
+"""Checks of the function that ranks are to call: refused where the call cannot be made, or would run nothing."""
 
 from __future__ import annotations
 

@@ -19,19 +19,19 @@ from sim.current import current_context
 if TYPE_CHECKING:
     from sim.world import World
 
-__all__ = ["CLOCK_SEAMS", "Cost", "Pricing", "advance", "sleep"]
+__all__ = ["CLOCK_SEAMS", "Cost", "CommPricing", "advance", "sleep"]
 
 Cost = Callable[[str, Load], float]
 _sleep_for_real = time.sleep
 _OF_ONE_COPY = {"broadcast": "recv_bytes", "reduce": "send_bytes"}  # a root does not send to each one itself
 
 
-class Pricing:
+class CommPricing:
     """What communication costs in a world.
 
-    >>> Pricing(None).of_message(0, 1, 2**20)
+    >>> CommPricing(None).of_message(0, 1, 2**20)
     0.0
-    >>> round(Pricing("h100").of_message(0, 1, 2**20) * 1e6)  # microseconds
+    >>> round(CommPricing("h100").of_message(0, 1, 2**20) * 1e6)  # microseconds
     17
 
     Args:

@@ -1,4 +1,4 @@
-"""What each collective does with the ranks' tensors: the data movement, and nothing else.
+"""The data movement of each collective, and nothing else.
 
 Every function here gets the calls of all ranks of one group, in rank order, and moves the data in one go. A
 reduction adds in rank order, so its result does not depend on who arrived first, and it is computed once and

@@ -1,4 +1,4 @@
-"""Which rank the calling thread runs."""
+"""The rank that the calling thread runs."""
 
 from __future__ import annotations
 

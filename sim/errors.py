@@ -1,4 +1,4 @@
-"""What can go wrong in a simulated world, one class per kind of fault."""
+"""Errors of a simulated world, one class per kind of fault."""
 
 from __future__ import annotations
 

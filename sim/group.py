@@ -1,4 +1,4 @@
-"""Where the calls of a group's ranks meet: collectives by their number, messages by who sends to whom.
+"""The meeting point of a group's ranks: collectives by their number, messages by sender and receiver.
 
 The ranks of a process group share one :class:`Group`. The k-th call of every member must be the same collective; the
 last one to arrive carries it out for all.
@@ -146,6 +146,7 @@ class Group:
         self.messages = [0] * len(ranks)  # by member: how many sends and receives it has begun
         self.busy_until = 0.0  # in virtual time: the collectives of a group run one after the other
         self.timeout = 1800.0  # in virtual seconds; matters only where a fault holds somebody up
+        self.left: set[int] = set()  # the members that have destroyed it
         self.lost: Lost | None = None  # a member has died: what becomes of all further operations
         # Keyed by sender (None: anybody), receiver and tag; a key is there only while a message waits under it.
         self.sends: dict[tuple[int | None, int, int], deque[Message]] = {}

@@ -1,4 +1,4 @@
-"""Which exceptions ranks were handling when the simulator found that they do not go together.
+"""Exceptions that ranks were handling when a mismatch was found.
 
 A rank that raises and communicates on its way out, in a ``finally`` say, leads to a deadlock or a mismatch, of which
 its own exception is the likely cause.

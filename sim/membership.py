@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sim.errors import CollectiveMismatch, ranks_phrase, short_ranks_phrase, table
 from sim.handling import being_handled
@@ -48,8 +48,10 @@ class GroupsMade:
 
     def __init__(self) -> None:
         self.others: dict[Key, dict[int, _Asked]] = {}
+        self.known: dict[Key, tuple[int, list[int], dict[str, Any]]] = {}  # of how many ranks, which, and how
         self._first: dict[Key, _Asked] = {}
         self._members: dict[tuple[Key, int], _Asked] = {}
+        self._most = 1024  # members, until those of groups that all ranks have made are forgotten
 
     def note(self, key: Key, rank: int, members: Iterable[int], description: str) -> None:
         """Note that ``rank``, which is in it, or is the first or of another mind, has made a group of ``members``."""
@@ -58,6 +60,15 @@ class GroupsMade:
         self._members[key, rank] = asked
         if self._first.setdefault(key, asked).members != asked.members:
             self.others.setdefault(key, {})[rank] = asked
+
+    def forget_before(self, key: Key | None) -> None:
+        """Forget groups before ``key``, which all ranks have made and agree on: a long run may make many."""
+        if key is None or len(self._members) < self._most:
+            return
+        self._first = {k: asked for k, asked in self._first.items() if k >= key or k in self.others}
+        self._members = {of: asked for of, asked in self._members.items() if of[0] in self._first}
+        self.known = {k: how for k, how in self.known.items() if k in self._first}
+        self._most = max(1024, 2 * len(self._members))
 
     def differing(self) -> list[Key]:
         """The groups on whose members ranks differ; where each has one member only, nobody waits for another."""
@@ -70,6 +81,15 @@ class GroupsMade:
         return self._members.get((key, rank)) or self._first[key]._replace(line="")
 
 
+def made_by_rank(world: World) -> dict[int, Key]:
+    """The number of the next group, by rank; without ranks that are lost, or have no default group."""
+    return {
+        context.rank: (context.generation, context.inits, context.c10d.group_count)
+        for context in world.contexts
+        if context.rank not in world.faults.losses.by_rank and context.c10d.default_pg is not None
+    }
+
+
 def group_mismatch(world: World, *, at_end: bool = False) -> CollectiveMismatch | None:
     """The error for a group on whose members the ranks do not agree, if there is one.
 
@@ -77,11 +97,7 @@ def group_mismatch(world: World, *, at_end: bool = False) -> CollectiveMismatch 
         world: The world.
         at_end: Whether all ranks have come to the end of their function, so that a group may be missing, too.
     """
-    made = {
-        context.rank: (context.generation, context.inits, context.c10d.group_count)
-        for context in world.contexts
-        if context.rank not in world.faults.losses.by_rank and context.c10d.default_pg is not None
-    }
+    made = made_by_rank(world)
     keys = world.groups_made.differing()
     if at_end and not world.faults.losses.by_rank:
         keys += [fewest for fewest in made.values() if any(fewest[:2] == m[:2] and fewest < m for m in made.values())]

@@ -1,4 +1,4 @@
-"""What every rank should hold, worked out by cutting up the whole tensor; and the whole tensor, put together again.
+"""Reference values: the local tensor of every rank, cut from the full tensor, and the full tensor put together again.
 
 The brute-force twin of every algorithm that moves a tensor from one layout to another: no communication, no plan, one
 process. A test scatters a whole tensor, lets the ranks do something, and gathers what they have.
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
 
 __all__ = ["gather_full", "scatter_full"]
 

@@ -377,7 +377,9 @@ class SimProcessGroup(Dispatched):
         return SimWork(self._context, [w for work in works for w in work._waitables], outputs)
 
     def shutdown(self) -> None:
-        """Nothing to release: the group's state ends with the world."""
+        """Leave the group, as `destroy_process_group` does; the world lets go of it when all members have."""
+        if self._alive is not None:
+            self._alive.world.leave(self._group, self._member)
 
     def abort(self) -> None:
         """Nothing is in flight when a rank runs."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import reductions_of
 from sim.collectives import Call, Contract, MemoryGone, Problem, sizes_of
 from sim.errors import CollectiveMismatch, SimError, short_ranks_phrase, table

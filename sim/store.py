@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["RankStore", "SharedStore"]
 
 
-class Key(Waitable):
+class WaitedKey(Waitable):
     """A key that somebody waits for."""
 
     __slots__ = ("name",)
@@ -33,7 +33,7 @@ class SharedStore:
     def __init__(self, world: World) -> None:
         self.world = world
         self.data: dict[str, bytes] = {}
-        self.awaited: dict[str, Key] = {}
+        self.awaited: dict[str, WaitedKey] = {}
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key and let those that wait for it run on."""
@@ -48,7 +48,7 @@ class SharedStore:
         while key not in self.data:
             waitable = self.awaited.get(key)
             if waitable is None:
-                waitable = self.awaited[key] = Key(key)
+                waitable = self.awaited[key] = WaitedKey(key)
             self.world.scheduler.block(waitable)
 
 

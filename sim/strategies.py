@@ -18,7 +18,7 @@ except ImportError as missing:
 from hyper_parallel.core.dtensor.forms import REDUCTIONS
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.shards import count_parts
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, at_time
 
 AXIS_NAMES = ("dp", "tp", "cp", "pp", "ep", "a", "b", "c")

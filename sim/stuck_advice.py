@@ -1,4 +1,4 @@
-"""What to try against a deadlock, by its cause."""
+"""Advice against a deadlock, by its cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sim.group import Message, Slot
-from sim.store import Key
+from sim.store import WaitedKey
 
 if TYPE_CHECKING:
     from sim.scheduler import RankThread, Waitable
@@ -111,7 +111,7 @@ _GOES_ON = (
 
 def _of_nobody(world: World, waiting: list[Waitable]) -> str:
     for what in waiting:
-        if isinstance(what, Key):
+        if isinstance(what, WaitedKey):
             near = difflib.get_close_matches(what.name, sorted(world.store.data), n=1, cutoff=0.75)
             also = f"; the store has {near[0]!r}" if near else ""
             return f"let a rank set {what.name!r} in the store{also}"

@@ -1,4 +1,4 @@
-"""What the simulator changes in torch and ``os.environ`` while a world is alive; the rest: ``sim/seams/process.py``.
+"""Patches of torch and ``os.environ`` while a world is alive; the rest: ``sim/seams/process.py``.
 
 Each seam is a small function that makes one change and returns how to undo it. All were tried on torch 2.11,
 2.13 and 2.15; ``tests/unit/test_seams.py`` has a test per seam that fails when torch moves it. Outside of a
@@ -399,7 +399,6 @@ def _new_group(world: World) -> Undo:
     What torch would check has been checked by the first rank that has made the group.
     """
     original = _replaced("new_group")
-    made: dict[Any, tuple[int, list[int], dict[str, Any]]] = {}  # by its number: of how many ranks, which, and how
     signature = inspect.signature(original)
 
     def new_group(ranks: Any = None, *rest: Any, **options: Any) -> Any:
@@ -416,7 +415,8 @@ def _new_group(world: World) -> Undo:
                 members = range(default.size()) if ranks is None else ranks
                 world.groups_made.note(key, context.rank, members, asked.get("group_desc") or "")
             return group
-        before = made.get(key)
+        known = world.groups_made.known
+        before = known.get(key)
         is_known = before is not None and default is not None and before == (default.size(), ranks, options)
         if is_known and default.rank() not in ranks:
             state.group_count = number + 1
@@ -424,7 +424,7 @@ def _new_group(world: World) -> Undo:
         group = original(ranks, **options)
         world.groups_made.note(key, context.rank, ranks, options.get("group_desc") or "")
         if before is None and default is not None:
-            made[key] = (default.size(), ranks.copy(), options)
+            known[key] = (default.size(), ranks.copy(), options)
         return group
 
     get_rank = torch_device_mesh.get_rank

@@ -1,16 +1,21 @@
-"""What the ranks communicated: one event per rank and operation, with bytes, axis and the user's line."""
+"""The trace of communication: one event per rank and operation, with bytes, axis and the user's line."""
 
 from __future__ import annotations
 
+import copy
 import difflib
+import math
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -135,8 +140,44 @@ class Row(NamedTuple):
     bytes_per_rank: int
 
 
+class _Sums:
+    """What completed operations have moved, and how often they ran, without their events.
+
+    Attributes:
+        moved: Bytes received by rank, for each axis and operation.
+        counts: Operations; one that n ranks take part in counts once.
+        first: The lowest rank that took part, and the number of its first event of the kind.
+    """
+
+    def __init__(self) -> None:
+        self.moved: dict[tuple[str, str], dict[int, int]] = {}
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.first: dict[tuple[str, str], tuple[int, int]] = {}
+        self._partly: dict[tuple[Any, ...], int] = {}  # by operation: members so far, where more are to come
+
+    def add(self, event: Event, number: int) -> None:
+        """Count an event, the ``number``-th of its rank."""
+        key, here = (event.axis, event.op), (event.rank, number)
+        per_rank = self.moved.setdefault(key, {})
+        per_rank[event.rank] = per_rank.get(event.rank, 0) + event.recv_bytes
+        self.first[key] = min(self.first.get(key, here), here)
+        if event.seq < 0:
+            self.counts[key] += 1
+            return
+        once = (key, event.process_group, event.group, event.seq)
+        members = self._partly.pop(once, 0) + 1
+        self.counts[key] += members == 1
+        if members < len(event.group):
+            self._partly[once] = members
+
+    def received(self, axis: str | None, op: str | None, rank: int | None) -> int:
+        """Bytes received, of one axis, operation or rank, or of all."""
+        chosen = [per_rank for key, per_rank in self.moved.items() if axis in (None, key[0]) and op in (None, key[1])]
+        return sum(size for per_rank in chosen for each, size in per_rank.items() if rank in (None, each))
+
+
 class Trace:
-    """The events of a world, rank by rank.
+    """The events of a world, rank by rank: counts and sums of all of them, and the last ones themselves.
 
     >>> trace = Trace(2)
     >>> for rank in (0, 1):
@@ -144,10 +185,19 @@ class Trace:
     >>> print(trace.summary())
     axis  op          count  bytes received  most on one rank
     dp    all_gather      1              16                 8
+
+    Args:
+        world_size: Number of ranks.
+        keep_events: How many events of each rank to keep, besides those that are not completed; None: all. The others
+            are in :meth:`bytes`, :meth:`by_axis`, :meth:`summary` and :meth:`count` only.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._by_rank: list[list[Event]] = [[] for _ in range(world_size)]
+    def __init__(self, world_size: int, keep_events: int | None = None) -> None:
+        self._by_rank: list[deque[Event]] = [deque() for _ in range(world_size)]
+        self._keep = math.inf if keep_events is None else keep_events
+        self._first = [0] * world_size  # by rank: the number of the first event that is in `_by_rank`
+        self._open: dict[int, list[tuple[int, Event]]] = {}  # by rank: older ones, with numbers, that may yet count
+        self._sums = _Sums()  # of the events that are forgotten
         self._issued = 0
         self._axes: dict[str, None] = {"world": None}  # besides those of events
 
@@ -162,7 +212,24 @@ class Trace:
 
     def add(self, event: Event) -> None:
         """Append an event of ``event.rank``."""
-        self._by_rank[event.rank].append(event)
+        events = self._by_rank[event.rank]
+        events.append(event)
+        if len(events) > self._keep:
+            self._forget(event.rank, events.popleft())
+
+    def _forget(self, rank: int, event: Event) -> None:
+        """Keep of the oldest event what it counts for, once all ranks have come."""
+        number = self._first[rank]
+        self._first[rank] = number + 1
+        if event.completed and rank not in self._open:
+            self._sums.add(event, number)
+            return
+        older = [*self._open.pop(rank, ()), (number, event)]
+        for each, late in older:
+            if late.completed:
+                self._sums.add(late, each)
+        if waiting := [pair for pair in older if not pair[1].completed]:
+            self._open[rank] = waiting
 
     def next_order(self) -> int:
         """Count an event that is about to be added."""
@@ -170,21 +237,61 @@ class Trace:
         return self._issued - 1
 
     def in_order(self) -> list[Event]:
-        """All events in the order in which they were issued: for one seed, always the same."""
-        return sorted(self.events, key=lambda event: event.order)
+        """The events in the order in which they were issued: for one seed, always the same."""
+        self._say_forgotten()
+        return sorted(self.kept(), key=lambda event: event.order)
 
     @property
     def events(self) -> list[Event]:
-        """All events: rank 0's in its order, then rank 1's, and so on."""
-        return [event for events in self._by_rank for event in events]
+        """The events: rank 0's in its order, then rank 1's, and so on; a warning where older ones are forgotten."""
+        self._say_forgotten()
+        return list(self.kept())
 
     def of_rank(self, rank: int) -> list[Event]:
-        """The events of one rank, in the order in which it issued them.
+        """The events of one rank, in the order in which it issued them; a warning where older ones are forgotten.
 
         Raises:
             ValueError: There is no such rank.
         """
-        return list(self._by_rank[self._checked_rank(rank)])
+        self._checked_rank(rank)
+        self._say_forgotten()
+        return [event for _, event in self._numbered(rank)]
+
+    def kept(self) -> Iterator[Event]:
+        """The events that are not forgotten, without a warning: for callers that say themselves what is missing."""
+        return (event for place in range(len(self._by_rank)) for _, event in self._numbered(place))
+
+    def count(self, rank: int) -> int:
+        """How many events of a rank there have been, forgotten ones included.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        self._checked_rank(rank)
+        return self._first[rank] + len(self._by_rank[rank])
+
+    def forgotten(self, rank: int | None = None) -> int:
+        """How many events, of a rank or of all ranks together, are in counts and sums only.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        if rank is None:
+            return sum(self._first) - sum(map(len, self._open.values()))
+        self._checked_rank(rank)
+        return self._first[rank] - len(self._open.get(rank, ()))
+
+    def _numbered(self, place: int) -> Iterator[tuple[int, Event]]:
+        """The events that are not forgotten of the rank at this place, with their numbers among all of the rank."""
+        return chain(self._open.get(place, ()), enumerate(self._by_rank[place], self._first[place]))
+
+    def _say_forgotten(self) -> None:
+        if older := self.forgotten():
+            warnings.warn(
+                f"the trace has the last {self._keep:,} events of each rank; {older:,} older ones are in its "
+                "counts and sums only\n  try: sim.world(..., keep_events=None), which keeps all",
+                stacklevel=3,
+            )
 
     def bytes(self, axis: str | None = None, op: str | None = None, rank: int | None = None) -> int:
         """Bytes received by completed operations, of one axis, operation or rank, or of all.
@@ -198,12 +305,15 @@ class Trace:
             ValueError: No group of the world has that name, there is no such operation, or no such rank.
         """
         if axis is not None:
-            known = dict.fromkeys(event.axis for event in self.events) | self._axes
+            known = (
+                dict.fromkeys(chain((axis for axis, _ in self._sums.moved), (e.axis for e in self.kept()))) | self._axes
+            )
             _check_name("axis", axis, list(known), "no group of this world is called that")
         if op is not None:
             _check_name("op", op, _OPS, "there is no such operation")
-        events: Iterable[Event] = self.events if rank is None else self._by_rank[self._checked_rank(rank)]
-        return sum(e.recv_bytes for e in events if e.completed and axis in (None, e.axis) and op in (None, e.op))
+        events = self.kept() if rank is None else (e for _, e in self._numbered(self._checked_rank(rank)))
+        chosen = (e for e in events if e.completed and axis in (None, e.axis) and op in (None, e.op))
+        return self._sums.received(axis, op, rank) + sum(event.recv_bytes for event in chosen)
 
     def _checked_rank(self, rank: int) -> int:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
@@ -215,21 +325,15 @@ class Trace:
 
     def by_axis(self) -> list[Row]:
         """One row per axis and operation that has been completed, axes in the order of first use by the lowest rank."""
-        counted: dict[tuple[str, str], set[tuple[tuple[int, ...], int, int]]] = {}
-        moved: dict[tuple[str, str], dict[int, int]] = {}
-        for rank, events in enumerate(self._by_rank):
-            for number, event in enumerate(events):
-                if not event.completed:
-                    continue
-                key = (event.axis, event.op)
-                once = (event.group, event.seq, 0) if event.seq >= 0 else (event.group, rank, number)
-                counted.setdefault(key, set()).add(once)
-                per_rank = moved.setdefault(key, {})
-                per_rank[rank] = per_rank.get(rank, 0) + event.recv_bytes
-        order = list(dict.fromkeys(axis for axis, _ in moved))
+        sums, first = copy.deepcopy(self._sums), dict[str, tuple[int, int]]()
+        for number, event in chain.from_iterable(map(self._numbered, range(len(self._by_rank)))):
+            if event.completed:
+                sums.add(event, number)
+        for (axis, _), here in sums.first.items():
+            first[axis] = min(first.get(axis, here), here)
         return [
-            Row(axis, op, len(counted[axis, op]), sum(per_rank.values()), max(per_rank.values()))
-            for (axis, op), per_rank in sorted(moved.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+            Row(axis, op, sums.counts[axis, op], sum(per_rank.values()), max(per_rank.values()))
+            for (axis, op), per_rank in sorted(sums.moved.items(), key=lambda item: (first[item[0][0]], item[0][1]))
         ]
 
     def summary(self) -> str:
@@ -279,10 +383,11 @@ class Trace:
         write_flight_recorder(self, folder)
 
     def clear(self) -> None:
-        """Forget all events, for example after a warm-up."""
-        self.know(event.axis for event in self.events)
+        """Start anew, without events, counts and sums, for example after a warm-up."""
+        self.know(chain((axis for axis, _ in self._sums.moved), (event.axis for event in self.kept())))
         for events in self._by_rank:
             events.clear()
+        self._first, self._open, self._sums = [0] * len(self._by_rank), {}, _Sums()
 
 
 def _check_name(argument: str, asked: str, known: Sequence[str], what: str) -> None:

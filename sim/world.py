@@ -16,7 +16,7 @@ from hyper_parallel.core.redistribute.cost import Topology
 from sim import membership, report, stuck, threads, torch_seams
 from sim.callables import check_call, check_result
 from sim.checks import captured, partials, races, replicas
-from sim.clock import Cost, Pricing
+from sim.clock import CommPricing, Cost
 from sim.collectives import Call, MemoryGone, Problem
 from sim.current import current_rank, this_thread
 from sim.errors import RankLost, RankStopped, SimError, rank_failed, ranks_phrase
@@ -225,26 +225,28 @@ class World:
         init: bool,
         intraop_threads: int | None,
         pin: int | None,
-        pricing: Pricing | None = None,
+        pricing: CommPricing | None = None,
         check_races: bool = False,
         check_replicas: bool = False,
         schedule: Sequence[int] | None = None,
         faults: Sequence[Fault] = (),
         backend: str | None = None,
         own: Sequence[str] = (),
+        keep_events: int | None = None,
     ) -> None:
         self.references = SharedReferences(check_own(own))
         self.number = next(_numbers)  # different for every world of the process, unlike an id
         self.world_size = world_size
         self.seed = seed
         self._schedule = None if schedule is None else iter(tuple(schedule))
+        self._keep_events = keep_events
         self.trace = self._new_trace()
-        self.pricing = pricing or Pricing(None)
+        self.pricing = pricing or CommPricing(None)
         self.digest: Callable[[Sequence[torch.Tensor]], str] | None = None
         self.check_races = check_races
         self.check_replicas = check_replicas
         self.meetings = replicas.Meetings()
-        self.captured: captured.Watch | None = None  # what ranks share without meaning to, while they run
+        self.captured: captured.CapturedObjects | None = None  # what ranks share without meaning to, while they run
         self._clocks = [0.0] * world_size
         self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
         self.groups_made = membership.GroupsMade()
@@ -264,7 +266,7 @@ class World:
         self._pin = pin
         self._runs = 0
         self._workers: list[threads.Worker] = []
-        self._process_groups: list[SimProcessGroup] = []
+        self._process_groups: dict[Group, list[SimProcessGroup]] = {}
         self._cached: set[int] = set()  # ranks on whose threads torch has cached something about this world
         self._process_threads = 1
         self._life = "new"  # then "alive", "running" and "alive" in turns, "ended"
@@ -282,7 +284,7 @@ class World:
         return SharedStore(self)
 
     def _new_trace(self) -> Trace:
-        return Trace(self.world_size)
+        return Trace(self.world_size, self._keep_events)
 
     def _new_context(self, rank: int, environment: dict[bytes, bytes]) -> RankContext:
         return RankContext(self, rank, environment)
@@ -335,9 +337,9 @@ class World:
             caching = [self._workers[rank] for rank in sorted(self._cached) if not self._workers[rank].busy]
             threads.call_on(caching, torch_seams.clear_thread_caches)
             threads.release(self._workers)
-            for group in self._process_groups:  # who still holds a group does not hold the world
-                group.end()
-            self._workers, self.contexts, self._process_groups = [], [], []
+            for process_group in itertools.chain.from_iterable(self._process_groups.values()):
+                process_group.end()  # who still holds a group does not hold the world
+            self._workers, self.contexts, self._process_groups = [], [], {}
             self.groups.clear()
             self.store = SharedStore(self)
             self.scheduler = self._new_scheduler()
@@ -408,7 +410,7 @@ class World:
             raise stuck.never_completed(self, slots, messages)
         return results
 
-    def _raise_failure(self, scheduler: Scheduler, watch: captured.Watch | None) -> None:
+    def _raise_failure(self, scheduler: Scheduler, watch: captured.CapturedObjects | None) -> None:
         fatal, scheduler.fatal = scheduler.fatal, None
         if fatal is None:
             return
@@ -521,8 +523,19 @@ class World:
                 context.faults.losses.note_group(group)
         process_group = SimProcessGroup(context, group, ranks.index(context.rank))
         process_group.line = user_line()
-        self._process_groups.append(process_group)
+        group.left.discard(ranks.index(context.rank))
+        self._process_groups.setdefault(group, []).append(process_group)
         return process_group
+
+    def leave(self, group: Group, member: int) -> None:
+        """Let go of a group once all of its members have destroyed it, so that a long run may make many."""
+        group.left.add(member)
+        if len(group.left) < len(group.ranks) or group.slots or any(group.unmatched()):
+            return
+        self.groups = {key: other for key, other in self.groups.items() if other is not group}
+        for process_group in self._process_groups.pop(group, ()):
+            process_group.end()
+        self.groups_made.forget_before(min(made) if (made := membership.made_by_rank(self).values()) else None)
 
     def mismatch_error(self, slot: Slot, problem: Problem | None) -> SimError:
         """The error for a collective on which the ranks do not agree."""
@@ -633,6 +646,7 @@ def world(
     map_device: str | None = None,
     backend: str | None = None,
     own: Sequence[str] = (),
+    keep_events: int | None = 10_000,
 ) -> World:
     """Make a world of ``world_size`` ranks, for use in a ``with`` statement.
 
@@ -678,11 +692,13 @@ def world(
             anything else. None: ``"sim"``, which refuses nothing.
         own: Installed packages of which each rank gets a copy, because they keep the state of a process; besides
             those that are known to do so (accelerate, hydra, lightning, wandb, absl ...).
+        keep_events: How many events of each rank the trace keeps, some 600 bytes each; None: all. Its counts and sums
+            are of all events in any case.
 
     Raises:
         ValueError: A world size that is not an int in range, a seed that is not an int, a schedule of anything but
             ints from 0 up, a number of threads below 1, a processor that this process may not use, an unknown
-            topology, device or backend, a package that cannot be copied.
+            topology, device or backend, a package that cannot be copied, a number of events below 0.
         TypeError: A topology, a cost or a fault that is none.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
@@ -708,6 +724,13 @@ def world(
                 f"  pin: one of {', '.join(map(str, usable)) or 'none: this system cannot bind threads'}\n"
                 "  try: pin=None"
             )
+    if keep_events is not None and (
+        isinstance(keep_events, bool) or not isinstance(keep_events, int) or keep_events < 0
+    ):
+        raise ValueError(
+            f"cannot keep {keep_events!r} events of each rank\n"
+            "  keep_events: an int from 0 up, or None to keep all\n  try: keep_events=None"
+        )
     _check_devices(device, map_device)
     _check_backend(backend)
     made = World(
@@ -716,13 +739,14 @@ def world(
         init=init,
         intraop_threads=intraop_threads,
         pin=pin,
-        pricing=Pricing(topology, cost),
+        pricing=CommPricing(topology, cost),
         check_races=check_races,
         check_replicas=check_replicas,
         schedule=schedule,
         faults=faults,
         backend=backend,
         own=own,
+        keep_events=keep_events,
     )
     made.device, made.map_device = device, map_device
     return made

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import resource
 import signal
 from collections import Counter, defaultdict
@@ -49,21 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile"):
         profiles = {"check": "quick", "test": "quick", "deep": "deep"}
         settings.load_profile(profiles.get(config.getoption("--tier"), "ci"))
-    if hasattr(config, "workerinput"):
-        stay_on_one_core(config.workerinput["workerid"])
-    else:  # not a worker of xdist: whoever reports
+    if not hasattr(config, "workerinput"):  # not a worker of xdist: whoever reports
         config.pluginmanager.register(Costs(config), "costs")
-
-
-def stay_on_one_core(worker: str) -> None:
-    """Keep a worker of xdist, and what it starts, on a core of its own.
-
-    The threads of simulated ranks hand their turn on, a thousand times a second. On one core the next is there at once;
-    on another it has to be woken first, while this one already waits.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.fixture

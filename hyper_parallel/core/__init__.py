@@ -1,1 +1,1 @@
-"""What torch lacks: layouts (`dtensor/`) and sharded parameters (`fully_shard/`)."""
+"""Layouts, redistribution, sharded parameters and parallel dimensions: the library below models and trainer."""

@@ -1,4 +1,8 @@
-"""Small, readable reference models, and ready plans for them and for models of transformers."""
+"""Small, readable reference models, and ready plans for them and for models of transformers.
+
+huggingface, moe_plan -> plans -> llama
+hf_import -> hf_export -> hf_names -> moe -> llama
+"""
 
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface
 from hyper_parallel.models.huggingface import huggingface_plan, parallelize_huggingface

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hyper_parallel.core.common.checks import check, check_tensors
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.redistribute.api import full_tensor
+from hyper_parallel.core.redistribute import full_tensor
 from hyper_parallel.models.hf_names import Place, config_to_json, empty_tensors, model_tensors, place_of
 from hyper_parallel.models.hf_state import check_known, plain_names, some_of
 from hyper_parallel.models.llama import LlamaConfig
@@ -53,10 +54,17 @@ def export_huggingface(
         max_shard_bytes: the most that one file holds, unless a single tensor is larger.
 
     Raises:
+        TypeError: an argument of another kind.
         ValueError: names or shapes that are not those of the config, a folder with weights, scores of a router that
             transformers has no model for, max_shard_bytes below one.
         OSError: rank 0 could not write; on every rank alike.
     """
+    asked = "cannot export to Hugging Face"
+    check_tensors(asked, state=state)
+    check(asked, LlamaConfig, config=config)
+    check(asked, "path", folder=folder)
+    check(asked, "dtype | None", dtype=dtype)
+    check(asked, "int", max_shard_bytes=max_shard_bytes)
     asked, folder = f"cannot export to {folder}", Path(folder)
     if max_shard_bytes < 1:
         blame, seen = "no tensor fits into such a file", f"max_shard_bytes: {max_shard_bytes}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -12,15 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hyper_parallel.core.common.checks import check, check_tensors
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.models.hf_export import INDEX, SINGLE
 from hyper_parallel.models.hf_names import Place, config_from_json, is_passed_over, model_tensors, place_of
 from hyper_parallel.models.hf_state import check_known, plain_names, some_of
 from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.models.moe import MoEConfig
 
 __all__ = ["import_huggingface", "load_huggingface"]
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_MOST_JSON = 2**28  # bytes; the index of a million tensors has less
 
 
 def import_huggingface(folder: str | Path) -> tuple[LlamaConfig, Callable[[Mapping[str, Tensor]], None]]:
@@ -38,11 +44,13 @@ def import_huggingface(folder: str | Path) -> tuple[LlamaConfig, Callable[[Mappi
         The config of a `Llama` or `MoELlama` that computes the same, and `load_huggingface` of this folder.
 
     Raises:
+        TypeError: folder is no path.
         ValueError: no such folder or model; see also `load_huggingface`.
     """
+    check("cannot import from Hugging Face", "path", folder=folder)
     asked, folder = f"cannot import {folder}", Path(folder)
     config = config_from_json(_read_json(asked, folder / "config.json"), asked)
-    _locate(asked, folder)
+    _check_count(asked, _locate(asked, folder), config)
     return config, partial(load_huggingface, folder=folder)
 
 
@@ -60,17 +68,21 @@ def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
         folder: see `import_huggingface`.
 
     Raises:
+        TypeError: an argument of another kind.
         ValueError: weights in no safetensors file, a damaged one, tensors that the model, or the folder, does not have
             or has in another shape, a DTensor with a reduction pending.
     """
     from safetensors import SafetensorError
 
+    check("cannot load from Hugging Face", "path", folder=folder)
+    check_tensors("cannot load from Hugging Face", state=state)
     asked, folder = f"cannot load {folder}", Path(folder)
     config = config_from_json(_read_json(asked, folder / "config.json"), asked)
+    files = _locate(asked, folder)
+    _check_count(asked, files, config)
     expected = model_tensors(config)
     tensors = plain_names(state)
     check_known(asked, tensors, expected, config)
-    files = _locate(asked, folder)
     _check_complete(asked, files, expected, config)
     with ExitStack() as stack, torch.no_grad():
         slices = _Slices(asked, files, stack)
@@ -78,7 +90,7 @@ def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
             jobs = [job for name, tensor in tensors.items() for job in slices.jobs(name, tensor)]
             for memory, source, part in jobs:
                 memory.copy_(source[part])
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(explain(asked, "a file is damaged", f"seen: {error}", "another copy of it")) from None
 
 
@@ -144,6 +156,13 @@ class _Slices:
             blame = f"{name!r} has another shape than config.json says"
             seen = f"{path.name}: {tuple(found.get_shape())}   config.json: {shape}"
             raise ValueError(explain(self.asked, blame, seen, "a folder whose files belong together"))
+        if found.get_dtype() not in _DTYPES:
+            blame = f"{name!r} holds {found.get_dtype()}, and weights here are plain floating-point numbers"
+            seen, hint = (
+                f"{path.name}: {found.get_dtype()}",
+                f"one of {', '.join(_DTYPES)}: a model that is not quantized",
+            )
+            raise ValueError(explain(self.asked, blame, seen, hint))
         return found
 
 
@@ -151,12 +170,18 @@ class _Slices:
 
 
 def _read_json(asked: str, path: Path) -> Any:
+    hint = "the folder that save_pretrained, or export_huggingface, has written"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_JSON:
+            seen = f"seen: {path}, of {status.st_size} bytes"
+            raise ValueError(explain(asked, f"{path.name} is no file, or too large for what it is", seen, hint))
+        text = path.read_bytes()
     except OSError as error:
-        hint = "the folder that save_pretrained, or export_huggingface, has written"
         raise ValueError(explain(asked, f"{path.name} cannot be read", f"seen: {error}", hint)) from None
-    except ValueError as error:
+    try:
+        return json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(explain(asked, f"{path.name} is no JSON", f"seen: {error}", "another copy of it")) from None
 
 
@@ -165,18 +190,22 @@ def _locate(asked: str, folder: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
 
     if (folder / INDEX).exists():
-        where = _read_json(asked, folder / INDEX).get("weight_map", {})
+        index = _read_json(asked, folder / INDEX)
+        where = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+            blame, hint = f"{INDEX} does not say which file has which tensor", '{"weight_map": {tensor: file, ...}}'
+            raise ValueError(explain(asked, blame, f"weight_map: {where!r}"[:200], hint))
         files = {name: folder / Path(file).name for name, file in where.items()}
-    elif (folder / SINGLE).exists():
+    elif (folder / SINGLE).is_file():
         try:
             with safe_open(folder / SINGLE, framework="pt") as file:
                 files = dict.fromkeys(file.keys(), folder / SINGLE)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             blame, hint = f"{SINGLE} is damaged, or no safetensors file", "another copy of it"
             raise ValueError(explain(asked, blame, f"seen: {error}", hint)) from None
     else:
         files = {}
-    missing = list(dict.fromkeys(str(path) for path in files.values() if not path.exists()))
+    missing = list(dict.fromkeys(str(path) for path in files.values() if not path.is_file()))
     if missing:
         raise ValueError(explain(asked, "files that the index names are missing", some_of(missing), "a whole copy"))
     if not files:
@@ -186,6 +215,17 @@ def _locate(asked: str, folder: Path) -> dict[str, Path]:
         hint = f"a folder with {SINGLE}: model.save_pretrained(folder) of transformers writes that"
         raise ValueError(explain(asked, blame, f"files: {some_of(pickled or there)}", hint))
     return files
+
+
+def _check_count(asked: str, files: Mapping[str, Path], config: LlamaConfig) -> None:
+    """Refuse numbers of layers and experts that the files cannot have, before a model of that size is described."""
+    sparse = config.num_hidden_layers - config.num_dense_layers if isinstance(config, MoEConfig) else 0
+    experts = config.num_experts if isinstance(config, MoEConfig) else 0
+    least = config.num_hidden_layers + sparse * experts
+    if least > len(files):
+        blame = "tensors are missing: its layers and experts have more than there are"
+        seen = f"tensors: {len(files)}   layers: {config.num_hidden_layers}   experts in a layer: {experts}"
+        raise ValueError(explain(asked, blame, seen, "a folder whose files belong together"))
 
 
 def _check_complete(asked: str, files: Mapping[str, Path], expected: Mapping[str, Tensor], config: LlamaConfig) -> None:

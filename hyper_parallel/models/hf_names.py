@@ -1,14 +1,17 @@
-"""How Hugging Face names what our models have: keys of config.json, and tensors; names and numbers only."""
+"""Hugging Face's names for our models: keys of config.json and tensors; names and numbers only."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 
@@ -132,7 +135,7 @@ def is_passed_over(name: str, config: LlamaConfig) -> bool:
         name: in the folder.
         config: of the folder.
     """
-    layer = re.match(r"model\.layers\.([0-9]+)\.", name)
+    layer = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
     is_beyond = layer is not None and isinstance(config, MoEConfig) and int(layer[1]) >= config.num_hidden_layers
     is_twin = config.tie_embeddings and name == "lm_head.weight"
     return is_beyond or is_twin or name.endswith("rotary_emb.inv_freq") or name in empty_tensors(config)
@@ -161,6 +164,14 @@ _MOE_KEYS: tuple[tuple[str, str, Any], ...] = (
     ("norm_weights", "norm_topk_prob", True),
     ("routed_scale", "routed_scaling_factor", 1.0),
 )
+# the keys of rope_parameters, or rope_scaling, with rope_type "llama3"
+_ROPE: tuple[tuple[str, str], ...] = (
+    ("rope_factor", "factor"),
+    ("rope_low_freq_factor", "low_freq_factor"),
+    ("rope_high_freq_factor", "high_freq_factor"),
+    ("rope_original_seq_len", "original_max_position_embeddings"),
+)
+_MOST = 2**24  # no size of a model is larger, and products of such sizes are still numbers of elements
 # what our models compute, where theirs could also compute something else
 _FIXED: tuple[tuple[str, Any], ...] = (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False))
 _MOE_FIXED: tuple[tuple[str, Any], ...] = (("use_qk_norm", False), ("n_group", 1), ("topk_group", 1))
@@ -194,6 +205,8 @@ def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
             seen = f"num_experts: {config.num_experts}"
             raise ValueError(explain(asked, "its router needs two experts", seen, "num_experts=2, or LlamaConfig"))
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
+    if config.rope_factor != 1:
+        rope |= {"rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in _ROPE}}
     name = str(dtype).removeprefix("torch.")
     return {
         "architectures": ["Glm4MoeForCausalLM" if is_moe else "LlamaForCausalLM"],
@@ -205,6 +218,7 @@ def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope_parameters": rope,
         # what releases before 5 read instead
         "rope_theta": config.rope_theta,
+        "rope_scaling": rope if config.rope_factor != 1 else None,
         "torch_dtype": name,
         "dtype": name,
         "bos_token_id": None,
@@ -213,7 +227,7 @@ def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def config_from_json(told: Mapping[str, Any], asked: str) -> LlamaConfig:
+def config_from_json(told: Any, asked: str) -> LlamaConfig:
     """Return the config of our model that computes the same; what training alone needs keeps its default.
 
     >>> config_from_json(config_to_json(LlamaConfig(), torch.float32), "") == LlamaConfig()
@@ -226,32 +240,67 @@ def config_from_json(told: Mapping[str, Any], asked: str) -> LlamaConfig:
     Raises:
         ValueError: none of our models computes what it says, or something is missing.
     """
+    if not isinstance(told, Mapping):
+        blame = f"config.json holds a {type(told).__name__}, not an object with keys"
+        raise ValueError(explain(asked, blame, f"config.json: {told!r}"[:200], '{"model_type": "llama", ...}'))
     kind = told.get("model_type")
     if kind not in (_LLAMA, _MOE):
         blame = f"there is no model here for model_type {kind!r}"
         seen = f"architectures: {told.get('architectures')}"
         raise ValueError(explain(asked, blame, seen, f"a folder with model_type {_LLAMA!r} or {_MOE!r}"))
-    rope = dict(told.get("rope_parameters") or told.get("rope_scaling") or {})
-    heads, hidden = told.get("num_attention_heads"), told.get("hidden_size")
-    wanted = dict(_FIXED + (_MOE_FIXED if kind == _MOE else ()))
+    keys = _KEYS + (_MOE_KEYS if kind == _MOE else ())
+    values = {ours: _value(asked, told, ours, theirs, default) for ours, theirs, default in keys}
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    values["num_key_value_heads"] = _value(asked, told, "num_key_value_heads", "num_key_value_heads", heads)
+    head_dim = _value(asked, told, "hidden_size", "head_dim", hidden // heads)
+    rope = told.get("rope_parameters") or told.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        blame, hint = "its rotary positions are no object with keys", '{"rope_type": "default", "rope_theta": 10000.0}'
+        raise ValueError(explain(asked, blame, f"config.json: {rope!r}"[:200], hint))
+    theta = told.get("rope_theta", 10_000.0)
+    values["rope_theta"] = float(_value(asked, {"rope_theta": theta, **rope}, "rope_theta", "rope_theta", None))
+    wanted = dict(_FIXED + (_MOE_FIXED if kind == _MOE else ())) | {"partial_rotary_factor": 1.0}
     found = {name: told.get(name, value) for name, value in wanted.items()}
-    found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     fraction = told.get("partial_rotary_factor", 0.5 if kind == _MOE else 1.0)
     found["partial_rotary_factor"] = rope.get("partial_rotary_factor", fraction)
-    wanted |= {"rope_type": "default", "partial_rotary_factor": 1.0}
-    if heads and hidden:
-        wanted["head_dim"] = hidden // heads
-        found["head_dim"] = told.get("head_dim") or hidden // heads
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "llama3":
+        values |= {ours: _value(asked, rope, ours, theirs, None) for ours, theirs in _ROPE}
+    else:
+        wanted["rope_type"], found["rope_type"] = "default", rope_type
+    wanted["head_dim"], found["head_dim"] = hidden // heads, head_dim
     for name, value in wanted.items():
         if found[name] != value:
             seen = f"config.json: {name} = {found[name]!r}"
             hint = f"a model with {name} = {value!r}; parallelize_huggingface for models of transformers themselves"
             raise ValueError(explain(asked, f"the model here has {name} = {value!r} only", seen, hint))
-    values: dict[str, Any] = {}
-    for ours, theirs, default in _KEYS + (_MOE_KEYS if kind == _MOE else ()):
-        values[ours] = told.get(theirs, default)
-        if values[ours] is None:
-            raise ValueError(explain(asked, f"config.json has no {theirs}", f"keys: {sorted(told)}", "a whole one"))
-    values["num_key_value_heads"] = told.get("num_key_value_heads") or heads
-    values["rope_theta"] = float(rope.get("rope_theta", told.get("rope_theta", 10_000.0)))
-    return MoEConfig(**values) if kind == _MOE else LlamaConfig(**values)
+    try:
+        return MoEConfig(**values) if kind == _MOE else LlamaConfig(**values)
+    except (TypeError, ValueError) as error:
+        hint = "the config.json that belongs to the weights"
+        raise ValueError(explain(asked, "config.json describes no model that can be", f"seen: {error}", hint)) from None
+
+
+def _value(asked: str, told: Mapping[str, Any], ours: str, theirs: str, default: Any) -> Any:
+    """Return a value of config.json that is of the kind of our field, and within bounds.
+
+    Args:
+        asked: the start of an error message.
+        told: what has the value.
+        ours: the field of our config.
+        theirs: the key in config.json.
+        default: what is meant where it is left out or null; None: it must be there.
+    """
+    value = default if told.get(theirs) is None else told[theirs]
+    if value is None:
+        raise ValueError(explain(asked, f"config.json has no {theirs}", f"keys: {sorted(told)}", "a whole one"))
+    (kind,) = (str(field.type) for field in dataclasses.fields(MoEConfig) if field.name == ours)
+    try:
+        check(asked, kind, **{theirs: value})
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    least = 0 if theirs in ("n_shared_experts", "first_k_dense_replace") or kind == "float" else 1
+    if kind != "bool" and not least <= value <= (_MOST if kind == "int" else sys.float_info.max):
+        blame = f"{theirs} must be from {least} to {_MOST}" if kind == "int" else f"{theirs} must be finite, from 0 up"
+        raise ValueError(explain(asked, blame, f"config.json: {theirs} = {value!r}"[:200], "a whole one"))
+    return value

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from hyper_parallel.core.dtensor.messages import explain, nearest
-from hyper_parallel.core.dtensor.names import plain_name
+from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.models.llama import LlamaConfig
 
 __all__ = ["check_known", "plain_names", "some_of"]

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.checks import check, check_choice
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.boundary import from_local, to_local
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
-from hyper_parallel.models.plans import LOGITS, MeshLike, Streams, add_entries, check_choice, check_heads
+from hyper_parallel.models.plans import LOGITS, MeshLike, Streams, add_entries, check_heads
 
 __all__ = ["huggingface_plan", "parallelize_huggingface"]
 
@@ -145,6 +146,7 @@ def _plan(
     logits: str,
 ) -> tuple[Streams, ShardingPlan]:
     config = _config_of(asked, model)
+    check(asked, "bool", sequence_parallel=sequence_parallel, vocab_parallel=vocab_parallel)
     check_choice(asked, "logits", logits, LOGITS)
     streams = Streams.on(asked, mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     names = ["num_attention_heads", "num_key_value_heads"]

@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyper_parallel.core.common.checks import check, check_fields, check_least
+from hyper_parallel.core.common.errors import explain
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -41,9 +44,15 @@ class LlamaConfig:
         tie_embeddings: use the embedding as the output head.
         head_size: size of one attention head; None: hidden_size / num_attention_heads.
         qk_norm: normalise queries and keys, head by head, before positions turn them.
+        rope_factor: what slow rotary frequencies are divided by, for sequences longer than in pre-training, as in
+            Llama 3.1; 1: none are.
+        rope_low_freq_factor: frequencies that turn less often than this in `rope_original_seq_len` tokens are slow.
+        rope_high_freq_factor: those that turn more often stay as they are; what is between the two is mixed.
+        rope_original_seq_len: the longest sequence of pre-training, in tokens.
 
     Raises:
-        ValueError: a size below one, or head counts that do not divide.
+        TypeError: a value of another kind.
+        ValueError: a size below one, a number out of its bounds, or head counts that do not divide.
     """
 
     vocab_size: int = 256
@@ -59,8 +68,14 @@ class LlamaConfig:
     tie_embeddings: bool = False
     head_size: int | None = None
     qk_norm: bool = False
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_seq_len: int = 8192
 
     def __post_init__(self) -> None:
+        asked = "cannot describe a Llama"
+        check_fields(asked, self)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -72,6 +87,17 @@ class LlamaConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"a Llama needs {name} >= 1, got {name}={getattr(self, name)}")
+        check_least(asked, 0, norm_eps=self.norm_eps, init_std=self.init_std)
+        check_least(asked, 1, rope_factor=self.rope_factor, rope_original_seq_len=self.rope_original_seq_len)
+        if not 0 < self.rope_theta < math.inf:
+            blame, hint = "rope_theta must be a finite number above 0", "rope_theta=10_000.0"
+            raise ValueError(explain(asked, blame, f"rope_theta: {self.rope_theta}", hint))
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if not 0 < low < high < math.inf:
+            blame, hint = "rope_low_freq_factor must be above 0 and below rope_high_freq_factor", "1.0 and 4.0"
+            raise ValueError(
+                explain(asked, blame, f"rope_low_freq_factor: {low}   rope_high_freq_factor: {high}", hint)
+            )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
             raise ValueError(
@@ -117,8 +143,22 @@ def _rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tup
     """Cosines and sines, each (max_seq_len, head_dim); the angle of pair i at place p is p * theta^(-2i / head_dim)."""
     pair = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
     position = torch.arange(config.max_seq_len, device=device, dtype=torch.float32)
-    angle = torch.outer(position, config.rope_theta**-pair).repeat(1, 2)
+    angle = torch.outer(position, _lowered(config.rope_theta**-pair, config)).repeat(1, 2)
     return angle.cos(), angle.sin()
+
+
+def _lowered(frequency: Tensor, config: LlamaConfig) -> Tensor:
+    """Lower rotary frequencies for longer sequences, as `apply_scaling` of github.com/meta-llama/llama-models does.
+
+    What turns more than high times in `rope_original_seq_len` tokens stays, what turns less than low times is divided
+    by `rope_factor`, and between the two a straight line in the number of turns mixes both.
+    """
+    if config.rope_factor == 1:
+        return frequency
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_seq_len * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequency / config.rope_factor + kept * frequency
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -231,6 +271,7 @@ class Llama(nn.Module):
     residual_weights: tuple[str, ...] = ("attention.wo.weight", "mlp.w2.weight")  # they write to the residual stream
 
     def __init__(self, config: LlamaConfig) -> None:
+        check("cannot build a Llama", LlamaConfig, config=config)
         super().__init__()
         self.config = config
         self.positions: Positions | None = None
@@ -263,7 +304,12 @@ class Llama(nn.Module):
             embed: keep the embedding.
             head: keep the last norm and the head. Where head and embedding are one weight, and the embedding goes, the
                 head keeps it under its own name, "head.weight".
+
+        Raises:
+            TypeError: an argument of another kind.
         """
+        check("cannot keep a part of the model", "container", layers=layers)
+        check("cannot keep a part of the model", "bool", embed=embed, head=head)
         for name in [name for name, _ in self.layers.named_children() if int(name) not in layers]:
             del self.layers._modules[name]  # `del self.layers[i]` would number those after it anew
         if not embed:
@@ -282,7 +328,12 @@ class Llama(nn.Module):
             config: the shape.
             seed: of the weights.
             device: where the weights end up; they are drawn on the CPU, so all devices get the same.
+
+        Raises:
+            TypeError: an argument of another kind.
         """
+        check("cannot build a Llama", "int", seed=seed)
+        check("cannot build a Llama", "device", device=device)
         with torch.device("meta"):
             model = cls(config)
         model.to_empty(device=device)
@@ -297,8 +348,10 @@ class Llama(nn.Module):
             seed: of the weights; torch's default generator is neither read nor moved.
 
         Raises:
+            TypeError: seed is no int.
             ValueError: the weights are already split over ranks; call this before `fully_shard`.
         """
+        check("cannot draw the weights", "int", seed=seed)
         if any(isinstance(param, torch.distributed.tensor.DTensor) for param in self.parameters()):
             raise ValueError(
                 "init_weights draws whole weights, but these are already split over ranks\n"

@@ -6,11 +6,13 @@ see every token, and what they return is added up. No token is dropped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from hyper_parallel.core.common.checks import check, check_fields
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.expert_parallel.router import SCORES, Router
 from hyper_parallel.models.llama import Block, FeedForward, Llama, LlamaConfig
@@ -35,6 +37,7 @@ class ExpertsConfig:
         aux_loss_weight: of the loss that balances loads within a sequence; 0: off. See `Router`.
 
     Raises:
+        TypeError: a value of another kind.
         ValueError: sizes below their least, more experts per token than there are, no such score.
     """
 
@@ -50,11 +53,12 @@ class ExpertsConfig:
     aux_loss_weight: float = 1e-3
 
     def __post_init__(self) -> None:
+        check_fields("cannot describe a mixture of experts", self)
         for name in ("num_experts", "experts_per_token", "expert_intermediate_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a mixture of experts needs {name} >= 1, got {name}={getattr(self, name)}")
-        for name in ("num_shared_experts", "num_dense_layers", "bias_update_rate", "aux_loss_weight"):
-            if getattr(self, name) < 0:
+        for name in ("num_shared_experts", "num_dense_layers", "routed_scale", "bias_update_rate", "aux_loss_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"a mixture of experts needs {name} >= 0, got {name}={getattr(self, name)}")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
@@ -71,6 +75,7 @@ class ExpertsConfig:
 
     def is_dense(self, layer: int) -> bool:
         """Tell whether the layer with this number has a dense feed-forward."""
+        check("cannot tell whether a layer is dense", "int", layer=layer)
         return layer < self.num_dense_layers
 
 

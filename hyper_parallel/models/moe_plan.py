@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
@@ -63,6 +64,7 @@ def moe_plan(
     if not isinstance(config, MoEConfig):
         blame = f"model is a {type(model).__name__}, not a MoELlama or a MoEConfig"
         raise TypeError(explain(asked, blame, f"model: {type(model)!r}", "llama_plan(model, mesh) for one without"))
+    check(asked, "int | None", etp=etp)
     streams = Streams.on(asked, mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     degree = streams.degree if etp is None else etp
     _check_etp(asked, streams, degree)
@@ -126,6 +128,9 @@ def parallelize_moe(
         TypeError: no such model, no mesh.
         ValueError: as for `expert_parallel` and `moe_plan`.
     """
+    asked = "cannot split the mixture of experts"
+    check(asked, MoELlama, model=model)
+    check(asked, "str", ep=ep, tp=tp, cp=cp)
     has_tp = isinstance(mesh, DeviceMesh) and tp in (mesh.mesh_dim_names or ())
     plan = moe_plan(model, mesh[tp], tp=tp, etp=etp, vocab_parallel=vocab_parallel, logits=logits) if has_tp else None
     if any(isinstance(module, GroupedExperts) for module in model.modules()):  # a stage may have dense layers only

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from hyper_parallel.core.common.checks import check, check_choice
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import axes_of
-from hyper_parallel.core.dtensor.messages import explain, nearest
 from hyper_parallel.core.dtensor.text import parse_mesh
+from hyper_parallel.core.mesh.device_mesh import axes_of
 from hyper_parallel.core.redistribute.boundary import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
@@ -97,6 +98,8 @@ def llama_plan(
         blame = f"model is a {type(model).__name__}, not a Llama or a LlamaConfig"
         hint = "llama_plan(model, mesh); huggingface_plan(model, mesh) for a model of transformers"
         raise TypeError(explain(asked, blame, f"model: {type(model)!r}", hint))
+    flags = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel, "local": local}
+    check(asked, "bool", **flags)
     check_choice(asked, "logits", logits, LOGITS)
     check_choice(asked, "embedding", embedding, EMBEDDINGS)
     if embedding == "width" and config.tie_embeddings:
@@ -159,8 +162,18 @@ def llama_loss(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int
         ignore_index: the target of positions that do not count.
 
     Communication: see `vocab_parallel_cross_entropy`.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: shapes that do not go together.
     """
+    check("cannot take the loss", "tensor", logits=logits, targets=targets)
+    check("cannot take the loss", "int", ignore_index=ignore_index)
     if not isinstance(logits, DTensor):
+        if logits.dim() < 2 or (not isinstance(targets, DTensor) and targets.shape != logits.shape[:-1]):
+            seen = f"logits: {tuple(logits.shape)}   targets: {tuple(targets.shape)}"
+            blame = "targets need the shape of the logits without the vocabulary"
+            raise ValueError(explain("cannot take the loss", blame, seen, "(batch, seq, vocab) and (batch, seq)"))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index)
     if not isinstance(targets, DTensor) and targets.shape != logits.shape[:-1]:
         layout = Layout.of(logits)
@@ -201,6 +214,8 @@ class Streams:
             TypeError: no mesh.
             ValueError: an axis that the mesh does not have, or that has two roles.
         """
+        check(asked, "str | None", tp=tp)
+        check(asked, "str | list | None", dp=dp)
         names, sizes = _read_mesh(asked, mesh)
         others = tuple(name for name in names if name != tp)
         chosen = others if dp is None else (dp,) if isinstance(dp, str) else tuple(dp)
@@ -286,17 +301,6 @@ def add_module(plan: ShardingPlan, path: str, inputs: Any, produced: Any, output
     add_entries(plan, input_plan={f"{path}.input": inputs}, local_plan={path: produced})
     if outputs is not None:
         add_entries(plan, output_plan={f"{path}.output": outputs})
-
-
-def check_choice(asked: str, name: str, given: object, choices: Sequence[str]) -> None:
-    """Refuse a word that is none of some.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if given not in choices:
-        hint = f"{name}={nearest(given, choices)}"
-        raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", f"{name}: {given!r}", hint))
 
 
 def check_heads(asked: str, counts: Mapping[str, int], streams: Streams) -> None:

@@ -1,4 +1,8 @@
-"""The one seam for devices: streams, events, memory statistics and backend names of cpu, cuda and npu."""
+"""The one seam for devices: streams, events, memory statistics and backend names of cpu, cuda and npu.
+
+registry -> cuda, npu -> accelerator -> base -> reductions
+registry -> cpu -> base
+"""
 
 from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
 from hyper_parallel.platform.reductions import Reductions, reductions_of

@@ -1,4 +1,4 @@
-"""What cuda and npu have in common: everything that torch's device modules spell alike."""
+"""The common part of cuda and npu: everything that torch's device modules spell alike."""
 
 from __future__ import annotations
 

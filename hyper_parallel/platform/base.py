@@ -1,4 +1,4 @@
-"""What the library may ask of a device: one small interface, the same for every kind.
+"""The device interface of the library: one small class, the same for every kind of device.
 
 Code outside this folder never names a vendor. It asks `get_platform()` for a `Platform` and works with streams, events
 and memory statistics through it. On a device without streams (the CPU) the same calls do nothing, so callers need no

@@ -12,6 +12,8 @@ from types import MappingProxyType
 
 import torch
 
+from hyper_parallel.core.common.checks import check
+
 __all__ = ["Reductions", "reductions_of"]
 
 
@@ -96,5 +98,9 @@ def reductions_of(backend: str) -> Reductions:
 
     Args:
         backend: its name in `torch.distributed`, such as "hccl".
+
+    Raises:
+        TypeError: no str.
     """
+    check("cannot tell what a backend reduces", "str", backend=backend)
     return _BY_BACKEND.get(backend, _ANY)

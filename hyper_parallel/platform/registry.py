@@ -1,4 +1,4 @@
-"""Which platforms there are, and which one the calling rank gets."""
+"""The registry of platforms, and the choice of one for the calling rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.platform.base import Platform, PlatformUnavailableError
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.platform.cuda import CudaPlatform
@@ -28,6 +29,8 @@ class PlatformRegistry:
 
     def get(self, device_type: str | None = None) -> Platform:
         """Do what `get_platform` says."""
+        if type(device_type) not in (str, type(None)):  # in sight, as this is asked often
+            check("cannot get a platform", "str | None", device_type=device_type)
         # Providers are called without the lock: they may ask for another platform themselves.
         for provider in self._providers:
             answer = provider(device_type)
@@ -48,6 +51,8 @@ class PlatformRegistry:
 
     def register(self, device_type: str, factory: PlatformFactory) -> None:
         """Do what `register_platform` says."""
+        check("cannot register a platform", "str", device_type=device_type)
+        check("cannot register a platform", "callable", factory=factory)
         with self._lock:
             if device_type in self._factories:
                 raise ValueError(
@@ -59,13 +64,14 @@ class PlatformRegistry:
 
     def register_provider(self, provider: PlatformProvider) -> None:
         """Do what the function `register_provider` says."""
+        check("cannot register a provider of platforms", "callable", provider=provider)
         with self._lock:
             self._providers = (provider, *self._providers)
 
     def unregister_provider(self, provider: PlatformProvider) -> None:
         """Do what the function `unregister_provider` says."""
         with self._lock:
-            if provider not in self._providers:
+            if not any(provider == known for known in self._providers):
                 raise ValueError(
                     f"cannot unregister {provider!r}: it is not a registered platform provider\n"
                     f"  registered now: {len(self._providers)}\n"

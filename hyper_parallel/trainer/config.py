@@ -1,4 +1,4 @@
-"""What a training run is made of: plain dataclasses, one for each section of the file.
+"""The configuration of a training run: plain dataclasses, one for each section of the file.
 
 `config_file.load_config` reads them from a TOML file; `hyper-parallel train` changes single keys by flags.
 """
@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
 
 MODELS = ("llama", "moe")
+STUCK_AFTER_S = 900.0
+"""After which a run of several ranks that makes no progress ends, unless it says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class DataConfig:
     ignored: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields("cannot use [data]", self)
         _at_least("data", self, 1, "max_bytes")
         if not 0 <= self.ignored < 1:
             raise ValueError(f"data.ignored must be in [0, 1), got {self.ignored}")
@@ -65,6 +69,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
+        check_fields("cannot use [optimizer]", self)
         _at_least("optimizer", self, 0, "lr", "warmup_steps", "min_lr_ratio", "weight_decay", "max_grad_norm")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
@@ -98,8 +103,9 @@ class TrainConfig:
         on_nonfinite: what to do when the loss or the gradient is inf or NaN. "stop": raise, the weights are those of
             the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
         max_skips: with "skip", stop after this many such steps in a row.
-        stuck_after_s: when a rank makes no step for so long, its stack is printed and the run ends (seconds, 0: never).
-            Simulated ranks need none: the simulator knows when nobody can go on.
+        stuck_after_s: when a rank makes no progress for so long, its stack is printed and the run ends (seconds, 0:
+            never): longer than any step, load or save. None: 900 where there are several ranks. Simulated ranks need
+            none: the simulator knows when nobody can go on.
     """
 
     model: str = "llama"
@@ -117,15 +123,17 @@ class TrainConfig:
     tensorboard: str | None = None
     on_nonfinite: str = "stop"
     max_skips: int = 10
-    stuck_after_s: float = 0.0
+    stuck_after_s: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields("cannot use [train]", self)
         _one_of("train", self, "model", MODELS)
         _one_of("train", self, "on_nonfinite", ("skip", "stop", "dump"))
         _at_least("train", self, 1, "steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
-        _at_least("train", self, 0, "seed", "eval_every", "stuck_after_s")
-        if self.memory_limit_gb is not None:
-            _at_least("train", self, 0, "memory_limit_gb")
+        _at_least("train", self, 0, "seed", "eval_every")
+        for name in ("memory_limit_gb", "stuck_after_s"):
+            if getattr(self, name) is not None:
+                _at_least("train", self, 0, name)
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,7 @@ class ParallelConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        check_fields("cannot use [parallel]", self)
         _one_of("parallel", self, "param_dtype", ("fp32", "bf16", "fp64"))
         _one_of("parallel", self, "checkpointing", ("none", "full", "selective", "alternate"))
         _one_of("parallel", self, "engine", ("fully_shard", "hsdp"))
@@ -204,6 +213,8 @@ class CheckpointConfig:
         keep: how many of the last ones to keep.
         background: write while training goes on.
         resume: go on from the newest complete one in the folder, if there is any; False: start anew.
+        resume_step: go back to this step in place of the newest. The newer ones are renamed to undone-step-... when the
+            next one is complete. A restart by torchrun goes on from the newest that has been saved since.
     """
 
     folder: str | None = None
@@ -211,8 +222,12 @@ class CheckpointConfig:
     keep: int = 3
     background: bool = False
     resume: bool = True
+    resume_step: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields("cannot use [checkpoint]", self)
+        if self.resume_step is not None:
+            _at_least("checkpoint", self, 1, "resume_step")
         _at_least("checkpoint", self, 0, "every")
         _at_least("checkpoint", self, 1, "keep")
 
@@ -233,6 +248,9 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
+    def __post_init__(self) -> None:
+        check_fields("cannot configure a run", self)
+
     def with_changes(self, section: str, changes: Mapping[str, Any]) -> Config:
         """Return a copy in which keys of one section have new values.
 
@@ -244,9 +262,15 @@ class Config:
             changes: new values by key; None leaves the key as it is.
 
         Raises:
-            ValueError: a value that the section refuses.
+            TypeError: changes that are no mapping, or a value of another kind.
+            ValueError: no such section or key, or a value that the section refuses.
         """
+        check_choice("cannot change a run", "section", section, [each.name for each in dataclasses.fields(self)])
+        check("cannot change a run", "mapping", changes=changes)
         given = {key: value for key, value in changes.items() if value is not None}
+        known = [each.name for each in dataclasses.fields(getattr(self, section))]
+        for key in given:
+            check_choice("cannot change a run", "key", key, known)
         return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **given)})
 
     def shape(self) -> LlamaConfig:
@@ -269,6 +293,8 @@ class Config:
         Raises:
             ValueError: it does not; the message lists sizes that do.
         """
+        check("cannot split the batch", "int", dp_size=dp_size)
+        check_least("cannot split the batch", 1, dp_size=dp_size)
         size, accumulate = self.train.batch_size, self.train.accumulate
         unit = dp_size * accumulate
         if size % unit:
@@ -281,7 +307,7 @@ class Config:
 
 def _one_of(section: str, values: object, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(values, name)
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.75)
         words = ", ".join(repr(choice) for choice in choices[:-1]) + f" or {choices[-1]!r}"
         hint = f"try: {words}" + (f"; did you mean '{near[0]}'?" if near else "")

@@ -151,7 +151,7 @@ def _build_section(cls: type, section: str, values: dict[str, Any], source: _Sou
             values = {**values, key: float(value)}
     try:
         return cls(**values)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         # The dataclass names the key in its message; find it to show the line.
         blamed = next((key for key in values if re.search(rf"\b{key}\b", str(error))), None)
         message, _, hint = str(error).partition("\n")

@@ -11,7 +11,7 @@ import torch
 from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata
 from hyper_parallel.core.checkpoint.checkpointer import Checkpointer
 from hyper_parallel.core.checkpoint.optimizer import model_tensors
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig, MoELlama

@@ -1,8 +1,10 @@
 """Byte-level text without a download, and batches that do not depend on how many ranks read them.
 
-Sample number `i` of a seed is always the same piece of text. A step of a run uses the next `batch_size` samples, and
-rank r of n that read different ones takes the r-th contiguous n-th of them. So 1, 2 or 64 ranks train on exactly the
-same global batches, and a run that goes on needs to know one number: how many samples it has used.
+The text is cut into windows of `seq_len` tokens. Sample number `i` of a seed is always the same one of them. An epoch
+is as many samples as there are windows: it has each of them once, in an order of its own. A step of a run uses the next
+`batch_size` samples, and rank r of n that read different ones takes the r-th contiguous n-th of them. So 1, 2 or 64
+ranks train on exactly the same global batches, and a run that goes on needs to know one number: how many samples it has
+used.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ _LEFT_OUT = frozenset(
     }
 )
 VALID_EVERY = 10
+_ROUNDS = 6  # of the network that shuffles; few windows need more than the usual four
 
 IGNORED = -100
 """The target of a token that does not count."""
@@ -106,6 +109,34 @@ def _mix(index: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+def shuffled(index: npt.NDArray[np.uint64], count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Find which of `count` windows each sample is: every `count` samples are all windows, in an order drawn anew.
+
+    >>> shuffled(np.arange(10, dtype=np.uint64), count=5, seed=0).tolist()
+    [3, 1, 2, 4, 0, 0, 2, 1, 3, 4]
+
+    No order is kept anywhere. A Feistel network (Luby and Rackoff 1988) permutes the least 4**k numbers that are
+    enough. What it makes of a number, it permutes again until that is below `count` (Black and Rogaway 2002).
+
+    Args:
+        index: numbers of samples, from 0.
+        count: windows.
+        seed: of the orders.
+    """
+    epoch, place = index // np.uint64(count), index % np.uint64(count)
+    bits = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    keys = [_mix(epoch * np.uint64(_ROUNDS) + np.uint64(number), seed) for number in range(_ROUNDS)]
+    again = np.ones(place.shape, dtype=bool)
+    while again.any():
+        left, right = place[again] >> bits, place[again] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key[again], seed) & mask)
+        place[again] = left << bits | right
+        again = place >= np.uint64(count)
+    return place.astype(np.int64)
+
+
 def _cut(text: Bytes, starts: npt.NDArray[np.int64], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     windows = text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
@@ -123,7 +154,7 @@ def check_length(text: Bytes, seq_len: int, part: str) -> None:
 def samples(
     text: Bytes, indices: range, seq_len: int, seed: int, ignored: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut the samples with these global numbers out of the text, at places drawn from `seed`.
+    """Cut the samples with these global numbers out of the text, in the orders of `seed`.
 
     >>> text = np.arange(100, dtype=np.uint8)
     >>> inputs, targets = samples(text, range(8, 12), seq_len=5, seed=0)
@@ -134,15 +165,15 @@ def samples(
         text: bytes to cut from.
         indices: global sample numbers.
         seq_len: tokens per sample.
-        seed: of the places.
+        seed: of the order of each epoch.
         ignored: share of the targets that are `IGNORED`, drawn for each token of each sample.
 
     Returns:
         Inputs and targets (len(indices), seq_len); targets are the inputs moved by one.
     """
     check_length(text, seq_len, "chosen")
-    drawn = _mix(np.arange(indices.start, indices.stop, dtype=np.uint64), seed)
-    inputs, targets = _cut(text, (drawn % np.uint64(text.size - seq_len)).astype(np.int64), seq_len)
+    numbers = np.arange(indices.start, indices.stop, dtype=np.uint64)
+    inputs, targets = _cut(text, shuffled(numbers, (text.size - 1) // seq_len, seed) * seq_len, seq_len)
     if ignored:
         tokens = np.arange(indices.start * seq_len, indices.stop * seq_len, dtype=np.uint64)
         out = _mix(tokens, seed + 1).astype(np.float64) < ignored * 2.0**64

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar in a terminal, a few lines in a log file."""
+"""The display of a run: a progress bar in a terminal, a few lines in a log file."""
 
 from __future__ import annotations
 

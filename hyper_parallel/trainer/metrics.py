@@ -1,4 +1,4 @@
-"""How well the hardware is used: FLOPs of the model, peak FLOPs of the device, and memory."""
+"""Hardware utilisation: FLOPs of the model, peak FLOPs of the device, and memory."""
 
 from __future__ import annotations
 

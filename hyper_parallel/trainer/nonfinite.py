@@ -1,4 +1,4 @@
-"""What happens when a loss or a gradient is NaN or infinite."""
+"""The policy for losses and gradients that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 
 __all__ = ["NonFiniteError", "NonFinitePolicy", "dump_nonfinite", "nonfinite_error"]
 

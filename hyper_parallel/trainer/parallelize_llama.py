@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from hyper_parallel.core.init.api import init_parameters
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.core.shard.init import init_parameters
 from hyper_parallel.models.llama import Llama
 from hyper_parallel.models.plans import llama_plan
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.loss import ShareOfLoss
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.steps import (
     Parallelized,
     build_pipeline,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from hyper_parallel.core.expert_parallel.balance import set_aux_scale, update_expert_bias
-from hyper_parallel.core.shard.init import init_parameters
+from hyper_parallel.core.init.api import init_parameters
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.loss import ShareOfLoss
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.steps import (
     Parallelized,
     build_pipeline,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from hyper_parallel.core.common.groups import init_process_group
 from hyper_parallel.platform import Platform
 
 
@@ -90,7 +91,7 @@ def process_group(platform: Platform, place: RankPlace) -> Iterator[None]:
     if place.world_size == 1:
         dist.init_process_group(platform.backend, store=HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(platform.backend)
+        init_process_group(platform.backend)
     try:
         yield
         # Nobody leaves while others still communicate: rank 0 holds the store, and a gloo thread that lets go of

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any rank starts: degrees, batch, precision, text, log file, memory."""
+"""Checks before any rank starts: degrees, batch, precision, text, log file, memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import torch
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.arguments import split_over
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
 from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import check_length, load_corpus
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.saving import run_to_go_on_from
 from hyper_parallel.trainer.tensorboard import check_tensorboard
 
@@ -144,6 +144,11 @@ def _check_saving(config: Config) -> None:
         asked = f"cannot save every {keep.every} steps" if keep.every else "cannot save in the background"
         seen = f"checkpoint.folder: None   every: {keep.every}   background: {keep.background}"
         raise ValueError(explain(asked, "no folder is given", seen, "--checkpoint-dir out/run"))
+    if keep.resume_step is not None and (keep.folder is None or not keep.resume):
+        blame = "no folder is given" if keep.folder is None else "it is to start anew"
+        seen = f"checkpoint.folder={keep.folder!r}   resume={keep.resume}   resume_step={keep.resume_step}"
+        hint = "--checkpoint-dir with the folder that has the step, and --resume"
+        raise ValueError(explain(f"cannot go back to step {keep.resume_step}", blame, seen, hint))
 
 
 def check_precision(config: Config, platform: Platform) -> None:

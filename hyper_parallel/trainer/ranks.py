@@ -1,11 +1,11 @@
-"""What the ranks of a run tell each other in a step: sums of numbers, and whether to stop."""
+"""Communication of a training step outside of the model: sums of numbers, and the vote to stop."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
 
 class Ranks:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a record per step, the result, and the JSONL log."""
+"""Results of a run: a record per step, the summary, and the JSONL log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+KEPT = 10_000
+"""Records that a rank keeps: a run of months takes no more memory than one of hours."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class TrainResult:
     """A finished run, or one that was asked to stop.
 
     Args:
-        steps: one record per step, those before a resumption left out.
+        steps: one record per step, those before a resumption left out; of a long run the last `KEPT`, the log has all.
         valid_loss: mean cross-entropy on the held-back text at the end, nats per token; None for a run that stopped.
         parameters: weights in the model.
         layout: one line that says how the ranks were arranged.
@@ -55,6 +58,8 @@ class TrainResult:
         stopped: what asked the run to stop before its last step, such as "SIGTERM".
         first_step: number of the first step, more than 1 for a run that went on from a checkpoint.
         save_failures: what went wrong with checkpoints; training went on.
+        safe_step: of the last checkpoint that is complete, also of one that the run went on from; None: there is none.
+        last_save_failed: what was trained after `safe_step` is lost.
     """
 
     steps: tuple[StepRecord, ...]
@@ -65,6 +70,8 @@ class TrainResult:
     stopped: str | None = None
     first_step: int = 1
     save_failures: tuple[str, ...] = ()
+    safe_step: int | None = None
+    last_save_failed: bool = False
 
     @property
     def losses(self) -> list[float]:
@@ -73,12 +80,12 @@ class TrainResult:
 
     @property
     def seconds(self) -> float:
-        """Time spent on the steps, validation left out."""
+        """Time spent on these steps, validation left out."""
         return sum(record.seconds for record in self.steps)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens by the time all steps took; 0 for no steps."""
+        """Tokens by the time these steps took; 0 for no steps."""
         tokens = sum(record.tokens_per_s * record.seconds for record in self.steps)
         return tokens / self.seconds if self.steps else 0.0
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rich.table import Table
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.trainer.record import StepRecord, TrainResult, read_log
 
 

@@ -1,8 +1,10 @@
-"""What a run saves and how it goes on: weights, optimizer, random generators, and its place in the text."""
+"""Checkpoints of a run: weights, optimizer, random generators, and the position in the data."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,10 +14,11 @@ import torch
 
 from hyper_parallel.core.checkpoint.api import read_metadata
 from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved
-from hyper_parallel.core.checkpoint.errors import Peers
+from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.nonfinite import NonFiniteError
 from hyper_parallel.trainer.place import RankPlace
@@ -54,6 +57,8 @@ class Saver:
 
     Attributes:
         failures: what went wrong so far; the run goes on.
+        safe_step: of the last checkpoint that is known to be complete.
+        last_failed: whether the last save is among the failures.
     """
 
     def __init__(
@@ -66,32 +71,51 @@ class Saver:
     ) -> None:
         self.config, self.model, self.optimizer, self.place, self.device = config, model, optimizer, place, device
         self.failures: tuple[str, ...] = ()
+        self.safe_step: int | None = None
+        self.last_failed = False
         self._files: Checkpointer | None = None
         keep = config.checkpoint
         if keep.folder is not None:
             self._files = Checkpointer(keep.folder, keep_last=keep.keep, async_save=keep.background)
 
     def resume(self) -> Progress | None:
-        """Load the newest complete checkpoint, if there is one; return how far it had come.
+        """Take the folder, and load the newest complete checkpoint, if there is one; return how far it had come.
 
         Raises:
             ValueError: it is of another model; or the run is to start anew in a folder that holds another one's.
-            CheckpointError: it is damaged.
+            CheckpointError: it is damaged, or another run is using the folder.
         """
         if self._files is None:
             return None
-        path = Peers.of(None).agree(None, self._files.latest() if self.place.rank == 0 else None)[0]
+        try:
+            self._files.acquire()
+            return self._load(self._files)
+        except BaseException:
+            self._files.release()
+            raise
+
+    def _load(self, files: Checkpointer) -> Progress | None:
+        failure: CheckpointError | None = None
+        found: tuple[Path | None, bool] = (None, False)
+        if self.place.rank == 0:
+            try:
+                found = _to_go_on_from(self.config, files)
+            except CheckpointError as error:
+                failure = error
+        path, goes_back = Peers.of(None).agree(failure, found)[0]
         if path is None:
             return None
+        which = {"step": self.config.checkpoint.resume_step} if goes_back else {"path": path}
         metadata = _checked(self.config, path)
         state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
         tensors, twins = self._by_one_name({**model_tensors(self.model.parts), **state})
         generators = self._generators() if metadata.world_size == self.place.world_size else {}
-        extra = self._files.load(tensors, path=path, per_rank=generators)
+        extra = files.load(tensors, **which, per_rank=generators)
         with torch.no_grad():
             for table, head in twins:
                 head.copy_(table)
         self._set_generators(generators)
+        self.safe_step = extra["progress"]["steps"]
         return Progress(**extra["progress"])
 
     def save(self, progress: Progress) -> None:
@@ -99,7 +123,13 @@ class Saver:
         assert self._files is not None, "the run has a folder"
         state, _ = optimizer_tensors(self.model.parts, self.optimizer)
         tensors, _ = self._by_one_name({**model_tensors(self.model.parts), **state})
-        extra = {"progress": dataclasses.asdict(progress), "model": _shape(self.config), "text": _text(self.config)}
+        extra: dict[str, Any] = {
+            "progress": dataclasses.asdict(progress),
+            "model": _shape(self.config),
+            "text": _text(self.config),
+        }
+        if self.config.checkpoint.resume_step is not None:
+            extra["went_back_to"] = self.config.checkpoint.resume_step
         self._note(self._files.save(progress.steps, tensors, extra, per_rank=self._generators()))
 
     def __enter__(self) -> Saver:
@@ -109,11 +139,20 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error, ranks that wait for each other here could wait for ever; but for one that all raise alike.
-        if self._files is not None and (kind is None or issubclass(kind, NonFiniteError)):
+        if self._files is None:
+            return
+        if kind is None or issubclass(kind, NonFiniteError):
             self._note(self._files.close())
+        else:
+            self._files.release()
 
     def _note(self, saved: Saved | None) -> None:
-        if saved is not None and saved.error is not None:
+        if saved is None:
+            return
+        self.last_failed = saved.error is not None
+        if saved.error is None:
+            self.safe_step = saved.step
+        else:
             self.failures = (*self.failures, f"step {saved.step}: {saved.error}")
 
     # -- one weight under two names ----------------------------------------------------------------------------------
@@ -176,13 +215,34 @@ def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
     if config.checkpoint.folder is None:
         return None
     with Checkpointer(config.checkpoint.folder) as files:
-        path = files.latest()
+        path, _ = _to_go_on_from(config, files)
     if path is None:
         return None
     extra = _checked(config, path).extra
-    then, now = extra.get("text", {}), _text(config)
+    then, now = extra.get("text"), _text(config)
+    then = {"order": "drawn", **(then if isinstance(then, dict) else {})}  # once samples were drawn independently
     changes = [f"{key}: {then[key]!r} then, {now[key]!r} now" for key in now if key in then and then[key] != now[key]]
     return extra["progress"]["steps"], changes
+
+
+def _to_go_on_from(config: Config, files: Checkpointer) -> tuple[Path | None, bool]:
+    """Return the checkpoint to go on from, None if there is nothing yet, and whether that is to go back.
+
+    torchrun starts a run anew with the same arguments: one that has gone back goes on from what it has saved since.
+    """
+    newest, step = files.latest(), config.checkpoint.resume_step
+    if step is None or (newest is not None and _has_gone_back(newest, step)):
+        return newest, False
+    return files.at(step), True
+
+
+def _has_gone_back(newest: Path, step: int) -> bool:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    with suppress(CheckpointError):
+        extra = read_metadata(newest).extra
+        return isinstance(extra, dict) and extra.get("went_back_to") == step
+    return False
 
 
 def _checked(config: Config, path: Path) -> CheckpointMetadata:
@@ -192,10 +252,16 @@ def _checked(config: Config, path: Path) -> CheckpointMetadata:
         raise ValueError(explain("cannot start anew in this folder", blame, f"there is: {path}", hint))
     metadata, asked = read_metadata(path), f"cannot go on from {path}"
     extra, mine = metadata.extra, _shape(config)
-    if not isinstance(extra, dict) or not {"progress", "model"} <= extra.keys():
+    if not isinstance(extra, dict) or not isinstance(extra.get("model"), dict) or not _is_progress(extra):
         seen = f"extra: {extra!r}"[:200]
         raise ValueError(explain(asked, "it was not saved by hyper-parallel train", seen, "another folder"))
-    saved = {"qk_norm": False, **extra["model"]}  # checkpoints from before there was such a thing do not say
+    # Checkpoints from before there were such things do not say.
+    added = {
+        key: value
+        for key, value in dataclasses.asdict(LlamaConfig()).items()
+        if key == "qk_norm" or key.startswith("rope_")
+    }
+    saved = {**added, **extra["model"]}
     told = ("kind",) if saved.get("kind") != mine["kind"] else tuple(mine)
     different = [key for key in told if saved.get(key) != mine[key]]
     if different:
@@ -203,6 +269,12 @@ def _checked(config: Config, path: Path) -> CheckpointMetadata:
         hint = "the [model] and [experts] it was saved with, or another folder"
         raise ValueError(explain(asked, "it is of another model", seen, hint))
     return metadata
+
+
+def _is_progress(extra: dict[str, Any]) -> bool:
+    """Whether a checkpoint says how far the run had come, in numbers."""
+    told, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
+    return isinstance(told, dict) and set(told) == known and all(type(n) is int and n >= 0 for n in told.values())
 
 
 def _shape(config: Config) -> dict[str, Any]:
@@ -214,4 +286,5 @@ def _shape(config: Config) -> dict[str, Any]:
 
 def _text(config: Config) -> dict[str, Any]:
     """Return what the place of a sample in the text depends on."""
-    return {**dataclasses.asdict(config.data), "seq_len": config.train.seq_len, "seed": config.train.seed}
+    place = {"seq_len": config.train.seq_len, "seed": config.train.seed, "order": "shuffled"}
+    return {**dataclasses.asdict(config.data), **place}

@@ -1,4 +1,4 @@
-"""Where the threads of a process are, whether they wait for other ranks, and which rank keeps the others waiting."""
+"""Stacks of a process's threads, and the verdict on which rank keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 
-__all__ = ["RankReport", "all_stacks", "report_of", "verdict"]
+__all__ = ["RankReport", "all_stacks", "line_of", "lost_ranks", "report_of", "verdict"]
 
 _LINES = 6  # of a stack in a verdict; the files have all
 _ROWS = 16
@@ -32,6 +32,7 @@ class RankReport:
         doing: what it was about.
         waits_in: the call in which it waits for other ranks, "" where it does not.
         lines: the innermost calls of its main thread, the last one last.
+        failed: the error with which it ends, "" where there is none.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankReport:
     doing: str
     waits_in: str
     lines: tuple[str, ...]
+    failed: str = ""
 
 
 def all_stacks() -> str:
@@ -53,7 +55,7 @@ def all_stacks() -> str:
     return "\n".join(parts)
 
 
-def report_of(rank: int, step: int, beats: int, seconds: float, doing: str) -> RankReport:
+def report_of(rank: int, step: int, beats: int, seconds: float, doing: str, failed: str = "") -> RankReport:
     """Return the report of the calling process, with what the stacks of its threads say.
 
     Args:
@@ -62,6 +64,7 @@ def report_of(rank: int, step: int, beats: int, seconds: float, doing: str) -> R
         beats: how often it has told of progress.
         seconds: since then.
         doing: what it was about.
+        failed: the error with which it ends.
     """
     stacks = {ident: list(traceback.extract_stack(frame)) for ident, frame in sys._current_frames().items()}
     stacks.pop(threading.get_ident(), None)
@@ -70,7 +73,7 @@ def report_of(rank: int, step: int, beats: int, seconds: float, doing: str) -> R
     if not waits_in and main and main[-1].name == "_engine_run_backward":
         # Backward of an accelerator runs on threads of its own, and their hooks communicate.
         waits_in = next(filter(None, map(_waiting, stacks.values())), "")
-    return RankReport(rank, step, beats, seconds, doing, waits_in, tuple(map(_line, main[-_LINES:])))
+    return RankReport(rank, step, beats, seconds, doing, waits_in, tuple(map(_line, main[-_LINES:])), failed)
 
 
 def _waiting(calls: Sequence[FrameSummary]) -> str:
@@ -110,8 +113,8 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path) 
       stacks of all threads: out/stuck/rank-*.txt
       try: out/stuck/rank-1.txt shows what it is about; a longer timeout where a step may take this long
 
-    A rank that does not answer is to blame first; then, one in no communication, of those that are behind if there are
-    any; then, those that are behind.
+    A rank that has failed is to blame first; then, one that does not answer; then, one in no communication, of those
+    that are behind if there are any; then, those that are behind.
 
     Args:
         reports: of the ranks that have answered.
@@ -121,14 +124,15 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path) 
     answered = {report.rank: report for report in sorted(reports, key=lambda report: report.rank)}
     silent = [rank for rank in range(world_size) if rank not in answered]
     step = min((report.step for report in reports), default=0)
-    asked, blamed = f"cannot go on in step {step}", silent or _blamed(list(answered.values()))
+    failed = [rank for rank, report in answered.items() if report.failed]
+    asked, blamed = f"cannot go on in step {step}", failed + silent or _blamed(list(answered.values()))
     who = _ranks(blamed)
     one = len(blamed) == 1
     rows = [_row(answered[rank]) for rank in blamed if rank in answered]
     rows += [_row(report) for rank, report in answered.items() if rank not in blamed]
-    if silent:
-        blame = f"{who} {'does' if one else 'do'} not answer"
-        hint = "look whether the process is alive, and its machine; rank-*.txt of a process that is but cannot run"
+    if lost := lost_ranks(reports, world_size):
+        blame = lost
+        hint = "look whether the process is alive, and its machine; what a process that is but cannot run has printed"
     elif world_size == 1:
         blame, hint = "it makes no progress", f"{folder}/rank-0.txt; a longer timeout where a step may take this long"
     elif len(blamed) == world_size:
@@ -142,6 +146,25 @@ def verdict(reports: Sequence[RankReport], world_size: int, folder: str | Path) 
     more = [f"and {len(rows) - _ROWS} ranks more"] if len(rows) > _ROWS else []
     seen = "\n  ".join([*rows[:_ROWS], *more, f"stacks of all threads: {folder}/rank-*.txt"])
     return explain(asked, blame, seen, hint)
+
+
+def lost_ranks(reports: Sequence[RankReport], world_size: int) -> str:
+    """Say on one line which ranks have failed, and which do not answer; "" if there are none.
+
+    >>> fails = RankReport(1, 7, 8, 0.1, "", "", (), "ValueError: no such file")
+    >>> lost_ranks([fails, RankReport(2, 7, 8, 9.0, "", "", ())], 4)
+    'rank 1 failed: ValueError: no such file; ranks 0, 3 do not answer'
+
+    Args:
+        reports: of the ranks that have answered.
+        world_size: of the run.
+    """
+    failed = sorted((report.rank, report.failed) for report in reports if report.failed)
+    found = [f"rank {rank} failed: {text}" for rank, text in failed[:1]]
+    found += [f"{_ranks([rank for rank, _ in failed[1:]])} failed, too"] if len(failed) > 1 else []
+    silent = sorted(set(range(world_size)) - {report.rank for report in reports})
+    found += [f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"] if silent else []
+    return "; ".join(found)
 
 
 def _blamed(reports: list[RankReport]) -> list[int]:
@@ -162,8 +185,23 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _row(report: RankReport) -> str:
+    head = line_of(report)
+    if report.waits_in or report.failed:
+        return head
+    return "\n    ".join([f"{head}:", *report.lines])
+
+
+def line_of(report: RankReport) -> str:
+    """Say on one line where a rank is.
+
+    >>> line_of(RankReport(3, 7, 8, 30.0, "training", "", ("train.py:5 in forward",)))
+    'rank 3, step 7 (training), 30 s, in no communication'
+
+    Args:
+        report: of the rank.
+    """
     about = f" ({report.doing})" if report.doing else ""
     head = f"rank {report.rank}, step {report.step}{about}, {report.seconds:.0f} s"
-    if report.waits_in:
-        return f"{head}, waits in {report.waits_in}"
-    return "\n    ".join([f"{head}, in no communication:", *report.lines])
+    if report.failed:
+        return f"{head}, failed: {report.failed}"
+    return f"{head}, waits in {report.waits_in}" if report.waits_in else f"{head}, in no communication"

@@ -14,19 +14,19 @@ from torch._guards import detect_fake_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.names import plain_name
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 from hyper_parallel.core.hsdp.api import hsdp
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.split import StageSlice, stage_slices
 from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.models.llama import Llama
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from hyper_parallel.trainer.loss import ShareOfLoss
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 
 _PRODUCTS = frozenset(
     {

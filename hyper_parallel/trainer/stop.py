@@ -1,15 +1,16 @@
-"""How a run is asked to stop: one flag, set by a signal, read by all ranks of the process."""
+"""The request to stop a run: one flag, set by a signal, read by all ranks of the process."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 
 __all__ = ["StopRequest", "stop_on_signals"]
 
@@ -62,6 +63,7 @@ def stop_on_signals(stop: StopRequest | None = None, signals: Sequence[str] = _S
 
     For the launcher, which is the process's main thread: torchrun and cluster schedulers send SIGTERM some time before
     they kill, and SIGUSR1 is what Slurm's `--signal=USR1@60` sends. Signals that the system does not have are left out.
+    The flag is also set while the main thread waits in C++ code, as in a collective, where Python calls no handlers.
 
     Args:
         stop: the flag to set. Default: a new one.
@@ -81,10 +83,38 @@ def stop_on_signals(stop: StopRequest | None = None, signals: Sequence[str] = _S
     try:
         for number in numbers:
             _set(number, on_signal, before)
-        yield stop
+        with _told_at_once(stop, numbers):
+            yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _told_at_once(stop: StopRequest, numbers: Sequence[int]) -> Iterator[None]:
+    """Let C code tell a thread of signals, which sets the flag; a simulated rank's are only Python's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def listen() -> None:
+        while arrived := reader.recv(64):
+            for number in arrived:
+                if number in numbers:
+                    stop.request(signal.Signals(number).name)
+
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    listener.start()
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+        listener.join()
+        reader.close()
 
 
 def _set(number: int, handler: Any, before: dict[int, Any]) -> None:

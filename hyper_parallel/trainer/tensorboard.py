@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.trainer.record import StepRecord
 
 __all__ = ["TensorBoardLog", "check_tensorboard"]

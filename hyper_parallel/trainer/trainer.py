@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,24 +13,25 @@ from types import MappingProxyType
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.hsdp.api import HSDPCell
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.hf_weights import load_huggingface
 from hyper_parallel.platform import Platform, get_platform
-from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
 from hyper_parallel.trainer.convert import check_start
 from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
 from hyper_parallel.trainer.loss import ShareOfLoss
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.nonfinite import NonFinitePolicy, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama
 from hyper_parallel.trainer.parallelize_moe import parallelize_moe
 from hyper_parallel.trainer.place import RankPlace, process_group
 from hyper_parallel.trainer.preflight import check_precision, plan_run
 from hyper_parallel.trainer.ranks import Ranks
-from hyper_parallel.trainer.record import JsonlLog, StepRecord, TrainResult
+from hyper_parallel.trainer.record import KEPT, JsonlLog, StepRecord, TrainResult
 from hyper_parallel.trainer.saving import Progress, Saver
 from hyper_parallel.trainer.steps import WEIGHTS, describe_axes
 from hyper_parallel.trainer.stop import StopRequest
@@ -59,20 +62,44 @@ def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | Non
             `stop_on_signals`.
 
     Raises:
+        TypeError: an argument of another kind.
         ValueError: the config does not fit the number of ranks, the device, or the checkpoint it should go on from.
         PlatformUnavailableError: the device cannot be used here.
         NonFiniteError: the loss or the gradient is inf or NaN, and the config says to stop.
+        RankLostError: other ranks have failed or do not answer.
     """
+    check("cannot train", Config, config=config)
+    check("cannot train", "callable | None", on_step=on_step)
+    if stop is not None:
+        check("cannot train", StopRequest, stop=stop)
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
     platform = get_platform(config.train.device)
     check_precision(config, platform)
     platform.set_device(place.local_rank)
-    if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
-        return Trainer(config, dims, platform, place, mesh=None, stop=stop).run(on_step)
-    with process_group(platform, place):
-        mesh = dims.build_mesh(platform.device_type)
-        return Trainer(config, dims, platform, place, mesh, stop).run(on_step)
+    with _watchdog(config, place, stop) as watchdog:
+        if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
+            return Trainer(config, dims, platform, place, None, stop, watchdog).run(on_step)
+        watchdog.beat(0, "meeting the other ranks")
+        with process_group(platform, place), watchdog.telling():
+            watchdog.connect(default_store())
+            watchdog.beat(0, "building the model")
+            mesh = dims.build_mesh(platform.device_type)
+            return Trainer(config, dims, platform, place, mesh, stop, watchdog).run(on_step)
+
+
+def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None) -> Watchdog:
+    """Return what ends this rank when it cannot go on; one without others may take its time, as in a debugger."""
+    seconds = config.train.stuck_after_s
+    if seconds is None:
+        seconds = STUCK_AFTER_S if place.world_size > 1 else 0
+    folder = _out(config) / "stuck"
+    return Watchdog(seconds or math.inf, folder, rank=place.rank, world_size=place.world_size, stop=stop)
+
+
+def _out(config: Config) -> Path:
+    """Return where reports on what went wrong go."""
+    return Path(config.train.log or "out/train.jsonl").parent
 
 
 class Trainer:
@@ -85,6 +112,7 @@ class Trainer:
         place: which rank this is.
         mesh: the ranks by axis; None trains the bare model on one device, without torch.distributed.
         stop: asks the run to end.
+        watchdog: hears of progress.
 
     Attributes:
         model: this rank's part of the model.
@@ -100,8 +128,10 @@ class Trainer:
         place: RankPlace,
         mesh: DeviceMesh | None,
         stop: StopRequest | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
+        self.watchdog = watchdog
         self.device = platform.device(place.local_rank)
         self.corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
         self.ranks = Ranks(dims, mesh is not None, self.device, WEIGHTS[config.parallel.param_dtype])
@@ -110,7 +140,6 @@ class Trainer:
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
         self.steps_done = self.samples_used = self.skipped = 0
-        self.watchdog: Watchdog | None = None
         self.saver = Saver(config, self.model, self.optimizer, place, self.device)
         self._resume()
 
@@ -119,12 +148,11 @@ class Trainer:
     def run(self, on_step: OnStep | None = None) -> TrainResult:
         """Take all steps that are left, log them, validate at the end, and save when it is time."""
         train, first_rank = self.config.train, self.place.rank == 0
-        records: list[StepRecord] = []
+        records, first_step = deque[StepRecord](maxlen=KEPT), self.steps_done + 1
         stopped: str | None = None
         with ExitStack() as stack:
             log = stack.enter_context(JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
             board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None))
-            self.watchdog = stack.enter_context(self._new_watchdog()) if train.stuck_after_s else None
             stack.enter_context(self.saver)
             while self.steps_done < train.steps and stopped is None:
                 self._tell(self.steps_done + 1, "training")
@@ -145,24 +173,16 @@ class Trainer:
             layout=describe_axes(self.dims),
             device=self.platform.name(),
             stopped=stopped,
-            first_step=self.steps_done - len(records) + 1,
+            first_step=first_step,
             save_failures=self.saver.failures,
+            safe_step=self.saver.safe_step,
+            last_save_failed=self.saver.last_failed,
         )
 
     def _tell(self, step: int, doing: str) -> None:
         """Tell the watchdog that this rank has come here; steps are numbered from 1, as in the log."""
         if self.watchdog is not None:
             self.watchdog.beat(step, doing)
-
-    def _new_watchdog(self) -> Watchdog:
-        seconds, place = self.config.train.stuck_after_s, self.place
-        return Watchdog(
-            seconds, self._out() / "stuck", rank=place.rank, world_size=place.world_size, store=default_store()
-        )
-
-    def _out(self) -> Path:
-        """Where reports on what went wrong go."""
-        return Path(self.config.train.log or "out/train.jsonl").parent
 
     def _asked_to_stop(self) -> str | None:
         if self.stop is None or not self.ranks.any(self.stop.requested()):
@@ -237,7 +257,7 @@ class Trainer:
         if action in ("stop", "dump"):
             folder = None
             if action == "dump":
-                folder = self._out() / "nonfinite"
+                folder = _out(self.config) / "nonfinite"
                 named, rank = self.model.named_parameters(), self.place.rank
                 dump_nonfinite(folder, named, rank=rank, step=step, loss=loss, grad_norm=grad_norm, samples=part)
                 self.ranks.any(False)  # a rank that raises ends the others: let all have written
@@ -273,6 +293,7 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
+        self._tell(0, "loading")
         found = self.saver.resume()
         if found is None and self.config.train.start_from is not None:
             check_start(self.config)

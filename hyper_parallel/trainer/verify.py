@@ -1,4 +1,4 @@
-"""What `hyper-parallel verify` compares: a small Llama with the shipped plan, or a model of the user's own."""
+"""The comparison behind `hyper-parallel verify`: a small Llama with the shipped plan, or a model of the user's own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from rich.text import Text
 from torch import nn
 
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain, nearest
 from hyper_parallel.core.dtensor.text import NOT_SPLIT, parse_dtype, parse_layout, parse_mesh, parse_shape, write_layout
 from hyper_parallel.core.shard.plan_file import load_plan
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan

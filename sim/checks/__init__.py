@@ -1,1 +1,6 @@
-"""What a program can be checked for while its ranks run: races, copies that differ, the same results again."""
+"""Checks of a program while its ranks run: races, replicas that differ, determinism.
+
+replicas -> copies, spread
+partials -> linear, spread
+races, captured, determinism
+"""

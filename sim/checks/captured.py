@@ -22,7 +22,7 @@ from sim.current import current_context
 from sim.errors import SimError
 from sim.trace import belongs_to_a_library, user_line
 
-__all__ = ["Watch", "watch_captured"]
+__all__ = ["CapturedObjects", "watch_captured"]
 
 _SHARED = (nn.Module, torch.optim.Optimizer, torch.Tensor)
 
@@ -186,7 +186,7 @@ def _made_at(code: CodeType, name: str) -> str:
 # -- while ranks run ---------------------------------------------------------------------------------------------
 
 
-class Watch:
+class CapturedObjects:
     """Follows the captured objects of one run."""
 
     def __init__(self, captured: Sequence[Captured]) -> None:
@@ -267,7 +267,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
     return local.untyped_storage()._cdata if type(local) in (torch.Tensor, nn.Parameter) else None
 
 
-def watch_captured(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Watch | None:
+def watch_captured(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CapturedObjects | None:
     """Follow what all ranks would share when each calls ``fn(*args, **kwargs)``; None if there is nothing."""
     captured = _captured(fn, args, kwargs)
-    return Watch(captured) if captured else None
+    return CapturedObjects(captured) if captured else None

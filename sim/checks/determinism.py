@@ -35,7 +35,7 @@ _COMPARED = {
 }
 
 
-class _Run(NamedTuple):
+class _RecordedRun(NamedTuple):
     seed: int
     events: list[Event]
     results: list[Any]
@@ -87,7 +87,7 @@ def check_determinism(
         raise ValueError(
             f"cannot compare {runs} runs from {len(chosen)} seeds\n  seeds, runs: two runs at least\n  try: runs=2"
         )
-    first: _Run | None = None
+    first: _RecordedRun | None = None
     for seed in chosen:
         once = _run(fn, world_size, args, kwargs, seed, init)
         for number in range(1, runs):
@@ -111,15 +111,15 @@ def _run(
     kwargs: Mapping[str, Any] | None,
     seed: int,
     init: bool,
-) -> _Run:
+) -> _RecordedRun:
     results, failure = list[Any](), None
-    with world(world_size, seed=seed, init=init) as w:
+    with world(world_size, seed=seed, init=init, keep_events=None) as w:
         w.digest = _digest
         try:
             results = w.run(fn, args, kwargs)
         except Exception as error:
             failure = error
-        return _Run(seed, w.trace.in_order(), results, failure)
+        return _RecordedRun(seed, w.trace.in_order(), results, failure)
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
@@ -137,7 +137,7 @@ def _digest(tensors: Sequence[torch.Tensor]) -> str:
 # -- events ----------------------------------------------------------------------------------------------------
 
 
-def _compare(one: _Run, other: _Run, number: int, replay: str) -> None:
+def _compare(one: _RecordedRun, other: _RecordedRun, number: int, replay: str) -> None:
     """Two runs from one seed: what they did, one event after the other, then what came out."""
     names = ("run 1", f"run {number}")
     for place in range(max(len(one.events), len(other.events))):
@@ -187,7 +187,7 @@ def _whose(pair: Sequence[Event | None]) -> str:
 # -- results ---------------------------------------------------------------------------------------------------
 
 
-def _failures(one: _Run, other: _Run, names: Sequence[str]) -> str:
+def _failures(one: _RecordedRun, other: _RecordedRun, names: Sequence[str]) -> str:
     """One line for each run that has failed."""
     runs = zip(names, (one, other), strict=True)
     return "".join(f"  {name} failed: {_brief(run.failure)}\n" for name, run in runs if run.failure is not None)
@@ -199,7 +199,7 @@ def _brief(failure: Exception) -> str:
     return text.removeprefix(f"{type(failure).__name__}: ") if isinstance(failure, RankFailed) else text
 
 
-def _compare_outcomes(one: _Run, other: _Run, name: str, other_name: str, replay: str) -> None:
+def _compare_outcomes(one: _RecordedRun, other: _RecordedRun, name: str, other_name: str, replay: str) -> None:
     if (one.failure is None) != (other.failure is None) or _text(one.failure) != _text(other.failure):
         failures = [(one, name), (other, other_name)]
         lines = [_brief(run.failure) if run.failure else "returned" for run, _ in failures]

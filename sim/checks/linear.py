@@ -1,4 +1,4 @@
-"""Which operations of torch are linear in a part of a sum, so that the sum can still be taken of their results.
+"""The operations of torch that are linear in a partial sum, and so commute with its reduction.
 
 ``relu(a) + relu(b)`` is not ``relu(a + b)``, but ``2 * a + 2 * b`` is ``2 * (a + b)``. The table is of names of ATen
 operations; one that is not in it counts as not linear.

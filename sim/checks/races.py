@@ -152,7 +152,7 @@ _LOOK = frozenset(
 )
 
 
-class _Operations(TorchDispatchMode):
+class _Accesses(TorchDispatchMode):
     """Looks at what every operation reads and writes."""
 
     def __init__(self, flights: Flights) -> None:
@@ -209,7 +209,7 @@ def watching(flights: Flights | None, *, until_the_end: bool = True) -> Iterator
         yield
         return
     try:
-        with _Operations(flights), _Looks(flights):
+        with _Accesses(flights), _Looks(flights):
             yield
     finally:
         if until_the_end:

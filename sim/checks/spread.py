@@ -1,4 +1,4 @@
-"""Which tensors there are to compare in what a user hands over, and over which ranks each of them is spread."""
+"""Tensors to compare in an object of the user's, and the ranks that each of them is sharded over."""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 >>> Kill(2, at=3)
 sim.faults.Kill(2, at=3)
+
+    hooks -> corruption, losses -> triggers -> plan
+    hooks -> reform
+    swarm -> plan
 """
 
 from sim.faults.plan import At, AtTime, Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, at_time

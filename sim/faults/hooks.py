@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sim.clock import Pricing
+from sim.clock import CommPricing
 from sim.collectives import Call, Problem
 from sim.faults.corruption import draw_flips, execute_flipped, flipped, given_by
 from sim.faults.losses import Losses
@@ -141,7 +141,7 @@ class Faults:
         """Let the ranks ask here before each operation: the first fault has come."""
         world = self._world
         self._by_rank = [[] for _ in range(world.world_size)]
-        self._begun = [len(world.trace.of_rank(rank)) for rank in range(world.world_size)]
+        self._begun = [world.trace.count(rank) for rank in range(world.world_size)]
         world.scheduler.rescue = self.losses.rescue
         for context in world.contexts:
             context.faults = self
@@ -248,10 +248,10 @@ class Faults:
             self._note(trigger, trigger.fault.involved()[0], -1, Operation(op, "", user_line(), ()))
 
 
-class SlowedPricing(Pricing):
+class SlowedPricing(CommPricing):
     """Pricing with one link that is slower than the topology's."""
 
-    def __init__(self, base: Pricing, trigger: Trigger, faults: Faults) -> None:
+    def __init__(self, base: CommPricing, trigger: Trigger, faults: Faults) -> None:
         self._base = base
         self._trigger = trigger
         self._faults = faults

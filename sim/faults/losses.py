@@ -1,4 +1,4 @@
-"""What a lost rank or message means for the others: who learns of it at once, and who when his time is up.
+"""Propagation of a lost rank or message: connected peers fail at once, others when their timeout expires.
 
 A process that has died is noticed by those it is connected to: their operations with it fail. One that is frozen, or
 a message that never comes, looks like a slow one until the timeout. The timeout is virtual: it passes as soon as no

@@ -1,4 +1,4 @@
-"""What can be made to go wrong in a world, as values that are checked when made and print as what makes them."""
+"""Fault descriptions: values that are checked when made and print as the code that makes them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Fault:
 
 
 @dataclass(frozen=True, repr=False)
-class _OfOneRank(Fault):
+class _RankFault(Fault):
     rank: int
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class _OfOneRank(Fault):
 
 
 @dataclass(frozen=True, repr=False)
-class Kill(_OfOneRank):
+class Kill(_RankFault):
     """The rank ends as if its process had died: others never hear of it again.
 
     >>> Kill(2, at=3)
@@ -103,7 +103,7 @@ class Kill(_OfOneRank):
 
 
 @dataclass(frozen=True, repr=False)
-class Freeze(_OfOneRank):
+class Freeze(_RankFault):
     """The rank stays alive and never goes on. ``at`` is that of :class:`Kill`; default 0, its first operation."""
 
     at: At = 0
@@ -114,7 +114,7 @@ class Freeze(_OfOneRank):
 
 
 @dataclass(frozen=True, repr=False)
-class Corrupt(_OfOneRank):
+class Corrupt(_RankFault):
     """Some bits of what the rank gives to an operation arrive flipped; its own tensors stay as they are.
 
     Args:
@@ -135,7 +135,7 @@ class Corrupt(_OfOneRank):
 
 
 @dataclass(frozen=True, repr=False)
-class Slow(_OfOneRank):
+class Slow(_RankFault):
     """The rank's ``sim.advance`` and ``time.sleep`` take ``factor`` times as long."""
 
     factor: float

@@ -123,7 +123,7 @@ def swarm(
             w, error = run(seed, size, given, ())
             if error is not None:
                 raise _failed(fn, w, seed, (), mesh, error) from error
-            lengths[place] = max(len(w.trace.of_rank(rank)) for rank in range(size))
+            lengths[place] = max(w.trace.count(rank) for rank in range(size))
         faults = draw_faults(random, size, lengths[place], kinds, max_faults)
         w, error = run(seed, size, given, faults)
         if error is None:

@@ -1,4 +1,4 @@
-"""When a fault happens, and that it has."""
+"""Triggers of faults, and the record that one has happened."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Happening(NamedTuple):
     Attributes:
         fault: Which one.
         rank: Whose operation it happened at.
-        number: Of the operation, among all of the rank's, as ``world.trace.of_rank(rank)`` counts them; -1: of none.
+        number: Of the operation, among all of the rank's, as ``world.trace.count(rank)`` counts them; -1: of none.
         op: ``all_reduce``, ``send``, ... or ``advance``, ``sleep``.
         group: The name of its group.
         line: The user's source line, ``file:line in function``.

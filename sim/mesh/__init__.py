@@ -1,6 +1,6 @@
 """Estimate memory and time of a training step on any number of devices, from the code that trains.
 
->>> from hyper_parallel.trainer.parallel_dims import ParallelDims
+>>> from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 >>> import sim.mesh
 >>> est = sim.mesh.estimate("llama-tiny", ParallelDims(tp=2, world_size=2), batch=2, seq_len=64, hardware="h100-sxm")
 >>> est.memory.fits()

@@ -17,21 +17,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from sim.mesh.hardware import Hardware
 from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.pricing.comm_cost import (
     COLLECTIVES,
     Links,
+    NodeSpread,
     Placement,
-    Spread,
     collective_seconds,
     message_seconds,
     spread_of,
 )
 from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.hardware_file import GRADES
-from sim.mesh.program import Comm, Event, Group, Op
+from sim.mesh.program import Comm, CommGroup, Event, Op
 
 __all__ = ["Placement", "Price", "Pricing", "UnknownOperation", "weakest"]
 
@@ -114,7 +114,7 @@ class Pricing:
         self._op_seconds = float(host["graphs_us"]) * 1e-6 if graphs else self._host(host, "op")
         self._comm_seconds = float(host["graphs_us"]) * 1e-6 if graphs else self._host(host, "collective")
         self._prices: dict[Any, Price] = {}
-        self._spreads: dict[int, tuple[Sequence[int], Spread]] = {}
+        self._spreads: dict[int, tuple[Sequence[int], NodeSpread]] = {}
 
     def _host(self, section: Mapping[str, Any], name: str) -> float:
         own = self.hardware.value(f"host.{name}")
@@ -197,7 +197,7 @@ class Pricing:
 
     # -- communication ----------------------------------------------------------------------------------------------
 
-    def comm(self, comm: Comm, group: Group, sharing: float = 1.0, *, rank: int | None = None) -> Price:
+    def comm(self, comm: Comm, group: CommGroup, sharing: float = 1.0, *, rank: int | None = None) -> Price:
         """Return the price of a communication.
 
         Args:
@@ -211,7 +211,7 @@ class Pricing:
         """
         if comm.op in ("send", "recv", "isend", "irecv"):
             same = self._same_node(rank, comm.peer)
-            spread = Spread(2, 1, 2) if same else Spread(2, 2, 1)
+            spread = NodeSpread(2, 1, 2) if same else NodeSpread(2, 2, 1)
             key: Any = (comm.op, comm.size, same, sharing)
         elif comm.op in COLLECTIVES:
             spread, same = self._spread(group.ranks), False
@@ -227,7 +227,7 @@ class Pricing:
             return price._replace(seconds=price.seconds * self._tp_counted)
         return price
 
-    def _comm_price(self, comm: Comm, spread: Spread, same: bool, sharing: float) -> Price:
+    def _comm_price(self, comm: Comm, spread: NodeSpread, same: bool, sharing: float) -> Price:
         links, hardware = self.links, self.hardware
         if comm.op not in COLLECTIVES:
             seconds, bound = message_seconds(links, comm.size * sharing, same_node=same)
@@ -250,14 +250,14 @@ class Pricing:
             return self.hardware.devices_per_node > 8  # a SuperPoD: all are neighbours
         return spread_of((rank, peer), self.hardware.devices_per_node, self.placement).nodes == 1
 
-    def _spread(self, ranks: Sequence[int]) -> Spread:
+    def _spread(self, ranks: Sequence[int]) -> NodeSpread:
         known = self._spreads.get(id(ranks))
         if known is None or known[0] is not ranks:
             known = (ranks, spread_of(ranks, self.hardware.devices_per_node, self.placement))
             self._spreads[id(ranks)] = known
         return known[1]
 
-    def link(self, group: Group) -> str:
+    def link(self, group: CommGroup) -> str:
         """Return which links a group uses: communications of groups that use the same ones share them."""
         return "inter" if self.crosses_nodes(group) else "intra"
 
@@ -266,7 +266,7 @@ class Pricing:
         """How much longer kernels take while a communication is under way: it takes cores and bandwidth from them."""
         return float(self.calibration.of(self.hardware, "overlap", self.hardware.family).get("slowdown", 1.0))
 
-    def crosses_nodes(self, group: Group) -> bool:
+    def crosses_nodes(self, group: CommGroup) -> bool:
         """Tell whether a group lies on more than one node."""
         return self._spread(group.ranks).nodes > 1
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import MeshLike
 from sim.mesh.spec import ModelSpec

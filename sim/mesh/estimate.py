@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import Pricing, weakest
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import PLACEMENT, Job
@@ -19,7 +19,7 @@ from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.program import Program
 from sim.mesh.recipe import Recipe
 from sim.mesh.replay.allocator import PLAIN, AllocatorRules
-from sim.mesh.replay.pieces import Evidence
+from sim.mesh.replay.pieces import PriceBasis
 from sim.mesh.replay.player import RankTime
 from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.trace import trace
@@ -332,7 +332,7 @@ def _evidence(rank: RankTime, names: Sequence[str] | None = None) -> tuple[str, 
 
     What one kind of operation's price is off by is the same for all of the kind, and independent of other kinds.
     """
-    evidence: Evidence = rank.evidence
+    evidence: PriceBasis = rank.evidence
     chosen = evidence.seconds if names is None else {n: evidence.seconds[n] for n in names if n in evidence.seconds}
     weight: dict[str, float] = {**rank.kinds, **rank.exposed}
     total = sum(sum(by_grade.values()) for by_grade in chosen.values())

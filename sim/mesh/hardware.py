@@ -1,4 +1,4 @@
-"""What a training machine is made of: descriptions of devices, nodes and networks as data, each figure with its source.
+"""Descriptions of devices, nodes and networks as data, each figure with its source.
 
 >>> h100 = find_hardware("h100-sxm")
 >>> h100.devices_per_node, h100.peak("bfloat16") / 1e12, h100.figures["device.bandwidth"].grade
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.errors import explain, nearest
 from sim.mesh.pricing.hardware_file import FIGURES, GRADES, Figure, read_hardware_file, write_hardware_file
 
 __all__ = ["FOLDER_VARIABLE", "GRADES", "Figure", "Hardware", "find_hardware", "hardware_names"]

@@ -1,4 +1,4 @@
-"""What is estimated: a model, how the ranks are arranged, how much each of them gets, and how it is trained."""
+"""The input of an estimate: a model, the arrangement of ranks, the batch, and how it is trained."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.context_parallel.arguments import split_over
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.mesh.parallel_dims import AXIS_ORDER, ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
-from hyper_parallel.trainer.parallel_dims import AXIS_ORDER, ParallelDims
 from sim.mesh.recipe import Recipe
 from sim.mesh.routing import Routing
 from sim.mesh.spec import ModelSpec

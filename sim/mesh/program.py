@@ -1,4 +1,4 @@
-"""What one rank does in a step, as data: operations, communication, waits, and memory taken and given back.
+"""The program of one rank in a step, as data: operations, communication, waits, allocations and frees.
 
 A :class:`Program` is recorded once from the real model and engine (``tracing/record.py``) and knows nothing of any
 device. It is priced, replayed and drawn afterwards, as often as one likes. Events are in the order in which the rank's
@@ -7,9 +7,11 @@ host issues them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "COMPUTE",
@@ -18,9 +20,9 @@ __all__ = [
     "Comm",
     "Event",
     "Free",
-    "Group",
+    "CommGroup",
     "HostWait",
-    "Mark",
+    "EventRecord",
     "Op",
     "Place",
     "Program",
@@ -83,7 +85,7 @@ class Comm(NamedTuple):
 
     Attributes:
         op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``send``, ``recv`` ...
-        group: number of its :class:`Group`.
+        group: number of its :class:`CommGroup`.
         size: bytes of the full buffer, as nccl-tests count: what is gathered, or what goes into a reduction.
         moved: the larger of the bytes that the rank sends and receives.
         dtype: of the data.
@@ -113,7 +115,7 @@ class Wait(NamedTuple):
     stream: int
 
 
-class Mark(NamedTuple):
+class EventRecord(NamedTuple):
     """``event`` is reached when what is queued on ``stream`` so far is done."""
 
     event: int
@@ -147,7 +149,7 @@ class Free(NamedTuple):
     block: int
 
 
-Event: TypeAlias = Op | Comm | Wait | Mark | Await | HostWait | Alloc | Free
+Event: TypeAlias = Op | Comm | Wait | EventRecord | Await | HostWait | Alloc | Free
 
 
 class Place(NamedTuple):
@@ -170,7 +172,7 @@ class Place(NamedTuple):
     compiled: int = 0
 
 
-class Group(NamedTuple):
+class CommGroup(NamedTuple):
     """The ranks of a communication, and the axis of the mesh that they lie along.
 
     Attributes:
@@ -223,7 +225,7 @@ class Program:
     rank: int
     like: int
     world_size: int
-    groups: list[Group] = field(default_factory=list)
+    groups: list[CommGroup] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     categories: dict[int, str] = field(default_factory=dict)
     segments: dict[tuple[str, int, str], Segment] = field(default_factory=dict)
@@ -234,3 +236,60 @@ class Program:
         """Yield the segments of a step with the micro-batch of each."""
         for key, batch in self.order:
             yield self.segments[key], batch
+
+    def to_json(self) -> str:
+        """Return the program as text that `from_json` reads back: it equals this one."""
+        told = vars(self) | {
+            "groups": [(axis, _ranks_told(ranks)) for axis, ranks in self.groups],
+            "categories": list(self.categories.items()),
+            "segments": [
+                (key, segment.name, segment.stage, segment.variant, [(type(e).__name__, *e) for e in segment.events])
+                for key, segment in self.segments.items()
+            ],
+        }
+        return json.dumps(told, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        """Return the program of which `to_json` is the text.
+
+        Raises:
+            ValueError, TypeError, KeyError, IndexError: it is not such a text.
+        """
+        told = json.loads(text)
+        return cls(
+            rank=told["rank"],
+            like=told["like"],
+            world_size=told["world_size"],
+            groups=[CommGroup(axis, _ranks_read(ranks)) for axis, ranks in told["groups"]],
+            places=[Place(*place) for place in told["places"]],
+            categories=dict(told["categories"]),
+            segments={
+                tuple(key): Segment(name, stage, variant, [_event_read(*event) for event in events])
+                for key, name, stage, variant, events in told["segments"]
+            },
+            order=[(tuple(key), batch) for key, batch in told["order"]],
+            stages=tuple(told["stages"]),
+        )
+
+
+def _ranks_told(ranks: Sequence[int]) -> Any:
+    if isinstance(ranks, range):  # there may be a hundred thousand
+        return {"range": [ranks.start, ranks.stop, ranks.step]}
+    return {"list" if isinstance(ranks, list) else "tuple": [*ranks]}
+
+
+def _ranks_read(told: Any) -> Sequence[int]:
+    ((kind, ranks),) = told.items()
+    return range(*ranks) if kind == "range" else list(ranks) if kind == "list" else tuple(ranks)
+
+
+_EVENTS = MappingProxyType({kind.__name__: kind for kind in (Comm, Wait, EventRecord, Await, HostWait, Alloc, Free)})
+
+
+def _event_read(kind: str, *of: Any) -> Event:
+    if kind != "Op":
+        return _EVENTS[kind](*of)
+    name, sort, flops, reads, writes, dtype, shape, stream, place = of
+    read, written = (tuple([Touch(*touch) for touch in touches]) for touches in (reads, writes))
+    return Op(name, sort, flops, read, written, dtype, tuple(shape), stream, place)

@@ -1,4 +1,4 @@
-"""How a step is trained: precision, what is kept for backward, what is sharded, and which kernels compute it."""
+"""The training recipe: precision, activation checkpointing, sharding, and the kernels used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.routing import Routing
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer.parallel_dims import ParallelDims
+    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
 __all__ = ["Recipe"]
 
@@ -203,7 +203,7 @@ class Recipe:
     def parts(self, batch: int, dims: ParallelDims) -> int:
         """Return the number of micro-batches of a step.
 
-        >>> from hyper_parallel.trainer.parallel_dims import ParallelDims
+        >>> from hyper_parallel.core.mesh.parallel_dims import ParallelDims
         >>> Recipe().parts(8, ParallelDims(pp=4, world_size=4)), Recipe().parts(8, ParallelDims())
         (8, 1)
 

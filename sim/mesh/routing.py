@@ -1,4 +1,4 @@
-"""How many tokens go to each expert, where no value says it: an input of an estimate, and the same on every machine."""
+"""Token counts per expert where no value gives them: an input of an estimate, the same on every machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Loads
 
 __all__ = ["Routing"]

@@ -1,4 +1,4 @@
-"""Which way to train is fastest among those that fit."""
+"""The search for the fastest way to train among those that fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.errors import explain, nearest
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe

@@ -1,4 +1,4 @@
-"""What an estimate asks of any model."""
+"""The interface of a model to an estimate."""
 
 from __future__ import annotations
 

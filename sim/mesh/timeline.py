@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Comm, Program
 from sim.mesh.replay.flights import Channel
 from sim.mesh.replay.pieces import Prices

@@ -1,1 +1,11 @@
-"""Proofs: which layout explains what the ranks hold, how far rounding can move it, and where a parallel model errs."""
+"""Proofs that a parallel model computes what the model on one device computes, rank by rank.
+
+    verify -> compare -> judge -> diagnose -> faults -> infer -> evidence
+    verify, compare -> runs -> record, randomness
+    runs -> bound
+    judge -> report
+
+``runs`` has both sides, ``record`` what goes through their modules, ``bound`` how far rounding can move it. ``infer``
+finds the layouts that explain the local tensors, ``faults`` the causes where none does, ``judge`` the verdict and its
+place.
+"""

@@ -12,27 +12,30 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.errors import ranks_phrase
-from sim.prove.arranged import Order, furthest, order_of
-from sim.prove.blame import (
+from sim.prove.infer import Order, furthest, order_of
+from sim.prove.judge import (
     CUT_OFF,
-    Event,
-    Graph,
+    AutogradGraph,
+    Finding,
+    Judge,
+    Judged,
+    absent,
     advised,
     first_bug,
     innermost,
     leaf,
     nodes_of,
+    pending_words,
     row_of,
     settle,
+    short,
+    spelling,
     title_of,
 )
-from sim.prove.bounds import Bounds, largest
-from sim.prove.declared import Declarations
-from sim.prove.judge import Finding, Judge, absent, pending_words, short, spelling
 from sim.prove.randomness import masks_problem
-from sim.prove.record import Entry, Key, spread_layout
-from sim.prove.report import Report, Row
-from sim.prove.sides import Side, Task
+from sim.prove.record import Declarations, Entry, Key, spread_layout
+from sim.prove.report import Report, ReportRow
+from sim.prove.runs import Bounds, Side, Task, largest
 
 __all__ = ["Comparison"]
 
@@ -58,14 +61,14 @@ class Comparison:
         self.declared, self.judge = declared, judge
         self.notes: list[str] = []
         self._memo: dict[Any, Finding] = {}
-        self._graph = Graph()
+        self._graph = AutogradGraph()
         self._forward: dict[Key, Finding] = {}
         self._parameters: dict[str, Finding] = {}
         self._orders: dict[str, Order] = {}
         self._owned: dict[str, tuple[int, ...]] = {}  # modules that only some ranks have, and which
         self.stopped = False  # forward has not come to its end on all ranks
         self._buffers: dict[str, Finding] = {}
-        self._events: list[Event] = []
+        self._events: list[Judged] = []
         self._keys: list[Key] = []  # of the boundaries in forward, in order
         self._private: set[Key] = set()
 
@@ -194,14 +197,14 @@ class Comparison:
         return self._memo[memo]
 
     @cached_property
-    def forward_rows(self) -> list[Row]:
+    def forward_rows(self) -> list[ReportRow]:
         """What the report says of forward."""
         self._events = self.forward_events()
         rows = settle(self._events, self._graph.forward)
         self._private = {key for key, row in zip(self._keys, rows, strict=False) if row.verdict == "private"}
         return rows
 
-    def forward_events(self) -> list[Event]:
+    def forward_events(self) -> list[Judged]:
         """Judge all boundaries, in program order."""
         events, left = [], 0
         for key, entry in self.base.recorder.entries.items():
@@ -213,14 +216,14 @@ class Comparison:
             found = self._forward[key] = self._batch_norm(key, found)
             final = key.path == "" and key.side == "output" and not self._is_split_loss(key, found)
             given = entry.node is None and key.side == "input"
-            events.append(Event(key.path, title_of(entry), "forward", found, self._nodes(entry), final, given))
+            events.append(Judged(key.path, title_of(entry), "forward", found, self._nodes(entry), final, given))
         if left and not self.stopped:
             self.notes.append(
                 f"{left} tensors of modules that the ranks do not have, or do not call, were not compared"
             )
         if self.base.loss is not None and self.task.loss_fn is not None and not self.stopped:
             node = self.base.loss.grad_fn
-            events.append(Event("", "loss", "forward", self.loss(), (node,) if node else (), True))
+            events.append(Judged("", "loss", "forward", self.loss(), (node,) if node else (), True))
         return events
 
     def _nodes(self, entry: Entry) -> tuple[Any, ...]:
@@ -252,7 +255,7 @@ class Comparison:
         scalar = self.base.recorder.entries[key].value.dim() == 0
         return scalar and found.found is not None and set(found.found.partial) <= set(self.task.input_axes)
 
-    def random_rows(self) -> Iterator[Row]:
+    def random_rows(self) -> Iterator[ReportRow]:
         """Compare the states of the generators with which the ranks drew random numbers."""
         drawn = [_by_place(side) for side in self.sides]
         for place, draw in _by_place(self.base).items():
@@ -271,15 +274,15 @@ class Comparison:
             problem = masks_problem(ranks, draw.shape, self.task.mesh, split)
             word, where = draw.op.rstrip("_"), short(found.found) if found is not None else ""
             if problem is not None:
-                yield Row(
+                yield ReportRow(
                     draw.path, word, "random", found=where, verdict="bug", sentence=problem[0], suggestion=problem[1]
                 )
             else:
-                yield Row(draw.path, word, "random", found=where)
+                yield ReportRow(draw.path, word, "random", found=where)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def gradient_events(self) -> list[Event]:
+    def gradient_events(self) -> list[Judged]:
         """Judge the gradients of activations, in the order in which they are computed; then those of parameters."""
         scale = self.scale()
         if scale != 1:
@@ -295,7 +298,7 @@ class Comparison:
         for order in sorted(groups):
             judged = [(entry, self._gradient(entry, scale)) for entry in reversed(groups[order])]
             for entry, found in _best_named_first(judged):
-                events.append(Event(entry.key.path, title_of(entry), "gradient", found, nodes_of(entry)))
+                events.append(Judged(entry.key.path, title_of(entry), "gradient", found, nodes_of(entry)))
         return events + list(self._parameter_gradients())
 
     def _gradient(self, entry: Entry, scale: float) -> Finding | None:
@@ -324,14 +327,14 @@ class Comparison:
             return replace(found, status="private")
         return found
 
-    def _parameter_gradients(self) -> Iterator[Event]:
+    def _parameter_gradients(self) -> Iterator[Judged]:
         for name, mine in self.base.gradients.items():
             layout = self._parameters.get(name)
             if layout is None:
                 continue  # there is no such parameter, as was said before
             grads = {rank: self._held(side, side.gradients, name) for rank, side in enumerate(self.sides)}
             there = {rank: grad for rank, grad in grads.items() if grad is not None}
-            yield Event(
+            yield Judged(
                 *_split_name(name),
                 "gradient",
                 self._parameter_gradient(name, mine, there, layout),
@@ -389,7 +392,7 @@ class Comparison:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def parameter_events(self) -> list[Event]:
+    def parameter_events(self) -> list[Judged]:
         """Judge the parameters as they were made."""
         events = []
         for name, mine in self.base.initial.items():
@@ -397,7 +400,7 @@ class Comparison:
             if found is not None:
                 if found.status in ("right", "pending", "private", "absent"):
                     self._parameters[name] = found
-                events.append(Event(*_split_name(name), "parameter", found))
+                events.append(Judged(*_split_name(name), "parameter", found))
         for name, first in self.base.same.items():
             apart = [
                 rank
@@ -407,21 +410,21 @@ class Comparison:
             if apart:
                 sentence = f"one tensor with {first} on one device, and a parameter of its own on {ranks_phrase(apart)}"
                 found = Finding("wrong", sentence=sentence, suggestion=f"tie {name} to {first} again")
-                events.append(Event(*_split_name(name), "parameter", found))
+                events.append(Judged(*_split_name(name), "parameter", found))
         return events
 
-    def buffer_rows(self) -> Iterator[Row]:
+    def buffer_rows(self) -> Iterator[ReportRow]:
         """Judge buffers as they were made; ranks may have their own where their module's forward is right."""
         bug = first_bug(self.forward_rows)
         for name, mine in self.base.buffers.items():
             found = self._buffer("buffer", name, mine, [side.buffers for side in self.sides])
             if found is not None:
                 self._buffers[name] = found
-                row = row_of(Event(*_split_name(name), "buffer", found))
+                row = row_of(Judged(*_split_name(name), "buffer", found))
                 to_blame = bug is not None and f"{bug.module}.".startswith(f"{row.module}." if row.module else "")
                 yield row if to_blame or row.verdict != "bug" else replace(row, verdict="private")
 
-    def changed_buffer_rows(self) -> Iterator[Row]:
+    def changed_buffer_rows(self) -> Iterator[ReportRow]:
         """Judge buffers that forward has changed, if they were right before it."""
         for name, mine in self.base.changed_buffers.items():
             pairs = [(side.buffers.get(name), side.changed_buffers.get(name)) for side in (self.base, *self.sides)]
@@ -432,7 +435,7 @@ class Comparison:
             found = self._buffer("changed buffer", name, mine, [side.changed_buffers for side in self.sides])
             if found is not None:
                 module, tensor = _split_name(name)
-                yield row_of(Event(module, f"{tensor} after forward", "buffer", found))
+                yield row_of(Judged(module, f"{tensor} after forward", "buffer", found))
 
     def _buffer(
         self, kind: str, name: str, mine: torch.Tensor, sides: Sequence[Mapping[str, torch.Tensor]]
@@ -502,7 +505,7 @@ class Comparison:
         told = "it is not that of one device, in the order in which the ranks hold the parameter"
         return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=told)
 
-    def update_events(self) -> Iterator[Event]:
+    def update_events(self) -> Iterator[Judged]:
         """Judge the parameters after each step."""
         for step, update in enumerate(self.base.updates):
             for name, mine in update.items():
@@ -531,7 +534,7 @@ class Comparison:
                         found = replace(found, sentence=told, suggestion=hint)
                 module, tensor = _split_name(name)
                 title = tensor if len(self.base.updates) == 1 else f"{tensor} after step {step + 1}"
-                yield Event(module, title, "update", found)
+                yield Judged(module, title, "update", found)
 
     def _unmoved(self, name: str, step: int) -> bool:
         """Whether a parameter is on all ranks what it was before a step."""
@@ -567,14 +570,14 @@ class Comparison:
             tuple(rows), first_bug(rows), ", ".join(f"{name}={size}" for name, size in axes), tuple(self.notes)
         )
 
-    def _with_orders(self, rows: list[Row]) -> list[Row]:
+    def _with_orders(self, rows: list[ReportRow]) -> list[ReportRow]:
         """Blame parameters in an order of their own, where forward goes wrong and nothing right is made of them."""
         if first_bug(self.forward_rows) is None:
             return rows
         right = [event for event in self._events if event.finding.status == "right" and not event.finding.is_zero]
         fine = [event for event in right if event.tensor.startswith("output")]
         for name in self._orders:
-            made = Event("", "", "parameter", Finding("right"), leaf(self.base.leaves[name]))
+            made = Judged("", "", "parameter", Finding("right"), leaf(self.base.leaves[name]))
             if not any(self._graph.forward(made, event) for event in fine):
                 odd = (*_split_name(name), "private")  # not those whose DTensors say their order
                 rows = [

@@ -1,4 +1,4 @@
-"""What probably went wrong where no layout explains what the ranks hold, in one sentence."""
+"""The probable fault where no layout explains the local tensors, in one sentence."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.shards import Splits
-from sim.prove import misplaced, misvalued
-from sim.prove.candidates import splits_by_shape
+from sim.prove import faults
 from sim.prove.evidence import Bound, Evidence, Mesh, Parts, read
-from sim.prove.fits import fit
-from sim.prove.infer import explanations
-from sim.prove.suspicion import Diagnosis
+from sim.prove.faults import Diagnosis
+from sim.prove.infer import explanations, fit, splits_by_shape
 
 __all__ = ["Diagnosis", "diagnose"]
 
 _MOST_SPLITS = 32
 
 _CHECKS = (
-    misvalued.not_finite,
-    misvalued.scaled,
-    misvalued.coarse,
-    misplaced.same_values,
-    misplaced.reordered,
-    misplaced.permuted,
-    misvalued.some_ranks,
-    misvalued.scaled_sums,
-    misplaced.blocks,
-    misvalued.added,
-    misvalued.copies_differ,
+    faults.not_finite,
+    faults.scaled,
+    faults.coarse,
+    faults.same_values,
+    faults.reordered,
+    faults.permuted,
+    faults.some_ranks,
+    faults.scaled_sums,
+    faults.blocks,
+    faults.added,
+    faults.copies_differ,
 )
 
 
@@ -81,7 +79,7 @@ def diagnose(
     if explained:
         return None
     if not likely:
-        return misplaced.shapes(evidence)
+        return faults.shapes(evidence)
     return _first(evidence, likely[:_MOST_SPLITS], addends or {})
 
 
@@ -91,10 +89,10 @@ def _first(evidence: Evidence, likely: list[Splits], addends: Mapping[str, torch
             told = check(evidence, splits)
             if told is not None:
                 return told
-        if check is misplaced.blocks:
+        if check is faults.blocks:
             for name, addend in addends.items():
                 for splits in likely:
-                    told = misvalued.added_known(evidence, splits, name, addend)
+                    told = faults.added_known(evidence, splits, name, addend)
                     if told is not None:
                         return told
     return None

@@ -1,27 +1,232 @@
-"""Which layouts explain what the ranks hold: every split and every pending reduction that the values allow."""
+"""The layouts that explain the local tensors: every sharding and pending reduction that the values allow."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, permutations, product
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.forms import REDUCTIONS
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits
-from sim.prove.candidates import free_axes, pendings, splits_by_shape, to_layout
-from sim.prove.evidence import Bound, Evidence, Mesh, Parts, Pending, Worst, read
-from sim.prove.fits import Fit, fit, measured
-from sim.prove.gaps import combine, divided, gap
+from hyper_parallel.core.dtensor.shards import Splits, all_slices, count_parts, split_points
+from sim.prove.evidence import (
+    Bound,
+    Evidence,
+    Mesh,
+    Parts,
+    Pending,
+    Worst,
+    combine,
+    divided,
+    gap,
+    ratios,
+    read,
+)
 
-__all__ = ["Bound", "Fit", "Mesh", "Parts", "explanations", "fit", "infer_layout"]
+__all__ = [
+    "Fit",
+    "Order",
+    "explanations",
+    "fit",
+    "free_axes",
+    "furthest",
+    "infer_layout",
+    "measured",
+    "order_of",
+    "order_said",
+    "pendings",
+    "splits_by_shape",
+    "to_layout",
+]
+
+
+def splits_by_shape(evidence: Evidence) -> list[Splits]:
+    """Return every way to split the whole tensor that gives each rank a part of the shape that it holds.
+
+    Fewer splitting axes come first, then mesh order; axes of one rank split nothing. Each dim is looked at by itself,
+    so four axes cost at most 65 ordered choices per dim, of which nearly all fail on the size of one part: rank 0 of
+    the mesh holds ceil(size / product of the axes), however they are ordered.
+    """
+    shape, sizes = tuple(evidence.whole.shape), evidence.sizes
+    if any(part.ndim != len(shape) for part in evidence.parts):
+        return []
+    held = np.array([tuple(part.shape) for part in evidence.parts], dtype=np.int64).reshape(*sizes, len(shape))
+    large = [axis for axis, size in enumerate(sizes) if size > 1]
+    choices = list(chain.from_iterable(permutations(large, count) for count in range(len(large) + 1)))
+    per_dim: list[list[tuple[int, ...]]] = []
+    for dim, size in enumerate(shape):
+        first = int(evidence.parts[0].shape[dim])
+        likely = [axes for axes in choices if -(-size // count_parts(sizes, axes)) == first]
+        per_dim.append([axes for axes in likely if _gives(size, sizes, axes, held[..., dim])])
+    return sorted(_disjoint(per_dim), key=_simplicity)
+
+
+def free_axes(evidence: Evidence, splits: Splits) -> list[int]:
+    """Return the axes of several ranks that split no dim."""
+    taken = [axis for axes in splits for axis in axes]
+    return [axis for axis, size in enumerate(evidence.sizes) if size > 1 and axis not in taken]
+
+
+def pendings(evidence: Evidence, axes: Sequence[int], reductions: Collection[str]) -> Iterator[Pending]:
+    """Yield the reductions that could be pending over some of these axes: none, then over few, then over many.
+
+    Sums and averages commute, so each axis may have either; of the others all axes have the same.
+    """
+    yield ()
+    dtype = evidence.whole.dtype
+    if not evidence.whole.numel() or dtype == torch.bool:
+        return  # nothing is there to reduce
+    linear = [kind for kind in ("sum", "avg") if kind in reductions]
+    others = [kind for kind in ("max", "min", "prod") if kind in reductions and not dtype.is_complex]
+    for count in range(1, len(axes) + 1):
+        chosen = list(combinations(axes, count))
+        for some in chosen:
+            yield from (tuple(zip(some, kinds, strict=True)) for kinds in product(linear, repeat=count))
+        yield from (tuple((axis, kind) for axis in some) for kind in others for some in chosen)
+
+
+def to_layout(mesh: Layout, splits: Splits, pending: Pending) -> Layout:
+    """Write splits and reductions as a layout in alias form."""
+    names = mesh.alias_name
+    entries = [tuple(names[axis] for axis in axes) for axes in splits]
+    partial = {names[axis]: kind for axis, kind in pending}
+    return mesh(*("None" if not e else e[0] if len(e) == 1 else e for e in entries), partial=partial)
+
+
+def _gives(size: int, sizes: tuple[int, ...], axes: tuple[int, ...], held: np.ndarray) -> bool:
+    """Whether these axes, outer first, cut a dim into the lengths that the ranks hold."""
+    start, stop = split_points(size, sizes, axes)
+    order = sorted(range(len(axes)), key=lambda place: axes[place])
+    broad = [sizes[axis] if axis in axes else 1 for axis in range(len(sizes))]
+    return bool(((stop - start).transpose(order).reshape(broad) == held).all())
+
+
+def _disjoint(per_dim: Sequence[Sequence[tuple[int, ...]]], taken: tuple[int, ...] = ()) -> Iterator[Splits]:
+    if not per_dim:
+        yield ()
+        return
+    for axes in per_dim[0]:
+        if not set(axes) & set(taken):
+            yield from ((axes, *rest) for rest in _disjoint(per_dim[1:], taken + axes))
+
+
+def _simplicity(splits: Splits) -> tuple[object, ...]:
+    several = sum(len(axes) > 1 for axes in splits)
+    disorder = sum(list(axes) != sorted(axes) for axes in splits)
+    return sum(map(len, splits)), disorder, several, splits
+
+
+# -- how well a layout fits: the worst difference from the full tensor, against a bound --------------------------------
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well one layout explains what the ranks hold.
+
+    Args:
+        layout: the layout.
+        error: the worst |difference| from the whole tensor; inf where only one of the two is finite.
+        ratio: the worst |difference| / bound; the layout explains the parts when it is 1 or less.
+        rank: who holds the worst element; of copies that were reduced first, the first rank.
+        index: where the worst element is in the whole tensor; None, as rank is, if nothing differs.
+        seen: what the ranks hold there, reduced where a reduction is pending.
+        expected: what the whole tensor holds there.
+        problem: why nothing could be compared, such as a part of another shape.
+    """
+
+    layout: Layout
+    error: float
+    ratio: float
+    rank: int | None = None
+    index: tuple[int, ...] | None = None
+    seen: complex | float | None = None
+    expected: complex | float | None = None
+    problem: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the layout explains what the ranks hold."""
+        return self.problem is None and self.ratio <= 1
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return self.problem
+        if self.index is None or self.ratio == 0:
+            return "equal"
+        place = f"rank {self.rank} holds {self.seen:.6g} at {self.index}, not {self.expected:.6g}"
+        return f"{place}: off by {self.error:.2e}, {self.ratio:.2g} x the bound"
+
+
+def fit(locals: Parts, reference: torch.Tensor, layout: Layout, bound: Bound = None) -> Fit:
+    """Measure how well one layout explains what the ranks hold; pending reductions are taken first.
+
+    >>> dp = Layout((2,), ("dp",))
+    >>> whole = torch.tensor([1.0, 2.0])
+    >>> print(fit([torch.tensor([1.0]), torch.tensor([2.5])], whole, dp("dp")))
+    rank 1 holds 2.5 at (1,), not 2: off by 5.00e-01, 2.6e+05 x the bound
+    >>> print(fit([whole, whole], whole, dp("dp")))
+    rank 0 holds shape (2,) where dp gives it (1,)
+
+    Args:
+        locals: what each rank holds, by rank.
+        reference: the whole tensor.
+        layout: who should hold what.
+        bound: as for `infer_layout`.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a layout without an assignment or with more entries than dims, a rank without a tensor.
+    """
+    evidence = read("cannot compare parts with a whole tensor", locals, reference, layout, bound)
+    splits = layout.splits(evidence.whole.ndim)
+    names = layout.alias_name
+    pending = tuple((names.index(name), kind) for name, kind in layout.partial.items())
+    kinds = {kind for axis, kind in pending if evidence.sizes[axis] > 1}
+    if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
+        problem = f"{' and '.join(sorted(kinds))} are pending, and the order in which to take them is nowhere said"
+        return Fit(layout, math.inf, math.inf, problem=problem)
+    pending = tuple((axis, kind) for axis, kind in pending if evidence.sizes[axis] > 1)
+    boxes = all_slices(evidence.whole.shape, evidence.sizes, splits)
+    shapes = (boxes[..., 1] - boxes[..., 0]).tolist()
+    for rank, part, shape in zip(evidence.ranks, evidence.parts, shapes, strict=True):
+        if tuple(part.shape) != tuple(shape):
+            short = str(layout).partition(" on ")[0].removeprefix("(").replace(")", "", 1)
+            problem = (
+                f"rank {rank} holds shape {tuple(part.shape)} where {short or 'the layout'} gives it {tuple(shape)}"
+            )
+            return Fit(layout, math.inf, math.inf, rank, problem=problem)
+    return measured(evidence, layout, splits, pending, evidence.worst(splits, pending))
+
+
+def measured(evidence: Evidence, layout: Layout, splits: Splits, pending: Pending, worst: Worst) -> Fit:
+    """Find the element with the worst difference, of parts that have the right shapes."""
+    error, ratio, where = worst
+    if ratio == 0:
+        return Fit(layout, error, ratio)
+    limit = evidence.limit(pending)
+    group = next(group for group in evidence.groups(pending).tolist() if group[0] == where)
+    box = evidence.box(all_slices(evidence.whole.shape, evidence.sizes, splits), where)
+    part = evidence.reduced(group, pending)
+    off = gap(part, evidence.whole[box])
+    off = ratios(off, limit[box]) if isinstance(limit, torch.Tensor) else off
+    at = tuple(int(i) for i in np.unravel_index(int(off.argmax()), tuple(off.shape)))
+    index = tuple(i + piece.start for i, piece in zip(at, box, strict=True))
+    return Fit(layout, error, ratio, evidence.ranks[where], index, part[at].item(), evidence.whole[index].item())
+
 
 LIKELY = ("sum", "avg")
 """The reductions that explain parts; that a maximum or minimum of copies is right can mean that one copy is wrong."""
 
 _SAMPLE = 64
+
+
+# -- all layouts that fit ----------------------------------------------------------------------------------------------
 
 
 def infer_layout(locals: Parts, reference: torch.Tensor, mesh: Mesh, *, bound: Bound = None) -> list[Layout]:
@@ -158,3 +363,58 @@ def _reduce(value: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
     for other in rest:
         total = combine(kind, total, other)
     return divided(total, value.shape[dim]) if kind == "avg" else total
+
+
+Order: TypeAlias = Mapping[int, torch.Tensor]
+"""For each rank, where each of its elements is in the whole tensor, flattened."""
+
+
+# -- parameters in an order that no layout says, such as fused weights cut one by one ----------------------------------
+
+
+def order_of(parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> Order | None:
+    """Return where each rank's elements come from, if all are elements of the whole tensor and none of it is missing.
+
+    >>> whole = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> order_of({0: torch.tensor([1.0, 3.0]), 1: torch.tensor([2.0, 4.0])}, whole)
+    {0: tensor([0, 2]), 1: tensor([1, 3])}
+    >>> order_of({0: torch.tensor([1.0, 3.0]), 1: torch.tensor([1.0, 3.0])}, whole) is None
+    True
+
+    Elements are recognised by their values, so these must be different from each other.
+    """
+    flat, order = whole.flatten().sort()
+    if not flat.numel() or not bool((flat.diff() > 0).all()):
+        return None
+    found, covered = {}, torch.zeros(flat.numel(), dtype=torch.bool)
+    for rank, part in parts.items():
+        values = part.flatten().to(flat.dtype)
+        places = torch.searchsorted(flat, values.contiguous()).clamp(max=flat.numel() - 1)
+        if not torch.equal(flat[places], values):
+            return None
+        found[rank] = order[places]
+        covered[found[rank]] = True
+    return found if bool(covered.all()) else None
+
+
+def order_said(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
+    """Return where a rank's part of a DTensor is in the whole tensor, flattened, by its own mesh; None: unknown."""
+    try:
+        layout = Layout.of(tensor) if isinstance(tensor, DTensor) else None
+    except ValueError:  # placements that no layout can say
+        return None
+    if layout is None or layout.is_partial() or rank not in layout.rank_list:
+        return None
+    places = torch.arange(tensor.numel()).reshape(tensor.shape)
+    return places[layout.local_slice(tensor.shape, rank)].flatten()
+
+
+def furthest(parts: Mapping[int, torch.Tensor], whole: torch.Tensor, order: Order) -> float:
+    """Return the worst difference of parts from a whole tensor, taken in an order."""
+    worst = 0.0
+    for rank, part in parts.items():
+        if part.numel() != order[rank].numel():
+            return math.inf
+        if part.numel():
+            worst = max(worst, float(gap(part.flatten(), whole.flatten()[order[rank]]).max()))
+    return worst

@@ -1,4 +1,4 @@
-"""What a proof found, tensor by tensor, and the first place where a parallel model errs."""
+"""The report of a proof, tensor by tensor, with the first place where a parallel model errs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Report", "Row"]
+__all__ = ["Report", "ReportRow"]
 
 _WIDTH = 120
 _HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
@@ -17,7 +17,7 @@ Verdict: TypeAlias = str
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One tensor that was compared.
 
     Args:
@@ -77,8 +77,8 @@ class Report:
         notes: what was not compared, and why.
     """
 
-    rows: tuple[Row, ...]
-    first: Row | None
+    rows: tuple[ReportRow, ...]
+    first: ReportRow | None
     mesh: str
     notes: tuple[str, ...] = ()
 
@@ -145,7 +145,7 @@ def _wrapped(line: str, width: int) -> str:
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=indent))
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _table(rows: list[ReportRow]) -> list[str]:
     cells = [_HEAD, *(_cells(row) for row in rows)]
     widths = [min(limit, max(len(row[at]) for row in cells)) for at, limit in enumerate(_LIMITS)]
     while sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
@@ -157,7 +157,7 @@ def _table(rows: list[Row]) -> list[str]:
     ]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ReportRow) -> tuple[str, ...]:
     where = f"{row.module}.{row.tensor}" if row.module else row.tensor
     layouts = (text.replace(" pending ", " ") for text in (row.declared, row.found))
     return (where, row.kind, *layouts, f"{row.error:.1e}", f"{row.bound:.1e}", row.verdict)

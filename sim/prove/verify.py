@@ -11,20 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from sim.errors import RankFailed, SimError
-from sim.prove.blame import first_bug, title_of
 from sim.prove.bound import Perturbed
-from sim.prove.bounds import Bounds, largest
 from sim.prove.compare import Comparison
-from sim.prove.declared import Declarations, named_inputs, read_cuts, read_declared
-from sim.prove.fits import read_mesh
-from sim.prove.judge import Judge, short
-from sim.prove.record import named_parameters
+from sim.prove.evidence import read_mesh
+from sim.prove.judge import Judge, first_bug, short, title_of
+from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report
-from sim.prove.sides import ASKED, Ranks, Side, Task, cotangents, run_reference
+from sim.prove.runs import ASKED, Bounds, Ranks, Side, Task, cotangents, largest, run_reference
 from sim.world import world
 
 __all__ = ["verify_plan"]

@@ -1,4 +1,4 @@
-"""What a person reads when a script has failed on a rank: its traceback through the script, and how to replay."""
+"""The report of a script's failure on a rank: its traceback through the script, and how to replay."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ __all__ = ["main", "run_script"]
 FAILURE, USER_ERROR = 1, 2
 
 
-def main(arguments: Sequence[str] | None = None, command: str = "python -m sim run") -> int:
-    """Run a script as the command line says; return the exit code.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a script as the command line of ``python -m sim run`` says; return the exit code.
 
     0: every rank has ended well. 1: a rank has failed (or what it passed to ``sys.exit``). 2: a mistake in what was
     asked. 130: Ctrl-C.
     """
     try:
-        launch = parse(arguments, command)
+        launch = parse(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR

@@ -1,4 +1,7 @@
-"""The command line of ``python -m sim run``: that of torchrun, as far as it means something in one process."""
+"""The command line of ``python -m sim run``: that of torchrun, as far as it means something in one process.
+
+`hyper-parallel simulate` has the same options, written down once more where torch is not imported yet.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from sim.script.packages import check_own
 from sim.seams.devices import KINDS
 from sim.world import MAX_RANKS
 
-__all__ = ["Launch", "parse"]
+__all__ = ["IGNORED", "Launch", "launch_of", "parse"]
 
-_IGNORED = (
+IGNORED = (
     *("master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "node-rank"),
     *("max-restarts", "monitor-interval", "start-method", "role", "local-addr"),
 )
@@ -84,9 +87,10 @@ def parse(arguments: Sequence[str] | None = None, command: str = "python -m sim 
         ValueError: It cannot be run.
         SystemExit: It cannot be read, or asks for help.
     """
-    asked = _parser(command).parse_args(arguments)
-    _check_machines(asked.nnodes, asked.script, command)
-    return _checked(asked, command)
+    asked = vars(_parser(command).parse_args(arguments))
+    for name in ("standalone", *(name.replace("-", "_") for name in IGNORED)):
+        del asked[name]
+    return launch_of(command, **asked)
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -108,7 +112,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     torchrun = parser.add_argument_group("torchrun's options that mean nothing here")
     torchrun.add_argument("--standalone", action="store_true")
     torchrun.add_argument("--nnodes", default="1", help="1: there is one machine")
-    for name in _IGNORED:
+    for name in IGNORED:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         torchrun.add_argument(*spellings, metavar="X", help="ignored")
     parser.add_argument("script", help="a Python file that torchrun could start; with -m, a module")
@@ -116,32 +120,52 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _checked(asked: argparse.Namespace, command: str) -> Launch:
-    """Check what was asked before any rank starts; raise ValueError."""
-    _refuse_ranks_in_ranks(asked.nproc)
-    if not 1 <= asked.nproc <= MAX_RANKS:
+def launch_of(
+    command: str,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    nproc: int,
+    seed: int,
+    map_device: str | None,
+    env: Sequence[str],
+    own: str,
+    show: str,
+    module: bool,
+    check_races: bool,
+    check_replicas: bool,
+    nnodes: str,
+) -> Launch:
+    """What the options of a command line ask for, each as it was typed.
+
+    Raises:
+        ValueError: It cannot be run.
+    """
+    _check_machines(nnodes, script, command)
+    _refuse_ranks_in_ranks(nproc)
+    if not 1 <= nproc <= MAX_RANKS:
         raise ValueError(
-            f"cannot run {asked.script} on {asked.nproc} ranks\n"
-            f"  --nproc: {asked.nproc}, expected 1 to {MAX_RANKS:,}\n  try: {command} --nproc 8 {asked.script}"
+            f"cannot run {script} on {nproc} ranks\n"
+            f"  --nproc: {nproc}, expected 1 to {MAX_RANKS:,}\n  try: {command} --nproc 8 {script}"
         )
-    if asked.module:
-        _check_module(asked.script, asked.nproc, command)
+    if module:
+        _check_module(script, nproc, command)
     else:
-        _check_script(asked.script, asked.nproc, command)
-    own = tuple(filter(None, asked.own.split(",")))
-    check_own(own, "--own")
+        _check_script(script, nproc, command)
+    packages = tuple(filter(None, own.split(",")))
+    check_own(packages, "--own")
     return Launch(
-        script=asked.script,
-        is_module=asked.module,
-        arguments=tuple(asked.arguments),
-        nproc=asked.nproc,
-        seed=asked.seed,
-        map_device=asked.map_device,
-        environment=_variables(asked.env),
-        check_races=asked.check_races,
-        check_replicas=asked.check_replicas,
-        own=own,
-        show=_shown(asked.show, asked.nproc),
+        script=script,
+        is_module=module,
+        arguments=tuple(arguments),
+        nproc=nproc,
+        seed=seed,
+        map_device=map_device,
+        environment=_variables(env),
+        check_races=check_races,
+        check_replicas=check_replicas,
+        own=packages,
+        show=_shown(show, nproc),
         command=command,
     )
 

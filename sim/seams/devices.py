@@ -125,7 +125,7 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Any:
         """An event, already there."""
-        return event or Event()
+        return event or MappedEvent()
 
     def synchronize(self, *args: Any) -> None:
         """Nothing to wait for."""
@@ -139,7 +139,7 @@ class Stream:
         """Nothing to leave."""
 
 
-class Event(Stream):
+class MappedEvent(Stream):
     """An event of a mapped device: it has happened."""
 
     record = wait = Stream.synchronize
@@ -264,7 +264,7 @@ ACCELERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 # Classes stay classes: torch's own code has them in annotations.
-CLASSES = {"Stream": Stream, "Event": Event}
+CLASSES = {"Stream": Stream, "Event": MappedEvent}
 
 # torch's own code goes by what the machine really has.
 _FOR_THE_SCRIPT_ONLY = (

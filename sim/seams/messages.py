@@ -1,4 +1,4 @@
-"""What ranks log and warn of: each has its own warning filters, and what is shown says whose it is.
+"""Logging and warnings of ranks: each has its own warning filters, and what is shown names its rank.
 
 What has been shown at a line already is not each rank's own: Python notes that in the module's ``__warningregistry__``,
 a plain dict that is read before any filter.

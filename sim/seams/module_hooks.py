@@ -23,9 +23,7 @@ _TABLES: tuple[dict[int, Any], ...] = tuple(
     for name, value in chain(sorted(vars(_modules).items()), sorted(vars(optimizer).items()))
     if name.startswith("_global_") and isinstance(value, dict)
 )
-
-
-_STAYING: tuple[dict[int, Any], ...] = tuple({} for _ in _TABLES)
+_STAYING: tuple[dict[int, Any], ...] = tuple({} for _ in _TABLES)  # the library's own, by table
 
 
 class Hooks(NamedTuple):

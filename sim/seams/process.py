@@ -1,4 +1,4 @@
-"""What the simulator changes in Python itself while a world is alive, next to what it changes in torch.
+"""Patches of Python itself while a world is alive, next to those of torch.
 
 Random generators are each rank's own in every world. A world that runs a script also has a ``ProcessView`` per rank,
 which these seams put in place. The list of all seams is in ``sim/torch_seams.py``.

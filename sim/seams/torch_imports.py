@@ -1,4 +1,4 @@
-"""What of torch a rank imports first is imported for all ranks, and so as if no rank ran.
+"""Modules of torch that are imported lazily: imported once for all ranks, as if no rank ran.
 
 Defaults such as ``torch.distributed.nn``'s ``group=group.WORLD`` are worked out at the import. On a rank that would be
 the rank's own group; outside of ranks it is None, which means the default group of whoever calls.

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ Json = dict[str, Any]
 
 def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write what :meth:`sim.Trace.to_chrome` says."""
-    Path(path).write_text(json.dumps({"traceEvents": _chrome(trace), "displayTimeUnit": "ns"}), encoding="utf-8")
+    content: Json = {"traceEvents": _chrome(trace), "displayTimeUnit": "ns"}
+    if older := trace.forgotten():
+        content["otherData"] = {"left out": f"{older:,} older events"}
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 def _chrome(trace: Trace) -> list[Json]:
@@ -33,6 +37,10 @@ def _chrome(trace: Trace) -> list[Json]:
     threads = _threads(bars)
     names = [_meta("process_name", rank, 0, {"name": f"rank {rank}"}) for rank in range(trace.world_size)]
     names += [_meta("process_sort_index", rank, 0, {"sort_index": rank}) for rank in range(trace.world_size)]
+    older = {rank: trace.forgotten(rank) for rank in range(trace.world_size)} if trace.forgotten() else {}
+    names += [
+        _meta("process_labels", rank, 0, {"labels": f"without {count:,} older events"}) for rank, count in older.items()
+    ]
     labels = sorted({(bar.event.rank, *threads[index]) for index, bar in enumerate(bars)})
     names += [_meta("thread_name", rank, thread, {"name": name}) for rank, thread, name in labels]
     slices, operations = [], dict[int, list[tuple[Bar, int]]]()
@@ -127,15 +135,20 @@ def write_flight_recorder(trace: Trace, folder: str | os.PathLike[str]) -> None:
 
 
 def flight_recorder(trace: Trace) -> list[Json]:
-    """The dump of each rank, as torch's flight recorder would have made it."""
-    operations = {bar.event.order: bar.number for bar in lay_out(trace).bars}
-    peers = {(number, event.op): event for event in trace.events if (number := operations[event.order]) >= 0}
+    """The dump of each rank, as torch's flight recorder would have made it.
+
+    An operation of which the trace has forgotten some ranks' events is left out: the analyser would miss these ranks.
+    """
+    bars = _whole_operations(lay_out(trace).bars) if trace.forgotten() else lay_out(trace).bars
+    operations = {bar.event.order: bar.number for bar in bars}
+    peers = {(bar.number, bar.event.op): bar.event for bar in bars}
     described: dict[tuple[str, tuple[int, ...]], str] = {}
-    for event in trace.in_order():
+    by_rank: list[list[Event]] = [[] for _ in range(trace.world_size)]
+    for event in (bar.event for bar in bars):
         described.setdefault(_group_of(event, _peer(event, peers, operations)), event.axis)
+        by_rank[event.rank].append(event)
     dumps = []
-    for rank in range(trace.world_size):
-        events = trace.of_rank(rank)
+    for rank, events in enumerate(by_rank):
         entries = []
         for record, event in enumerate(events):
             name, ranks = _group_of(event, peer := _peer(event, peers, operations))
@@ -146,8 +159,19 @@ def flight_recorder(trace: Trace) -> list[Json]:
             for (name, ranks), axis in described.items()
             if rank in ranks
         }
-        dumps.append({"version": _VERSION, "pg_config": groups, "pg_status": {}, "entries": entries})
+        dump = {"version": _VERSION, "pg_config": groups, "pg_status": {}, "entries": entries}
+        dumps.append(dump | ({"left_out": older} if (older := trace.count(rank) - len(events)) else {}))
     return dumps
+
+
+def _whole_operations(bars: list[Bar]) -> list[Bar]:
+    """The bars of operations that are not over, or of which all members' are there."""
+    members = Counter(bar.number for bar in bars)
+    return [
+        bar
+        for bar in bars
+        if not bar.complete or members[bar.number] == (2 if bar.event.seq < 0 else len(bar.event.group))
+    ]
 
 
 def _peer(event: Event, by_side: dict[tuple[int, str], Event], operations: dict[int, int]) -> int | None:

@@ -61,6 +61,8 @@ def draw(trace: Trace, path: str | os.PathLike[str], color: str = "op") -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     scale, unit = _scale(timeline)
+    if older := trace.forgotten():
+        unit += f"; without {older:,} older events"
     boxes = _boxes(timeline, scale)
     colors = _colors(timeline, color)
     _draw_boxes(axes, boxes, {bar.event.order: colors[getattr(bar.event, color)] for bar in timeline.bars})

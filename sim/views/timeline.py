@@ -1,4 +1,4 @@
-"""Where the events of a trace lie on a time axis, for those who draw them."""
+"""Events of a trace on a time axis, for those who draw them."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Timeline(NamedTuple):
 
 
 def lay_out(trace: Trace) -> Timeline:
-    """Place the events of a trace: in virtual time, or, where none has passed, in steps.
+    """Place the events that a trace has kept: in virtual time, or, where none has passed, in steps.
 
     An operation is one step after the last thing that any of its members did before.
     """
-    events = trace.in_order()
+    events = sorted(trace.kept(), key=lambda event: event.order)
     operations: dict[int, list[Event]] = {}
     for event in events:
         operations.setdefault(id(event.span) if event.span is not None else -1 - id(event), []).append(event)
     numbered = list(operations.values())
     timed = any(event.end or event.issued for event in events)
-    bars = _in_time(numbered, trace) if timed else _in_steps(numbered)
+    bars = _in_time(numbered) if timed else _in_steps(numbered)
     return Timeline(sorted(bars, key=lambda bar: bar.event.order), timed)
 
 
@@ -62,8 +62,8 @@ def _is_complete(members: list[Event]) -> bool:
     return members[0].span is None or members[0].end is not None
 
 
-def _in_time(operations: list[list[Event]], trace: Trace) -> Iterable[Bar]:
-    last = max([end for event in trace.events if (end := event.end)] + [event.issued for event in trace.events])
+def _in_time(operations: list[list[Event]]) -> Iterable[Bar]:
+    last = max(event.end or event.issued for members in operations for event in members)
     for number, members in enumerate(operations):
         for event in members:
             if event.start is None or event.end is None:  # it waits for ever

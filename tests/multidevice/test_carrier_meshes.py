@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import sim
 from hyper_parallel.core.fully_shard.carrier import carrier_of, split_replicated, split_world
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
 NO_GLOO = ("sim", "gpu", "npu")
 SIM = ("sim",)

@@ -25,6 +25,7 @@ from hyper_parallel.core.checkpoint import (
     read_metadata,
     save_checkpoint,
 )
+from hyper_parallel.core.checkpoint.folders import LEASE
 from hyper_parallel.core.fully_shard import fully_shard, get_model_state_dict
 from hyper_parallel.core.redistribute import full_tensor
 
@@ -272,7 +273,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(ctx, tmp
             assert any("step 2 has not been saved" in str(one.message) for one in caught) == (ctx.rank == 0)
             assert checkpointer.latest().name == "step-00000001"
             dist.barrier()
-            assert [path.name for path in (tmp_path / str(async_save)).iterdir()] == ["step-00000001"]
+            there = sorted(path.name for path in (tmp_path / str(async_save)).iterdir())
+            assert there == [LEASE, "step-00000001"]
             dist.barrier()
             failing = False
             checkpointer.save(3, tensors)
@@ -291,3 +293,44 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(ctx, tmp
     with pytest.raises(ValueError, match="'x' is not the same tensor on all ranks"):
         save_checkpoint(tmp_path / "mistaken", {"x": torch.zeros(ctx.rank + 1)})
     assert not (tmp_path / "mistaken").exists()
+
+
+@sim.ranks(3)
+def test_a_second_run_in_a_folder_is_refused_on_all_ranks_alike(ctx, tmp_path):
+    tensors = {"w": torch.full((3,), float(ctx.rank), device=ctx.device)}
+    with Checkpointer(tmp_path / "run") as first, Checkpointer(tmp_path / "run") as second:
+        first.acquire()
+        assert first.save(1, {}, per_rank=tensors).error is None
+        for use in (second.acquire, lambda: second.save(2, {}, per_rank=tensors)):
+            with pytest.raises(CheckpointError, match="another run is using it") as caught:
+                use()
+            texts = [None] * 3
+            dist.all_gather_object(texts, str(caught.value))
+            assert len(set(texts)) == 1
+        assert second.latest() == tmp_path / "run" / "step-00000001", "who only reads needs no lease"
+        dist.barrier()
+        first.close()
+        assert second.save(2, {}, per_rank=tensors).error is None
+    dist.barrier()
+    assert not (tmp_path / "run" / LEASE).exists()
+
+
+@sim.ranks(3)
+def test_disks_that_hosts_do_not_share_are_noticed(ctx, tmp_path):
+    """A rank on another disk has another folder of the same name; here the name is another."""
+    own = tmp_path / ("here" if ctx.rank < 2 else "there")
+    with Checkpointer(own) as checkpointer:
+        for use in (checkpointer.acquire, lambda: checkpointer.save(1, {})):
+            with pytest.raises(CheckpointError) as caught:
+                use()
+            texts = [None] * 3
+            dist.all_gather_object(texts, str(caught.value).replace(str(own), "ROOT"))
+            assert len(set(texts)) == 1
+            assert texts[0].startswith(
+                "cannot save to ROOT: 1 of 3 ranks do not see the file .lease.json that rank 0 has written\n"
+                "  rank 2 on host '"
+            )
+            assert texts[0].endswith("\n  try: a folder on a file system that all ranks share")
+            dist.barrier()
+            assert not list(own.glob("*")), "nothing is left"
+            dist.barrier()  # before rank 0 writes the next one

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -344,11 +344,33 @@ class Counting(AllGather):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@sim.ranks(2, arms=("sim",))
+def test_zeros_for_parameters_that_no_rank_uses(ctx, whole):
+    known = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # not in torch 2.11
+    for wrap in (fully_shard, fsdp.fully_shard)[: 1 + (known and not whole)]:
+        model = net()
+        model[2].unused = nn.Parameter(torch.ones(4, 3))
+        options = {"replicate_params": [model[2].unused]} if whole else {}
+        wrap(model[2], **options)
+        wrap(model)
+        model(rows(ctx.rank)).sum().backward()
+        assert model[2].unused.grad is None
+        model.set_reduce_scatter_unused_params(True, recurse=False)
+        model(rows(ctx.rank)).sum().backward()
+        assert model[2].unused.grad is None
+        model.set_reduce_scatter_unused_params(True)
+        model(rows(ctx.rank)).sum().backward()
+        assert torch.equal(model[2].unused.grad.full_tensor(), torch.zeros(4, 3))
+    model = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"set_reduce_scatter_unused_params cannot use 1(.|\n)*  try: True"):
+        model.set_reduce_scatter_unused_params(1)
+
+
 @sim.ranks(2, arms=("sim",))
 def test_what_has_no_effect_is_accepted(ctx):
     model = wrap_net(fully_shard)
     model.set_force_sum_reduction_for_comms(True)
-    model.set_reduce_scatter_unused_params(True, recurse=False)
     model.set_reduce_scatter_max_input_buffers(2)
     model.set_separate_reduce_scatter_group()
     model.set_allocate_memory_from_process_group_for_comm(True)
@@ -446,6 +468,45 @@ def test_the_axes_of_an_spmd_mesh(ctx, shape, names, dims):
         for param, other in zip(model.parameters(), alone.parameters(), strict=True):
             # the loss is that of all rows already: its gradients add up, and FSDP2 takes their mean
             torch.testing.assert_close(ctx.world_size // shape[-1] * param.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.parametrize(
+    ("dims", "factor"),
+    [
+        ({"shard": "b", "replicate": "a"}, None),
+        ({"shard": ("a", "b")}, None),
+        ({"replicate": ("a", "b")}, None),
+        ({"shard": ("a", "b")}, 8.0),
+    ],
+)
+@sim.ranks(4, arms=("sim",))
+def test_gradients_that_count_as_copies_are_averaged(ctx, dims, factor):
+    """Each rank computes on its own rows, which it calls the same on all, as FSDP2's own tests do."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    alone = net()
+    losses = [alone(rows(rank)).square().mean() for rank in range(4)]
+    (torch.stack(losses).mean() * (4 / (factor or 4))).backward()
+    known = "dp_mesh_dims" in inspect.signature(fsdp.fully_shard).parameters  # not by torch 2.11
+    for wrap in (fully_shard, fsdp.fully_shard)[: 1 + known]:
+        model = distribute_module(net(), mesh)
+        wrap(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        own = DTensor.from_local(rows(ctx.rank), mesh, [Replicate()] * 2, run_check=False)
+        model(own).square().mean().backward()
+        for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+@sim.ranks(2, arms=("sim",))
+def test_a_mean_of_gradients_that_are_the_same_on_all_ranks(ctx):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    alone = net()
+    alone(rows(0)).square().mean().backward()
+    model = fully_shard(distribute_module(net(), mesh))
+    model.set_reduce_op_type("avg")
+    model(distribute_tensor(rows(0), mesh, [Replicate()])).square().mean().backward()
+    assert_equal([p.grad.full_tensor() for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
 @sim.ranks(2, arms=("sim",))

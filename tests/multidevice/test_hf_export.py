@@ -138,7 +138,7 @@ def test_a_rank_reads_no_more_than_its_part(tmp_path: Path, monkeypatch: pytest.
 
     class CountingSlice:
         def __init__(self, source):
-            self.source, self.get_shape = source, source.get_shape
+            self.source, self.get_shape, self.get_dtype = source, source.get_shape, source.get_dtype
 
         def __getitem__(self, part):
             found = self.source[part]

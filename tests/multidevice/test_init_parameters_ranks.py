@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sim
 from hyper_parallel import DTensor, Layout
 from hyper_parallel.core.dtensor import to_torch
-from hyper_parallel.core.shard.init import init_parameters
+from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.models import Llama, LlamaConfig
 
 LLAMA = LlamaConfig(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, max_seq_len=8)

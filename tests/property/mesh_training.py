@@ -19,12 +19,12 @@ from torch._guards import detect_fake_mode
 
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, count_rows
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED
 from hyper_parallel.trainer.loss import ShareOfLoss
 from hyper_parallel.trainer.optimizer import build_optimizer
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.preflight import plan_run
 from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.steps import WEIGHTS, Parallelized

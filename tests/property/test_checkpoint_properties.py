@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import re
 import tempfile
+import zlib
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
-from hyper_parallel.core.checkpoint import load_checkpoint, read_metadata, save_checkpoint
+from hyper_parallel.core.checkpoint import CheckpointError, load_checkpoint, read_metadata, save_checkpoint
 from hyper_parallel.core.checkpoint import reader as reader_module
 from hyper_parallel.core.checkpoint import writer as writer_module
 from hyper_parallel.core.checkpoint.exact import from_json, to_json
@@ -165,3 +169,99 @@ def test_values_come_back_exactly(value: object) -> None:
     text = to_json(value)
     assert equal(from_json(text), value)
     json.loads(text, parse_constant=pytest.fail)  # no NaN or Infinity, which are no JSON
+
+
+# -- records that somebody has changed -----------------------------------------------------------------------------
+
+SAVED = {
+    "w": ((6, 4), ("x", "y")),
+    "v": ((8,), (("x", "y"),)),
+    "n": ((2, 3), (None, None)),
+    "e": ((0, 3), (None, None)),
+}
+NODES = st.one_of(
+    st.integers(-2, 40), st.integers(-(2**70), 2**70), st.none(), st.booleans(), st.floats(), st.text(max_size=3),
+    st.lists(st.integers(0, 8), max_size=3),
+    st.sampled_from(["float32", "int32", "float64", "data-00001.safetensors", "../x", {}, []]),
+)  # fmt: skip
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    return {name: bits_of(shape, torch.float32, seed) for seed, (name, (shape, _)) in enumerate(SAVED.items())}
+
+
+def save_four(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    layout = Layout((2, 2), ("x", "y"))
+    tensors = {
+        name: distribute_tensor(whole, layout(*SAVED[name][1]).with_mesh(mesh), src_data_rank=None)
+        for name, whole in whole_tensors().items()
+    }
+    save_checkpoint(folder, tensors, per_rank={"rank": torch.tensor(dist.get_rank())})
+
+
+@cache
+def saved_by_four() -> tuple[tempfile.TemporaryDirectory[str], Path]:
+    root = tempfile.TemporaryDirectory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer_module, "BLOCK", 64)
+        sim.run(save_four, 4, args=(Path(root.name, "c"),))
+    return root, Path(root.name, "c")
+
+
+def places_in(node: Any) -> list[tuple[Any, Any]]:
+    """All containers with a key or an index in them."""
+    items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+    found = [(node, key) for key, _ in items]
+    return found + [place for _, inner in items for place in places_in(inner)]
+
+
+def corrupt(draw: st.DrawFn, content: dict[str, Any]) -> None:
+    """Change one thing: replace it, move a number, delete, duplicate, or swap it with another."""
+    places = [place for place in places_in(content) if place[1] not in ("extra", "step", "run")]
+    holder, key = draw(st.sampled_from(places))
+    kind = draw(st.sampled_from(["replace", "add", "delete", "duplicate", "swap"]))
+    if kind == "add" and type(holder[key]) is int:
+        holder[key] += draw(st.sampled_from([-64, -24, -4, -1, 1, 2, 4, 24, 64]))
+    elif kind == "delete":
+        del holder[key]
+    elif kind == "duplicate" and isinstance(holder, list):
+        holder.insert(key, copy.deepcopy(holder[key]))
+    elif kind == "swap":
+        alike = [place for place in places if type(place[0][place[1]]) is type(holder[key])]
+        other, at = draw(st.sampled_from(alike))
+        holder[key], other[at] = copy.deepcopy(other[at]), copy.deepcopy(holder[key])
+    else:
+        holder[key] = draw(NODES)
+
+
+@examples(4)
+@given(st.data())
+def test_a_changed_record_is_refused_or_loads_what_was_saved(data: st.DataObject) -> None:
+    folder = saved_by_four()[1]
+    path = folder / "checkpoint.json"
+    right = path.read_text()
+    begin, _, rest = right.partition("\n")
+    content = json.loads(rest.removesuffix("\n}\n"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        data.draw(st.composite(corrupt)(content))
+    text = json.dumps(content)
+    begin = re.sub(r'"crc32": "\w+"', f'"crc32": "{zlib.crc32(text.encode()):08x}"', begin)
+    wholes = whole_tensors()
+    targets = {name: torch.full_like(whole, -7.0) for name, whole in wholes.items()}
+    rank = torch.tensor(-7)
+    refusal = None
+    try:
+        path.write_text(f"{begin}\n{text}\n}}\n")
+        load_checkpoint(folder, targets, per_rank={"rank": rank})
+    except (CheckpointError, ValueError) as error:
+        refusal = str(error)
+    finally:
+        path.write_text(right)
+    if refusal is None:
+        assert all(same_bits(targets[name], whole) for name, whole in wholes.items())
+        assert rank.item() == 0
+    else:
+        assert refusal.startswith("cannot load the checkpoint")
+        assert "\n  try: " in refusal
+        assert all(bool((target == -7).all()) for target in (*targets.values(), rank)), "half loaded"

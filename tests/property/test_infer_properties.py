@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.diagnose import diagnose
-from sim.prove.fits import fit
-from sim.prove.infer import explanations
+from sim.prove.infer import explanations, fit
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import sim
 from hyper_parallel import DTensor, Layout
 from hyper_parallel.core.dtensor import to_torch
-from hyper_parallel.core.shard.init import init_parameters
-from hyper_parallel.core.shard.parts import Box, Cut
-from hyper_parallel.core.shard.random import Stream, normal
+from hyper_parallel.core.init.api import init_parameters
+from hyper_parallel.core.init.parts import Box, Cut
+from hyper_parallel.core.init.random import Stream, normal
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_programs import renumbered, sent_by_program, standing_bytes, updated
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe

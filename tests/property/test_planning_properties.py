@@ -21,8 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import Link, Topology, plan, topology
 from hyper_parallel.core.redistribute.execute import _run, drive
-from hyper_parallel.core.redistribute.moves import moves
-from hyper_parallel.core.redistribute.steps import price
+from hyper_parallel.core.redistribute.steps import moves, price
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import BYTES_ONLY, lower_bound, plan, topology
-from hyper_parallel.core.redistribute.builders import Builder
-from hyper_parallel.core.redistribute.read import transition_of
-from hyper_parallel.core.redistribute.twins import axis_by_axis, gather_everything
+from hyper_parallel.core.redistribute.builder import Builder
+from hyper_parallel.core.redistribute.candidates import axis_by_axis, gather_everything
+from hyper_parallel.core.redistribute.transition import transition_of
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim

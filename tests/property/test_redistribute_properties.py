@@ -23,7 +23,7 @@ import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import Link, Plan, Topology, execute, plan, topology
 from hyper_parallel.core.redistribute.plan import _cached
-from hyper_parallel.core.redistribute.torch_twin import torch_plan
+from hyper_parallel.core.redistribute.show import torch_plan
 from sim.strategies import AXIS_NAMES, layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim

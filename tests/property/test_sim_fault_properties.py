@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sim
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim import faults, threads
 from sim.strategies import fault_plans, parallel_dims
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import sim
 from sim import threads
+from sim.trace import Event, Row, Trace
 
 pytestmark = pytest.mark.sim
 
@@ -207,3 +208,73 @@ def test_a_rank_that_goes_astray_is_found(case: tuple[Program, Program, int], se
     with pytest.raises((sim.CollectiveMismatch, sim.Deadlock)):
         sim.run(body, program.world_size, seed=seed)
     assert threads.busy_threads() == 0
+
+
+# -- what a trace still knows of events that it has forgotten -------------------------------------------------------
+
+
+def by_axis(events: list[Event]) -> list[Row]:
+    """The rows of a trace, counted from all its events."""
+    counted: dict[tuple[str, str], set[tuple]] = {}
+    moved: dict[tuple[str, str], dict[int, int]] = {}
+    for event in (event for event in events if event.completed):
+        once = (event.process_group, event.group, event.seq) if event.seq >= 0 else (event.order,)
+        counted.setdefault((event.axis, event.op), set()).add(once)
+        per_rank = moved.setdefault((event.axis, event.op), {})
+        per_rank[event.rank] = per_rank.get(event.rank, 0) + event.recv_bytes
+    axes = list(dict.fromkeys(axis for axis, _ in moved))
+    return [
+        Row(*key, len(counted[key]), sum(moved[key].values()), max(moved[key].values()))
+        for key in sorted(moved, key=lambda key: (axes.index(key[0]), key[1]))
+    ]
+
+
+class Watched(Trace):
+    """A trace that compares what it says with all events, each time that one comes."""
+
+    def __init__(self, world_size: int, keep_events: int) -> None:
+        super().__init__(world_size, keep_events)
+        self.all = Trace(world_size)
+
+    def add(self, event: Event) -> None:
+        super().add(event)
+        self.all.add(event)
+        self.compare()
+
+    def compare(self) -> None:
+        events = self.all.events
+        rows = by_axis(events)
+        assert self.by_axis() == self.all.by_axis() == rows
+        assert self.bytes() == sum(row.bytes for row in rows)
+        for row in rows:
+            assert self.bytes(axis=row.axis, op=row.op) == row.bytes
+            assert max(self.bytes(row.axis, row.op, rank) for rank in range(self.world_size)) == row.bytes_per_rank
+        kept = list(self.kept())
+        assert self.forgotten() == len(events) - len(kept)
+        for rank in range(self.world_size):
+            mine = [event for event in events if event.rank == rank]
+            assert self.count(rank) == len(mine)
+            last = [event for event in kept if event.rank == rank]
+            newest = mine[max(0, len(mine) - self._keep) :]
+            assert last[len(last) - len(newest) :] == newest
+            assert [event for event in mine if not event.completed] == [e for e in last if not e.completed]
+
+
+@given(perturbed_programs(), st.booleans(), st.integers(0, 5), st.integers(0, 2**32))
+def test_counts_and_sums_are_those_of_all_events(
+    case: tuple[Program, Program, int], right: bool, keep_events: int, seed: int
+) -> None:
+    program, other, astray = case
+
+    def body() -> None:
+        run_program(program if right or dist.get_rank() != astray else other)
+
+    with sim.world(program.world_size, seed=seed) as world:
+        world.trace = Watched(program.world_size, keep_events)
+        for _ in range(2):
+            try:
+                world.run(body)
+            except (sim.CollectiveMismatch, sim.Deadlock):
+                assert not right
+                break
+    world.trace.compare()

@@ -5,9 +5,11 @@ And a run that is saved goes on under any other arrangement; under the same one 
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
@@ -33,6 +35,7 @@ from hyper_parallel.core.expert_parallel.router import Router
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.pipeline import SCHEDULES
 from hyper_parallel.trainer.config import CheckpointConfig, Config, ParallelConfig
+from hyper_parallel.trainer.data import rank_part, shuffled
 from hyper_parallel.trainer.preflight import plan_run
 from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.saving import Progress, Saver
@@ -283,3 +286,28 @@ def test_what_does_not_fit_is_refused_by_every_rank_before_it_starts(arrangement
     assert all(outcome == outcomes[0] and len(outcome) == 1 for outcome in outcomes), outcomes
     reference_loss = reference(problem).values["loss of step 1"].item()
     assert outcomes[0][0][1] == pytest.approx(reference_loss, abs=reference(problem).bounds["loss of step 1"][0])
+
+
+# -- the order of the text ------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 300), st.integers(0, 2**40), st.integers(-(2**70), 2**70), st.data())
+def test_an_epoch_has_every_window_once_however_it_is_read(count, epoch, seed, data):
+    first = epoch * count
+    order = shuffled(np.arange(first, first + count, dtype=np.uint64), count, seed)
+    assert sorted(order.tolist()) == list(range(count))
+    cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=6)))
+    pieces = [range(first + a, first + b) for a, b in itertools.pairwise([0, *cuts, count])]
+    read = [shuffled(np.array(piece, dtype=np.uint64), count, seed) for piece in pieces]
+    assert np.concatenate(read).tolist() == order.tolist(), "a sample depends on its number and the seed only"
+
+
+@given(st.data())
+def test_steps_of_any_batches_on_any_ranks_read_one_stream(data):
+    used = numbered = 0
+    for _ in range(data.draw(st.integers(1, 5))):
+        ranks = data.draw(st.integers(1, 8))
+        batch = ranks * data.draw(st.integers(1, 4))
+        parts = [rank_part(used, batch, rank, ranks) for rank in range(ranks)]
+        assert [sample for part in parts for sample in part] == list(range(numbered, numbered + batch))
+        used, numbered = used + batch, numbered + batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.hardware import find_hardware
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe

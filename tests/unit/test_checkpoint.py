@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import sim
 from hyper_parallel.core.checkpoint import (
     Checkpointer,
     CheckpointError,
+    folders,
     load_checkpoint,
     load_optimizer_scalars,
     model_tensors,
@@ -38,7 +40,8 @@ W = torch.arange(6.0).reshape(2, 3)
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """What there is besides the lease of who is saving."""
+    return sorted(path.name for path in folder.iterdir() if path.name != folders.LEASE)
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -181,13 +184,15 @@ def test_every_bit_of_the_data_counts_whoever_looks_at_it(tmp_path, monkeypatch)
     metadata = read_metadata(tmp_path / "c")
     path = tmp_path / "c" / metadata.files[0].name
     right = path.read_bytes()
+    header = 8 + int.from_bytes(right[:8], "little")
     for ranks in (1, 3, 50):
         found = [check_files(tmp_path / "c", metadata, metadata.by_key, rank, ranks) for rank in range(ranks)]
         assert found == [None] * ranks
     for at in range(len(right)):
         path.write_bytes(right[:at] + bytes([right[at] ^ 64]) + right[at + 1 :])
         found = [check_files(tmp_path / "c", metadata, metadata.by_key, rank, 3) for rank in range(3)]
-        assert sum(error is not None for error in found) == 1, f"byte {at}: {found}"
+        told = sum(error is not None for error in found)  # of the header, also by the rank that compares it
+        assert told == 1 or (told == 2 and at < header), f"byte {at}: {found}"
     path.write_bytes(right[:-1] + b"?")  # in "w", which comes last; "long" can be loaded alone
     load_checkpoint(tmp_path / "c", {"long": (long := torch.zeros(48))}, strict=False)
     assert torch.equal(long, torch.arange(48.0))
@@ -209,6 +214,101 @@ def test_a_record_leads_nowhere_else(tmp_path):
         path.write_text(f"{begin}\n{content}\n}}\n")
         with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged\n.*lacks something: (Value|Key)Error"):
             read_metadata(folder)
+
+
+def rewrite(folder, change):
+    """Change the content of a record, and let its checksum be right."""
+    path = folder / "checkpoint.json"
+    begin, _, rest = path.read_text().partition("\n")
+    content = json.loads(rest.removesuffix("\n}\n"))
+    change(content)
+    text = json.dumps(content)
+    begin = re.sub(r'"crc32": "\w+"', f'"crc32": "{zlib.crc32(text.encode()):08x}"', begin)
+    path.write_text(f"{begin}\n{text}\n}}\n")
+
+
+def first_box(content, name="w"):
+    return content["tensors"][name]["boxes"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda c: c["tensors"]["w"].update(boxes=[first_box(c)] * 2, shape=[4, 3]), "each element once"),
+        (lambda c: first_box(c).__setitem__(1, 0), "does not have 'w' where checkpoint.json says"),  # in the header
+        (lambda c: first_box(c).__setitem__(1, first_box(c, "n")[1]), "have the same bytes of file 0"),
+        (lambda c: c["tensors"].update(w=c["tensors"]["m"], m=c["tensors"]["w"]), "does not have 'm' where"),
+        (lambda c: c["tensors"].update(e={"dtype": "float32", "shape": [0, "a"], "boxes": []}), "'e' is (0, 'a')"),
+        (lambda c: c["tensors"].update(e={"dtype": "float32", "shape": [0, 2**64], "boxes": []}), "'e' is (0, 1844"),
+        (lambda c: c["files"].append(c["files"][0]), "two files of the same name"),
+        (lambda c: c.update(step={}), "at step {}"),
+        (lambda c: c.update(attempt="other"), "belongs to another checkpoint"),
+    ],
+)
+def test_a_record_is_not_believed(tmp_path, change, told):
+    save_checkpoint(tmp_path / "c", {"w": W, "m": W + 1, "n": torch.ones(8)})
+    rewrite(tmp_path / "c", change)
+    tensors = {"w": torch.zeros(2, 3), "m": torch.zeros(2, 3), "n": torch.zeros(8)}
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(tmp_path / "c", tensors)
+    assert told in str(caught.value)
+    assert "\n  try: an older checkpoint" in str(caught.value)
+    assert not any(tensor.any() for tensor in tensors.values())
+
+
+def test_a_record_does_not_say_how_much_memory_is_taken(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    make_steps(model, optimizer, [0])
+    save_checkpoint(tmp_path / "c", optimizer_tensors(model, optimizer)[0])
+    size = 2**50
+
+    def change(content):
+        content["tensors"]["optimizer.0.weight.exp_avg"] = {
+            "dtype": "float32",
+            "shape": [size],
+            "boxes": [[1, 0, [0], [size]]],
+        }
+        content["files"].append({"name": "huge", "bytes": 4 * size, "crc32": [0]})
+        content["block"] = 4 * size
+        content["files"][0]["crc32"] = [0]
+
+    rewrite(tmp_path / "c", change)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"'exp_avg' of '0\.weight' is larger than the parameter\n.*\n  try: "):
+        optimizer_targets(model, fresh, read_metadata(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("kind", ["replaced", "deleted", "saving", "step"])
+def test_links_are_not_followed(tmp_path, kind):
+    save_checkpoint(tmp_path / "other" / "c", {"w": W}, "precious")
+    root = tmp_path / "run"
+    root.mkdir()
+    link = root / ("step-00000001" if kind == "step" else f".step-00000001.{kind}-x")
+    link.symlink_to(tmp_path / "other" / "c")
+    with Checkpointer(root, keep_last=1, on_error="raise") as checkpoints:
+        if kind == "step":  # whose name it is, may be read
+            assert checkpoints.load({"w": torch.zeros(2, 3)}) == "precious"
+        for step in (1, 2):
+            checkpoints.save(step, {"w": W})
+    assert [path.name for path in root.iterdir()] == ["step-00000002"]
+    assert read_metadata(tmp_path / "other" / "c").extra == "precious"
+    assert names(tmp_path / "other" / "c") == ["checkpoint.json", "data-00000.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "data-00000.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_file_that_is_none_is_not_read(tmp_path, name, kind):
+    save_checkpoint(tmp_path / "c", {"w": W})
+    path = tmp_path / "c" / name
+    path.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=re.escape(name)) as caught:
+        load_checkpoint(tmp_path / "c", {"w": torch.zeros(2, 3)})
+    assert "\n  try: " in str(caught.value)
 
 
 def test_a_file_that_breaks_while_it_is_loaded(tmp_path, monkeypatch):
@@ -254,6 +354,42 @@ def test_the_last_ones_are_kept(tmp_path, background):
         checkpoints.load({"w": W})
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_what_a_checkpointer_cannot_use_is_refused(tmp_path, background):
+    with pytest.raises(ValueError, match=r"no kind of on_error 'rasie'\n.*\n  try: on_error='raise'"):
+        Checkpointer(tmp_path, on_error="rasie")
+    with Checkpointer(tmp_path, async_save=background) as checkpoints:
+        for step, error in ((-1, ValueError), ("1", TypeError), (1.0, TypeError), (None, TypeError)):
+            with pytest.raises(error, match=r"cannot save a checkpoint: step .*\n  step: "):
+                (checkpoints.save(step, {"w": torch.ones(2)}), checkpoints.wait())
+        checkpoints.save(0, {"w": torch.ones(2)})
+        assert checkpoints.latest() == tmp_path / "step-00000000"
+        assert names(tmp_path) == ["step-00000000"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: save_checkpoint(folder, [torch.ones(2)]),
+        lambda folder: save_checkpoint(folder, {}, per_rank=[torch.ones(2)]),
+        lambda folder: save_checkpoint(folder, {}, step="1"),
+        lambda folder: save_checkpoint(None, {}),
+        lambda folder: load_checkpoint(5, {}),
+        lambda folder: read_metadata(None),
+        lambda folder: Checkpointer(folder, async_save="no"),
+        lambda folder: model_tensors([torch.ones(2)]),
+        lambda folder: model_tensors("model"),
+        lambda folder: optimizer_tensors(nn.Linear(2, 2), nn.Linear(2, 2)),
+        lambda folder: optimizer_tensors(None, torch.optim.SGD([torch.ones(2)])),
+        lambda folder: load_optimizer_scalars(torch.optim.SGD([torch.ones(2)]), ["lr"]),
+    ],
+)
+def test_arguments_of_another_kind_are_named(tmp_path, call):
+    with pytest.raises(TypeError, match=r"cannot .*: .* is .*, not .*\n  .*: .*\n  try: "):
+        call(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_only_one_stays_until_the_next_is_complete(tmp_path):
     seen = {}
     stages = Checkpointer(tmp_path, keep_last=1, on_stage=lambda stage: seen.update({stage: names(tmp_path)}))
@@ -263,6 +399,221 @@ def test_the_only_one_stays_until_the_next_is_complete(tmp_path):
         assert [name for name in seen[stage] if name.startswith("step")] == ["step-00000001"], stage
     assert seen["committed"] == seen["prune"] == ["step-00000001", "step-00000002"]
     assert seen["done"] == ["step-00000002"]
+
+
+# -- one run at a time -----------------------------------------------------------------------------------------------
+
+
+def write_lease(root, age=0.0, **changes):
+    """Leave the lease of another process, as it was when renewed for the last time `age` seconds ago."""
+    root.mkdir(exist_ok=True)
+    other = {**dataclasses.asdict(folders.Holder.here(None)), "attempt": "other", "run": "other", **changes}
+    path = root / folders.LEASE
+    path.write_text(json.dumps(other))
+    os.utime(path, (path.stat().st_mtime - age,) * 2)
+
+
+def dead_pid():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_a_second_run_is_refused_and_told_who_has_the_folder(tmp_path):
+    first, second = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    first.save(1, {"w": W})
+    for use in (second.acquire, lambda: second.save(1, {"w": W + 1})):
+        with pytest.raises(CheckpointError) as caught:
+            use()
+        assert re.fullmatch(
+            f"cannot save to {tmp_path}: another run is using it\n"
+            rf"  run [0-9a-f]{{12}} on host '\S+', process {os.getpid()}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC, "
+            r"renewed \d+ s ago\n  try: close\(\) of the Checkpointer that has it",
+            str(caught.value),
+        )
+    second.load({"w": (w := torch.zeros(2, 3))})
+    assert torch.equal(w, W)
+    second.close()
+    first.save(2, {"w": W})
+    first.close()
+    assert not (tmp_path / folders.LEASE).exists()
+    second.save(3, {"w": W})
+    second.close()
+    Checkpointer(tmp_path).save(4, {"w": W})  # never closed, and nobody refers to it any more
+    with Checkpointer(tmp_path) as third:
+        third.acquire()
+
+
+@pytest.mark.parametrize(
+    ("lease", "mine", "is_taken"),
+    [
+        ({}, {}, False),  # this process's own number, and alive
+        ({"pid": "dead"}, {}, True),
+        ({"started": "1"}, {}, True),  # another process has the number by now
+        ({"machine": "other", "pid": "dead", "age": 50}, {}, False),
+        ({"machine": "other", "age": 61}, {}, True),
+        ({"machine": "other", "job": "j"}, {"TORCHELASTIC_RUN_ID": "j"}, True),
+        ({"machine": "other", "job": "i"}, {"TORCHELASTIC_RUN_ID": "j"}, False),
+        ({"machine": "other", "job": ""}, {"TORCHELASTIC_RUN_ID": "none"}, False),
+        ({"job": "j"}, {"TORCHELASTIC_RUN_ID": "j", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"job": "j"}, {"TORCHELASTIC_RUN_ID": "j"}, False),
+        ({"pid": "no number", "age": 61}, {}, True),
+        ({"pid": "no number"}, {}, False),
+    ],
+)
+def test_who_takes_over_a_lease(tmp_path, monkeypatch, lease, mine, is_taken):
+    pid = {"pid": dead_pid()} if lease.get("pid") == "dead" else {}
+    write_lease(tmp_path, **{**lease, **pid})
+    for key, value in mine.items():
+        monkeypatch.setenv(key, value)
+
+    def renewed(_):
+        os.utime(tmp_path / folders.LEASE)
+
+    monkeypatch.setattr(folders, "_pause", renewed)  # its holder is alive
+    checkpoints = Checkpointer(tmp_path)
+    if is_taken:
+        assert checkpoints.save(1, {"w": W}).error is None
+        checkpoints.close()
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+        return
+    with pytest.raises(CheckpointError, match="another run is using it"):
+        checkpoints.save(1, {"w": W})
+    assert [path.name for path in tmp_path.iterdir()] == [folders.LEASE]
+
+
+def test_a_lease_of_another_host_is_waited_for(tmp_path, monkeypatch):
+    write_lease(tmp_path, machine="other", age=30)
+    waited = []
+
+    def pause(seconds):
+        waited.append(seconds)
+        path = tmp_path / folders.LEASE
+        monkeypatch.setattr(folders, "_STALE_S", 60 - sum(waited))  # as if the time had passed
+        assert path.exists()
+
+    monkeypatch.setattr(folders, "_pause", pause)
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.acquire()
+    assert 29 <= sum(waited) <= 31
+
+
+def test_of_many_that_take_over_one_succeeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders.gc, "collect", lambda: None)  # before each refusal, over all that other tests have left
+    pid = dead_pid()
+    for number in range(20):
+        root, taken, refused = tmp_path / str(number), [], []
+        write_lease(root, pid=pid)
+        begin = threading.Barrier(6)
+
+        def take(root=root, begin=begin, taken=taken, refused=refused):
+            begin.wait()
+            try:
+                taken.append(folders.Lease(root))
+            except CheckpointError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=take) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(taken), len(refused)) == (1, 5)
+        taken[0].check()
+        assert [path.name for path in root.iterdir()] == [folders.LEASE]
+
+
+def test_a_lease_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "_RENEW_S", 0.001)
+    lease = folders.Lease(tmp_path)
+    path = tmp_path / folders.LEASE
+    os.utime(path, (1, 1))
+    while path.stat().st_mtime == 1:  # a hang would end it
+        pass
+    lease.release()
+    assert not path.exists()
+    with pytest.raises(CheckpointError, match="this run has released it"):
+        lease.check()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("when", ["before", "commit"])
+def test_who_has_lost_the_lease_changes_nothing(tmp_path, background, when):
+    def on_stage(stage):
+        if stage == when and armed:
+            write_lease(tmp_path)
+
+    armed = False
+    checkpoints = Checkpointer(tmp_path, keep_last=1, async_save=background, on_stage=on_stage)
+    checkpoints.save(1, {"w": W})
+    checkpoints.wait()
+    armed = True
+    on_stage("before")
+    for step in (1, 2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            saved = checkpoints.save(step, {"w": W + 1})
+            saved = checkpoints.wait() if background else saved
+        assert "another run has taken it over" in saved.error
+        checkpoints.load({"w": (w := torch.zeros(2, 3))}, path=tmp_path / "step-00000001")
+        assert torch.equal(w, W)
+        assert names(tmp_path) == ["step-00000001"]
+    checkpoints.close()
+    assert json.loads((tmp_path / folders.LEASE).read_text())["run"] == "other"
+
+
+def test_what_another_run_has_left_is_neither_replaced_nor_deleted(tmp_path):
+    with Checkpointer(tmp_path, keep_last=None) as first:
+        for step in (1, 2, 3):
+            first.save(step, {"w": W}, "first")
+    with Checkpointer(tmp_path, keep_last=1, on_error="raise") as second:
+        second.save(4, {"w": W})
+        second.save(5, {"w": W})
+        assert names(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3, 5)]
+        with pytest.raises(CheckpointError, match="another run has saved it, and this one has not gone on from there"):
+            second.save(3, {"w": W})
+    assert read_metadata(tmp_path / "step-00000003").extra == "first"
+    with Checkpointer(tmp_path, keep_last=1, on_error="raise") as third:
+        third.load({"w": W.clone()}, path=tmp_path / "step-00000003")  # goes on with the first
+        third.save(3, {"w": W}, "third")
+        assert names(tmp_path) == ["step-00000003", "step-00000005"]
+    assert read_metadata(tmp_path / "step-00000003").extra == "third"
+
+
+def test_a_run_that_goes_back_sets_the_newer_ones_aside_when_the_next_is_there(tmp_path):
+    with Checkpointer(tmp_path, keep_last=None, on_error="raise") as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, {"w": W * step})
+        assert checkpoints.at(2) == tmp_path / "step-00000002"
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint of step 7\n  complete: step 1, "):
+            checkpoints.load({"w": W.clone()}, step=7)
+        with pytest.raises(ValueError, match="both are given"):
+            checkpoints.load({"w": W.clone()}, step=2, path=tmp_path)
+        checkpoints.load({"w": (w := torch.zeros(2, 3))}, step=2)
+        assert torch.equal(w, W * 2)
+        assert checkpoints.latest() == tmp_path / "step-00000004", "as long as there is nothing new"
+        with pytest.raises(TypeError):
+            checkpoints.save(3, {"w": 3})
+        assert names(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+        checkpoints.save(3, {"w": W})
+        kept = [f"step-0000000{step}" for step in (1, 2, 3)]
+        assert names(tmp_path) == [*kept, "undone-step-00000003", "undone-step-00000004"]
+        checkpoints.save(4, {"w": W})
+        checkpoints.load({"w": w}, path=tmp_path / "undone-step-00000004")
+        assert torch.equal(w, W * 4)
+        assert checkpoints.latest() == tmp_path / "step-00000004"
+
+
+def test_a_forked_process_does_not_release_the_lease(tmp_path):
+    lease = folders.Lease(tmp_path)
+    child = os.fork()
+    if not child:
+        lease.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    lease.check()
+    assert (tmp_path / folders.LEASE).exists()
+    lease.release()
 
 
 # -- in the background -----------------------------------------------------------------------------------------------

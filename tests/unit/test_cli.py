@@ -10,8 +10,10 @@ import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
@@ -24,6 +26,8 @@ from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.display import TrainingDisplay
 from hyper_parallel.trainer.record import StepRecord, TrainResult
 from hyper_parallel.trainer.report import largest_difference, loss_table, plot_losses, traffic_table
+from sim.mesh.evidence import validate as evidence
+from sim.script import launch, options
 
 TINY = """
 [model]
@@ -153,8 +157,15 @@ def test_no_flag_is_short_for_one_of_torchruns() -> None:
     from typer.main import get_command
 
     theirs = [flag for action in get_args_parser()._actions for flag in action.option_strings]
-    commands = get_command(cli.app).commands.values()  # type: ignore[attr-defined]
-    ours = [flag for command in commands for param in command.params for flag in param.opts if flag.startswith("--")]
+    commands = dict(get_command(cli.app).commands)  # type: ignore[attr-defined]
+    del commands["simulate"]  # which is started in torchrun's place
+    ours = [
+        flag
+        for command in commands.values()
+        for param in command.params
+        for flag in param.opts
+        if flag.startswith("--")
+    ]
     assert "--log-file" in ours
     assert "--log-dir" in theirs
     assert [(flag, other) for flag in ours for other in theirs if other.startswith(flag)] == []
@@ -243,6 +254,7 @@ FLAGS = [
     ("train", "seq_len", "--seq-len", "16", 16),
     ("train", "accumulate", "--accumulate", "2", 2),
     ("train", "model", "--model", "moe", "moe"),
+    ("checkpoint", "resume_step", "--resume-step", "3", 3),
     ("train", "on_nonfinite", "--on-nonfinite", "skip", "skip"),
     ("train", "stuck_after_s", "--stuck-after", "2.5", 2.5),
     ("train", "tensorboard", "--tensorboard", "board", "board"),
@@ -492,15 +504,63 @@ from hyper_parallel.cli import app
 helps = [[name, "--help"] for name in sys.argv[1:]]
 for arguments in (["--help"], ["--version"], *helps, ["hardware", "measure", "--help"]):
     assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
-for arguments in (["train", "--stepz", "1"], ["train", "--steps", "many"], ["estimate"], ["no-such-command"]):
+wrong = [["train", "--stepz", "1"], ["train", "--steps", "many"], ["estimate"], ["no-such-command"]]
+wrong += [["simulate", "x.py"], ["simulate", "--nproc", "2", "--map-device", "tpu", "x.py"], ["validate", "--out", "x"]]
+for arguments in wrong:
     assert CliRunner().invoke(app, arguments).exit_code == 2, arguments
 assert "torch" not in sys.modules and "sim" not in sys.modules
 """
 
 
+def click_command(app: typer.Typer) -> Any:
+    """The command line as a group of click's commands."""
+    return typer.main.get_command(app)
+
+
 def test_help_and_wrong_options_come_before_torch() -> None:
-    commands = ("train", "demo", "export", "plot", "plan", "verify", "estimate", "search", "hardware")
+    commands = list(click_command(cli.app).commands)
+    assert {"train", "simulate", "validate"} < {*commands}
     done = subprocess.run(
         [sys.executable, "-c", HELP_WITHOUT_TORCH, *commands], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_script_is_started_with_the_options_of_the_simulators_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = options._parser("python -m sim run")
+    theirs = {name for action in parser._actions for name in action.option_strings}
+    command = click_command(cli.app).commands["simulate"]
+    assert {name for each in command.params if each.param_type_name == "option" for name in each.opts} == theirs - {
+        "-h",
+        "--help",
+    }
+    found: list[options.Launch] = []
+    monkeypatch.setattr(launch, "run_script", lambda asked: found.append(asked) or 7)
+    Path("x.py").touch()
+    given = "--nproc-per-node 2 --standalone --rdzv_backend c10d --nnodes 1 --seed 3 --map-device npu --env A=1"
+    given += " --env B=2 --show all --own rich --check-races --check-replicas x.py --help -m -- --nproc 5"
+    result = CliRunner().invoke(cli.app, ["simulate", *given.split()])
+    assert result.exit_code == 7, result.output
+    assert found == [options.parse(given.split(), "hyper-parallel simulate")]
+    assert found[0].arguments == ("--help", "-m", "--", "--nproc", "5")
+
+
+def test_rows_to_validate(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def rows(file: Path | None, **given: Any) -> str:
+        calls.append((file, given))
+        given["progress"](1, 2, evidence.Outcome("row-1", "source", "group", "2x H100 [tp2]", False, reason="unknown"))
+        return "# Summary\n\n## The worst rows\nall of them"
+
+    monkeypatch.setattr(evidence, "validate", rows)
+    Path("rows.json").write_text("[]")
+    result = CliRunner().invoke(cli.app, ["validate", "rows.json", "--write", "page.md", "--cache", "here"])
+    assert (result.exit_code, result.stdout) == (0, "# Summary\n\n")
+    assert result.stderr == "1/2 row-1 2x H100 [tp2]: unknown\n"
+    ((file, given),) = calls
+    del given["progress"]
+    assert file == Path("rows.json")
+    assert given == {"write": Path("page.md"), "cache": Path("here"), "processes": 2}
+    result = CliRunner().invoke(cli.app, ["validate", "none.json"])
+    assert (result.exit_code, "cannot validate: there is no file 'none.json'" in result.output) == (2, True)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from hyper_parallel import cli
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import lower_bound, plan, show, topology
-from hyper_parallel.core.redistribute.torch_twin import torch_plan
+from hyper_parallel.core.redistribute.show import torch_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))
 USUAL = {"--mesh": "dp=2,tp=4", "--shape": "16,8", "--from": "tp,None", "--to": "dp+tp,None"}

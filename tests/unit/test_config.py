@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import (
@@ -21,7 +22,6 @@ from hyper_parallel.trainer.config import (
 )
 from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.optimizer import learning_rate
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.preflight import (
     available_memory,
     check_machine,

@@ -19,7 +19,7 @@ from hyper_parallel.core.context_parallel import (
     context_parallel,
     kernels,
 )
-from hyper_parallel.core.context_parallel.blocks import Block, Joined
+from hyper_parallel.core.context_parallel.blocks import AttentionBlock, Joined
 from hyper_parallel.core.context_parallel.ring import Ring
 from hyper_parallel.models import Llama, LlamaConfig
 
@@ -49,7 +49,7 @@ def cp_of(degree: int | None = None, balance: bool = True) -> ContextParallel:
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, SEQ])
 def test_products_and_kernel_agree(monkeypatch: pytest.MonkeyPatch, causal: bool, rows_at_a_time: int) -> None:
     monkeypatch.setattr(blocks, "MAX_SCORES", rows_at_a_time * BATCH * HEADS * SEQ)
-    block = Block(*qkv(), causal, 0.3)
+    block = AttentionBlock(*qkv(), causal, 0.3)
     assert kernels.has_kernel(block.q, block.k, block.v)
     out, lse = block.forward()
     grads = block.backward(normal(*block.q.shape, seed=5), out, lse)
@@ -63,7 +63,7 @@ def test_products_and_kernel_agree(monkeypatch: pytest.MonkeyPatch, causal: bool
 
 def test_few_rows_at_a_time_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MAX_SCORES", 2 * BATCH * HEADS * SEQ)
-    block = Block(*qkv(), False, 1.0, (torch.zeros(BATCH, SEQ), torch.zeros(BATCH, SEQ)))
+    block = AttentionBlock(*qkv(), False, 1.0, (torch.zeros(BATCH, SEQ), torch.zeros(BATCH, SEQ)))
     sizes = [scores.numel() for _, scores in block._scores()]
     assert sizes == [blocks.MAX_SCORES] * (SEQ // 2)
 
@@ -71,10 +71,10 @@ def test_few_rows_at_a_time_bound_the_memory(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_query_that_sees_nothing_gets_zeros_and_changes_nothing() -> None:
     q, k, v = qkv()
     ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    out, lse = Block(q, k, v, False, 1.0, (ids, ids + 1)).forward()
+    out, lse = AttentionBlock(q, k, v, False, 1.0, (ids, ids + 1)).forward()
     assert torch.equal(out, torch.zeros_like(q))
     assert (lse == -torch.inf).all()
-    joined = Joined(*Block(q, k, v, True, 1.0).forward())
+    joined = Joined(*AttentionBlock(q, k, v, True, 1.0).forward())
     before = joined.out.clone()
     joined.add(out, lse, 0)
     assert torch.equal(joined.out, before)
@@ -82,9 +82,9 @@ def test_a_query_that_sees_nothing_gets_zeros_and_changes_nothing() -> None:
 
 def test_keys_in_two_blocks_are_one_softmax() -> None:
     q, k, v = qkv()
-    joined = Joined(*Block(q, k[:, :, :5], v[:, :, :5], False, 0.5).forward())
-    joined.add(*Block(q, k[:, :, 5:], v[:, :, 5:], False, 0.5).forward(), 0)
-    out, lse = Block(q, k, v, False, 0.5).forward()
+    joined = Joined(*AttentionBlock(q, k[:, :, :5], v[:, :, :5], False, 0.5).forward())
+    joined.add(*AttentionBlock(q, k[:, :, 5:], v[:, :, 5:], False, 0.5).forward(), 0)
+    out, lse = AttentionBlock(q, k, v, False, 0.5).forward()
     torch.testing.assert_close(joined.out, out)
     torch.testing.assert_close(joined.lse, lse)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from hyper_parallel.trainer.data import (
     load_corpus,
     rank_part,
     samples,
+    shuffled,
     valid_samples,
 )
 
@@ -104,14 +107,51 @@ def test_targets_are_the_next_bytes() -> None:
     assert torch.equal((inputs + 1) % 256, targets), "the text counts upwards"
 
 
-def test_steps_and_seeds_read_other_places_all_over_the_text() -> None:
-    ramp = (np.arange(65_536) // 256).astype(np.uint8)  # the value tells the place
-    places = samples(ramp, range(4_000), 1, seed=0)[0].flatten()
-    counts = torch.bincount(places // 16, minlength=16)
-    assert counts.min() > 190, "about 250 in each sixteenth of the text"
-    assert counts.max() < 310
-    assert not torch.equal(places[:50], samples(ramp, range(50), 1, seed=1)[0].flatten())
-    assert not torch.equal(places[:50], samples(ramp, range(50, 100), 1, seed=0)[0].flatten())
+def plainly_shuffled(index: int, count: int, seed: int) -> int:
+    """The twin of `shuffled`, for one sample and in plain integers."""
+
+    def mix(value: int) -> int:
+        return int(_mix(np.array([value % 2**64], dtype=np.uint64), seed)[0])
+
+    epoch, place = divmod(index, count)
+    half = next(bits for bits in range(1, 32) if 4**bits >= count)
+    while True:
+        left, right = divmod(place, 2**half)
+        for number in range(6):
+            left, right = right, left ^ (mix(right ^ mix(epoch * 6 + number)) % 2**half)
+        place = left * 2**half + right
+        if place < count:
+            return place
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1_000])
+def test_the_order_is_that_of_plain_integers(count: int) -> None:
+    for first, seed in [(0, 0), (3 * count - 2, 7), (2**40, 2**70)]:
+        numbers = range(first, first + 5)
+        places = shuffled(np.array(numbers, dtype=np.uint64), count, seed)
+        assert places.tolist() == [plainly_shuffled(number, count, seed) for number in numbers]
+
+
+def test_every_epoch_has_every_window_once_in_an_order_of_its_own() -> None:
+    ramp, windows = (np.arange(513) // 2).astype(np.uint8), 256  # the value tells the window
+    orders = [
+        samples(ramp, range(epoch * windows, (epoch + 1) * windows), 2, seed)[0][:, 0].tolist()
+        for seed in (0, 1)
+        for epoch in range(3)
+    ]
+    assert all(sorted(order) == list(range(windows)) for order in orders)
+    for one, other in itertools.combinations([list(range(windows)), *orders], 2):
+        alike = sum(left == right for left, right in zip(one, other, strict=True))
+        follow = set(itertools.pairwise(one)) & set(itertools.pairwise(other))
+        assert alike < 10, "about one of them is in the same place"
+        assert len(follow) < 10
+
+
+def test_every_order_of_a_few_windows_comes_up() -> None:
+    orders = shuffled(np.arange(4 * 2_400, dtype=np.uint64), 4, seed=0).reshape(-1, 4)
+    counts = Counter(tuple(order) for order in orders.tolist())
+    assert len(counts) == 24
+    assert 60 < min(counts.values()) <= max(counts.values()) < 140, "about 100 each"
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.25])

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import sim
+from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.fully_shard import module as module_file
 from hyper_parallel.core.fully_shard import shares as shares_file
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
@@ -38,7 +39,6 @@ from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.schedule import _neighbour
 from hyper_parallel.core.fully_shard.shares import ALIGNMENT, SharedAllReduce, Shares
 from hyper_parallel.core.fully_shard.unit import Counts, unit_of
-from hyper_parallel.core.redistribute.groups import group_of
 from hyper_parallel.platform import get_platform
 
 pytestmark = pytest.mark.sim

@@ -8,8 +8,14 @@ import os
 import queue
 import signal
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +25,72 @@ from torch._C._distributed_c10d import HashStore
 
 import sim
 from hyper_parallel import fully_shard, init_device_mesh
+from hyper_parallel.core.common.groups import attempt_store, init_process_group
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.trainer import watchdog
 from hyper_parallel.trainer.nonfinite import NonFiniteError, NonFinitePolicy, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.stacks import RankReport, report_of, verdict
 from hyper_parallel.trainer.stop import StopRequest, stop_on_signals
-from hyper_parallel.trainer.watchdog import Watchdog, default_store
+from hyper_parallel.trainer.watchdog import RankLostError, Watchdog, default_store
 from sim.script.launch import main as run_script
+
+# -- starting anew ----------------------------------------------------------------------------------------------------
+
+
+def attempt(store: dist.Store, world_size: int) -> None:
+    """Start the ranks of an attempt; each leaves its address, as gloo does, and reads those of the others."""
+
+    def rank(number: int) -> list[bytes]:
+        own = attempt_store(store, number, world_size)
+        assert not own.check([f"address/{number}"]), "of an attempt before"
+        own.set(f"address/{number}", f"{threading.get_ident()}")
+        return [own.get(f"address/{other}") for other in range(world_size)]
+
+    with ThreadPoolExecutor(world_size) as threads:
+        told = list(threads.map(rank, range(world_size)))
+    assert len(set(map(tuple, told))) == 1
+    assert len(set(told[0])) == world_size
+
+
+def test_attempts_have_nothing_in_common_though_their_store_goes_on() -> None:
+    store = HashStore()
+    attempt(store, 3)
+    store.set("hello/1", "of a rank that died before it was welcomed")
+    attempt(store, 3)
+    attempt(store, 2)
+    attempt(store, 4)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=30))
+    store.set("hello/2", "of an attempt before")
+    with pytest.raises(
+        RuntimeError, match=r"cannot start 4 ranks: not all have come in 0 s\n  missing: 1, 2, 3\n  try: "
+    ):
+        attempt_store(store, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "start", [init_process_group, lambda: ParallelDims(dp_shard=2, world_size=2).build_mesh("cpu")]
+)
+def test_every_attempt_of_a_torchrun_gets_names_of_its_own(
+    start: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{server.port}"}
+    for name, value in {**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend=None, **kept: asked.append(kept))
+    for _ in range(2):
+        with ThreadPoolExecutor() as threads, suppress(ValueError):  # there is no group to build a mesh on
+            rank_0 = threads.submit(attempt_store, dist.PrefixStore("hyper_parallel", server), 0, 2)
+            start()
+        rank_0.result().set("key", f"{len(asked)}")
+    assert [kept["store"].get("key") for kept in asked] == [b"1", b"2"]
+    assert [(kept["rank"], kept["world_size"]) for kept in asked] == [(1, 2)] * 2
+
 
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
@@ -188,6 +255,11 @@ def report(rank: int, beats: int = 8, waits_in: str = "", step: int = 7) -> Rank
         ([report(0, waits_in="x"), report(1, waits_in="y")], 2, "all ranks wait, for each other or for a device"),
         ([report(0), report(1)], 2, "no rank goes on"),
         ([report(0)], 1, "it makes no progress"),
+        (
+            [report(0, waits_in="x"), replace(report(1), failed="ValueError: x")],
+            3,
+            "rank 1 failed: ValueError: x; rank 2",
+        ),
     ],
 )
 def test_the_verdict_names_the_rank_that_the_others_wait_for(
@@ -199,6 +271,7 @@ def test_the_verdict_names_the_rank_that_the_others_wait_for(
     assert "\n  try: " in text
     for each in reports:
         where = f"waits in {each.waits_in}" if each.waits_in else "in no communication:"
+        where = f"failed: {each.failed}" if each.failed else where
         assert f"rank {each.rank}, step 7, 30 s, {where}" in text
 
 
@@ -256,23 +329,165 @@ def test_a_process_without_a_store_reports_itself(tmp_path: Path) -> None:
         assert said.get(timeout=60).startswith("cannot go on in step 5: it makes no progress")
 
 
+GLOO = "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:43180: Connection reset by peer."
+
+
+def dogs_of(store: HashStore, world_size: int, tmp_path: Path) -> list[Watchdog]:
+    return [Watchdog(60.0, tmp_path, rank=rank, world_size=world_size, store=store) for rank in range(world_size)]
+
+
+def raised(dog: Watchdog, error: BaseException) -> BaseException | None:
+    try:
+        with dog.telling():
+            raise error
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("failed", "blame"),
+    [
+        ((1,), "rank 1 failed: MemoryError: of rank 1"),
+        ((0, 2), "rank 0 failed: MemoryError: of rank 0; rank 2 failed, too"),
+    ],
+)
+def test_ranks_whose_connection_breaks_name_those_that_have_failed(
+    failed: tuple[int, ...], blame: str, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        dogs = [stack.enter_context(dog) for dog in dogs_of(HashStore(), 4, tmp_path)]
+        for rank in failed:
+            own = MemoryError(f"of rank {rank}\nand more")
+            assert raised(dogs[rank], own) is own
+        others = [dog for dog in dogs if dog.rank not in failed]
+        for dog in others:
+            dog.beat(3)
+        with ThreadPoolExecutor() as threads:
+            errors = list(threads.map(raised, others, [RuntimeError(GLOO)] * len(others)))
+    assert [(type(error), str(error)) for error in errors] == [
+        (RankLostError, f"cannot go on in step 3: {blame}")
+    ] * len(others)
+
+
+def test_a_rank_that_is_no_more_does_not_answer_and_one_that_waits_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.5)
+    store = HashStore()
+    dogs = dogs_of(store, 3, tmp_path)
+    with dogs[0], dogs[2]:  # rank 1 is gone, rank 2 waits in another communication
+        error = raised(dogs[0], RuntimeError(GLOO))
+    assert str(error) == "cannot go on in step 0: rank 1 does not answer"
+
+
+def test_errors_of_the_ranks_own_are_left_alone(tmp_path: Path) -> None:
+    dogs, unsupported = dogs_of(HashStore(), 2, tmp_path), RuntimeError("ReduceOp.AVG: not with gloo")
+    with dogs[0], dogs[1], ThreadPoolExecutor() as threads:
+        assert list(threads.map(raised, dogs, [unsupported] * 2)) == [unsupported] * 2
+    alone = Watchdog(60.0, tmp_path, world_size=2)
+    with alone:
+        assert raised(alone, unsupported) is unsupported, "nobody to ask"
+
+
+def test_a_store_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(watchdog, "_LOOK_S", 60.0)
+    hangs = threading.Event()
+
+    class Stopped(dist.Store):
+        def clone(self) -> dist.Store:
+            return self
+
+        def check(self, keys: list[str]) -> bool:
+            return hangs.wait()
+
+    said: queue.Queue[str] = queue.Queue()
+    kept: dict[str, Any] = {"world_size": 2, "store": Stopped(), "grace_s": 0.05}
+    with Watchdog(60.0, tmp_path, **kept) as dog:
+        error = raised(dog, RuntimeError(GLOO))
+        assert str(error).endswith("step 0: rank 0 does not answer, which holds the ranks' store")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with Watchdog(0.05, tmp_path, on_stuck=said.put, **kept) as dog:
+        dog.beat(2)
+        told = said.get(timeout=60)
+    assert "the other ranks could not be asked: torchrun does not answer, which holds the ranks' store" in told
+    hangs.set()
+
+
+def test_a_disk_that_does_not_answer_keeps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hangs, said = threading.Event(), queue.Queue[str]()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: hangs.wait())
+    kept: dict[str, Any] = {"world_size": 2, "store": HashStore(), "grace_s": 0.05}
+    with Watchdog(0.05, tmp_path, on_stuck=said.put, **kept) as dog:
+        dog.beat(4, "saving")
+        assert said.get(timeout=60).startswith("cannot go on in step 4: rank 1 does not answer")
+    assert capfd.readouterr().err.startswith("watchdog: no progress of rank 0, step 4 (saving), 0 s, ")
+    hangs.set()
+
+
+def test_a_rank_that_is_asked_to_stop_and_ends_no_step_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stop = StopRequest()
+    dog = Watchdog(900.0, tmp_path, rank=1, world_size=2, stop=stop)
+    assert not dog._is_late_to_stop()
+    dog.beat(1, "training")
+    now = 4.0
+    dog.beat(2, "training")  # after a step of 4 s
+    now = 100.0
+    assert not dog._is_late_to_stop(), "nobody has asked"
+    stop.request("SIGTERM")
+    assert not dog._is_late_to_stop()
+    now = 111.9
+    assert not dog._is_late_to_stop(), "a step may take three times the longest before"
+    dog.beat(2, "saving")
+    now = 1000.0
+    assert not dog._is_late_to_stop(), "a save may take long"
+    dog.beat(3, "training")
+    assert dog._progress.longest == 107.9
+    now = 1400.0
+    assert dog._is_late_to_stop()
+    assert dog._why_not_stopped() == (
+        "rank 1 ends: SIGTERM asks it to stop, and it makes no progress in step 3 for 400 s: "
+        "another rank is gone, or stuck"
+    )
+    alone = Watchdog(900.0, tmp_path, stop=stop)
+    alone.beat(1)
+    now = 10_000.0
+    assert not alone._is_late_to_stop(), "it waits for nobody"
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_handlers() -> None:
+    """As in a collective. Here the call holds the signal's own Python handler off: it is not the main thread's turn."""
+    with stop_on_signals() as stop:
+        (listener,) = [thread for thread in threading.enumerate() if thread.name == "signals"]
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)  # what Python would call sets no flag
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not stop.requested():
+            time.sleep(0.001)
+        assert stop.reason == "SIGUSR1"
+    assert not listener.is_alive()
+
+
 def test_progress_a_pause_and_no_beat_raise_no_alarm(tmp_path: Path) -> None:
-    watchdog, patient = Watchdog(1e-9, tmp_path), Watchdog(3600.0, tmp_path)
-    assert not watchdog._is_late(), "it watches from the first beat on"
-    for dog in (watchdog, patient):
+    hasty, patient = Watchdog(1e-9, tmp_path), Watchdog(3600.0, tmp_path)
+    assert not hasty._is_late(), "it watches from the first beat on"
+    for dog in (hasty, patient):
         dog.beat(1)
-    assert watchdog._is_late()
+    assert hasty._is_late()
     assert not patient._is_late()
-    with watchdog.paused():
-        assert not watchdog._is_late()
-    assert watchdog._is_late()
+    with hasty.paused():
+        assert not hasty._is_late()
+    assert hasty._is_late()
 
 
 def test_nothing_is_left_of_a_run_that_went_well(tmp_path: Path) -> None:
     with Watchdog(3600.0, tmp_path / "new") as watchdog:
-        assert [path.name for path in (tmp_path / "new").iterdir()] == ["rank-0.txt"]
         watchdog.beat(1)
-    assert list((tmp_path / "new").iterdir()) == []
+    assert not (tmp_path / "new").exists()
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 

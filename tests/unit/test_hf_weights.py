@@ -26,8 +26,11 @@ SIZES = {
 }
 DENSE = LlamaConfig(**SIZES)  # type: ignore[arg-type]
 SPARSE = MoEConfig(**SIZES, num_experts=6, experts_per_token=3, expert_intermediate_size=20, num_dense_layers=1)  # type: ignore[arg-type]
+LONG = {"rope_theta": 100.0, "rope_factor": 6.0, "rope_original_seq_len": 64}  # of four frequencies: one fast, one slow
 CONFIGS = {
     "dense": DENSE,
+    "dense, long": replace(DENSE, **LONG),  # type: ignore[arg-type]
+    "experts, long": replace(SPARSE, **LONG, rope_low_freq_factor=0.5, rope_high_freq_factor=3),  # type: ignore[arg-type]
     "tied": replace(DENSE, tie_embeddings=True),
     "experts": replace(SPARSE, num_shared_experts=2, routed_scale=1.5),
     "no shared experts": replace(SPARSE, num_shared_experts=0),
@@ -116,6 +119,43 @@ def test_what_transformers_saves_is_loaded(kind: str, tied: bool, tmp_path: Path
         torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(("low", "high", "original"), [(1.0, 4.0, 64), (0.25, 8.0, 40), (2, 3, 100)])
+def test_rotary_tables_for_longer_sequences_are_those_of_transformers(
+    key: str, low: float, high: float, original: int, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope = {
+        "rope_type": "llama3",
+        "factor": 6.0,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+    sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 200}
+    config = transformers.LlamaConfig(**sizes, **heads, rope_parameters={**rope, "rope_theta": 300.0})
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    if key == "rope_scaling":  # as releases before 5 write it
+        del written["rope_parameters"]
+        (tmp_path / "config.json").write_text(json.dumps({**written, "rope_theta": 300.0, "rope_scaling": rope}))
+    found, load = import_huggingface(tmp_path)
+    model = Llama.build(found, seed=9)
+    load(model.state_dict())
+    cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(200)[None])
+    torch.testing.assert_close(model.cos, cos[0], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(model.sin, sin[0], rtol=1e-4, atol=2e-5)
+    tokens = torch.randint(0, 61, (2, 200), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+        plain = Llama.build(replace(found, rope_factor=1.0), seed=9)
+        load(plain.state_dict())
+        assert not torch.allclose(plain(tokens), model(tokens), rtol=1e-5, atol=1e-5), "the scaling changes nothing"
+
+
 def test_weights_are_converted_and_the_bias_of_a_router_is_not(tmp_path: Path) -> None:
     model = build(SPARSE)
     export_huggingface(model.state_dict(), SPARSE, tmp_path, dtype=torch.bfloat16)
@@ -195,7 +235,8 @@ def test_folders_that_do_not_fit_are_refused_before_anything_changes(tmp_path: P
         ("hidden_act", "gelu", "hidden_act = 'silu' only"),
         ("attention_bias", True, "attention_bias = False only"),
         ("head_dim", 16, "head_dim = 8 only"),
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1.0}, "rope_type = 'default' only"),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1.0}, "rope_type = 'default' only"),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0}, "has no low_freq_factor"),
         ("model_type", "gpt2", "no model here for model_type 'gpt2'"),
         ("vocab_size", None, "config.json has no vocab_size"),
         ("hidden_size", 64, "head_dim = 16 only"),

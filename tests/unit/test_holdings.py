@@ -12,19 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.counting import coordinate, edges, extent
 from hyper_parallel.core.redistribute.holdings import (
     Holding,
     boxes,
+    coordinate,
     cut,
     divide,
+    edges,
+    extent,
     intersect,
     length,
     meet,
     teeth,
     volume,
 )
-from hyper_parallel.core.redistribute.pieces import cut_at_nodes, on_common_mesh
+from hyper_parallel.core.redistribute.transition import cut_at_nodes, on_common_mesh
 from sim.strategies import layouts, meshes, shapes
 
 EXAMPLES = settings(max_examples=200, deadline=None)

@@ -9,8 +9,7 @@ import torch
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.diagnose import diagnose
-from sim.prove.fits import fit
-from sim.prove.infer import explanations
+from sim.prove.infer import explanations, fit
 
 pytestmark = pytest.mark.sim
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import sim
 from hyper_parallel import DTensor, Layout, Partial, fully_shard
 from hyper_parallel.core.dtensor import to_torch
-from hyper_parallel.core.shard.init import init_parameters
-from hyper_parallel.core.shard.random import Stream, exponential, integers, normal, philox, uniform
+from hyper_parallel.core.init.api import init_parameters
+from hyper_parallel.core.init.random import Stream, exponential, integers, normal, philox, uniform
 from hyper_parallel.models import Llama, LlamaConfig
 
 SMALL = LlamaConfig(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, max_seq_len=8)

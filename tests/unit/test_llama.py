@@ -131,6 +131,28 @@ def test_rotary_scores_depend_on_the_distance_only() -> None:
     assert not torch.isclose(score(5, 2), score(5, 3), rtol=1e-3)
 
 
+def test_frequencies_are_lowered_as_by_metas_three_cases() -> None:
+    """Each pair by the wavelengths and cases of `apply_scaling` of meta-llama/llama-models, one after the other."""
+    seen = set()
+    for low, high, original in [(1.0, 4.0, 8192), (1.0, 4.0, 100), (0.5, 16.0, 300)]:
+        scaling = {"rope_factor": 6.0, "rope_low_freq_factor": low, "rope_high_freq_factor": high}
+        config = LlamaConfig(**{**vars(SMALL), **scaling, "rope_original_seq_len": original, "hidden_size": 128})
+        cos, _ = _rope_tables(config)
+        for i in range(16):
+            frequency = config.rope_theta ** (-i / 16)
+            wavelength = 2 * math.pi / frequency
+            if wavelength < original / high:
+                lowered, case = frequency, "fast"
+            elif wavelength > original / low:
+                lowered, case = frequency / 6.0, "slow"
+            else:
+                smooth = (original / wavelength - low) / (high - low)
+                lowered, case = (1 - smooth) * frequency / 6.0 + smooth * frequency, "between"
+            seen.add(case)
+            assert cos[:, i].tolist() == pytest.approx([math.cos(p * lowered) for p in range(16)], abs=2e-6), (i, case)
+    assert seen == {"fast", "slow", "between"}
+
+
 def test_every_parameter_gets_a_gradient() -> None:
     model, ids = Llama.build(SMALL), tokens()
     F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import sim.mesh.pricing.measure  # noqa: F401
 from hyper_parallel import cli
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.recipe import Recipe
 

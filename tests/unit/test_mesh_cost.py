@@ -11,8 +11,8 @@ from benchmarks import fit_costs
 from sim.mesh.cost import Placement, Price, Pricing, UnknownOperation, weakest
 from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.pricing.calibration import load_calibration
-from sim.mesh.pricing.comm_cost import COLLECTIVES, Spread, spread_of
-from sim.mesh.program import Comm, Free, Group, Op, Touch
+from sim.mesh.pricing.comm_cost import COLLECTIVES, NodeSpread, spread_of
+from sim.mesh.program import Comm, CommGroup, Free, Op, Touch
 
 HARDWARE = hardware_names()
 MIB = 2**20
@@ -38,7 +38,7 @@ def comm(op, size, peer=None, messages=1):
 
 
 def group(n, stride=1):
-    return Group("dp", range(0, n * stride, stride))
+    return CommGroup("dp", range(0, n * stride, stride))
 
 
 @pytest.fixture(scope="module")
@@ -307,9 +307,9 @@ def test_more_nodes_take_longer(pricing):
 
 
 def test_messages(pricing):
-    near, far = (pricing.comm(comm("send", 64 * MIB, peer), Group("pp", ()), rank=0).seconds for peer in (1, 8))
+    near, far = (pricing.comm(comm("send", 64 * MIB, peer), CommGroup("pp", ()), rank=0).seconds for peer in (1, 8))
     assert 64 * MIB / 450e9 < near < 64 * MIB / 50e9 < far < 2 * 64 * MIB / 50e9
-    assert pricing.comm(comm("recv", 64 * MIB, 8), Group("pp", ())).seconds == far
+    assert pricing.comm(comm("recv", 64 * MIB, 8), CommGroup("pp", ())).seconds == far
 
 
 def test_sharing_takes_bandwidth(pricing):
@@ -341,20 +341,20 @@ def test_an_unknown_communication_is_an_error(pricing):
 
 
 def test_where_ranks_lie():
-    assert spread_of(range(16), 8) == Spread(16, 2, 8)
-    assert spread_of(range(0, 128, 16), 8) == Spread(8, 8, 1)
-    assert spread_of((0, 1, 8), 8) == Spread(3, 2, 2)
-    assert spread_of((), 8) == Spread(0, 1, 1)
+    assert spread_of(range(16), 8) == NodeSpread(16, 2, 8)
+    assert spread_of(range(0, 128, 16), 8) == NodeSpread(8, 8, 1)
+    assert spread_of((0, 1, 8), 8) == NodeSpread(3, 2, 2)
+    assert spread_of((), 8) == NodeSpread(0, 1, 1)
     axes = (("dp", 4), ("tp", 8), ("pp", 2))
     tp = range(0, 16, 2)  # pp is the innermost axis
-    assert spread_of(tp, 8) == Spread(8, 2, 4)
-    assert spread_of(tp, 8, Placement(axes, ("pp", "dp", "tp"))) == Spread(8, 1, 8)
+    assert spread_of(tp, 8) == NodeSpread(8, 2, 4)
+    assert spread_of(tp, 8, Placement(axes, ("pp", "dp", "tp"))) == NodeSpread(8, 1, 8)
     slots = [Placement(axes, ("pp", "dp", "tp")).slot(rank) for rank in range(64)]
     assert sorted(slots) == list(range(64))
     near = Pricing(find_hardware("h100-sxm"), placement=Placement(axes, ("pp", "dp", "tp")))
     far = Pricing(find_hardware("h100-sxm"))
-    assert near.comm(comm("all_reduce", 2**26), Group("tp", tp)).seconds < 0.6 * far.comm(
-        comm("all_reduce", 2**26), Group("tp", tp)
+    assert near.comm(comm("all_reduce", 2**26), CommGroup("tp", tp)).seconds < 0.6 * far.comm(
+        comm("all_reduce", 2**26), CommGroup("tp", tp)
     ).seconds  # fmt: skip
 
 

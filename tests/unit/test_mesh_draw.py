@@ -12,7 +12,7 @@ from test_mesh_timeline import Prices, comm, one, op, pipeline
 
 from sim.errors import SimError
 from sim.mesh.memory import ClassMemory, replay_memory
-from sim.mesh.program import Alloc, Await, Free, Mark, Place, Program, Segment, Wait
+from sim.mesh.program import Alloc, Await, EventRecord, Free, Place, Program, Segment, Wait
 from sim.mesh.replay.chrome import chrome_events
 from sim.mesh.timeline import Timeline, replay_time
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 def a_step() -> tuple[Timeline, list[ClassMemory]]:
     events: list[Any] = [comm(50, 0, 1), Alloc(1, 40 * MIB, 0), op(20), Wait(1, 0), Free(1), op(30, place=1)]
-    aside = [Mark(1, 0), Await(1, 1), op(30, stream=1)]
+    aside = [EventRecord(1, 0), Await(1, 1), op(30, stream=1)]
     program = one([*events, comm(40, 1, 2), op(10, place=2), Wait(2, 0), *aside, op(30, place=2)])
     program.places = [Place("forward", 0), Place("forward", 1), Place("backward", 1)]
     program.categories = {1: "activations"}

@@ -7,12 +7,12 @@ import pytest
 
 from sim.mesh.cost import Pricing
 from sim.mesh.hardware import find_hardware
-from sim.mesh.pricing.comm_cost import Links, Spread, collective_seconds
+from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
-from sim.mesh.pricing.fitting import Row, descend, quantile, summary
+from sim.mesh.pricing.fitting import Measurement, descend, quantile, summary
 from sim.mesh.pricing.measure import _MATMULS, measure
 from sim.mesh.pricing.measure_fit import OPS, fit_hardware
-from sim.mesh.program import Comm, Group, Op, Touch
+from sim.mesh.program import Comm, CommGroup, Op, Touch
 
 MACHINE = {"device": "cpu", "title": "a CPU", "memory": 2**33, "cores": 2}
 PEAK, BANDWIDTH, RANKS = 1e11, 2e10, 2
@@ -48,7 +48,7 @@ def samples(noise=0.0):
     for op in OPS:
         for size in (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26):
             name = "broadcast" if op == "send" else op
-            seconds = collective_seconds(links, name, size, Spread(RANKS, 1, RANKS))[0]
+            seconds = collective_seconds(links, name, size, NodeSpread(RANKS, 1, RANKS))[0]
             made.append(sample("collective", seconds, op=op, size=size, ranks=RANKS))
     return [*made, sample("issue", 3e-5)]
 
@@ -73,7 +73,9 @@ def test_the_fit_predicts_the_machine_that_it_was_made_from(noise, off):
     for sample in samples():
         if sample["what"] == "collective":
             comm = Comm(sample["op"], 0, sample["size"], sample["size"], "float32", 0, 1, 0, 1)
-            errors.append(abs(pricing.comm(comm, Group("dp", range(RANKS)), rank=0).seconds / sample["seconds"] - 1))
+            errors.append(
+                abs(pricing.comm(comm, CommGroup("dp", range(RANKS)), rank=0).seconds / sample["seconds"] - 1)
+            )
     assert quantile(errors, 0.9) < 2 * off
 
 
@@ -96,7 +98,7 @@ def test_a_machine_of_one_process_has_no_links():
     hardware = fit_hardware(alone, MACHINE, 1)
     assert hardware.grade("intra.bandwidth") == "assumed"
     assert "links" not in hardware.curves
-    assert Pricing(hardware).comm(Comm("all_gather", 0, 8, 8, "", 0, 1, 0), Group("dp", range(1))).seconds > 0
+    assert Pricing(hardware).comm(Comm("all_gather", 0, 8, 8, "", 0, 1, 0), CommGroup("dp", range(1))).seconds > 0
 
 
 def test_this_machine(tmp_path):
@@ -107,7 +109,7 @@ def test_this_machine(tmp_path):
     assert again.figures == hardware.figures
     pricing = Pricing(again)
     for op in OPS:
-        assert pricing.comm(Comm(op, 0, 2**20, 2**20, "", 0, 1, 0, 1), Group("dp", range(2)), rank=0).seconds > 1e-6
+        assert pricing.comm(Comm(op, 0, 2**20, 2**20, "", 0, 1, 0, 1), CommGroup("dp", range(2)), rank=0).seconds > 1e-6
     assert pricing.op(Op("aten.mm", "matmul", 1, (), (), "float32", (1, 64, 64, 64), 0, 0)).grade == "measured"
 
 
@@ -121,7 +123,7 @@ def test_more_processes_than_cores():
 
 
 def test_outliers_do_not_rule_a_fit():
-    rows = [Row("", 2e-6 * size, lambda at, size=size: at["each"] * size) for size in range(1, 12)]
+    rows = [Measurement("", 2e-6 * size, lambda at, size=size: at["each"] * size) for size in range(1, 12)]
     rows[3] = rows[3]._replace(seconds=1.0)
     fitted = descend(rows, {"each": 1e-6}, {"each": (1e-9, 1.0)})
     assert fitted["each"] == pytest.approx(2e-6, rel=0.02)

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sim
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.hf_names import config_to_json
@@ -17,7 +18,6 @@ from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.plans import llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.custom import Custom, naming_modules
 from sim.mesh.estimate import estimate
 from sim.mesh.models import find_model, model_names, model_source

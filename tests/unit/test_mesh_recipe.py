@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 from sim.mesh.routing import Routing
 

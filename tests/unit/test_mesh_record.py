@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_parallel import get_platform
-from sim.mesh.program import Alloc, Await, Comm, Free, HostWait, Mark, Op, Place, Wait
+from sim.mesh.program import Alloc, Await, Comm, EventRecord, Free, HostWait, Op, Place, Wait
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.record import Recorder
 
@@ -235,7 +235,7 @@ def test_operations_are_on_the_stream_that_is_used():
     ones, added = only(events, Op)
     assert ones.stream == 0
     assert added.stream != 0
-    first, second = only(events, Mark)
+    first, second = only(events, EventRecord)
     assert (first.stream, second.stream) == (0, added.stream)
     assert only(events, Await) == [Await(first.event, added.stream), Await(second.event, 0)]
     assert only(events, HostWait) == [HostWait(added.stream)]

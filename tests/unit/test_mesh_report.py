@@ -10,8 +10,8 @@ import pytest
 from mesh_fakes import fake_estimate, quantity
 from rich.console import Console
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.explain import explain
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import estimate_dict, estimate_text

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sim
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.expert_parallel.router import Router
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.routing import Routing
 from sim.mesh.tracing.lone import LoneWorld
 

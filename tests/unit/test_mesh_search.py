@@ -12,9 +12,9 @@ import torch
 from mesh_fakes import fake_estimate, quantity
 from torch import nn
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.custom import Custom
 from sim.mesh.estimate import estimate

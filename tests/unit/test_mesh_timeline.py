@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sim.mesh.program import Await, Comm, Event, Group, HostWait, Mark, Op, Place, Program, Segment, Wait
+from sim.mesh.program import Await, Comm, CommGroup, Event, EventRecord, HostWait, Op, Place, Program, Segment, Wait
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, exposed_parts, spans
 from sim.mesh.timeline import Timeline, replay_time
 
@@ -33,7 +33,7 @@ class Prices:
     def op(self, op: Op) -> Price:
         return Price(op.flops * US)
 
-    def comm(self, comm: Comm, group: Group, sharing: float = 1.0, *, rank: int | None = None) -> Price:
+    def comm(self, comm: Comm, group: CommGroup, sharing: float = 1.0, *, rank: int | None = None) -> Price:
         del group, rank
         return Price(comm.size * US * (sharing if self.shares else 1.0))
 
@@ -52,7 +52,7 @@ def comm(us: int, group: int, handle: int, stream: int = 0, kind: str = "all_gat
 
 def one(events: list[Event], batches: int = 1, **more: Any) -> Program:
     program = Program(0, 8, 8, places=[Place("forward")])
-    program.groups = [Group("dp_shard", range(8)), Group("tp", range(2))]
+    program.groups = [CommGroup("dp_shard", range(8)), CommGroup("tp", range(2))]
     program.segments["forward", 0, "steady"] = Segment("forward", 0, "steady", events)
     program.order = [(("forward", 0, "steady"), batch) for batch in range(batches)]
     for name, value in more.items():
@@ -89,13 +89,13 @@ class TestOneRank:
         assert timeline.step == pytest.approx(11 * US)
 
     def test_a_communication_starts_after_what_is_queued_on_its_stream(self) -> None:
-        events = [op(6), Mark(1, 0), Await(1, 3), comm(5, 0, 1, stream=3), op(2), Wait(1, 0), op(1)]
+        events = [op(6), EventRecord(1, 0), Await(1, 3), comm(5, 0, 1, stream=3), op(2), Wait(1, 0), op(1)]
         timeline = step_of(*events)
         assert timeline.step == pytest.approx(12 * US)
         assert timeline.ranks[0].exposed == pytest.approx({"dp_shard": 3 * US})
 
     def test_waiting_through_another_stream_is_blamed_on_the_communication(self) -> None:
-        events = [comm(5, 0, 1), Wait(1, 4), Mark(9, 4), op(1), Await(9, 0), op(1)]
+        events = [comm(5, 0, 1), Wait(1, 4), EventRecord(9, 4), op(1), Await(9, 0), op(1)]
         assert step_of(*events).ranks[0].exposed == pytest.approx({"dp_shard": 4 * US})
 
     def test_a_host_that_waits_issues_nothing_meanwhile(self) -> None:
@@ -149,7 +149,7 @@ def pipeline(ranks: int, batches: int, forward: int = 5, backward: int = 10, mes
     """One stage per rank, one operation per forward and backward, 1F1B."""
     programs = []
     for rank in range(ranks):
-        program = Program(rank, 1, ranks, groups=[Group("pp", ())], places=[Place("forward"), Place("backward")])
+        program = Program(rank, 1, ranks, groups=[CommGroup("pp", ())], places=[Place("forward"), Place("backward")])
         there: list[Event] = [op(forward)]
         back: list[Event] = [op(backward, place=1)]
         if rank:
@@ -206,7 +206,7 @@ class TestPipeline:
     def test_a_segment_that_sends_before_it_waits_is_no_deadlock(self) -> None:
         programs = []
         for rank in range(2):
-            program = Program(rank, 1, 2, groups=[Group("pp", ())], places=[Place("forward")])
+            program = Program(rank, 1, 2, groups=[CommGroup("pp", ())], places=[Place("forward")])
             other = 1 - rank
             sends: list[Event] = [op(3), comm(1, 0, 1, kind="send", peer=other)]
             waits: list[Event] = [comm(1, 0, 2, kind="recv", peer=other), Wait(2, 0)]
@@ -276,7 +276,7 @@ class Naive:
                                 yield "waits"
                             found = max(posted, self.sent[peer, program.rank][number]) + message.size * US
                         tails[event.stream] = max(tails.get(event.stream, 0.0), found)
-                    elif isinstance(event, Mark):
+                    elif isinstance(event, EventRecord):
                         marks[event.event] = tails.get(event.stream, 0.0)
                     elif isinstance(event, Await):
                         tails[event.stream] = max(tails.get(event.stream, 0.0), marks.get(event.event, 0.0))
@@ -295,7 +295,7 @@ def drawn(seed: int) -> tuple[list[Program], float]:
     ranks, batches = draw.choice([(1, 3), (2, 5), (3, 7), (4, 4)])
     programs = pipeline(ranks, batches, message=draw.randrange(4))
     for program in programs:
-        program.groups += [Group("dp_shard", range(8)), Group("tp", range(4))]
+        program.groups += [CommGroup("dp_shard", range(8)), CommGroup("tp", range(4))]
         handle = 10
         for segment in program.segments.values():
             events = list(segment.events)
@@ -313,7 +313,7 @@ def drawn(seed: int) -> tuple[list[Program], float]:
                         events.insert(draw.randrange(len(events) + 1), Wait(handle, 0))  # even before: of the last time
                 elif kind == 2:
                     source = draw.choice([0, 1, 2])
-                    events[at:at] = [Mark(handle, source), Await(handle, stream)]
+                    events[at:at] = [EventRecord(handle, source), Await(handle, stream)]
                 elif kind == 3:
                     events.insert(at, op(draw.randrange(9), stream=stream))
                 elif draw.random() < 0.2:

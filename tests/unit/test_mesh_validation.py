@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from sim.mesh.evidence import predict
 from sim.mesh.evidence.published import Case, Skipped, case_of, is_held_out, measured, read_rows
 from sim.mesh.evidence.validate import (
     Compared,
@@ -18,6 +20,11 @@ from sim.mesh.evidence.validate import (
     write_outcomes,
 )
 from sim.mesh.evidence.validation import fitted, ordered_pairs, page, summary
+from sim.mesh.job import Job
+from sim.mesh.models import find_model
+from sim.mesh.program import CommGroup
+from sim.mesh.recipe import Recipe
+from sim.mesh.tracing.trace import trace
 
 GIB = 2**30
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -249,3 +256,26 @@ def test_a_few_rows_stay_where_they_were(name):
     assert now.speed.predicted == pytest.approx(kept.speed.predicted, rel=0.02)
     if kept.memory is not None:
         assert now.memory.predicted == pytest.approx(kept.memory.predicted, rel=0.02)
+
+
+def test_traces_are_kept_as_text_and_come_back_as_they_were(tmp_path, monkeypatch):
+    published = case("m0062")
+    dims = ParallelDims(dp_shard=2, pp=2, world_size=4)
+    programs = trace(Job(find_model("llama-tiny"), dims, 8, 64, Recipe()))
+    programs[0].groups.append(CommGroup("world", range(0, 100_000, 2)))
+    traced = []
+    monkeypatch.setattr(predict, "job_of", lambda case: case)
+    monkeypatch.setattr(predict, "trace", lambda job: traced.append(job) or programs)
+    assert predict.programs_of(published, tmp_path) is programs
+    again = predict.programs_of(published, tmp_path)
+    assert again == programs
+    assert again is not programs
+    for key, segment in programs[0].segments.items():  # tuples of the same fields are equal
+        assert [type(one) for one in again[0].segments[key].events] == [type(one) for one in segment.events]
+    assert again[0].groups[-1].ranks == range(0, 100_000, 2)
+    assert len(traced) == 1
+    (kept,) = tmp_path.iterdir()
+    for broken in ("", "[]", "{}", '{"rank": 1}', kept.read_text()[:-100], "\x00"):
+        kept.write_text(broken)
+        assert predict.programs_of(published, tmp_path) == programs
+    assert kept.read_text().count("\n") == len(programs)

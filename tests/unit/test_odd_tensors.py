@@ -101,9 +101,9 @@ def test_a_transposed_part_can_be_reshaped(make):
     ids=["dense", "transposed", "with gaps", "expanded", "one row alone", "empty"],
 )
 def test_strides_of_the_whole_are_as_those_of_a_part(part, shape, strides):
-    from hyper_parallel.core.redistribute.api import _stride_like
+    from hyper_parallel.core.redistribute.api import stride_like
 
-    assert _stride_like(part, shape) == strides
+    assert stride_like(part, shape) == strides
 
 
 def test_executing_records_no_gradient():

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
 # torch announces that looking up flattened names in a mesh may go one day; get_mesh is there for then.
 pytestmark = pytest.mark.filterwarnings("ignore:Slicing a flattened dim from root mesh")
@@ -243,6 +243,30 @@ def test_config_does_not_fix_what_is_wrong() -> None:
     refusal(lambda: ParallelDims.from_config({"tp": "4"}, 4), "cannot use tp='4'", "tp=1")
 
 
+@pytest.mark.parametrize(
+    ("config", "blame", "hint"),
+    [
+        ("tp=4", "it is a str", '{"tp": 4}'),
+        (4, "it is a int", '{"tp": 4}'),
+        ({"tpp": 4}, "it has 'tpp', which is none of their names", "'tp'"),
+        ({"tp": 4, "dp_shrad": 2}, "it has 'dp_shrad', which is none of their names", "'dp_shard'"),
+        (types.SimpleNamespace(dp_replicat=2), "it has 'dp_replicat'", "'dp_replicate'"),
+        ({"parallel": {"tp": 4}}, "it has none of their names", '{"tp": 4}'),
+    ],
+)
+def test_what_is_no_configuration_of_degrees_is_refused(config: Any, blame: str, hint: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the degrees of a run") as error:
+        ParallelDims.from_config(config, 8)
+    assert blame in str(error.value)
+    assert f"\n  try: {hint}" in str(error.value)
+
+
+@pytest.mark.parametrize("device_type", [5, 0, [], {}])
+def test_what_names_no_device_is_refused_before_a_group_is_asked_for(device_type: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot build a mesh: device_type is a .*, not a str or None"):
+        ParallelDims().build_mesh(device_type)
+
+
 # Models
 
 
@@ -450,7 +474,7 @@ def test_second_call_returns_the_same_mesh(start_world: StartWorld) -> None:
 def test_device_type_defaults_to_the_platforms(start_world: StartWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     start_world(2)
     monkeypatch.setattr(
-        "hyper_parallel.trainer.parallel_dims.get_platform", lambda: types.SimpleNamespace(device_type="cuda")
+        "hyper_parallel.core.mesh.parallel_dims.get_platform", lambda: types.SimpleNamespace(device_type="cuda")
     )
     assert ParallelDims(tp=2, world_size=2).build_mesh().device_type == "cuda"
 
@@ -563,7 +587,7 @@ def test_build_starts_the_process_group_from_torchruns_environment(
     started: list[int] = []
     real = dist.init_process_group
 
-    def init() -> None:
+    def init(backend: str | None) -> None:
         monkeypatch.setattr(dist, "init_process_group", real)
         started.append(int(os.environ["WORLD_SIZE"]))
         start_world(int(os.environ["WORLD_SIZE"]), rank=int(os.environ["RANK"]))

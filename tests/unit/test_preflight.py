@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer.config import Config, ExpertsConfig, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.preflight import check_machine, estimate_memory, plan_run
 
 

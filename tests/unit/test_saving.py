@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from dataclasses import replace
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import sim
 from hyper_parallel.core.checkpoint import folders
-from hyper_parallel.core.checkpoint.api import read_metadata
+from hyper_parallel.core.checkpoint.api import read_metadata, save_checkpoint
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer import saving as saver
+from hyper_parallel.trainer import trainer
 from hyper_parallel.trainer.config import (
     CheckpointConfig,
     Config,
@@ -23,7 +27,9 @@ from hyper_parallel.trainer.config import (
     ParallelConfig,
     TrainConfig,
 )
+from hyper_parallel.trainer.data import samples
 from hyper_parallel.trainer.record import TrainResult, read_log
+from hyper_parallel.trainer.saving import run_to_go_on_from
 from hyper_parallel.trainer.stop import StopRequest
 from hyper_parallel.trainer.trainer import train
 
@@ -102,6 +108,60 @@ def test_other_degrees_go_on_from_it(tmp_path: Path, model: str) -> None:
         before = (world_size, degrees)
 
 
+LEGS: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (  # world size, degrees, and what else changes
+    (2, {}, {}),
+    (4, {}, {"accumulate": 1}),
+    (4, {"tp": 2, "cp": 2, "ulysses_degree": 1}, {"accumulate": 4}),
+    (2, {"pp": 2}, {"batch_size": 8}),
+)
+
+
+@pytest.mark.sim
+def test_a_run_goes_on_in_the_middle_of_its_data_whatever_the_degrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps on each kind of ranks read what one device reads in one go, past the end of the first epoch."""
+    (tmp_path / "text").write_bytes(bytes(number * 7 % 251 for number in range(450)))  # 50 windows to train on
+    base = TINY.with_changes("data", {"path": str(tmp_path / "text"), "ignored": 0.0})
+    base = base.with_changes("train", {"steps": 2 * len(LEGS), "batch_size": 16})
+    read: list[tuple[range, list[list[int]]]] = []
+
+    def recording(text: Any, part: range, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = samples(text, part, *arguments)
+        read.append((part, inputs.tolist()))
+        return inputs, targets
+
+    monkeypatch.setattr(trainer, "samples", recording)
+    go_on(base, 1)
+    whole = [sample for _, inputs in read for sample in inputs]
+    assert len({str(sample) for sample in whole[:50]}) == 50, "an epoch has every window once"
+    assert len({str(sample) for sample in whole}) == 50
+    used, config = 0, saving(tmp_path / "run", base)
+    for number, (world_size, degrees, changes) in enumerate(LEGS):
+        config = replace(config.with_changes("train", {**changes, "steps": 2 * number + 2}), parallel=ParallelConfig())
+        read.clear()
+        result = go_on(config.with_changes("parallel", degrees), world_size)
+        assert (result.first_step, len(result.steps)) == (2 * number + 1, 2)
+        assert len(read) == 2 * world_size
+        for _ in range(2):
+            batch = range(used, used + config.train.batch_size)
+            parts = {part.start: (part, inputs) for part, inputs in read if part.start in batch}
+            assert [sample for first in sorted(parts) for sample in parts[first][0]] == list(batch)
+            assert [sample for first in sorted(parts) for sample in parts[first][1]] == whole[used : batch.stop]
+            assert all(inputs == parts[part.start][1] for part, inputs in read if part.start in batch)
+            used = batch.stop
+
+
+def test_a_run_from_before_the_text_was_shuffled_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, text = saving(tmp_path).with_changes("train", {"steps": 1}), saver._text
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "_text", lambda config: {key: text(config)[key] for key in text(config) if key != "order"})
+        train(config)
+    assert run_to_go_on_from(config) == (1, ["order: 'drawn' then, 'shuffled' now"])
+    train(config.with_changes("train", {"steps": 2}))
+    assert run_to_go_on_from(config) == (2, [])
+
+
 def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
     tied = replace(TINY, model=replace(TINY.model, tie_embeddings=True)).with_changes("train", {"steps": 1})
     train(saving(tmp_path / "tied", tied))
@@ -141,6 +201,23 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert str(caught.value).endswith("\n  try: the [model] and [experts] it was saved with, or another folder")
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        None,
+        {"progress": {"steps": 1, "samples": 4, "skipped": 0}, "model": 3},
+        {"progress": {"steps": 1, "samples": "4", "skipped": 0}, "model": {}},
+        {"progress": {"steps": -1, "samples": 4, "skipped": 0}, "model": {}},
+        {"progress": [], "model": {}},
+        {"progress": {"steps": 1}, "model": {}},
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, extra: Any) -> None:
+    save_checkpoint(tmp_path / "step-00000001", {}, extra)
+    with pytest.raises(ValueError, match=r"not saved by hyper-parallel train\n  extra: .*\n  try: another folder"):
+        train(saving(tmp_path))
+
+
 def test_a_longer_sequence_is_no_other_model(tmp_path: Path) -> None:
     train(saving(tmp_path).with_changes("train", {"steps": 1}))
     assert train(saving(tmp_path).with_changes("train", {"steps": 2, "seq_len": 300})).first_step == 2
@@ -162,6 +239,50 @@ def test_starting_anew_in_a_folder_of_another_run_is_refused_on_every_rank(tmp_p
 
     assert sim.run(body, 2) == [told] * 2
     assert train(replace(anew, checkpoint=replace(anew.checkpoint, folder=str(tmp_path / "new")))).first_step == 1
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_goes_back_to_a_step_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def steps() -> list[str]:
+        return sorted(path.name.replace("step-0000000", "") for path in tmp_path.iterdir())
+
+    config = saving(tmp_path, keep=3, background=background)
+    whole = train(config.with_changes("train", {"steps": 5}))
+    assert steps() == ["3", "4", "5"]
+    missing = config.with_changes("checkpoint", {"resume_step": 2})
+    told = (
+        f"cannot load step 2 of {tmp_path}: there is no complete checkpoint of step 2\n"
+        "  complete: step 3, step 4, step 5\n  try: one of those, or the latest"
+    )
+    with pytest.raises(RuntimeError) as caught:
+        go_on(missing, 2)
+    assert told in str(caught.value)
+    back = config.with_changes("checkpoint", {"resume_step": 3}).with_changes("train", {"steps": 5})
+    assert run_to_go_on_from(back) == (3, [])
+    gone_back = train(back.with_changes("train", {"steps": 4}))
+    assert gone_back.first_step == 4
+    assert steps() == ["3", "4", "undone-4", "undone-5"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_to_go_on_from(back) == (4, []), "what torchrun restarts does not go back again"
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    again = train(back)
+    assert numbers(again) == numbers(whole)[3:]
+    assert steps() == ["3", "4", "5", "undone-4", "undone-4-2", "undone-5"]
+    assert go_on(config.with_changes("train", {"steps": 6}), 2).first_step == 6, "the newest again"
+
+
+def test_going_back_needs_a_folder_to_go_back_in() -> None:
+    for keep, told in (
+        (CheckpointConfig(resume_step=3), "no folder is given\n  checkpoint.folder=None"),
+        (CheckpointConfig(folder="out", resume=False, resume_step=3), "it is to start anew\n  checkpoint.folder='out'"),
+    ):
+        with pytest.raises(ValueError, match="cannot go back to step 3: " + re.escape(told)):
+            train(replace(TINY, checkpoint=keep))
+    with pytest.raises(ValueError, match=r"checkpoint\.resume_step must be a number >= 1, got 0"):
+        CheckpointConfig(resume_step=0)
 
 
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
@@ -222,6 +343,32 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_the_run(
     assert "No space left on device" in failure
     names = [path.name for path in sorted(tmp_path.iterdir()) if path.name.startswith("step-")]
     assert names == ["step-00000001", "step-00000003", "step-00000004"]
+    assert (result.safe_step, result.last_save_failed) == (4, False)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_whose_last_save_failed_says_which_step_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    def place(folder: Path, attempt: str) -> Path:
+        if folder.name > "step-00000002":
+            raise OSError(28, "No space left on device")
+        return real(folder, attempt)
+
+    real = folders.place
+    monkeypatch.setattr(folders, "place", place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for world_size in (1, 2):
+            result = go_on(saving(tmp_path, background=background), world_size)
+            assert (result.safe_step, result.last_save_failed) == (2, True)
+            assert len(result.save_failures) == 2
+    monkeypatch.setattr(folders, "place", real)
+    again = train(saving(tmp_path, background=background))
+    assert (again.first_step, again.safe_step, again.last_save_failed) == (3, 4, False)
+    nothing_to_do = train(saving(tmp_path))
+    assert (nothing_to_do.safe_step, nothing_to_do.last_save_failed) == (4, False)
 
 
 def test_a_damaged_checkpoint_is_refused_and_not_passed_over(tmp_path: Path) -> None:

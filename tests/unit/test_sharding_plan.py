@@ -11,11 +11,9 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.arguments import Arguments
-from hyper_parallel.core.shard.hooks import remade, spread
+from hyper_parallel.core.shard.boundaries import Arguments, remade, spread
 from hyper_parallel.core.shard.local_module import shared_axes
-from hyper_parallel.core.shard.paths import matches, resolve
-from hyper_parallel.core.shard.sharding_plan import ShardingPlan, names_of, read_plan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan, matches, names_of, read_plan, resolve
 from hyper_parallel.core.shard.spelling import describe, leaves, read_layout, read_layouts
 
 MESH = Layout((2, 4), ("dp", "tp"))

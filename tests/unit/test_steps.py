@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sim
-from hyper_parallel.core.dtensor.names import plain_name
+from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.data import IGNORED
 from hyper_parallel.trainer.loss import ShareOfLoss
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from hyper_parallel.trainer.place import RankPlace
 from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.steps import Parallelized, checkpoint_blocks, compile_blocks, describe_axes

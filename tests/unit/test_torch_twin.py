@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard, _redistribute
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import plan, topology, torch_twin
-from hyper_parallel.core.redistribute.torch_twin import NO_PLANNER, torch_plan
+from hyper_parallel.core.redistribute import plan, show, topology
+from hyper_parallel.core.redistribute.show import NO_PLANNER, torch_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))
 F32 = torch.float32
@@ -255,7 +255,7 @@ def test_byte_counts_cannot_be_changed():
 
 
 def test_the_kinds_are_those_of_the_placements():
-    whole = torch_twin.np.full((1, 1), 8)
+    whole = show.np.full((1, 1), 8)
     kinds = {
         (Partial(), Replicate()): "all_reduce",
         (Partial(), Shard(0)): "reduce_scatter",
@@ -264,4 +264,4 @@ def test_the_kinds_are_those_of_the_placements():
         (Replicate(), Partial()): "copy",
     }
     for (before, after), kind in kinds.items():
-        assert torch_twin._load(whole, 2, before, after, on_cpu=False).kind == kind
+        assert show._load(whole, 2, before, after, on_cpu=False).kind == kind

@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
+from sim.current import current_context
 from sim.trace import Event, Trace
 from sim.views.export import flight_recorder
 from sim.views.timeline import lay_out
@@ -100,6 +102,90 @@ def test_a_receive_from_anybody_has_no_peer_when_it_comes_first():
     assert trace.of_rank(0)[0].peer is None
     assert trace.of_rank(0)[0].name == "recv from any rank in group 'world'"
     assert "recv 0<-1" in flight_recorder(trace)[0]["entries"][0]["profiling_name"]
+
+
+# -- what it keeps ---------------------------------------------------------------------------------------------
+
+
+def test_a_trace_keeps_the_last_events_and_says_so():
+    everything, last = traced(pipeline, keep_events=None), traced(pipeline, keep_events=3)
+    assert last.summary() == everything.summary()
+    total = [everything.count(rank) for rank in range(8)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (everything.forgotten(), len(everything.events)) == (0, sum(total))
+    assert [last.count(rank) for rank in range(8)] == total
+    assert [last.forgotten(rank) for rank in range(8)] == [each - 3 for each in total]
+    text = (
+        rf"the trace has the last 3 events of each rank; {sum(total) - 24} older ones are in its counts and sums only\n"
+        r"  try: sim.world\(..., keep_events=None\), which keeps all"
+    )
+    for ask in (lambda: last.events, last.in_order):
+        with pytest.warns(UserWarning, match=text) as told:
+            assert {(e.rank, e.order) for e in ask()} == {(e.rank, e.order) for e in last.kept()}
+        assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match=text):
+        assert [e.op for e in last.of_rank(0)] == [e.op for e in everything.of_rank(0)[-3:]]
+    last.clear()
+    assert (last.count(0), last.forgotten(), last.events) == (0, 0, [])
+    assert last.bytes(axis="dp") == 0, "it exists, though nothing is left of it"
+
+
+def test_an_event_stays_until_all_ranks_have_come():
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        if dist.get_rank() == 0:
+            early = dist.all_reduce(torch.ones(10), async_op=True)
+        for _ in range(3):
+            dist.barrier(group=mesh.get_group("tp"))
+        if dist.get_rank() == 0:
+            assert [e.op for e in current_context().world.trace.kept() if e.rank == 0] == ["all_reduce", "barrier"]
+            early.wait()
+        else:
+            dist.all_reduce(torch.ones(10))
+
+    trace = traced(body, 4, keep_events=1)
+    assert trace.bytes(axis="world", op="all_reduce", rank=0) == 2 * 10 * 4 * 3 // 4
+    assert [(row.axis, row.count) for row in trace.by_axis()] == [("world", 1), ("tp", 6)]
+
+
+def test_exports_say_what_is_forgotten(tmp_path):
+    pytest.importorskip("matplotlib")
+    trace = traced(pipeline, keep_events=3)
+    older = trace.forgotten()
+    trace.to_chrome(tmp_path / "trace.json")
+    content = json.loads((tmp_path / "trace.json").read_text())
+    assert content["otherData"] == {"left out": f"{older} older events"}
+    labels = {e["pid"]: e["args"]["labels"] for e in content["traceEvents"] if e["name"] == "process_labels"}
+    assert labels == {rank: f"without {trace.forgotten(rank)} older events" for rank in range(8)}
+    trace.plot(tmp_path / "trace.svg")
+    assert f"without {older} older events" in (tmp_path / "trace.svg").read_text()
+    dumps = flight_recorder(trace)
+    for rank, dump in enumerate(dumps):
+        assert dump["left_out"] + len(dump["entries"]) == trace.count(rank)
+
+
+def test_the_analyser_finds_nothing_wrong_in_what_a_trace_has_kept(tmp_path):
+    def body() -> None:
+        halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for _ in range(4):
+            dist.all_reduce(torch.ones(2))
+            if dist.get_rank() < 2:
+                for _ in range(3):  # these ranks forget sooner
+                    dist.all_reduce(torch.ones(3), group=halves.get_group("tp"))
+
+    found = analysed(traced(body, 4, keep_events=5), tmp_path)
+    assert [c.collective_name for c in found if not c.pass_check] == []
+    assert {c.collective_state for c in found} == {"completed"}
+    assert len(found) == 4 + 1
+
+
+@pytest.mark.parametrize("number", [-1, 2.0, True, "all"])
+def test_how_many_events_to_keep(number):
+    with pytest.raises(
+        ValueError, match=f"cannot keep {number!r} events of each rank\n  keep_events: an int from 0 up"
+    ):
+        sim.world(2, keep_events=number)
 
 
 # -- where they lie --------------------------------------------------------------------------------------------

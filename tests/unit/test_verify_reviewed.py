@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from zoo_kit import Enter, Leave, Net, axis, draw, tokens
 
 import sim
-from sim.prove.record import Recorder
-from sim.prove.sides import converted
+from sim.prove.record import ModuleRecorder
+from sim.prove.runs import converted
 
 X = draw(4, 16)
 ROWS = {"input_layouts": [("dp", "None")]}
@@ -279,7 +279,7 @@ def test_a_report_says_that_a_model_computes_in_float32_within():
 def test_proofs_leave_no_tensors_behind():
     def alive():
         gc.collect()
-        return sum(type(each) is Recorder for each in gc.get_objects())
+        return sum(type(each) is ModuleRecorder for each in gc.get_objects())
 
     before = alive()
     assert verify(Two, nothing).ok

@@ -1,14 +1,12 @@
 """Checkpoints: saved from any mesh, loaded on any other, complete or not there at all.
 
-parts.py       what a rank has of each tensor
-planning.py    who writes and who reads what: torch.distributed.checkpoint's planners
-writer.py, reader.py, files.py    safetensors files with checksums: its storage
-record.py, exact.py    checkpoint.json: what is in it and where, and all that is no tensor
-folders.py     names that appear and vanish as a whole
-api.py         save_checkpoint, load_checkpoint, read_metadata
-checkpointer.py, staging.py    the checkpoints of a run, also written in the background
-optimizer.py   the state of an optimizer by parameter name
-errors.py      how all ranks learn that one has failed
+    checkpointer -> api -> reader, writer, planning -> parts, record -> files, exact
+                    checkpointer, api -> staging, folders, errors
+
+``api`` has `save_checkpoint` and `load_checkpoint`, ``checkpointer`` the folder of a run. ``parts`` are the local
+shards of tensors, ``planning`` the plans of torch.distributed.checkpoint, ``writer``, ``reader`` and ``files``
+safetensors with checksums as its storage, ``record`` the checkpoint.json that says what lies where, ``folders`` names
+that appear and vanish at once, and the lease of the run that writes them.
 """
 
 from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata, save_checkpoint

@@ -16,7 +16,8 @@ from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers, failur
 from hyper_parallel.core.checkpoint.exact import to_json
 from hyper_parallel.core.checkpoint.parts import Part, key_of, parts_of
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, read_record
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain, nearest
 
 __all__ = ["load_checkpoint", "read_metadata", "save_checkpoint"]
 
@@ -58,14 +59,20 @@ def save_checkpoint(
     Raises:
         ValueError: something that a checkpoint cannot hold, `folder` is there already, or the ranks do not have whole
             tensors together.
-        TypeError: a value that is no tensor.
+        TypeError: a value that is no tensor, or an argument of another kind.
         CheckpointError: the files could not be written; on all ranks alike, and nothing is left of them.
     """
     peers = Peers.of(process_group)
-    path = Path(folder)
+    path = Path()
     parts: dict[str, Part] = {}
     text, failure = "null", None
     try:
+        asked = "cannot save a checkpoint"
+        check(asked, "path", folder=folder)
+        check(asked, "int | None", step=step)
+        check(asked, "bool", replace=replace)
+        check(asked, "callable | None", on_stage=on_stage)
+        path = Path(folder)
         parts = parts_of(_cannot_save(path), tensors, per_rank, peers.rank, peers.global_rank)
         text = to_json(extra) if peers.rank == 0 else text
     except Exception as error:
@@ -83,16 +90,20 @@ def write(
     replace: bool = False,
     failure: Exception | None = None,
     on_stage: Callable[[str], None] | None = None,
+    run: str | None = None,
 ) -> None:
-    """Write parts, and say so to all if this rank cannot; see `save_checkpoint`."""
+    """Write parts, and say so to all if this rank cannot; see `save_checkpoint`.
+
+    With `run`, which rank 0 alone knows, a checkpoint of another run is not replaced.
+    """
     from hyper_parallel.core.checkpoint.planning import SavePlanner  # torch's checkpoints take time to import
     from hyper_parallel.core.checkpoint.writer import Writer
 
-    on_stage = on_stage or (lambda _: None)
+    on_stage = (lambda _: None) if on_stage is None else on_stage
     attempt = ""
     if peers.rank == 0 and failure is None:
         try:
-            attempt = _begin(folder, replace)
+            attempt = _begin(folder, replace, run)
         except Exception as error:
             failure = error
     try:
@@ -100,7 +111,7 @@ def write(
         place = folders.place(folder, attempt)
         on_stage("begin")
         planner = SavePlanner(_cannot_save(folder))
-        writer = Writer(folder, place, attempt, rank=peers.rank, step=step, extra=extra, on_stage=on_stage)
+        writer = Writer(folder, place, attempt, rank=peers.rank, step=step, extra=extra, on_stage=on_stage, run=run)
         _drive_save(dict(parts), planner, writer, peers)
     except Exception:
         if peers.rank == 0 and attempt:
@@ -108,11 +119,19 @@ def write(
         raise
 
 
+def run_of(folder: Path) -> str | None:
+    """Return which run has saved a checkpoint; None if it does not say."""
+    try:
+        return read_record(folder).run
+    except CheckpointError:
+        return None
+
+
 def _cannot_save(folder: Path) -> str:
     return f"cannot save the checkpoint {folder}"
 
 
-def _begin(folder: Path, replace: bool) -> str:
+def _begin(folder: Path, replace: bool, run: str | None) -> str:
     """Clear away what dead attempts have left, and make the place for a new one; rank 0 alone does this."""
     from hyper_parallel.core.checkpoint.writer import cannot_write
 
@@ -125,7 +144,10 @@ def _begin(folder: Path, replace: bool) -> str:
         if folders.is_complete(folder):
             if not replace:
                 raise ValueError(explain(asked, "it is there already", f"folder: {folder}", "replace=True"))
-        elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            if run is not None and (other := run_of(folder)) not in (None, run):
+                blame, seen = "another run has saved it, and this one has not gone on from there", f"run: {other}"
+                raise CheckpointError(explain(asked, blame, seen, "another folder, or Checkpointer.load(...) first"))
+        elif os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
             blame, hint = "something else has that name", "a name that is free"
             raise ValueError(explain(asked, blame, f"there is: {folder}", hint))
         place.mkdir()
@@ -176,18 +198,32 @@ def load_checkpoint(
 
     Raises:
         ValueError: a name, shape or dtype that the checkpoint does not have.
-        TypeError: a value that is no tensor.
+        TypeError: a value that is no tensor, or an argument of another kind.
         CheckpointError: it is not complete, or a file is missing, damaged or not its own. All errors are the same on
             all ranks.
     """
+    return load(folder, tensors, per_rank=per_rank, strict=strict, process_group=process_group).extra
+
+
+def load(
+    folder: Folder,
+    tensors: Tensors,
+    *,
+    per_rank: Tensors | None = None,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> CheckpointMetadata:
+    """Load, and return all that the checkpoint says of itself; see `load_checkpoint`."""
     from hyper_parallel.core.checkpoint.planning import LoadPlanner
     from hyper_parallel.core.checkpoint.reader import Reader, check_files
 
     peers = Peers.of(process_group)
-    path = Path(folder)
-    asked = f"cannot load the checkpoint {path}"
+    path, asked = Path(), "cannot load a checkpoint"
     failure, told, parts, record = None, None, {}, None
     try:
+        check(asked, "path", folder=folder)
+        check(asked, "bool", strict=strict)
+        path, asked = Path(folder), f"cannot load the checkpoint {folder}"
         record = read_record(path)
         parts = parts_of(asked, tensors, per_rank, peers.rank, peers.global_rank)
         parts = _that_fit(asked, parts, record, per_rank or {}, peers.rank, strict)
@@ -203,7 +239,7 @@ def load_checkpoint(
     peers.agree(check_files(path, record, wanted, peers.rank, peers.size))
     with torch.no_grad():
         _drive_load(parts, LoadPlanner(), Reader(path, record), peers)
-    return record.extra
+    return record
 
 
 def _that_fit(
@@ -270,6 +306,8 @@ def read_metadata(folder: Folder) -> CheckpointMetadata:
         read_metadata("runs/step-00000100").tensors["w"].shape
 
     Raises:
+        TypeError: folder is no path.
         CheckpointError: it is not complete, or its record is damaged.
     """
+    check("cannot read a checkpoint", "path", folder=folder)
     return read_record(Path(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 import warnings
@@ -17,12 +18,13 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from hyper_parallel.core.checkpoint import folders
-from hyper_parallel.core.checkpoint.api import Folder, Tensors, load_checkpoint, write
+from hyper_parallel.core.checkpoint.api import Folder, Tensors, load, run_of, write
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
 from hyper_parallel.core.checkpoint.exact import to_json
 from hyper_parallel.core.checkpoint.parts import Part, parts_of
 from hyper_parallel.core.checkpoint.staging import Staging
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.checks import check, check_choice, check_least
+from hyper_parallel.core.common.errors import explain
 
 __all__ = ["Checkpointer", "Saved"]
 
@@ -47,9 +49,10 @@ class Saved:
 
 
 class Checkpointer:
-    """Saves to, and loads from, the folders `step-00000100`, ... under a root; one run at a time uses a root.
+    """Saves to, and loads from, the folders `step-00000100`, ... under a root; one run at a time saves to a root.
 
         checkpointer = Checkpointer("runs/llama", keep_last=3, async_save=True)
+        checkpointer.acquire()
         if checkpointer.latest() is not None:
             extra = checkpointer.load(tensors)
         ...
@@ -63,6 +66,11 @@ class Checkpointer:
     With `async_save`, `save` copies the tensors to the host and returns; a thread writes the copies. The next `save`,
     and `latest`, `load` and `close`, wait for it first. Its failure is told by the next call. The copies take as much
     host memory as the rank writes; they are made anew only when shapes change.
+
+    Who saves has the lease of the root, from `acquire`, or else from the first `save`, until `close`, or until the
+    process ends: any other is refused. Who only loads needs none. A run is known by what it has saved: a process that
+    loads a checkpoint of the root goes on with its run, any other is a new run, which neither replaces nor deletes what
+    an earlier one has left there.
 
     Communication: gathers of small objects, in a gloo group of its own.
 
@@ -78,7 +86,8 @@ class Checkpointer:
         on_stage: see `save_checkpoint`; here also "prune", before old ones are deleted, and "done".
 
     Raises:
-        ValueError: `keep_last` is less than 1.
+        TypeError: an argument of another kind.
+        ValueError: `keep_last` is less than 1, no such `on_error`.
     """
 
     def __init__(
@@ -92,9 +101,17 @@ class Checkpointer:
         timeout: timedelta | None = None,
         on_stage: Callable[[str], None] | None = None,
     ) -> None:
+        asked = "cannot make a Checkpointer"
+        check(asked, "path", root=root)
+        check(asked, "int | None", keep_last=keep_last)
+        check(asked, "bool", async_save=async_save)
+        check_choice(asked, "on_error", on_error, ("warn", "raise"))
+        check(asked, "group | None", process_group=process_group)
+        check(asked, "timedelta | None", timeout=timeout)
+        check(asked, "callable | None", on_stage=on_stage)
         if keep_last is not None and keep_last < 1:
             blame = f"keep_last={keep_last}, and there must be one to go back to"
-            raise ValueError(explain("cannot make a Checkpointer", blame, f"root: {root}", "keep_last=1, or None: all"))
+            raise ValueError(explain(asked, blame, f"root: {root}", "keep_last=1, or None: all"))
         self.root = Path(root)
         self.keep_last = keep_last
         self.async_save = async_save
@@ -105,6 +122,70 @@ class Checkpointer:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._ended: Saved | Exception | None = None
+        self._acquired = False  # on every rank; rank 0 alone has the lease and knows the run
+        self._lease: folders.Lease | None = None
+        self._run: str | None = None
+        self._back_to: int | None = None  # until the next checkpoint is there
+        self._runs: dict[Path, str | None] = {}  # of the checkpoints that are there, as far as they have been asked
+
+    # -- the lease -----------------------------------------------------------------------------------------------
+
+    def acquire(self) -> None:
+        """Make sure that no other run saves to the root, from now until `close` or `release`.
+
+        The lease of a process that has ended on this host, or that torchrun has ended, is taken over at once; that of
+        another host when it has not been renewed for 60 seconds, for which this waits.
+
+        Raises:
+            CheckpointError: another run is using the root, rank 0 cannot write there, or a rank does not see what
+                rank 0 writes, as on disks that hosts do not share; on all ranks alike.
+        """
+        self._ended = self._join()
+        if (failure := self._acquire()) is not None:
+            raise failure
+
+    def release(self) -> None:
+        """Let other runs save to the root when nothing is being saved, without waiting for that as `close` does.
+
+        For a run that has failed, where ranks could wait for each other for ever.
+        """
+        lease, self._lease, self._acquired = self._lease, None, False
+        if lease is not None and (self._thread is None or not self._thread.is_alive()):
+            lease.release()  # otherwise the thread has the last reference to it
+
+    def _acquire(self) -> CheckpointError | None:
+        """Take the lease; return why it cannot be written, and raise if another run has it."""
+        from hyper_parallel.core.checkpoint.writer import cannot_write  # torch's checkpoints take time to import
+
+        if self._acquired:
+            return None
+        peers = Peers.of(self._group)
+        refusal, unwritable, attempt = None, None, ""
+        if peers.rank == 0:
+            try:
+                self._lease = folders.Lease(self.root, self._run)
+                attempt = self._lease.attempt
+            except CheckpointError as error:
+                refusal = error
+            except OSError as error:
+                unwritable = str(cannot_write(self.root, self.root / folders.LEASE, error, 0, 0))
+        unwritable, attempt = peers.agree(refusal, (unwritable, attempt))[0]
+        if unwritable is not None:
+            return CheckpointError(unwritable)
+        self._check_shared(peers, attempt)
+        self._acquired = True
+        return None
+
+    def _check_shared(self, peers: Peers, attempt: str) -> None:
+        """Make sure that all ranks see what rank 0 has written into the root."""
+        told = peers.gather((folders.is_seen(self.root, attempt), socket.gethostname()))
+        blind = [f"rank {rank} on host {host!r}" for rank, (sees, host) in enumerate(told) if not sees]
+        if blind:
+            self.release()
+            blame = f"{len(blind)} of {peers.size} ranks do not see the file {folders.LEASE} that rank 0 has written"
+            seen = ", ".join(blind[:8]) + (", ..." if len(blind) > 8 else "") + f"; rank 0 is on host {told[0][1]!r}"
+            hint = "a folder on a file system that all ranks share"
+            raise CheckpointError(explain(f"cannot save to {self.root}", blame, seen, hint))
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -116,24 +197,31 @@ class Checkpointer:
 
         Raises:
             ValueError, TypeError: as `save_checkpoint`; with `async_save` the next call raises it and does no more.
-            CheckpointError: the save, or with `async_save` the one before, failed, and `on_error` is "raise".
+            CheckpointError: the save, or with `async_save` the one before, failed, and `on_error` is "raise"; or
+                another run has the lease of the root.
         """
         before = self._told(self._join())
         peers = Peers.of(self._group)
-        folder = self._folder(step)
+        folder = self.root
         parts: Mapping[str, Part] = {}
-        text, failure = "null", None
+        text = "null"
+        failure: Exception | None = self._acquire()
         ready: Callable[[], None] = _nothing
         try:
+            check("cannot save a checkpoint", "int", step=step)
+            check_least("cannot save a checkpoint", 0, step=step)
+            folder = self._folder(step)
             parts = parts_of(f"cannot save step {step}", tensors, per_rank, peers.rank, peers.global_rank)
             text = to_json(extra) if peers.rank == 0 else text
             if self.async_save:
                 parts, ready = self._staging.copy(parts)
         except Exception as error:
-            failure = error
+            failure = failure or error
+
+        lease = self._lease
 
         def run() -> None:
-            self._ended = self._write(step, folder, parts, text, peers, failure, ready)
+            self._ended = self._write(step, folder, parts, text, peers, failure, ready, lease)
 
         if self.async_save:
             self._thread = threading.Thread(target=run, name=f"checkpoint of step {step}")
@@ -154,11 +242,12 @@ class Checkpointer:
         return self._told(self._join())
 
     def close(self) -> Saved | None:
-        """Wait as `wait` does, and give back memory and group; call it before the process group is destroyed."""
+        """Wait as `wait` does, and give back memory, lease and group; before the process group is destroyed."""
         try:
             return self.wait()
         finally:
             self._staging = Staging()
+            self.release()
             if self._own_group and dist.is_initialized():
                 self._own_group = False
                 with suppress(ValueError):  # somebody has destroyed it already
@@ -179,14 +268,23 @@ class Checkpointer:
         peers: Peers,
         failure: Exception | None,
         ready: Callable[[], None],
+        lease: folders.Lease | None,
     ) -> Saved | Exception:
-        begin = time.perf_counter()
+        begin, run = time.perf_counter(), None if lease is None else lease.run
+
+        def on_stage(name: str) -> None:
+            self._on_stage(name)
+            if name == "commit" and lease is not None:
+                lease.check()  # from here to the rename nothing takes long
+                self._set_aside(run)
+
         try:
-            failure = self._prepared(folder, peers, ready, failure)
-            write(folder, parts, text, peers, step=step, replace=True, failure=failure, on_stage=self._on_stage)
+            failure = self._prepared(folder, lease, ready, failure)
+            write(folder, parts, text, peers, step=step, replace=True, failure=failure, on_stage=on_stage, run=run)
             if peers.rank == 0:
+                self._runs[folder] = run
                 self._on_stage("prune")
-                self._prune(folder)
+                self._prune(folder, run)
             self._on_stage("done")
         except (RuntimeError, OSError) as error:
             if not isinstance(error, CheckpointError):  # of torch.distributed, when a rank has died
@@ -201,14 +299,15 @@ class Checkpointer:
         return Saved(step, folder, None, time.perf_counter() - begin)
 
     def _prepared(
-        self, folder: Path, peers: Peers, ready: Callable[[], None], failure: Exception | None
+        self, folder: Path, lease: folders.Lease | None, ready: Callable[[], None], failure: Exception | None
     ) -> Exception | None:
         """Get ready to write; return what has gone wrong: the others hear of it where they wait for this rank."""
         from hyper_parallel.core.checkpoint.writer import cannot_write  # torch's checkpoints take time to import
 
         try:
             ready()
-            if peers.rank == 0:
+            if lease is not None:
+                lease.check()
                 self._clean()
         except OSError as error:
             return failure or cannot_write(folder, self.root, error, 0, 0)
@@ -236,13 +335,26 @@ class Checkpointer:
             if _NAME.fullmatch(name):
                 folders.clean(self.root / name)
 
-    def _prune(self, new: Path) -> None:
+    def _prune(self, new: Path, run: str | None) -> None:
         if self.keep_last is None:
             return
         with suppress(OSError):  # whatever could not be deleted now is tried again after the next save
-            others = [path for _, path in self._complete() if path != new]
+            others = [path for _, path in self._complete() if path != new and self._is_of(path, run)]
             for path in others[max(0, self.keep_last - 1) :]:
                 folders.remove(path)
+
+    def _set_aside(self, run: str | None) -> None:
+        """Let the one that is about to get its name be the newest, if the run has gone back to an earlier step."""
+        if self._back_to is not None:
+            for step, path in self._complete():
+                if step > self._back_to and self._is_of(path, run):
+                    folders.set_aside(path)
+            self._back_to = None
+
+    def _is_of(self, path: Path, run: str | None) -> bool:
+        if path not in self._runs:
+            self._runs[path] = run_of(path)
+        return self._runs[path] in (None, run)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -255,27 +367,72 @@ class Checkpointer:
         self._ended = ended  # still to be told
         return next((path for _, path in self._complete()), None)
 
+    def at(self, step: int) -> Path:
+        """Return the folder of the complete checkpoint of a step.
+
+        Raises:
+            TypeError: no int.
+            CheckpointError: there is none; it names those that there are.
+        """
+        check("cannot find a checkpoint", "int", step=step)
+        self._ended = self._join()  # still to be told
+        there = dict(self._complete())
+        if step not in there:
+            seen = "complete: " + (", ".join(f"step {one}" for one in sorted(there)) or "none")
+            blame, hint = f"there is no complete checkpoint of step {step}", "one of those, or the latest"
+            raise CheckpointError(explain(f"cannot load step {step} of {self.root}", blame, seen, hint))
+        return there[step]
+
     def load(
         self,
         tensors: Tensors,
         *,
+        step: int | None = None,
         path: Folder | None = None,
         per_rank: Tensors | None = None,
         strict: bool = True,
     ) -> Any:
         """Load what `load_checkpoint` loads, from the latest checkpoint that rank 0 sees, or from another.
 
+        Args:
+            tensors, per_rank, strict: as for `load_checkpoint`.
+            step: to go back to: when the next checkpoint of the run is complete, the newer ones are not of the run any
+                more. They are renamed to `undone-step-00000300`, count for nothing, and are never deleted.
+            path: of a checkpoint, to load it and leave the others alone.
+
         Raises:
             CheckpointError: there is none; else as `load_checkpoint`.
+            TypeError: a `step` that is no int; else as `load_checkpoint`.
+            ValueError: both `step` and `path`; else as `load_checkpoint`.
         """
+        check("cannot load a checkpoint", "int | None", step=step)
+        if step is not None and path is not None:
+            hint = "step, to go back to it, or path, to look at it"
+            raise ValueError(explain("cannot load two checkpoints", "both are given", f"{step=}, {path=}", hint))
         self._ended = self._join()
         peers = Peers.of(self._group)
         if path is None:
-            path = peers.agree(None, self.latest() if peers.rank == 0 else None)[0]
+            path = self._agreed_path(peers, step)
         if path is None:
             blame, hint = "there is no complete checkpoint", "latest() is not None first"
             raise CheckpointError(explain("cannot load the latest checkpoint", blame, f"root: {self.root}", hint))
-        return load_checkpoint(path, tensors, per_rank=per_rank, strict=strict, process_group=self._group)
+        record = load(path, tensors, per_rank=per_rank, strict=strict, process_group=self._group)
+        if Path(path).absolute().parent == self.root.absolute() and record.run is not None:
+            self._run = record.run
+            if self._lease is not None:
+                self._lease.go_on_with(record.run)
+        self._back_to = step
+        return record.extra
+
+    def _agreed_path(self, peers: Peers, step: int | None) -> Path | None:
+        """Return what rank 0 finds."""
+        failure, path = None, None
+        if peers.rank == 0:
+            try:
+                path = self.latest() if step is None else self.at(step)
+            except CheckpointError as error:
+                failure = error
+        return peers.agree(failure, path)[0]
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"

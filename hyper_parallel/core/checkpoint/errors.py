@@ -1,4 +1,4 @@
-"""How ranks learn of each other's failures: they tell each other, and all raise the same."""
+"""Agreement of ranks on failures: each passes on its own, and all raise the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+
+from hyper_parallel.core.common.checks import check
 
 __all__ = ["CheckpointError", "Peers"]
 
@@ -37,6 +39,7 @@ class Peers:
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Peers:
         """Return the ranks of a group, of the world, or this one alone where there is no world."""
+        check("cannot tell which ranks save or load", "group | None", process_group=group)
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None, 0, 1, 0)
         return cls(group, dist.get_rank(group), dist.get_world_size(group), dist.get_rank())

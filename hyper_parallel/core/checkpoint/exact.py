@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 
 __all__ = ["decoded", "from_json", "to_json"]
 

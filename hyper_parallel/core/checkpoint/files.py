@@ -7,8 +7,10 @@ library writes whole files at once and neither fsyncs nor counts checksums while
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,6 +128,19 @@ class BlockWriter:
     def _end_block(self) -> None:
         self.crcs.append(self._crc)
         self._crc = 0
+
+
+def open_plain(path: Path) -> int:
+    """Open a file to read it: neither a link, which may lead anywhere, nor a pipe, which may never answer.
+
+    Raises:
+        OSError: it cannot be read, or is no such file.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return file
 
 
 def checksums(file: int, first: int, last: int, block: int) -> Iterator[tuple[int, int, int]]:

@@ -1,20 +1,33 @@
-"""Folders that are there as a whole or not at all: written beside their place, renamed into it, renamed away first.
+"""Folders that are there as a whole or not at all, and the lease of the one run that may write them.
 
-Beside a checkpoint `name` may lie, hidden: `.name.saving-<attempt>`, which nobody has finished; `.name.replaced-...`,
-a complete one that another is about to take the place of; `.name.deleted-...`, on its way out.
+A folder is written beside its place, renamed into it, and renamed away first when it is to go. Beside a checkpoint
+`name` may lie, hidden: `.name.saving-<attempt>`, which nobody has finished; `.name.replaced-...`, a complete one that
+another is about to take the place of; `.name.deleted-...`, on its way out.
 """
 
 from __future__ import annotations
 
+import _thread
+import gc
+import json
 import os
 import shutil
+import socket
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.record import NAME
+from hyper_parallel.core.common.errors import explain
 
-__all__ = ["clean", "is_complete", "place", "put_in_place", "remove"]
+__all__ = ["LEASE", "Lease", "clean", "is_complete", "place", "put_in_place", "remove"]
 
 _SAVING, _REPLACED, _DELETED = ".saving-", ".replaced-", ".deleted-"
+_UNDONE = "undone-"
 
 
 def place(folder: Path, attempt: str) -> Path:
@@ -57,31 +70,41 @@ def put_in_place(attempt: Path, folder: Path) -> None:
         _discard(replaced)
 
 
+def set_aside(folder: Path) -> None:
+    """Rename a checkpoint, so that it is none of its root any more; it can still be loaded by its path."""
+    aside, number = folder.with_name(f"{_UNDONE}{folder.name}"), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = folder.with_name(f"{_UNDONE}{folder.name}-{number}")
+    os.rename(folder, aside)
+    sync_folder(folder.parent)
+
+
 def remove(folder: Path) -> None:
-    """Take away a checkpoint; what is left if this is interrupted is none any more."""
+    """Take away a checkpoint, or a link to one; what is left if this is interrupted is none any more."""
     gone = folder.with_name(f".{folder.name}{_DELETED}{os.urandom(4).hex()}")
     os.rename(folder, gone)
     sync_folder(folder.parent)
-    shutil.rmtree(gone, ignore_errors=True)
+    _delete(gone)
 
 
 def found(folder: Path) -> Path | None:
     """Return where the checkpoint of that name is: there, or beside it if a replacement was interrupted; else None."""
     if is_complete(folder):
         return folder
-    return next((path for path in _beside(folder, _REPLACED) if is_complete(path)), None)
+    return next((path for path in _beside(folder, _REPLACED) if is_complete(path) and not path.is_symlink()), None)
 
 
 def clean(folder: Path) -> None:
     """Finish or take back what interrupted saves of a folder have left; nobody may be saving it."""
     for path in _beside(folder, _REPLACED):
-        if is_complete(folder) or not is_complete(path):
+        if is_complete(folder) or not is_complete(path) or path.is_symlink():
             _discard(path)
         elif not folder.exists():
             os.rename(path, folder)
             sync_folder(folder.parent)
     for path in [*_beside(folder, _SAVING), *_beside(folder, _DELETED)]:
-        shutil.rmtree(path, ignore_errors=True)
+        _delete(path)
 
 
 def saved_names(root: Path) -> list[str]:
@@ -94,10 +117,21 @@ def saved_names(root: Path) -> list[str]:
 
 
 def _discard(path: Path) -> None:
-    """Delete a complete checkpoint: first it stops being one."""
-    if is_complete(path):
-        os.unlink(path / NAME)
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete a complete checkpoint: first it stops being one. Of a link, delete the link."""
+    with suppress(OSError):  # a link cannot be opened like this, nor be changed into one meanwhile
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            os.unlink(NAME, dir_fd=opened)
+        finally:
+            os.close(opened)
+    _delete(path)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)  # follows no links, either
 
 
 def _beside(folder: Path, kind: str) -> list[Path]:
@@ -105,3 +139,280 @@ def _beside(folder: Path, kind: str) -> list[Path]:
         return []
     start = f".{folder.name}{kind}"
     return [folder.with_name(name) for name in sorted(os.listdir(folder.parent)) if name.startswith(start)]
+
+
+# -- whose they are --------------------------------------------------------------------------------------------------
+
+LEASE = ".lease.json"
+"""Name of the file in a root that says which run writes there."""
+
+_RENEW_S, _STALE_S = 10.0, 60.0
+_LOOKS, _LOOK_EVERY_S = 10, 0.5  # file systems of several hosts show new names late
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that has a lease.
+
+    Attributes:
+        run: the training, of which a process may be a later attempt.
+        attempt: this attempt at it.
+        host: name of the host, for people.
+        machine: what tells processes apart that can see each other's numbers: one boot, and one container.
+        pid: number of the process.
+        started: when it began, by the system's own clock; another process may get its number.
+        since: when it took the lease, in seconds since 1970.
+        job: torchrun's --rdzv-id, if it was given one.
+        restart: how often torchrun has restarted it.
+    """
+
+    run: str
+    attempt: str
+    host: str
+    machine: str
+    pid: int
+    started: str
+    since: float
+    job: str
+    restart: int
+
+    @classmethod
+    def here(cls, run: str | None) -> Holder:
+        """Return the calling process as the holder of a new lease."""
+        attempt, restart = os.urandom(6).hex(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        return cls(
+            run=run or attempt,
+            attempt=attempt,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            started=_started(os.getpid()) or "",
+            since=time.time(),
+            job="" if job == "none" else job,
+            restart=int(restart) if restart.isdigit() else 0,
+        )
+
+    def has_ended(self, me: Holder) -> bool | None:
+        """Whether it does not write any more, as `me` can tell; None if only time can tell."""
+        if self.job and self.job == me.job and (self.machine != me.machine or self.restart < me.restart):
+            return True  # torchrun ends all processes of an attempt before it begins the next
+        if self.machine != me.machine:
+            return None
+        started = _started(self.pid)
+        return started is None or (bool(started and self.started) and started != self.started)
+
+
+class Lease:
+    """The right of one process to write the checkpoints under a root, until it is released.
+
+    The file is renewed by its modification time, every 10 seconds, on a thread that no simulator schedules: other hosts
+    look at real time, too. A holder that has ended on this machine, or that torchrun has ended, is replaced at once,
+    any other when its file has not changed for 60 seconds by the file system's own clock. Whoever has been replaced
+    finds out before the next thing that it writes.
+    """
+
+    def __init__(self, root: Path, run: str | None = None) -> None:
+        """Take the lease of a root, which is made if need be.
+
+        Args:
+            root: of the checkpoints.
+            run: that this process goes on with; None: a new one.
+
+        Raises:
+            CheckpointError: another process has it.
+            OSError: the file cannot be written.
+        """
+        self._path, self._me = root / LEASE, Holder.here(run)
+        self._take()
+        running = _thread.allocate_lock()
+        running.acquire()
+        self._finalizer = weakref.finalize(self, _release, self._path, self._me, running)
+        # A plain thread: of threading's, a simulated rank would wait for it, in virtual time.
+        _thread.start_new_thread(_renew, (self._path, self._me.attempt, running))
+
+    @property
+    def run(self) -> str:
+        """The training that this process is an attempt at."""
+        return self._me.run
+
+    @property
+    def attempt(self) -> str:
+        """What tells this lease from any other, for `is_seen`."""
+        return self._me.attempt
+
+    def go_on_with(self, run: str) -> None:
+        """Say which training this process goes on with."""
+        self._me = replace(self._me, run=run)
+        fresh = self._path.with_name(f"{LEASE}.{self._me.attempt}")
+        with suppress(OSError, CheckpointError):  # it is told to people; whether it may be written, saves find out
+            self.check()
+            _create(fresh, self._me)
+            os.replace(fresh, self._path)
+
+    def check(self) -> None:
+        """Make sure that this process still has the lease; one that nobody has is taken again.
+
+        Raises:
+            CheckpointError: another process has it by now.
+            OSError: the file cannot be read or written.
+        """
+        if not self._finalizer.alive:
+            raise self._refusal("this run has released it", None, 0.0)
+        if (found := _read(self._path)) is None:
+            self._take()
+        elif found[0] is None or found[0].attempt != self._me.attempt:
+            raise self._refusal("another run has taken it over, which this one was too slow to prevent", *found)
+
+    def release(self) -> None:
+        """Let others have it."""
+        self._finalizer()
+
+    def _take(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        first: tuple[Holder | None, float] | None = None
+        while not _create(self._path, self._me):
+            found = _read(self._path)
+            if found is None:
+                continue
+            first = first or found
+            ended = None if found[0] is None else found[0].has_ended(self._me)
+            if ended is None:
+                ended = True if (age := self._age(found[1])) >= _STALE_S else None
+            if ended:
+                self._take_away(found)
+            elif ended is None and found == first:
+                _pause(min(1.0, _STALE_S - age))
+            else:
+                gc.collect()  # a Checkpointer of this process that nobody refers to any more releases it
+                if _read(self._path) is not None:
+                    raise self._refusal("another run is using it", *found)
+
+    def _take_away(self, found: tuple[Holder | None, float]) -> None:
+        """Remove the lease of a holder that has ended, one process at a time: the next one may be there already."""
+        guard = self._path.with_name(f"{LEASE}.taking")
+        try:
+            os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            _pause(0.01)
+            with suppress(FileNotFoundError):
+                if self._age(guard.lstat().st_mtime) >= _STALE_S:  # killed between the lines below
+                    os.unlink(guard)
+            return
+        try:
+            if _read(self._path) == found:
+                os.unlink(self._path)
+        finally:
+            os.unlink(guard)
+
+    def _age(self, renewed: float) -> float:
+        """Return seconds since a time that the file system has noted, by its own clock: hosts differ in theirs."""
+        probe = self._path.with_name(f"{LEASE}.{self._me.attempt}.now")
+        file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            return os.fstat(file).st_mtime - renewed
+        finally:
+            os.close(file)
+            os.unlink(probe)
+
+    def _refusal(self, blame: str, holder: Holder | None, renewed: float) -> CheckpointError:
+        root, hint = self._path.parent, "another folder, or to wait until that run has ended"
+        seen = f"lease: {self._path}"
+        if holder is not None:
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(0.0, holder.since), 4e9)))
+            seen = f"run {holder.run} on host {holder.host!r}, process {holder.pid}, since {since}"
+            seen += f", renewed {max(0.0, self._age(renewed)):.0f} s ago"
+            hint = "close() of the Checkpointer that has it" if holder.pid == os.getpid() else hint
+        return CheckpointError(explain(f"cannot save to {root}", blame, seen, hint))
+
+
+def is_seen(root: Path, attempt: str) -> bool:
+    """Whether a rank finds the lease that another has taken: on a disk that they share, after some seconds at most."""
+    for _ in range(_LOOKS):
+        with suppress(OSError):
+            found = _read(root / LEASE)
+            if found is not None and found[0] is not None and found[0].attempt == attempt:
+                return True
+        _pause(_LOOK_EVERY_S)
+    return False
+
+
+def _create(path: Path, me: Holder) -> bool:
+    """Write a lease where there is none; return whether there was none."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        os.write(file, json.dumps(asdict(me)).encode())
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+    return True
+
+
+def _read(path: Path) -> tuple[Holder | None, float] | None:
+    """Return who has a lease, None if that is not readable, and when it was renewed; None if there is no lease."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        renewed = os.fstat(file).st_mtime
+        told: Any = json.loads(os.read(file, 10_000))
+        numbers = {"since": float(told["since"]), "pid": int(told["pid"]), "restart": int(told["restart"])}
+        holder = Holder(**{**told, **numbers})
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is being written, or not one
+        return None, renewed
+    finally:
+        os.close(file)
+    return holder, renewed
+
+
+def _renew(path: Path, attempt: str, running: Any) -> None:
+    while not running.acquire(True, _RENEW_S):
+        with suppress(OSError):
+            found = _read(path)
+            if found is not None and found[0] is not None and found[0].attempt == attempt:
+                os.utime(path, follow_symlinks=False)
+
+
+def _release(path: Path, me: Holder, running: Any) -> None:
+    if os.getpid() != me.pid:
+        return  # in a process that the holder has forked
+    running.release()
+    with suppress(OSError):
+        found = _read(path)
+        if found is not None and found[0] is not None and found[0].attempt == me.attempt:
+            os.unlink(path)
+
+
+def _pause(seconds: float) -> None:
+    lock = _thread.allocate_lock()  # in real time, also on simulated ranks
+    lock.acquire()
+    lock.acquire(True, seconds)
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process of this machine began, "" if that cannot be known, None if there is none."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        pass  # another user's
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return None if fields[0] in ("Z", "X") else fields[19]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, TensorEntry
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.dtensor.names import plain_name
+from hyper_parallel.core.common.checks import check, check_modules
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import plain_name
 
 __all__ = ["load_optimizer_scalars", "model_tensors", "optimizer_targets", "optimizer_tensors"]
+
+_ASKED = "cannot name the state of an optimizer"
 
 
 def model_tensors(model_parts: nn.Module | Iterable[nn.Module], prefix: str = "model.") -> dict[str, torch.Tensor]:
@@ -25,11 +29,15 @@ def model_tensors(model_parts: nn.Module | Iterable[nn.Module], prefix: str = "m
     Args:
         model_parts: a model, or the stages of it that this rank has.
         prefix: goes before each name.
+
+    Raises:
+        TypeError: an argument of another kind, as for the functions below.
     """
     from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
 
+    check("cannot name the tensors of a model", "str", prefix=prefix)
     found = {}
-    for part in _parts(model_parts):
+    for part in check_modules("cannot name the tensors of a model", "model_parts", model_parts):
         if not part.state_dict():  # a pipeline stage without a layer; torch refuses those
             continue
         for name, value in get_model_state_dict(part).items():
@@ -64,6 +72,7 @@ def optimizer_tensors(
     Raises:
         ValueError: a parameter that is not the model's, or state that is neither a tensor nor None.
     """
+    check(_ASKED, "str", prefix=prefix)
     tensors = {}
     for name, param in _named(model_parts, optimizer):
         for key, value in optimizer.state.get(param, {}).items():
@@ -102,8 +111,12 @@ def optimizer_targets(
         prefix: goes before each name.
 
     Raises:
-        ValueError: as `optimizer_tensors`.
+        ValueError: as `optimizer_tensors`; or state that is larger than its parameter, which only the optimizer can
+            make, by a step.
     """
+    check(_ASKED, "str", prefix=prefix)
+    check(_ASKED, "optimizer", optimizer=optimizer)
+    check(_ASKED, CheckpointMetadata, metadata=metadata)
     saved: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in metadata.tensors.items():
         if name.startswith(prefix):
@@ -117,6 +130,7 @@ def optimizer_targets(
     for name, param in _named(model_parts, optimizer):
         for key, entry in saved.get(name, {}).items():
             if optimizer.state[param].get(key) is None:
+                _check_size(name, param, key, entry)
                 optimizer.state[param][key] = _new_state(param, key, entry, on_device[id(param)])
     return optimizer_tensors(model_parts, optimizer, prefix)[0]
 
@@ -127,16 +141,30 @@ def load_optimizer_scalars(optimizer: Optimizer, groups: list[dict[str, Any]]) -
     Raises:
         ValueError: it has another number of groups.
     """
+    asked = "cannot load an optimizer"
+    check(asked, "optimizer", optimizer=optimizer)
+    check(asked, "list", groups=groups)
+    for number, saved in enumerate(groups):
+        check(asked, "mapping", **{f"groups[{number}]": saved})
     if len(groups) != len(optimizer.param_groups):
         blame = f"it has {len(optimizer.param_groups)} groups of parameters, and {len(groups)} were saved"
         seen = f"saved: {groups!r}"[:300]
-        raise ValueError(explain("cannot load an optimizer", blame, seen, "the groups that were saved, in their order"))
+        raise ValueError(explain(asked, blame, seen, "the groups that were saved, in their order"))
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:
                 group[key] = value
+
+
+def _check_size(name: str, param: torch.Tensor, key: str, entry: TensorEntry) -> None:
+    """A record must not say how much memory is taken."""
+    if math.prod(entry.shape) > max(param.numel(), 1):
+        blame = f"{key!r} of {name!r} is larger than the parameter"
+        seen = f"saved: {entry.shape}   parameter: {tuple(param.shape)}"
+        hint = "the model that was saved, or a step of the optimizer first, which makes its state"
+        raise ValueError(explain("cannot load the state of an optimizer", blame, seen, hint))
 
 
 def _new_state(param: torch.Tensor, key: str, entry: TensorEntry, on_device: bool) -> torch.Tensor:
@@ -148,14 +176,11 @@ def _new_state(param: torch.Tensor, key: str, entry: TensorEntry, on_device: boo
         return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
 
 
-def _parts(model_parts: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    return [model_parts] if isinstance(model_parts, nn.Module) else list(model_parts)
-
-
 def _named(model_parts: nn.Module | Iterable[nn.Module], optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters of an optimizer with their names, in the order of its groups."""
+    check(_ASKED, "optimizer", optimizer=optimizer)
     names: dict[int, str] = {}
-    for part in _parts(model_parts):
+    for part in check_modules(_ASKED, "model_parts", model_parts):
         for name, param in part.named_parameters():
             names.setdefault(id(param), plain_name(name))
     for number, group in enumerate(optimizer.param_groups):
@@ -164,7 +189,7 @@ def _named(model_parts: nn.Module | Iterable[nn.Module], optimizer: Optimizer) -
                 blame = f"parameter {place} of its group {number} is in none of the modules"
                 seen = f"it is {tuple(param.shape)}; the modules have {len(names)} parameters"
                 hint = "the modules it was made for, after they were sharded"
-                raise ValueError(explain("cannot name the state of an optimizer", blame, seen, hint))
+                raise ValueError(explain(_ASKED, blame, seen, hint))
             yield names[id(param)], param
 
 

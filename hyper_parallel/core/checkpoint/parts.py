@@ -1,9 +1,9 @@
-"""What one rank has of the tensors of a checkpoint: which box of the whole, and the memory that it lies in."""
+"""The local shards of a checkpoint's tensors: their box in the global tensor, and their memory."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.checkpoint.files import DTYPES
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.convert import layout_of
-from hyper_parallel.core.dtensor.messages import explain, nearest
 
 __all__ = ["Part", "parts_of"]
 
@@ -53,6 +54,15 @@ def key_of(name: str, rank: int) -> str:
     return f"{name}{BETWEEN}rank {rank}"
 
 
+def key_in_file(key: str, whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """Return the name in a data file: that of the tensor, and where the box begins if it is not all of it.
+
+    >>> key_in_file("w", (4, 3), (2, 0), (2, 3))
+    'w|2,0'
+    """
+    return key if tuple(sizes) == tuple(whole) else f"{key}{BETWEEN}{','.join(map(str, offsets))}"
+
+
 def parts_of(
     asked: str, tensors: Mapping[str, Any], per_rank: Mapping[str, Any] | None, rank: int, global_rank: int
 ) -> dict[str, Part]:
@@ -69,6 +79,8 @@ def parts_of(
         ValueError: a tensor that cannot be in a checkpoint; the message names it.
         TypeError: a value that is no tensor.
     """
+    check(asked, "mapping", tensors=tensors)
+    check(asked, "mapping | None", per_rank=per_rank)
     found = {}
     for name, tensor in tensors.items():
         _check(asked, name, tensor)

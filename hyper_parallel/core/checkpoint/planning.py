@@ -1,4 +1,4 @@
-"""Who writes and who reads what: torch's planners, given boxes that come from our own layouts.
+"""Read and write plans for torch.distributed.checkpoint, made from the boxes of our own layouts.
 
 torch computes the box of a DTensor for even splits in mesh order; for others it contradicts itself. Everything after
 that, replicas written once, completeness, and which saved box overlaps which wanted one, is torch's.
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from hyper_parallel.core.checkpoint.parts import Part
 from hyper_parallel.core.checkpoint.record import TensorEntry
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 
 __all__ = ["LoadPlanner", "SavePlanner", "metadata_of"]
 

@@ -1,4 +1,4 @@
-"""How a checkpoint comes back: first all that is needed is checked, then each rank copies the ranges that it needs."""
+"""Loading a checkpoint: everything is checked first, then each rank copies the ranges it needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hyper_parallel.core.checkpoint.errors import CheckpointError
-from hyper_parallel.core.checkpoint.files import checksums
+from hyper_parallel.core.checkpoint.files import DTYPES, checksums, open_plain
+from hyper_parallel.core.checkpoint.parts import key_in_file
 from hyper_parallel.core.checkpoint.planning import metadata_of
-from hyper_parallel.core.checkpoint.record import CheckpointMetadata, FileEntry
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.checkpoint.record import NAME, Box, CheckpointMetadata, FileEntry, TensorEntry
+from hyper_parallel.core.common.errors import explain
 
 __all__ = ["Reader", "check_files"]
 
@@ -69,7 +70,7 @@ class Reader(StorageReader):
         for number, of_file in groupby(reads, key=lambda read: read[0]):
             path = self._folder / self._record.files[number].name
             try:
-                with path.open("rb") as file:
+                with open(open_plain(path), "rb") as file:
                     for _, at, _, sizes, item in of_file:
                         target = planner.resolve_tensor(item)
                         copy_range(file.fileno(), at, sizes, item.storage_offsets, item.lengths, target, buffer)
@@ -156,16 +157,21 @@ def check_files(
     total = sum(last - first for _, first, last in runs)
     skip, left = total * rank // size, total * (rank + 1) // size - total * rank // size
     asked = f"cannot load the checkpoint {folder}"
+    described: dict[int, list[tuple[str, TensorEntry, Box]]] = {}
+    for key, entry, box in _boxes(record):
+        described.setdefault(box.file, []).append((key, entry, box))
     checked: dict[int, CheckpointError | None] = {}
     for number, first, last in runs:
         here = min(left, max(0, last - first - skip))
         begin = first + min(skip, last - first)
         skip -= begin - first
         left -= here
-        entry = record.files[number]
+        file = record.files[number]
         if number not in checked:
-            checked[number] = _size_error(asked, folder, entry) if here or rank == number % size else None
-        if error := checked[number] or _block_error(asked, folder, record, entry, begin, begin + here):
+            checked[number] = _size_error(asked, folder, file) if here or rank == number % size else None
+            if rank == number % size and checked[number] is None:
+                checked[number] = _header_error(asked, folder / file.name, record.attempt, described[number])
+        if error := checked[number] or _block_error(asked, folder, record, file, begin, begin + here):
             return error
     return None
 
@@ -173,7 +179,7 @@ def check_files(
 def _needed(record: CheckpointMetadata, keys: Collection[str]) -> Iterator[tuple[int, int, int]]:
     """Yield file, first and last + 1 block of each run that is needed; those with the file's header always are."""
     headers: dict[int, int] = {}
-    for box in (box for entry in record.by_key.values() for box in entry.boxes):
+    for _, _, box in _boxes(record):
         headers[box.file] = min(box.at, headers.get(box.file, box.at))
     blocks: dict[int, set[int]] = {}
     for key in keys:
@@ -194,7 +200,8 @@ def _needed(record: CheckpointMetadata, keys: Collection[str]) -> Iterator[tuple
 def _size_error(asked: str, folder: Path, entry: FileEntry) -> CheckpointError | None:
     path = folder / entry.name
     try:
-        size = path.stat().st_size
+        with open(open_plain(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         blame = f"{entry.name!r} is missing or cannot be read"
         seen = f"{error.strerror}: {path}"
@@ -206,6 +213,41 @@ def _size_error(asked: str, folder: Path, entry: FileEntry) -> CheckpointError |
     return None
 
 
+def _boxes(record: CheckpointMetadata) -> Iterator[tuple[str, TensorEntry, Box]]:
+    for key, entry in record.by_key.items():
+        for box in entry.boxes:
+            yield key, entry, box
+
+
+def _header_error(
+    asked: str, path: Path, attempt: str, described: Sequence[tuple[str, TensorEntry, Box]]
+) -> CheckpointError | None:
+    """Compare what the record says of the boxes in a file with what the file says of itself."""
+    try:
+        with open(open_plain(path), "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))
+        wrong = [key for key, entry, box in described if not _is_described(header, key, entry, box, 8 + length)]
+        if not wrong and header["__metadata__"]["attempt"] == attempt:
+            return None
+        blame = f"{path.name!r} does not have {wrong[0]!r} where {NAME} says" if wrong else ""
+    except OSError as error:
+        seen = f"{error.strerror or error}: {path}"
+        return CheckpointError(explain(asked, f"{path.name!r} cannot be read", seen, "an older checkpoint"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        blame = ""
+    blame = blame or f"{path.name!r} {_what_is_wrong(path, attempt)}"
+    return CheckpointError(explain(asked, blame, f"file: {path}", "an older checkpoint"))
+
+
+def _is_described(header: Mapping[str, Any], key: str, entry: TensorEntry, box: Box, begin: int) -> bool:
+    """Whether a header says the same of a box, which lies in the data, from byte `begin` on."""
+    at = box.at - begin
+    offsets = [at, at + math.prod(box.sizes) * entry.dtype.itemsize]
+    told = {"dtype": DTYPES[entry.dtype], "shape": list(box.sizes), "data_offsets": offsets}
+    return at >= 0 and header.get(key_in_file(key, entry.shape, box.offsets, box.sizes)) == told
+
+
 def _block_error(
     asked: str, folder: Path, record: CheckpointMetadata, entry: FileEntry, first: int, last: int
 ) -> CheckpointError | None:
@@ -213,7 +255,7 @@ def _block_error(
         return None
     path = folder / entry.name
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = open_plain(path)
     except OSError as error:
         seen = f"{error.strerror}: {path}"
         return CheckpointError(explain(asked, f"{entry.name!r} cannot be read", seen, "an older checkpoint"))
@@ -240,7 +282,7 @@ def _block_error(
 def _what_is_wrong(path: Path, attempt: str) -> str:
     """Say of a file whose checksum is wrong what it seems to be; nothing in it is trusted, or unpickled."""
     try:
-        with path.open("rb") as file:
+        with open(open_plain(path), "rb") as file:
             begin = file.read(8)
             header = json.loads(file.read(min(int.from_bytes(begin, "little"), 100_000_000)))
         of = header["__metadata__"]["attempt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import zlib
@@ -14,9 +15,9 @@ import torch
 
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.exact import decoded
-from hyper_parallel.core.checkpoint.files import DTYPES
+from hyper_parallel.core.checkpoint.files import DTYPES, open_plain
 from hyper_parallel.core.checkpoint.parts import BETWEEN
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 
 __all__ = ["Box", "CheckpointMetadata", "FileEntry", "TensorEntry", "read_record"]
 
@@ -24,6 +25,7 @@ NAME = "checkpoint.json"
 VERSION = 1
 _BEGIN = '{"format": "hyper_parallel checkpoint", "version": %d, "crc32": "%08x", "content":\n'
 _END = "\n}\n"
+_MOST_SPLIT = 12  # dims of a tensor; a mesh of so many axes of two ranks has 4096
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class CheckpointMetadata:
         files: the data files.
         attempt: what tells it from other checkpoints with the same names in them.
         block: bytes under one checksum.
+        run: the training that saved it, however often it was started; None if it was saved on its own.
     """
 
     step: int | None
@@ -78,6 +81,7 @@ class CheckpointMetadata:
     attempt: str
     block: int
     by_key: Mapping[str, TensorEntry] = field(repr=False, default_factory=dict)
+    run: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -94,10 +98,12 @@ def to_text(
     extra: str,
     entries: Mapping[str, TensorEntry],
     files: tuple[FileEntry, ...],
+    run: str | None = None,
 ) -> str:
     """Return the text of a record; `extra` is JSON already, `entries` are by the keys that the data files use."""
     content = {
         "attempt": attempt,
+        "run": run,
         "step": step,
         "world_size": world_size,
         "block": block,
@@ -124,7 +130,8 @@ def read_record(folder: Path) -> CheckpointMetadata:
     asked = f"cannot load the checkpoint {folder}"
     path = folder / NAME
     try:
-        raw = path.read_bytes()
+        with open(open_plain(path), "rb") as file:
+            raw = file.read()
     except OSError as error:
         blame = f"it has no readable {NAME}, which is written when all else is complete"
         there = sorted(entry.name for entry in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
@@ -170,16 +177,21 @@ def _parsed(content: dict[str, Any]) -> CheckpointMetadata:
     _check_files(files, content["block"], content["world_size"])
     for key, entry in entries.items():
         _check_boxes(key, entry, files)
+    _check_bytes(entries)
+    run, step, attempt = content.get("run"), content["step"], content["attempt"]
+    if type(attempt) is not str or type(run) not in (str, type(None)) or type(step) not in (int, type(None)):
+        raise ValueError(f"attempt {attempt!r} of run {run!r} at step {step!r}")
     return CheckpointMetadata(
-        step=content["step"],
+        step=step,
         world_size=content["world_size"],
         extra=decoded(content["extra"]),
         tensors=tensors,
         per_rank=per_rank,
         files=files,
-        attempt=content["attempt"],
+        attempt=attempt,
         block=content["block"],
         by_key=entries,
+        run=run,
     )
 
 
@@ -187,6 +199,8 @@ def _check_files(files: tuple[FileEntry, ...], block: Any, world_size: Any) -> N
     for name, value in (("block", block), ("world_size", world_size)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}")
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("two files of the same name")
     for file in files:
         if not _are_counts((file.size, *file.crcs)) or len(file.crcs) != -(-file.size // block):
             raise ValueError(f"{len(file.crcs)} checksums for the {file.size!r} bytes of {file.name!r}")
@@ -194,8 +208,10 @@ def _check_files(files: tuple[FileEntry, ...], block: Any, world_size: Any) -> N
 
 def _check_boxes(key: str, entry: TensorEntry, files: tuple[FileEntry, ...]) -> None:
     """What no box covers would be left as it was when it is loaded, without a word."""
+    if not _are_counts(entry.shape):
+        raise ValueError(f"{key!r} is {entry.shape}")
     for box in entry.boxes:
-        if not _are_counts((box.file, box.at, *box.offsets, *box.sizes, *entry.shape)):
+        if not _are_counts((box.file, box.at, *box.offsets, *box.sizes)):
             raise ValueError(f"{key!r} has a box {box}")
         ends = tuple(map(sum, zip(box.offsets, box.sizes, strict=True)))
         if len(ends) != len(entry.shape) or any(end > size for end, size in zip(ends, entry.shape, strict=True)):
@@ -203,12 +219,45 @@ def _check_boxes(key: str, entry: TensorEntry, files: tuple[FileEntry, ...]) -> 
         last = box.at + math.prod(box.sizes) * entry.dtype.itemsize
         if box.file >= len(files) or last > files[box.file].size:
             raise ValueError(f"{key!r} ends at byte {last} of file {box.file}")
+    if not _cover(entry):
+        raise ValueError(f"the boxes of {key!r} are not all of {entry.shape}, each element once")
+
+
+def _cover(entry: TensorEntry) -> bool:
+    """Whether the boxes are disjoint and cover a tensor.
+
+    They have as many elements, and of all corners only those of the whole are there an odd number of times: then each
+    element is in an odd number of boxes, and since there are no more elements in the boxes than in all, in one.
+    """
     if sum(math.prod(box.sizes) for box in entry.boxes) != math.prod(entry.shape):
-        raise ValueError(f"the boxes of {key!r} are not all of {entry.shape}")
+        return False
+    boxes = [box for box in entry.boxes if math.prod(box.sizes)]
+    if len(boxes) < 2:
+        return True
+    split = [dim for dim, size in enumerate(entry.shape) if any(box.sizes[dim] != size for box in boxes)]
+    if len(split) > _MOST_SPLIT:
+        return False
+    odd: set[tuple[int, ...]] = set()
+    for box in boxes:
+        odd ^= set(itertools.product(*((box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for dim in split)))
+    return odd == set(itertools.product(*((0, entry.shape[dim]) for dim in split)))
+
+
+def _check_bytes(entries: Mapping[str, TensorEntry]) -> None:
+    """No two boxes have the same bytes."""
+    spans = sorted(
+        (box.file, box.at, box.at + math.prod(box.sizes) * entry.dtype.itemsize, key)
+        for key, entry in entries.items()
+        for box in entry.boxes
+        if math.prod(box.sizes)
+    )
+    for (file, _, end, key), (other_file, at, _, other) in itertools.pairwise(spans):
+        if file == other_file and at < end:
+            raise ValueError(f"{key!r} and {other!r} have the same bytes of file {file}")
 
 
 def _are_counts(values: tuple[Any, ...]) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""How a checkpoint gets onto the disk: one data file per rank, then the record, then the name."""
+"""Writing a checkpoint: one data file per rank, then the record, then the rename."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.futures import Future
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.files import BLOCK, BlockWriter, bytes_of, header_of
 from hyper_parallel.core.checkpoint.folders import put_in_place, sync_folder
-from hyper_parallel.core.checkpoint.parts import BETWEEN
+from hyper_parallel.core.checkpoint.parts import key_in_file
 from hyper_parallel.core.checkpoint.record import NAME, Box, FileEntry, TensorEntry, to_text
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 
 __all__ = ["Writer"]
 
@@ -39,8 +39,9 @@ class Writer(StorageWriter):
         step: int | None,
         extra: str,
         on_stage: Stage,
+        run: str | None = None,
     ) -> None:
-        self._folder, self._place, self._attempt = folder, place, attempt
+        self._folder, self._place, self._attempt, self._run = folder, place, attempt, run
         self._rank, self._step, self._extra = rank, step, extra
         self._on_stage, self._block = on_stage, BLOCK
 
@@ -118,6 +119,7 @@ class Writer(StorageWriter):
             entries[key] = TensorEntry(saved.properties.dtype, tuple(saved.size), tuple(boxes))
         text = to_text(
             attempt=self._attempt,
+            run=self._run,
             step=self._step,
             world_size=len(results),
             block=self._block,
@@ -172,8 +174,5 @@ def _dtype(item: WriteItem) -> Any:
 
 
 def _key(item: WriteItem) -> str:
-    """The name in the data file: that of the tensor, and where the box begins if it is not all of it."""
     data = _data(item)
-    if data.chunk.sizes == data.size:
-        return item.index.fqn
-    return f"{item.index.fqn}{BETWEEN}{','.join(map(str, data.chunk.offsets))}"
+    return key_in_file(item.index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)

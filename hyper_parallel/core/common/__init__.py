@@ -1,1 +1,3 @@
-"""Leaves that every part imports: nothing of the library, nor torch, which a command's help does without."""
+"""Leaves that every part imports: `errors` needs nothing, not even torch, which a command's help does without;
+`checks` needs torch.
+"""

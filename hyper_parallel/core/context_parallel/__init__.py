@@ -6,7 +6,7 @@ keys), by ``kernels`` where there are some. ``arguments`` says what is wrong wit
 """
 
 from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel
-from hyper_parallel.core.context_parallel.cost import Traffic, attention_traffic
+from hyper_parallel.core.context_parallel.cost import AttentionTraffic, attention_traffic
 from hyper_parallel.core.context_parallel.index import SequenceSplit
 
-__all__ = ["ContextParallel", "SequenceSplit", "Traffic", "attention_traffic", "context_parallel"]
+__all__ = ["ContextParallel", "SequenceSplit", "AttentionTraffic", "attention_traffic", "context_parallel"]

@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import group_of
+from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.context_parallel.arguments import (
     check_attention,
     check_local_length,
     check_mesh,
+    check_options,
     check_plain,
     check_whole,
     default_scale,
@@ -22,10 +26,7 @@ from hyper_parallel.core.context_parallel.arguments import (
 )
 from hyper_parallel.core.context_parallel.ring import Ring, Task, ring_attention
 from hyper_parallel.core.context_parallel.ulysses import shared_heads, to_heads, to_sequence
-from hyper_parallel.core.dtensor.mesh import axes_of
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.redistribute.eager import runs_eagerly
-from hyper_parallel.core.redistribute.groups import group_of
+from hyper_parallel.core.mesh.device_mesh import axes_of
 
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -148,6 +149,7 @@ class ContextParallel:
             ValueError: shapes that do not go together, heads that the Ulysses ranks cannot share, a bad length.
         """
         check_plain(q, k, v)
+        check_options(is_causal, scale)
         q, k, v = _autocast(q, k, v)
         check_attention(self.sequence, q, k, v, documents)
         degree, ids = self.ulysses_degree, self._all_documents(documents)

@@ -1,4 +1,4 @@
-"""What is wrong with a call, said before anything is communicated."""
+"""Checks of context-parallel calls, made before any communication."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.index import SequenceSplit
-from hyper_parallel.core.dtensor.mesh import axes_of
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.mesh.device_mesh import axes_of
 
 
 def check_mesh(mesh: object) -> DeviceMesh:
@@ -124,6 +125,16 @@ def check_plain(q: object, k: object, v: object) -> None:
             blame = f"{name} is a {type(x).__name__}, not a plain tensor"
             hint = "x.to_local() of a DTensor split by heads"
             raise TypeError(explain("cannot attend", blame, f"{name}: {type(x)!r}", hint))
+
+
+def check_options(is_causal: object, scale: object) -> None:
+    """Refuse options of another kind.
+
+    Raises:
+        TypeError: is_causal is no bool, or scale no number.
+    """
+    check("cannot attend", "bool", is_causal=is_causal)
+    check("cannot attend", "float | None", scale=scale)
 
 
 def check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, documents: object) -> None:

@@ -20,7 +20,7 @@ MAX_SCORES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Some queries and the keys that they see.
 
     Attributes:

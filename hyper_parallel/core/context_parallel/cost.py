@@ -1,14 +1,15 @@
-"""What attention over ranks moves, from sizes alone: `ContextParallel.attend` sends and receives exactly this."""
+"""Bytes that context-parallel attention moves, from sizes alone; `ContextParallel.attend` sends exactly these."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.context_parallel.index import SequenceSplit
 from hyper_parallel.core.context_parallel.ulysses import shared_heads
 
 
-class Traffic(NamedTuple):
+class AttentionTraffic(NamedTuple):
     """Bytes that each rank receives in one attention, and sends, by what carries them.
 
     Attributes:
@@ -29,7 +30,7 @@ class Traffic(NamedTuple):
 
 def attention_traffic(
     split: SequenceSplit, *, seq: int, heads: int, kv_heads: int, head_dim: int, batch: int = 1, itemsize: int = 2
-) -> Traffic:
+) -> AttentionTraffic:
     """Return what one attention moves, without documents (which cost an all_gather of their ids).
 
     >>> llama = dict(seq=131072, heads=32, kv_heads=8, head_dim=128)  # of 8 billion parameters, in bfloat16
@@ -46,10 +47,19 @@ def attention_traffic(
         head_dim: size of a head.
         batch: sequences.
         itemsize: bytes of an element.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: a size below one.
     """
+    asked, sizes = "cannot count the traffic of an attention", {"seq": seq, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"head_dim": head_dim, "batch": batch, "itemsize": itemsize}
+    check(asked, SequenceSplit, split=split)
+    check(asked, "int", **sizes)
+    check_least(asked, 1, **sizes)
     per_head = batch * (seq // split.size) * head_dim * itemsize  # of this rank's tokens
     kv_heads *= shared_heads(kv_heads, split.ulysses)
     exchanged = per_head * (2 * heads + 2 * kv_heads) // split.ulysses * (split.ulysses - 1)
     around = (split.ring - 1) * per_head * 2 * kv_heads  # as many tokens more as heads less, by Ulysses
     sums = max(itemsize, 4)  # gradients travel in the dtype of sums
-    return Traffic(exchanged, around, around + around // itemsize * sums)
+    return AttentionTraffic(exchanged, around, around + around // itemsize * sums)

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank holds, and which of them can see which: arithmetic, without a tensor.
+"""Sequence positions held by each rank, and the visibility between them: arithmetic without tensors.
 
 A ring rank's *part* is what it works on in the ring; the ranks of its Ulysses group hold a slice of the part each.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from hyper_parallel.core.common.checks import check, check_fields, check_least
+
+_ASKED = "cannot split a sequence"
 
 
 class Visible(NamedTuple):
@@ -41,11 +45,19 @@ class SequenceSplit:
         ring: ranks that keys and values travel around.
         ulysses: ranks that share the heads of a part.
         balance: cut in two intervals that even out causal attention.
+
+    Raises:
+        TypeError: an argument of another kind, here and in the methods.
+        ValueError: fewer than one rank.
     """
 
     ring: int = 1
     ulysses: int = 1
     balance: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(_ASKED, self)
+        check_least(_ASKED, 1, ring=self.ring, ulysses=self.ulysses)
 
     @property
     def size(self) -> int:
@@ -75,10 +87,12 @@ class SequenceSplit:
         >>> SequenceSplit(ring=2, ulysses=3).place(4)
         (1, 1)
         """
+        check(_ASKED, "int", rank=rank)
         return divmod(rank, self.ulysses)
 
     def part(self, ring_rank: int, seq: int) -> tuple[tuple[int, int], ...]:
         """Return the intervals [start, stop) of the part of a ring rank, in the order in which they lie there."""
+        check(_ASKED, "int", ring_rank=ring_rank, seq=seq)
         if not self.zigzag:
             length = seq // self.ring
             return ((ring_rank * length, (ring_rank + 1) * length),)
@@ -92,6 +106,7 @@ class SequenceSplit:
             rank: place on the context-parallel axis.
             seq: length of the whole sequence, in tokens; divisible by `multiple`.
         """
+        check(_ASKED, "int", seq=seq)
         ring_rank, slot = self.place(rank)
         length = seq // self.size
         found, offset = [], -slot * length  # of what is left of the part, from the start of the slice
@@ -117,6 +132,8 @@ class SequenceSplit:
             length: tokens of a part.
             causal: positions see no later ones.
         """
+        check(_ASKED, "int", query_rank=query_rank, key_rank=key_rank, length=length)
+        check(_ASKED, "bool", causal=causal)
         if not causal:
             return Visible(0, length, causal=False)
         if query_rank == key_rank:

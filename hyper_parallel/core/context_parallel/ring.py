@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.core.context_parallel.blocks import Block, Joined, accumulator
+from hyper_parallel.core.context_parallel.blocks import AttentionBlock, Joined, accumulator
 from hyper_parallel.core.context_parallel.index import SequenceSplit
 
 
@@ -85,7 +85,7 @@ class Task:
     scale: float
     documents: Tensor | None
 
-    def block(self, source: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, Block] | None:
+    def block(self, source: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, AttentionBlock] | None:
         """Return what queries see of the keys of ring rank `source`: the first query, the number of keys, the block."""
         seen = self.ring.split.visible(self.ring.rank, source, q.shape[2], self.causal)
         if seen is None:
@@ -93,7 +93,7 @@ class Task:
         first, stop = seen.first_query, seen.num_keys
         ids = self.documents
         documents = None if ids is None else (ids[self.ring.rank, :, first:], ids[source, :, :stop])
-        block = Block(q[:, :, first:], k[:, :, :stop], v[:, :, :stop], seen.causal, self.scale, documents)
+        block = AttentionBlock(q[:, :, first:], k[:, :, :stop], v[:, :, :stop], seen.causal, self.scale, documents)
         return first, stop, block
 
 

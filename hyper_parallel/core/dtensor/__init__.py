@@ -1,4 +1,4 @@
-"""Which rank holds which part of a tensor.
+"""Layouts: the shard of a tensor that each rank holds.
 
 layout.py     Layout: the value, in alias form or in placement form
 axes.py       the mesh as a value: axis names, sizes, ranks
@@ -15,8 +15,8 @@ dtensor.py, placement_types.py   torch's own types
 from hyper_parallel.core.dtensor.convert import in_split_order, layout_of, to_placements, to_torch
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import flatten_axes, reorder_axes
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.mesh.device_mesh import flatten_axes, reorder_axes
 
 __all__ = [
     "Layout",

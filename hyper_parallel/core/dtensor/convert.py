@@ -11,16 +11,16 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.checks import check_shape
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor import shards, strided
-from hyper_parallel.core.dtensor.axes import MeshAxes
-from hyper_parallel.core.dtensor.checks import check_shape
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.forms import write_alias
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import axes_of, reorder_axes
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.torch_form import is_strided
+from hyper_parallel.core.mesh.axes import MeshAxes
+from hyper_parallel.core.mesh.device_mesh import axes_of, reorder_axes
 
 
 def to_placements(layout: Layout, global_shape: Sequence[int]) -> tuple[Placement, ...]:

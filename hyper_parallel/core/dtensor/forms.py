@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from hyper_parallel.core.dtensor.axes import MeshAxes, unknown_axis
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.shards import Splits
 from hyper_parallel.core.dtensor.strided import Specs
+from hyper_parallel.core.mesh.axes import MeshAxes, unknown_axis
 
 REDUCTIONS = ("sum", "avg", "max", "min", "prod")
 """What a pending reduction can be; torch calls the last one "product"."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hyper_parallel.core.common.checks import check_ndim, check_rank, check_shape
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor import forms, serial, shards, strided, torch_form
-from hyper_parallel.core.dtensor.axes import MeshAxes, check_axes, describe_ranks
-from hyper_parallel.core.dtensor.checks import check_ndim, check_rank, check_shape
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.mesh.axes import MeshAxes, check_axes, describe_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +83,7 @@ class Layout:
             TypeError: not a DeviceMesh.
             ValueError: an axis name that a layout cannot have.
         """
-        from hyper_parallel.core.dtensor.mesh import axes_of
+        from hyper_parallel.core.mesh.device_mesh import axes_of
 
         return cls._make(axes_of(mesh), mesh=mesh)
 
@@ -244,9 +244,11 @@ class Layout:
             ndim: dims of the tensor.
 
         Raises:
+            TypeError: ndim is no int.
             ValueError: no assignment yet, more entries than ndim, a `Shard` dim out of range.
         """
         specs = self._assigned("place a tensor")
+        ndim = check_ndim(ndim, self._describe())
         if self._splits is None:
             return torch_form.resolve(self._axes, specs, ndim)
         if len(self._splits) > ndim:
@@ -312,7 +314,7 @@ class Layout:
             TypeError: not a DeviceMesh.
             ValueError: the mesh has other names, sizes or ranks.
         """
-        from hyper_parallel.core.dtensor.mesh import axes_of
+        from hyper_parallel.core.mesh.device_mesh import axes_of
 
         if mesh is not None and axes_of(mesh) != self._axes:
             seen = f"{self._describe()}   given: {Layout._make(axes_of(mesh))}"

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.core.dtensor.axes import MeshAxes
-from hyper_parallel.core.dtensor.checks import check_int
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.shards import Splits
 from hyper_parallel.core.dtensor.strided import Spec, Specs
+from hyper_parallel.core.mesh.axes import MeshAxes
 
 REQUIRED = ("mesh_shape", "alias_name")
 OPTIONAL = ("tensor_map", "rank_list", "partial", "placements")

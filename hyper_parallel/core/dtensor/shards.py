@@ -1,4 +1,4 @@
-"""Who owns which slice of a tensor: pure arithmetic on ints and numpy arrays, for one rank or for 100,000.
+"""Shard ownership: pure arithmetic on ints and numpy arrays, for one rank or for 100,000.
 
 One rule covers everything. Splitting `size` elements over `n` ranks gives each rank a part of ceil(size / n) elements,
 in order; the last parts are smaller or empty (`torch.chunk`, with the empty parts that it leaves out). A dim that

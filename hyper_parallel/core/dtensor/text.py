@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import torch
 
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.forms import REDUCTIONS
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain, nearest
 
 NOT_SPLIT = ("None", "-")
 """How the entry of a dim that is not split is spelled."""
@@ -35,7 +35,7 @@ def parse_mesh(text: str) -> Layout:
         TypeError: not a str.
         ValueError: no axes, an axis without name or size, a name given twice, a size below 1.
     """
-    source = _Source(_check_text(text, "mesh"), "cannot read a mesh", "form: dp=2,tp=4")
+    source = _Spelling(_check_text(text, "mesh"), "cannot read a mesh", "form: dp=2,tp=4")
     sizes: dict[str, int] = {}
     for span in source.pieces((0, len(text)), ","):
         name_at, size_at = source.assignment(span, default="2")
@@ -61,7 +61,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
         TypeError: not a str.
         ValueError: a size that is missing, negative or no whole number.
     """
-    source = _Source(_check_text(text, "shape"), "cannot read a shape", "form: 4096,1024 or 4096x1024")
+    source = _Spelling(_check_text(text, "shape"), "cannot read a shape", "form: 4096,1024 or 4096x1024")
     start, stop = source.trim((0, len(text)))
     if text[start:stop][:1] + text[start:stop][-1:] in ("()", "[]"):
         start, stop = source.trim((start + 1, stop - 1))
@@ -85,7 +85,7 @@ def parse_dtype(text: str) -> torch.dtype:
         TypeError: not a str.
         ValueError: no dtype has that name.
     """
-    source = _Source(_check_text(text, "dtype"), "cannot read a dtype", "form: float32 or bf16")
+    source = _Spelling(_check_text(text, "dtype"), "cannot read a dtype", "form: float32 or bf16")
     span = source.trim((0, len(text)))
     name = re.sub(r"^(bf|fp)(16|32|64)$", _long_name, source.at(span).removeprefix("torch."))
     found = getattr(torch, name, None)
@@ -118,7 +118,7 @@ def parse_layout(mesh: Layout, text: str) -> Layout:
             reduction that does not exist.
     """
     axes = ", ".join(f"{name}={size}" for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True))
-    source = _Source(_check_text(text, "layout"), "cannot read a layout", f"mesh: {axes}")
+    source = _Spelling(_check_text(text, "layout"), "cannot read a layout", f"mesh: {axes}")
     parts = source.pieces((0, len(text)), ";")
     if len(parts) > 2:
         raise source.mistake((parts[2][0] - 1, parts[2][0]), "a second semicolon", '"," between reductions')
@@ -155,7 +155,7 @@ def write_layout(layout: Layout) -> str:
 class _Reader:
     """Reads the parts of a layout; `used` says what each axis is used for so far."""
 
-    source: "_Source"
+    source: "_Spelling"
     names: tuple[str, ...]
     used: dict[str, str]
 
@@ -199,7 +199,7 @@ class _Reader:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _Spelling:
     """The text, and what an error says about it besides the place."""
 
     text: str

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch.distributed.tensor import placement_types as torch_types
 
-from hyper_parallel.core.dtensor.axes import MeshAxes
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.forms import Reductions, read_reduction
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.dtensor.shards import Splits
 from hyper_parallel.core.dtensor.strided import Spec, Specs, to_splits
+from hyper_parallel.core.mesh.axes import MeshAxes
 
 # torch keeps its strided shard private, and some versions derive it from Shard: look for it first.
 STRIDED: Any = getattr(torch_types, "_StridedShard", None) or getattr(torch_types, "StridedShard", None)

@@ -1,4 +1,7 @@
-"""Experts split over ranks: tokens go to the ranks that have their experts, and come back."""
+"""Experts split over ranks: tokens go to the ranks that have their experts, and come back.
+
+api -> balance -> router -> experts -> exchange, order
+"""
 
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.expert_parallel.balance import set_aux_scale, take_aux, update_expert_bias

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import axes_of
-from hyper_parallel.core.dtensor.messages import explain, nearest
 from hyper_parallel.core.dtensor.replaced import note_replaced
 from hyper_parallel.core.expert_parallel.balance import routers_of
-from hyper_parallel.core.expert_parallel.experts import GroupedExperts, Ranks
+from hyper_parallel.core.expert_parallel.experts import GroupedExperts, SharedGroup
+from hyper_parallel.core.mesh.device_mesh import axes_of
 from hyper_parallel.core.redistribute.boundary import from_local
-from hyper_parallel.core.shard.local_params import OWN_PARTS, is_unit
+from hyper_parallel.core.shard.region import OWN_PARTS, is_unit
 
 __all__ = ["expert_parallel"]
 
@@ -58,10 +59,13 @@ def expert_parallel(
         The model.
 
     Raises:
-        TypeError: no mesh.
+        TypeError: no mesh, or another argument of another kind.
         ValueError: no experts in the model; experts or an inner width that the ranks cannot share evenly; an `etp` that
             is neither; no such axis; weights that are split already.
     """
+    check(_ASKED, "module", model=model)
+    check(_ASKED, "str", ep=ep, tp=tp, cp=cp)
+    check(_ASKED, "int | None", etp=etp)
     sizes = _sizes(mesh, {"ep": ep, "tp": tp, "cp": cp})
     degree = sizes["tp"] if etp is None else etp
     found = _checked(model, sizes, degree)
@@ -74,9 +78,9 @@ def expert_parallel(
                 _split(experts, name, layout)
             experts.__dict__[OWN_PARTS] = True
             if sizes["ep"] > 1:
-                experts.exchange = Ranks(mesh.get_group(ep))
-    between = (Ranks(mesh.get_group(tp)),) if sizes["tp"] > degree else ()
-    along = (Ranks(mesh.get_group(cp)),) if sizes["cp"] > 1 else ()
+                experts.exchange = SharedGroup(mesh.get_group(ep))
+    between = (SharedGroup(mesh.get_group(tp)),) if sizes["tp"] > degree else ()
+    along = (SharedGroup(mesh.get_group(cp)),) if sizes["cp"] > 1 else ()
     for _, router in routers_of(model):
         router.sequence_ranks, router.token_ranks, router.copies = (*along, *between), between, degree
     return model

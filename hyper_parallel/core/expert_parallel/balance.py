@@ -1,4 +1,4 @@
-"""What a training loop does about the loads of experts."""
+"""Load balance of experts in a training loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.expert_parallel.router import Router
 
 __all__ = ["routers_of", "set_aux_scale", "take_aux", "update_expert_bias"]
@@ -16,6 +17,7 @@ __all__ = ["routers_of", "set_aux_scale", "take_aux", "update_expert_bias"]
 
 def routers_of(model: nn.Module) -> Iterator[tuple[str, Router]]:
     """Yield the routers of a model with their names, in its order."""
+    check("cannot look for routers", "module", model=model)
     for name, module in model.named_modules():
         if isinstance(module, Router):
             yield name, module
@@ -32,7 +34,11 @@ def set_aux_scale(model: nn.Module, scale: float | None) -> None:
     Args:
         model: with routers.
         scale: None: 1 / the sequences that a router sees at a time.
+
+    Raises:
+        TypeError: an argument of another kind, as for the functions below.
     """
+    check("cannot scale auxiliary losses", "float | None", scale=scale)
     for _, router in routers_of(model):
         router.aux_scale = scale
 
@@ -74,6 +80,11 @@ def update_expert_bias(
 
     Communication: per group one all_reduce of (layers, experts) counts; to forget, none.
     """
+    check("cannot update the bias of experts", "bool", forget=forget)
+    check("cannot update the bias of experts", "list", groups=groups)
+    for number, group in enumerate(groups):
+        if not isinstance(group, DeviceMesh):
+            check("cannot update the bias of experts", "group", **{f"groups[{number}]": group})
     found = [router for _, router in routers_of(model)]
     if not found:
         return

@@ -11,23 +11,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.exchange import exchange_counts, exchange_rows
 from hyper_parallel.core.expert_parallel.order import Order, restored, sorted_copies, sorted_rows
 from hyper_parallel.core.redistribute.boundary import to_local
-from hyper_parallel.core.redistribute.eager import runs_eagerly
 
-__all__ = ["CountRows", "GroupedExperts", "Loads", "Ranks", "count_rows"]
+__all__ = ["CountRows", "GroupedExperts", "Loads", "SharedGroup", "count_rows"]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SharedGroup:
     """A process group that copies of a model share."""
 
     group: dist.ProcessGroup
 
-    def __deepcopy__(self, memo: Any) -> Ranks:
+    def __deepcopy__(self, memo: Any) -> SharedGroup:
         return self
 
 
@@ -74,6 +75,10 @@ class GroupedExperts(nn.Module):
         hidden_size: width of a token.
         inner_size: width inside of one expert.
 
+    Raises:
+        TypeError: a size that is no int.
+        ValueError: one below 1.
+
     Attributes:
         w1: (num_experts, inner_size, hidden_size).
         w2: (num_experts, hidden_size, inner_size).
@@ -84,12 +89,16 @@ class GroupedExperts(nn.Module):
     """
 
     def __init__(self, num_experts: int, hidden_size: int, inner_size: int) -> None:
+        asked, sizes = "cannot make experts", {"num_experts": num_experts, "hidden_size": hidden_size}
+        sizes |= {"inner_size": inner_size}
+        check(asked, "int", **sizes)
+        check_least(asked, 1, **sizes)
         super().__init__()
         self.num_experts, self.hidden_size, self.inner_size = num_experts, hidden_size, inner_size
         self.w1 = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.w2 = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
         self.w3 = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
-        self.exchange: Ranks | None = None
+        self.exchange: SharedGroup | None = None
         self.count_rows: CountRows = count_rows
         self.reset_parameters()
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what keeps their loads alike."""
+"""The router: top-k choice of experts per token, and the bias that balances their loads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.expert_parallel.experts import Ranks
-from hyper_parallel.core.redistribute.eager import runs_eagerly
+from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.expert_parallel.experts import SharedGroup
 
 __all__ = ["SCORES", "Router", "Routing"]
 
@@ -75,7 +76,8 @@ class Router(nn.Module):
         copies: number of ranks that route the same tokens, of which each adds a share of the loss.
 
     Raises:
-        ValueError: no such kind of score, more experts per token than there are.
+        TypeError: an argument of another kind.
+        ValueError: no such kind of score, a width below 1, more experts per token than there are.
     """
 
     bias: Tensor
@@ -95,6 +97,12 @@ class Router(nn.Module):
         aux_loss_weight: float = 1e-3,
     ) -> None:
         super().__init__()
+        sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "experts_per_token": experts_per_token}
+        rates = {"routed_scale": routed_scale, "bias_update_rate": bias_update_rate, "aux_loss_weight": aux_loss_weight}
+        check("cannot route", "int", **sizes)
+        check("cannot route", "float", **rates)
+        check("cannot route", "bool", norm_weights=norm_weights)
+        check_least("cannot route", 1, hidden_size=hidden_size)
         if score not in SCORES:
             seen = f"score: {score!r}"
             raise ValueError(explain("cannot route", "there is no such kind of score", seen, 'score="sigmoid"'))
@@ -111,8 +119,8 @@ class Router(nn.Module):
         self.register_buffer("aux_sum", torch.zeros(()), persistent=False)
         self.last_aux: Tensor | None = None
         self.aux_scale: float | None = None
-        self.sequence_ranks: tuple[Ranks, ...] = ()
-        self.token_ranks: tuple[Ranks, ...] = ()
+        self.sequence_ranks: tuple[SharedGroup, ...] = ()
+        self.token_ranks: tuple[SharedGroup, ...] = ()
         self.copies = 1
         self.reset_parameters()
 

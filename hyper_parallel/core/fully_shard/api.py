@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.fully_shard.arguments import (
     PlacementFn,
     check_fusion,
@@ -53,7 +54,6 @@ from hyper_parallel.core.fully_shard.policy import (
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
 from hyper_parallel.core.fully_shard.unit import UnitOptions
 from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
-from hyper_parallel.core.redistribute.groups import group_of
 from hyper_parallel.platform import Platform
 
 __all__ = [

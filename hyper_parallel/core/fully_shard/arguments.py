@@ -1,4 +1,4 @@
-"""What ``fully_shard`` and ``hsdp`` ask of their arguments, checked before anything is changed."""
+"""Argument checks of ``fully_shard`` and ``hsdp``, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.param import has_extension
 from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.fully_shard.unit import is_wrapped

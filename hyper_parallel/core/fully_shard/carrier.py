@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.redistribute.groups import group_of
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import group_of
 
 __all__ = ["Carrier", "carrier_of", "divisor", "split_replicated", "split_world"]
 

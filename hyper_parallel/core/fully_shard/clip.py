@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform

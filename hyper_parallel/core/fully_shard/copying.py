@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.build import Found, install, make_unit
 from hyper_parallel.core.fully_shard.fsdp2 import nested_traced_units, nested_units
 from hyper_parallel.core.fully_shard.mesh import Home

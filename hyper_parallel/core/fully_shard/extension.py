@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket, Storage, computed_in
 from hyper_parallel.core.fully_shard.comm import Pending, all_gather
 from hyper_parallel.core.fully_shard.param import ManagedParam

@@ -17,7 +17,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.checks import check, check_modules
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.held import reduce_gradients
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, traced_unit_of, unit_of
 
@@ -63,6 +64,7 @@ class FSDP2Methods(FSDPModule):
             recurse: Nested; False: this unit only.
             requires_grad_sync: Another name of the first.
         """
+        check("set_requires_gradient_sync cannot use its flags", "bool | None", requires_grad_sync=requires_grad_sync)
         flag = requires_grad_sync if requires_gradient_sync is None else requires_gradient_sync
         _check_flag("set_requires_gradient_sync", flag, "requires_gradient_sync")
         for unit in reached_units(self, "set_requires_gradient_sync", recurse):
@@ -154,6 +156,17 @@ class FSDP2Methods(FSDPModule):
         _check_flag("set_unshard_in_backward", unshard_in_backward, "unshard_in_backward")
         needed_unit(self).options.unshard_in_backward = unshard_in_backward
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """True: a parameter that no rank has used gets zeros as its gradient; False, the default: it gets none.
+
+        A rank that has not used a parameter takes part with zeros in either case. Those of cells that were wrapped
+        with ``use_eager_hook=False`` get none.
+        """
+        name = "set_reduce_scatter_unused_params"
+        _check_flag(name, reduce_scatter_unused_params, "reduce_scatter_unused_params")
+        for unit in reached_units(self, name, recurse):
+            unit.options.zeros = reduce_scatter_unused_params
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Gather these units' parameters while this unit's forward computes (default: the unit that came next)."""
         needed_unit(self).forward_prefetch = _units_of("set_modules_to_forward_prefetch", modules)
@@ -217,9 +230,6 @@ class FSDP2Methods(FSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Without effect: communication always adds up, and factors are applied after it."""
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Without effect: a rank that has not used a parameter always takes part, with zeros."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Without effect: a buffer is freed when its reduction is through, and none is waited for."""
@@ -383,7 +393,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     Raises:
         ValueError: One of the modules was never wrapped.
     """
-    for module in modules:
+    for module in check_modules("cannot share communication", "modules", modules):
         needed_unit(module)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.unit import Unit, traced_unit_of, unit_of
 from hyper_parallel.core.fully_shard.waiting import remember
 

@@ -1,4 +1,4 @@
-"""Where each parameter of a ``fully_shard`` call goes: split, whole on every rank, kept as it is, split further."""
+"""Placement of each parameter of a ``fully_shard`` call: sharded, replicated, ignored, or sharded further."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share a parameter and which repeat it: the mesh as the engine sees it."""
+"""The mesh as the engine sees it: the axes that shard parameters and those that replicate them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyper_parallel.core.dtensor.mesh import flatten_axes
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.policy import FullyShardParamMode
+from hyper_parallel.core.mesh.device_mesh import flatten_axes
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["DataParallelMesh", "Home", "data_axes", "describe_mesh", "platform_of", "resolve_mesh"]
@@ -165,6 +166,10 @@ def data_axes(mesh: Any, dims: Any) -> DeviceMesh:
             f"  seen: {'mesh=None' if mesh is None else 'a mesh without names'}\n"
             "  try: mesh=init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'tp'))"
         )
+    if not (hasattr(dims, "replicate_names") and hasattr(dims, "shard_names")):
+        blame, hint = "it names the axes of mesh", "DataParallelMeshDims(shard='dp')"
+        asked = f"fully_shard cannot use a {type(dims).__name__} as dp_mesh_dims"
+        raise ValueError(explain(asked, blame, f"got: {dims!r}", hint))
     replicate, shard = tuple(dims.replicate_names), tuple(dims.shard_names)
     missing = [name for name in (*replicate, *shard) if name not in mesh.mesh_dim_names]
     if missing or not (replicate or shard) or set(replicate) & set(shard):

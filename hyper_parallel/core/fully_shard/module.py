@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.fully_shard.fsdp2 import (
     FSDP2Methods,
     needed_unit,
@@ -81,6 +82,7 @@ class ManagedModule(FSDP2Methods):
             ValueError: A value of another shape, or no tensor at all.
             RuntimeError: ``strict`` and keys are missing or unexpected; both are listed, sorted.
         """
+        check("load_state_dict cannot read its flags", "bool", strict=strict, assign=assign)
         for unit in needed_units(self):
             unit.reshard()
         parent: Any = super()
@@ -169,6 +171,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """As :func:`register_forward_method`, by FSDP2's name; a module that was never wrapped is left alone."""
+    check("cannot register a method", "module", module=module)
+    check("cannot register a method", "str", method_name=method_name)
     if is_wrapped(module):
         register_forward_method(module, method_name)
 

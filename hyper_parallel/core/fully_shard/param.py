@@ -230,11 +230,12 @@ class ManagedParam:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def take_gradient(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    def take_gradient(self, dtype: torch.dtype | None = None, *, mean: bool = False) -> torch.Tensor | None:
         """The gradient of the whole parameter, flat, for the engine to reduce; the parameter has it no more.
 
         Args:
             dtype: Of the sum over axes that are not the engine's, such as those of tensor parallelism; None: its own.
+            mean: The engine averages it over the ranks.
 
         Raises:
             RuntimeError: It is sparse.
@@ -244,7 +245,7 @@ class ManagedParam:
             return None
         self.unsharded.grad = None
         if isinstance(gradient, DTensor):
-            gradient = self._summand(gradient, dtype)
+            gradient = self._summand(gradient, dtype, mean)
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of {self.name!r} is sparse, which fully_shard cannot reduce\n"
@@ -265,9 +266,16 @@ class ManagedParam:
         whole.grad = flat.view(self.shape)
         return True
 
-    def _summand(self, gradient: DTensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """What this rank adds to the sum over ``reduced_axes``: a gradient that is the same on all counts once."""
+    def _summand(self, gradient: DTensor, dtype: torch.dtype | None, mean: bool) -> torch.Tensor:
+        """What this rank adds to the sum over ``reduced_axes``.
+
+        A gradient that is the same on all counts once in a sum. It is its own mean, to which each rank adds its copy;
+        as in FSDP2, also where these are no copies.
+        """
         wanted = self._summands
+        if mean:
+            pairs = zip(wanted, gradient.placements, strict=True)
+            wanted = [(Replicate() if has.is_shard() else has) if want.is_partial() else want for want, has in pairs]
         if list(gradient.placements) != wanted:
             if dtype is not None and any(p.is_partial() for p in gradient.placements):
                 gradient = DTensor.from_local(

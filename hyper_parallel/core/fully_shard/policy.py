@@ -1,4 +1,4 @@
-"""What a unit of sharded parameters may be told: about dtypes, about where shards live, and the words for its modes."""
+"""Policies of a unit: dtypes, offload, and the names of its modes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims

@@ -89,7 +89,7 @@ class GradientReducer:
         """Whether a whole parameter holds a gradient."""
         return any(param.unsharded.grad is not None for param in self.params)
 
-    def collect(self, dtype: torch.dtype | None, *, keep: bool) -> None:
+    def collect(self, dtype: torch.dtype | None, *, keep: bool, mean: bool) -> None:
         """Take the gradients of the whole parameters over; adds to what is held already.
 
         A rank that has no gradient at all takes part in the reduction with zeros: others may have one.
@@ -97,6 +97,7 @@ class GradientReducer:
         Args:
             dtype: Of the communication; None: that of the computation.
             keep: They have to wait for further backwards: in ``dtype``, or at least fp32.
+            mean: They are averaged over the ranks, not added up.
         """
         params = self._plan()
         if not params:
@@ -105,7 +106,7 @@ class GradientReducer:
             self.held = [None] * len(params)
         self._given = set()
         for index, param in enumerate(params):
-            gradient = param.take_gradient(self._dtype(dtype))
+            gradient = param.take_gradient(self._dtype(dtype), mean=mean)
             if gradient is None:
                 continue
             held = self.held[index]
@@ -129,7 +130,7 @@ class GradientReducer:
             return None
         held, self.held = self.held, None
         params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
-        used = [gradient is not None for gradient in held]
+        used = [options.zeros or gradient is not None for gradient in held]
         dtype = self._dtype(options.dtype)
         scale = options.factor / (options.divide_by or (self.ranks if options.average else 1))
         # fp16 could overflow in the sum, so it is scaled before; everything else after, on the smaller tensor.

@@ -34,6 +34,7 @@ class ReduceOptions:
         divide_by: Divide the sum by it instead of what ``average`` says.
         hook: Called with the reduced gradients, flat.
         reduce_scatter_with: What allocates and communicates instead of the engine.
+        zeros: Give parameters that no rank has used zeros as their gradients.
     """
 
     average: bool
@@ -46,6 +47,7 @@ class ReduceOptions:
     divide_by: float | None = None
     hook: Callable[[torch.Tensor], None] | None = None
     reduce_scatter_with: Any = None
+    zeros: bool = False
 
 
 @dataclass(frozen=True)

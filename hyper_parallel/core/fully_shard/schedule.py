@@ -1,4 +1,4 @@
-"""What the units of one root share during a step: their order, the backward under way, the reductions under way.
+"""State shared by the units of one root in a step: their order, the backward and the reductions under way.
 
 A unit's life in one training step::
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.values import fit, fits, give_memory, misfit, whole_of
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _drop_frozen_aliases(model: nn.Module, values: dict[str, Any]) -> None:
 def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load values of any layout into a model that has sharded parameters anywhere; it need not be wrapped itself.
 
-        load_state_dict(model, torch.load("model.pt"))
+        load_state_dict(model, torch.load("model.pt", weights_only=True))
 
     A wrapped model's own ``load_state_dict`` does the same; that of a module that only contains wrapped ones is torch's
     and takes DTensors of exactly the parameters' layouts.
@@ -176,6 +177,8 @@ def load_into(
     if not isinstance(state_dict, Mapping):
         blame, got = "it takes values by name", f"got: a {type(state_dict).__name__}"
         raise TypeError(explain("load_state_dict cannot read its argument", blame, got, "model.state_dict()"))
+    for name in state_dict:
+        check("load_state_dict cannot read its argument", "str", **{"a name in state_dict": name})
     if assign:
         warnings.warn(
             "load_state_dict(assign=True): sharded parameters keep their storage; values are copied", stacklevel=3

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
 from hyper_parallel.core.fully_shard.comm import Pending
 from hyper_parallel.core.fully_shard.newcomers import Structure
@@ -31,7 +32,6 @@ from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.reduction import ReduceOptions
 from hyper_parallel.core.fully_shard.schedule import Schedule
-from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.platform import Platform
 
 __all__ = ["Unit", "UnitOptions", "is_wrapped", "traced_unit_of", "unit_of"]
@@ -57,6 +57,7 @@ class UnitOptions:
         unshard_in_backward: Gather the whole parameters for backward.
         reduced_hook: Called with reduced gradients before they are applied.
         reduce_scatter_with: What allocates and communicates instead of the engine.
+        zeros: Give parameters that no rank has used zeros as their gradients.
     """
 
     mp_policy: MixedPrecisionPolicy
@@ -74,6 +75,7 @@ class UnitOptions:
     unshard_in_backward: bool = True
     reduced_hook: Callable[[torch.Tensor], None] | None = None
     reduce_scatter_with: Any = None
+    zeros: bool = False
 
 
 @dataclass
@@ -582,7 +584,7 @@ class Unit:
             self._let_go()  # before gradients are packed, which takes memory again
             schedule.receive_reductions()
             for reducer in self.reducers:
-                reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs)
+                reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs, mean=options.average)
             self._may_change |= self._syncs
             if not self._syncs:
                 schedule.advance_reductions()
@@ -629,6 +631,7 @@ class Unit:
             divide_by=options.divide_by,
             hook=options.reduced_hook,
             reduce_scatter_with=options.reduce_scatter_with,
+            zeros=options.zeros,
         )
 
     # -- whole for many forwards and backwards, in any order, for who asks for the reduction himself ----------------
@@ -666,7 +669,7 @@ class Unit:
         with torch.no_grad():
             for reducer in self.reducers:
                 if reducer.keeps_in_another_dtype(dtype):
-                    reducer.collect(dtype, keep=True)
+                    reducer.collect(dtype, keep=True, mean=self.options.average)
 
     def reduce_now(self) -> None:
         """Free the whole parameters and start to reduce all gradients, as the end of a backward would."""

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor as distribute_by_torch
 from torch.nn.parameter import is_lazy
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.fully_shard.param import dtensor_like
 from hyper_parallel.core.redistribute import full_tensor, redistribute
 from hyper_parallel.platform import get_platform

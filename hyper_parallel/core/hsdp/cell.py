@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.fsdp2 import nested_traced_units, nested_units
 from hyper_parallel.core.fully_shard.module import ManagedModule
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, unit_of

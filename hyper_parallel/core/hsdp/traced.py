@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.build import Found
 from hyper_parallel.core.fully_shard.mesh import Home
 from hyper_parallel.core.fully_shard.param import ManagedParam

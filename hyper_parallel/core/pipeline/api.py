@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.fully_shard.held import hold_parameters, release_parameters
 from hyper_parallel.core.pipeline.arguments import (
     LossFn,
@@ -122,6 +123,9 @@ class Pipeline:
         check_indices(self.stage_indices, stage_indices, self.num_stages, num_stages, f"{schedule!r}")
         self.kind.check_micro_batches(micro_batches, ranks, self.num_stages)
         self.micro_batches = micro_batches
+        if not isinstance(boundary, Layout):
+            check("cannot make a pipeline", "list | None", boundary=boundary)
+        check("cannot make a pipeline", "bool", keep_gathered=keep_gathered)
         self.boundary = Boundary(boundary)
         self.device = get_platform(mesh.device_type).device()
         self.keep_gathered = keep_gathered
@@ -243,7 +247,10 @@ class Pipeline:
 
     def _runner(self, inputs: tuple[torch.Tensor, ...], key: tuple[Any, ...], *, training: bool) -> _Runner:
         """Torch's schedule for micro-batches of these shapes."""
-        from hyper_parallel.core.pipeline.stage import Place, Stage  # half a second, which only a first step pays
+        from hyper_parallel.core.pipeline.stage import (
+            Stage,
+            StagePosition,
+        )  # half a second, which only a first step pays
 
         known = self._runners.get(training)
         if known is not None and known.key == key:
@@ -253,7 +260,7 @@ class Pipeline:
         stages = [
             Stage(
                 module,
-                Place(index, self.num_stages, self.device, self.group, self.kind.splits_backward),
+                StagePosition(index, self.num_stages, self.device, self.group, self.kind.splits_backward),
                 self.boundary,
                 between[index],
                 between[index + 1],

@@ -1,4 +1,4 @@
-"""What a pipeline asks of its arguments, checked on all ranks alike before anything is sent."""
+"""Argument checks of a pipeline, alike on all ranks before anything is sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.fsdp2 import nested_units
 
 __all__ = [
@@ -42,6 +43,8 @@ def as_tensors(given: Any, what: str) -> tuple[torch.Tensor, ...]:
 
 def checked_stages(stages: Any) -> list[nn.Module]:
     """Return the stages as a list of modules."""
+    if not isinstance(stages, (nn.Module, list, tuple)):
+        check(_ASKED, "list", stages=stages)
     given = [stages] if isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList) else list(stages)
     if not given or not all(isinstance(stage, nn.Module) for stage in given):
         kinds = ", ".join(type(stage).__name__ for stage in given) or "none"
@@ -73,6 +76,8 @@ def check_indices(
     mine: tuple[int, ...], given: Sequence[int] | None, count: int, asked: int | None, schedule: str
 ) -> None:
     """Refuse numbers of stages that are not those of the schedule."""
+    check(_ASKED, "list | None", stage_indices=given)
+    check(_ASKED, "int | None", num_stages=asked)
     if given is not None and tuple(given) != mine:
         blame = f"{schedule} gives this rank other stages"
         seen = f"stage_indices: {list(given)}   the schedule's: {list(mine)}"

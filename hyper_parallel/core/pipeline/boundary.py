@@ -1,4 +1,4 @@
-"""What goes from one stage to the next: plain tensors, each a rank's part of a DTensor where modules work on those.
+"""Tensors sent between pipeline stages: plain ones, the local shard where modules work on DTensors.
 
 Between the modules of a tensor-parallel model values are DTensors, such as a residual stream that is split over the
 sequence. Ranks at the same place along the other axes hold the same part on every stage. So a stage sends its part as
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.shard.crossing import enter, leave
 
 __all__ = ["Boundary", "Meta", "plain_loss"]

@@ -1,4 +1,4 @@
-"""What goes between the stages, found out by one forward of one micro-batch."""
+"""Shapes and dtypes between pipeline stages, found by one forward of one micro-batch."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.dtensor.checks import check_int
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.errors import explain, nearest
 
 __all__ = ["SCHEDULES", "ScheduleKind", "find_schedule"]
 

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has, and which stages each rank has: numbers only, no process group."""
+"""Assignment of layers to stages and of stages to ranks: numbers only, no process group."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.core.dtensor.checks import check_int
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.checks import check, check_int
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.pipeline.schedules import find_schedule
 
 __all__ = ["StageSlice", "rank_of_stage", "split_layers", "stage_slices", "stages_of_rank"]
@@ -54,6 +54,7 @@ def split_layers(
     seen = f"num_layers: {num_layers}   stages: {stages}"
     if stages < 1:
         raise ValueError(explain(_ASKED, "there must be a stage at least", seen, "stages=1"))
+    check(_ASKED, "list | None", sizes=sizes)
     if sizes is not None:
         return _ranges(_checked(list(sizes), num_layers, stages))
     if num_layers < stages:
@@ -117,6 +118,7 @@ def stages_of_rank(schedule: str, rank: int, ranks: int, stages_per_rank: int | 
     Raises:
         ValueError: no such schedule, or one that cannot have so many stages per rank; no such rank.
     """
+    check("cannot place stages", "int", rank=rank, ranks=ranks)
     kind = find_schedule(schedule)
     each = kind.checked_stages_per_rank(stages_per_rank)
     if not 0 <= rank < ranks:
@@ -140,6 +142,7 @@ def rank_of_stage(schedule: str, stage: int, ranks: int, stages_per_rank: int | 
         ranks: along the pipeline axis.
         stages_per_rank: default: the schedule's own.
     """
+    check("cannot find a stage", "int", stage=stage, ranks=ranks)
     owners = [rank for rank in range(ranks) if stage in stages_of_rank(schedule, rank, ranks, stages_per_rank)]
     if not owners:
         total = ranks * find_schedule(schedule).checked_stages_per_rank(stages_per_rank)
@@ -196,6 +199,7 @@ def stage_slices(
     Raises:
         ValueError: as the two.
     """
+    check("cannot place stages", "int", rank=rank, ranks=ranks)
     total = ranks * find_schedule(schedule).checked_stages_per_rank(stages_per_rank)
     parts = split_layers(num_layers, total, sizes=sizes, first_extra=first_extra, last_extra=last_extra)
     mine = stages_of_rank(schedule, rank, ranks, stages_per_rank)

@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.fsdp2 import nested_units
 from hyper_parallel.core.fully_shard.held import reduce_gradients, units_with_wider_sums
 from hyper_parallel.core.fully_shard.unit import Unit
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta, plain_loss
 
-__all__ = ["Place", "Stage"]
+__all__ = ["StagePosition", "Stage"]
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePosition:
     """Where a stage stands.
 
     Attributes:
@@ -78,7 +78,7 @@ class Stage(PipelineStage):
     def __init__(
         self,
         module: nn.Module,
-        place: Place,
+        place: StagePosition,
         boundary: Boundary,
         received: Sequence[Meta],
         sent: Sequence[Meta],

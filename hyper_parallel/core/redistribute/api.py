@@ -1,7 +1,4 @@
-"""The verbs on torch's DTensor: `redistribute`, `distribute_tensor`, `full_tensor`.
-
-What crosses between a rank's own tensor and the whole one is in `boundary`: `from_local` and `to_local`.
-"""
+"""The verbs on torch's DTensor that keep it one: `redistribute` and `distribute_tensor`."""
 
 from __future__ import annotations
 
@@ -15,20 +12,19 @@ import torch.distributed.tensor as torch_tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.dtensor.checks import check_int
+from hyper_parallel.core.common.checks import check, check_int
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.convert import in_split_order, layout_of_spec, to_placements, to_torch
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import axes_of, reorder_axes
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.dtensor.torch_form import is_strided
+from hyper_parallel.core.mesh.device_mesh import axes_of, reorder_axes
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
 from hyper_parallel.core.redistribute.cost import Topology, default_topology
-from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.core.redistribute.execute import Working, drive, start
-from hyper_parallel.core.redistribute.plan import plan
-from hyper_parallel.core.redistribute.rounds import TooTight
+from hyper_parallel.core.redistribute.plan import TooTight, plan
 from hyper_parallel.core.redistribute.transition import LINEAR
 
 Terms = tuple[Topology | None, int | None]
@@ -99,6 +95,9 @@ def redistribute(
             beyond, a limit that no plan meets.
     """
     asked = "cannot redistribute"
+    flag: object = async_op
+    if not isinstance(flag, bool):  # in sight, as this is called for every tensor
+        check(asked, "bool", async_op=async_op)
     x = check_dtensor(asked, x)
     mesh = x.device_mesh
     if layout is mesh and _is_where_it_should_be(x, placements, async_op, topology, max_extra_bytes):
@@ -118,7 +117,7 @@ def redistribute(
     on = topology if topology is not None else default_topology(mesh.device_type)
     steps = plan(src, target, shape, x.dtype, on, max_extra_bytes=max_extra_bytes)
     with torch.no_grad():
-        working = start(steps, _local(x), _mesh_for_groups(src, target))
+        working = start(steps, local_tensor(x), _mesh_for_groups(src, target))
     pending = PendingRedistribute(x, working, target, terms=(topology, max_extra_bytes))
     return pending if async_op else pending.wait()
 
@@ -214,32 +213,6 @@ class PendingRedistribute:
             self._result = _link(self._x, self._local, self._target, self._terms)
             self._working = self._first = self._local = None
         return self._result
-
-
-@runs_eagerly
-def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
-    """Return the whole tensor on every rank of its mesh, all pending reductions taken.
-
-        whole = full_tensor(x)  # a plain tensor of the shape of x
-
-    Forward: one all_gather, or all_reduce, where that does. Backward: as for `to_local`, and likewise refused unless
-    `grad_layout` says whether the gradients of the ranks are the same or are to be added.
-
-    Args:
-        x: a DTensor.
-        grad_layout: the layout of the gradient, see `to_local`; entries are for the mesh of x.
-
-    Raises:
-        TypeError: x is no DTensor.
-        ValueError: a `grad_layout` that does not fit; in the backward pass, gradients that could mean two things.
-    """
-    from hyper_parallel.core.redistribute.boundary import read_grad_layout, take_part
-
-    asked = "cannot gather the full tensor"
-    x = check_dtensor(asked, x)
-    whole = Layout.from_device_mesh(x.device_mesh)()
-    wanted = read_grad_layout(asked, grad_layout, whole, x.shape)
-    return take_part(redistribute(x, whole), wanted, "full_tensor")
 
 
 @runs_eagerly
@@ -347,11 +320,11 @@ def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
     if names is not None:
         mesh, placements = to_torch(layout, shape)
     return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_stride_like(local, shape)
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride_like(local, shape)
     )
 
 
-def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Return strides of the whole tensor as those of a part are: dims in the same order, and gaps where it has gaps.
 
     torch asks them, and not the part's, whether a view will do.
@@ -377,7 +350,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _local(x: DTensor) -> torch.Tensor:
+def local_tensor(x: DTensor) -> torch.Tensor:
+    """Return the local tensor of x, with its gradient, once its communication is complete."""
     local = x.to_local()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
@@ -415,7 +389,7 @@ def back_to(grad: DTensor, layout: Layout, terms: Terms = (None, None)) -> DTens
     except TooTight as error:  # the way there fits, but not the way back: with the least that does
         result = redistribute(grad, layout, topology=topology, max_extra_bytes=error.least)
     with torch.no_grad():
-        shared = result is not grad and _local(result).is_set_to(_local(grad))
+        shared = result is not grad and local_tensor(result).is_set_to(local_tensor(grad))
     return cast(DTensor, result.clone()) if shared else result
 
 

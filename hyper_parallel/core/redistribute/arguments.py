@@ -1,4 +1,4 @@
-"""What a verb is told about a layout: a `Layout`, a mesh and placements, or alias entries for a mesh that is known."""
+"""Layout arguments of the verbs: a `Layout`, a mesh and placements, or alias entries for a known mesh."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.dtensor.axes import MeshAxes
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import axes_of
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.mesh.axes import MeshAxes
+from hyper_parallel.core.mesh.device_mesh import axes_of
 
 _EXAMPLE = 'Layout.from_device_mesh(mesh)("dp", "None")'
 

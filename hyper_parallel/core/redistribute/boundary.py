@@ -1,4 +1,4 @@
-"""Between a rank's own tensor and the whole one: `from_local` and `to_local`, which say what becomes of gradients.
+"""Local tensors and DTensors: `from_local`, `to_local` and `full_tensor`, which say what becomes of gradients.
 
 A local tensor does not say whether its gradients on several ranks are one gradient, computed alike on all of them, or
 shares of one, still to be added. Where torch takes the first for granted, a wrong guess trains on a wrong gradient, and
@@ -16,16 +16,15 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.core.dtensor.checks import check_shape
+from hyper_parallel.core.common.checks import check_shape
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import gather_numbers, group_of
+from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.dtensor.numbers import gather_numbers
 from hyper_parallel.core.dtensor.shards import count_parts
-from hyper_parallel.core.redistribute.api import _local, back_to, build, gradient_layout, redistribute, torch_form
+from hyper_parallel.core.redistribute.api import back_to, build, gradient_layout, local_tensor, redistribute, torch_form
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
-from hyper_parallel.core.redistribute.eager import runs_eagerly
-from hyper_parallel.core.redistribute.groups import group_of
 
 _MOST_DIMS = 32
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -76,7 +75,7 @@ def from_local(
         torch_form(given, sizes)  # what no shape makes right is said before an exchange
     whole = _agreed_shape(asked, local, target) if shape is None else sizes
     _check_part(asked, local, target, whole)
-    return _FromLocal.apply(local, target, whole, read_grad_layout(asked, wanted, target, whole))
+    return FromLocal.apply(local, target, whole, read_grad_layout(asked, wanted, target, whole))
 
 
 @runs_eagerly
@@ -106,12 +105,36 @@ def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch
     return take_part(x, wanted, "to_local")
 
 
+@runs_eagerly
+def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
+    """Return the whole tensor on every rank of its mesh, all pending reductions taken.
+
+        whole = full_tensor(x)  # a plain tensor of the shape of x
+
+    Forward: one all_gather, or all_reduce, where that does. Backward: as for `to_local`, and likewise refused unless
+    `grad_layout` says whether the gradients of the ranks are the same or are to be added.
+
+    Args:
+        x: a DTensor.
+        grad_layout: the layout of the gradient, see `to_local`; entries are for the mesh of x.
+
+    Raises:
+        TypeError: x is no DTensor.
+        ValueError: a `grad_layout` that does not fit; in the backward pass, gradients that could mean two things.
+    """
+    asked = "cannot gather the full tensor"
+    x = check_dtensor(asked, x)
+    whole = Layout.from_device_mesh(x.device_mesh)()
+    wanted = read_grad_layout(asked, grad_layout, whole, x.shape)
+    return take_part(redistribute(x, whole), wanted, "full_tensor")
+
+
 def take_part(x: DTensor, grad_layout: Layout | None, verb: str) -> torch.Tensor:
     """Return this rank's part of a DTensor for a verb that has checked its arguments."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _ToLocal.apply(x, Layout.of(x), grad_layout, verb)
     with torch.no_grad():
-        local = _local(x)
+        local = local_tensor(x)
     return local.detach() if local.requires_grad else local  # torch's own parts may want a gradient
 
 
@@ -150,31 +173,33 @@ def _ranges(part: npt.NDArray[np.int64]) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in part.tolist())}]"
 
 
-class _FromLocal(torch.autograd.Function):
+class FromLocal(torch.autograd.Function):
+    """A DTensor made of local tensors; backward gives each rank the gradient of its own."""
+
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], grad_layout: Layout | None
     ) -> DTensor:
         ctx.layout, ctx.grad_layout = layout, grad_layout
         return build(local.view_as(local), layout, shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: D102
         layout: Layout = ctx.layout
         if ctx.grad_layout is not None:
             there = back_to(grad, ctx.grad_layout)
-            return take_part(there, _cotangents(layout, grad.dim(), ("avg",)), "from_local"), None, None, None
+            return take_part(there, cotangents(layout, grad.dim(), ("avg",)), "from_local"), None, None, None
         over, kinds = _pending(layout)
         if kinds - {"sum", "avg"}:
             asked = "cannot pass a gradient back through from_local"
             blame = f"copies pend {', '.join(sorted(kinds))}, and whose copy counts is known only when all are compared"
             hint = "redistribute with torch.no_grad(), a sum instead, or grad_layout=... for what you mean"
             raise ValueError(explain(asked, blame, f"layout: {layout}", hint))
-        part = take_part(back_to(grad, layout.reset_partial()), _cotangents(layout, grad.dim()), "from_local")
+        part = take_part(back_to(grad, layout.reset_partial()), cotangents(layout, grad.dim()), "from_local")
         return part / over if kinds == {"avg"} else part, None, None, None
 
 
-def _cotangents(layout: Layout, ndim: int, kept: tuple[str, ...] = ()) -> Layout | None:
+def cotangents(layout: Layout, ndim: int, kept: tuple[str, ...] = ()) -> Layout | None:
     """Return how gradients of the gradients of parts lie, for second derivatives: as the parts, where ranks hold the
     same; to be added, where each holds a copy of its own, or as that is reduced, if it is one of the kinds kept."""
     if not torch.is_grad_enabled():
@@ -188,22 +213,23 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, src: Layout, grad_layout: Layout | None, verb: str) -> torch.Tensor:
         ctx.src, ctx.grad_layout, ctx.verb, ctx.shape = src, grad_layout, verb, x.shape
-        local = _local(x)
+        local = local_tensor(x)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None, None, None]:
         src, given = ctx.src, ctx.grad_layout
         if given is None:
-            _refuse_ambiguous(src, ctx.shape, ctx.verb)
+            refuse_ambiguous(src, ctx.shape, ctx.verb)
             given = src
         if not _pending(given)[1]:  # then nothing is added up, and the result would be in the memory of `grad`
             grad = grad.clone(memory_format=torch.contiguous_format)
-        whole = _FromLocal.apply(grad, given, ctx.shape, given.reset_partial())
+        whole = FromLocal.apply(grad, given, ctx.shape, given.reset_partial())
         return redistribute(whole, gradient_layout(src, given.reset_partial())), None, None, None
 
 
-def _refuse_ambiguous(src: Layout, shape: torch.Size, verb: str) -> None:
+def refuse_ambiguous(src: Layout, shape: torch.Size, verb: str) -> None:
+    """Raise ValueError for a gradient of which several ranks have the same element: they may say different things."""
     split = {src.alias_name[axis] for chain in src.splits(len(shape)) for axis in chain}
     pairs = zip(src.alias_name, src.mesh_shape, strict=True)
     loose = [name for name, size in pairs if size > 1 and name not in split]

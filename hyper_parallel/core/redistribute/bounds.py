@@ -9,18 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyper_parallel.core.dtensor.checks import check_shape
+from hyper_parallel.core.common.checks import check_shape
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.counting import Counts
-from hyper_parallel.core.redistribute.holdings import Holding
-from hyper_parallel.core.redistribute.read import (
+from hyper_parallel.core.redistribute.holdings import Counts, Holding
+from hyper_parallel.core.redistribute.transition import (
+    Transition,
     check_countable,
     check_dtype,
     check_layout,
     check_reductions,
     transition_of,
 )
-from hyper_parallel.core.redistribute.transition import Transition
 
 
 def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: torch.dtype) -> npt.NDArray[Any]:

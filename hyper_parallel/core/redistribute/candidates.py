@@ -9,14 +9,20 @@ slow links.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from hyper_parallel.core.redistribute.builders import Builder
-from hyper_parallel.core.redistribute.exchanges import exchanges
-from hyper_parallel.core.redistribute.reductions import reductions
-from hyper_parallel.core.redistribute.steps import Fill, Step
-from hyper_parallel.core.redistribute.transition import Transition
-from hyper_parallel.core.redistribute.twins import axis_by_axis
+import numpy as np
+import torch
+
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.shards import Splits, all_slices
+from hyper_parallel.core.redistribute import cost
+from hyper_parallel.core.redistribute.builder import Builder
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, extent
+from hyper_parallel.core.redistribute.steps import Fill, Located, Step, price
+from hyper_parallel.core.redistribute.transition import Nodes, Transition, task_of
 
 
 def candidates(task: Transition, builder: Builder) -> Iterator[list[Step]]:
@@ -37,3 +43,536 @@ def _closing(task: Transition, builder: Builder) -> list[Step]:
         return []
     times = task.times * (task.ways(task.opens) if task.opening == "avg" else 1)
     return [builder.fill(task.target, task.result, Fill(task.opening or "sum", times, task.over))]
+
+
+# -- between what ranks hold and what they need when there is nothing to reduce ----------------------------------------
+
+
+def exchanges(task: Transition, builder: Builder, held: Holding, alike: tuple[int, ...]) -> Iterator[list[Step]]:
+    """Yield the ways from a plain holding to the target; along `alike` ranks hold the same."""
+    target = task.target
+    crossed = axes_to_cross(task, held, target)
+    if not crossed:
+        yield builder.local(held, target)
+        return
+    yield from _sliced_gather(task, builder, held, crossed)
+    yield from ([step] for step in _single(task, builder, held, target, crossed, alike))
+    if not task.opens:
+        yield from _gather_near_last(task, builder, held, alike)
+
+
+def _sliced_gather(task: Transition, builder: Builder, held: Holding, crossed: tuple[int, ...]) -> Iterator[list[Step]]:
+    """Yield the way that gathers what all ranks along the crossed axes need alike; nothing is packed for each one."""
+    wanted = task.wanted_axes
+    if not task.target.plain or not wanted or wanted & {*crossed}:
+        return
+    sliced = held.restricted(task.target.splits, sorted(wanted))
+    first = builder.local(held, sliced)
+    last = builder.exchange(sliced, task.target, crossed, inside=True)
+    if first and last is not None and last.kind == "all_gather":
+        yield [*first, last]
+
+
+def axes_to_cross(task: Transition, held: Holding, target: Holding) -> tuple[int, ...]:
+    """Return the axes of a plain holding along which some rank needs what another one has."""
+    axes = sorted({axis for chain in held.splits for axis in chain} & set(task.live))
+    counts = target.counts()
+    if target.plain:
+        return tuple(a for a in axes if (target.restricted(held.splits, [a]).counts() != counts).any())
+    fixed = {axis for comb in target.combs if comb is not None for axis in comb[1]}
+    return tuple(a for a in axes if a not in fixed and (target.restricted(held.splits, [a]).counts() != counts).any())
+
+
+def _single(
+    task: Transition, builder: Builder, held: Holding, target: Holding, crossed: tuple[int, ...], alike: tuple[int, ...]
+) -> Iterator[Step]:
+    """Yield single collectives: over the axes that must be crossed, and with replicas that can share in the sending."""
+    alone = builder.exchange(held, target, crossed)
+    assert alone is not None, "axes are crossed because something is missing"
+    if not target.plain:
+        yield alone
+        return
+    near = tuple(axis for axis in alike if axis in builder.nodes.near_axes((*crossed, *alike)))
+    if alone.kind != "all_gather":
+        for helpers in dict.fromkeys([(), alike, near]):
+            moved = builder.permute(held, target, sorted((*crossed, *helpers)), helpers)
+            if moved is not None:
+                yield moved
+    yield alone
+    even = alone.sent_most <= int(alone.recv_bytes.max())
+    for helpers in dict.fromkeys([near] if even else [alike, *((axis,) for axis in alike), near]):
+        step = builder.exchange(held, target, sorted((*crossed, *helpers)), alike=helpers) if helpers else None
+        if step is not None:
+            yield step
+
+
+# -- over slow links once --------------------------------------------------------------------------------------------
+
+
+def _gather_near_last(
+    task: Transition, builder: Builder, held: Holding, alike: tuple[int, ...]
+) -> Iterator[list[Step]]:
+    """Yield the way that brings each element to a node once, and then spreads it among the ranks of the node."""
+    near = builder.nodes.near_axes(task.live)
+    late = tuple(axis for axis in near if axis not in task.wanted_axes)
+    if len(near) == len(task.live) or not late:
+        return
+    target = task.target
+    between = target.restricted(held.splits, [axis for axis in late if axis in task.split_axes])
+    rest = tuple(axis for axis in late if axis not in task.split_axes)
+    if rest:
+        between = shared_out(task, between, rest, inside=held.splits)
+    if between == target:
+        return
+    crossed = {axis for chain in held.splits for axis in chain if axis in task.live and axis not in late}
+    helpers = tuple(axis for axis in alike if axis not in late)
+    step = builder.exchange(held, between, sorted((*crossed, *helpers)), alike=helpers)
+    first = [step] if step is not None else builder.local(held, between)
+    last = builder.exchange(between, target, late, inside=True)
+    yield [*first, *([last] if last is not None else [])]
+
+
+def spread_near_last(
+    task: Transition, builder: Builder, held: Holding, crossed: tuple[int, ...]
+) -> Iterator[list[Step]]:
+    """Yield the way from reduced parts that brings each element to a node once; along no axis ranks hold the same."""
+    near = builder.nodes.near_axes(task.live)
+    late = tuple(axis for axis in crossed if axis in near and axis not in task.wanted_axes)
+    if not late or len(late) == len(crossed):
+        return
+    combs = held.combs or (None,) * len(task.shape)
+    chains = tuple(comb[0] if comb is not None else chain for comb, chain in zip(combs, held.splits, strict=True))
+    between = task.target.restricted(chains, late)
+    first = builder.exchange(held, between, [axis for axis in crossed if axis not in late])
+    last = builder.exchange(between, task.target, late, inside=True)
+    if first is not None and last is not None:
+        yield [first, last]
+
+
+# -- even shares -----------------------------------------------------------------------------------------------------
+
+
+def shared_out(
+    task: Transition, held: Holding, axes: tuple[int, ...], apart: Sequence[int] = (), *, anew: bool = False,
+    inside: Splits = (),
+) -> Holding:  # fmt: skip
+    """Return a holding divided over some more axes, along which ranks hold the same.
+
+    One dim is divided: the one that does so most evenly. Where that can be said as one more split after those of the
+    source or of the destination it is, as then the same elements can be named at both; else each part is divided anew.
+    Where sizes are uneven, anew is the more even.
+
+    Args:
+        task: the transition.
+        held: what the ranks hold.
+        axes: the axes.
+        apart: axes over which the destination's splits will divide it later.
+        anew: divide each part anew where sizes are uneven.
+        inside: splits to divide the parts of, where `held` is of whole ones: then no rank has to get all of its share
+            from one part, and another one nothing.
+    """
+    dim = _roomiest(task, held, axes, [dim for dim, chain in enumerate(task.dst) if set(apart) & set(chain)])
+    comb = held.combs[dim] if held.combs else None
+    chain = _chain(task, held, dim, inside)
+    uneven = chain is not None and held.shape[dim] % task.ways((*chain, *axes))
+    if chain is None or any(axis in chain for axis in axes) or (anew and uneven):
+        return replace(held, share=(dim, axes))
+    fixed = comb[1] if comb is not None else ()
+    combs = list(held.combs or (None,) * len(held.shape))
+    combs[dim] = ((*chain, *axes), (*fixed, *axes))
+    return replace(held, combs=tuple(combs))
+
+
+def _chain(task: Transition, held: Holding, dim: int, inside: Splits) -> tuple[int, ...] | None:
+    """Return the chain of splits that a part of a dim can be divided after, or None."""
+    comb = held.combs[dim] if held.combs else None
+    own = held.splits[dim]
+    if comb is not None:
+        return comb[0] if own == comb[0][: len(own)] else None
+    if inside and own == inside[dim][: len(own)]:
+        return inside[dim]
+    wanted = task.dst[dim]
+    return wanted if own == wanted[: len(own)] else own
+
+
+def _roomiest(task: Transition, held: Holding, axes: tuple[int, ...], later: Sequence[int] = ()) -> int:
+    """Return the dim that is divided most evenly over some axes, by what one rank holds; those to divide later last."""
+    ways = task.ways(axes)
+    sizes = [int(extent(held, dim).flat[0]) for dim in range(len(held.shape))]
+    sizes = sizes if all(sizes) else list(task.shape)
+    waste = [-(-size // ways) * ways / max(size, 1) for size in sizes]
+    return min(range(len(sizes)), key=lambda dim: (waste[dim], dim in later, dim))
+
+
+# -- from copies that are still to be reduced --------------------------------------------------------------------------
+# For every element the fewest copies move if it is reduced at one rank, which is one that needs it if any holder does,
+# and then goes to the other ranks that need it. Reducing everywhere at once takes fewer steps, and more bytes; reducing
+# within the nodes first takes more steps, and fewer bytes between the nodes.
+
+
+def reductions(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+    """Yield the ways that start with copies over `task.reduces`; the first moves the fewest bytes."""
+    yield from _scatter_first(task, builder)
+    yield from _reduce_whole(task, builder)
+    yield from _directly(task, builder)
+    yield from _near_first(task, builder)
+
+
+def _scatter_first(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+    """Reduce each element at one rank, which needs it if it can, then exchange."""
+    spread = (*task.reduces, *task.copy_axes)
+    settled = _settled(task)
+    aimed = [task.wanted_axes]
+    if not builder.on.counts_bytes_only and not task.wanted_axes & {*spread} <= settled:
+        aimed.append(settled)  # more bytes, but no rank has to do with more of them than its share
+    for wanted in aimed:
+        between = _reducers(task, spread, wanted, anew=builder.on.inter is None)
+        first = builder.reduce_into(task.source, between, task.reduces)
+        for rest in _from_reducers(task, builder, between):
+            yield [first, *rest]
+            if len(rest) == 1 and rest[0].kind == "all_gather" and rest[0].group_axes == first.group_axes:
+                # Scattering the sum and gathering it over the same ranks is one collective.
+                whole = rest[0].after.holding
+                yield [*builder.local(task.source, whole), builder.all_reduce(whole, task.reduces)]
+
+
+def _settled(task: Transition) -> frozenset[int]:
+    """Return the axes that the destination splits dims over which the source splits less far, or not at all.
+
+    There the destination's splits divide what any rank holds evenly; elsewhere they may give it all or nothing.
+    """
+    pairs = zip(task.src, task.dst, strict=True)
+    return frozenset(axis for own, wanted in pairs if own == wanted[: len(own)] for axis in wanted)
+
+
+def _reduce_whole(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+    """Reduce everywhere what any of the ranks along the copies needs, then exchange: fewer steps, more bytes."""
+    held = task.source.restricted(task.dst, [axis for axis in task.copy_axes if axis in task.wanted_axes])
+    if not held.plain:
+        held = task.source
+    first = [*builder.local(task.source, held), builder.all_reduce(held, task.reduces)]
+    for rest in exchanges(task, builder, held, (*task.reduces, *task.copy_axes)):
+        yield [*first, *rest]
+
+
+def _directly(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+    """Yield the one step in which every rank gets all copies of what it needs and reduces them itself."""
+    if task.target.plain:
+        axes = sorted((*axes_to_cross(task, task.source, task.target), *task.reduces))
+        step = builder.exchange(task.source, task.target, axes, reduces=task.reduces)
+        assert step is not None, "the copies of others are missing somewhere"
+        yield [step]
+
+
+def _near_first(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+    """Reduce within the nodes, then between them on what is left, then spread within them."""
+    near = builder.nodes.near_axes(task.live)
+    inner = tuple(axis for axis in task.reduces if axis in near)
+    outer = tuple(axis for axis in task.reduces if axis not in near)
+    alike = tuple(axis for axis in task.copy_axes if axis in near or axis in task.wanted_axes)
+    if len(near) == len(task.live) or not (inner or alike) or task.opens:
+        return
+    scattered = tuple(axis for axis in outer if axis in task.wanted_axes)
+    reduced = _reducers(task, (*inner, *alike), task.wanted_axes, scattered)
+    steps = [builder.reduce_into(task.source, reduced, inner)] if inner else builder.local(task.source, reduced)
+    if scattered:
+        if reduced.share is not None:  # what is shared out cannot be divided once more
+            return
+        whole, reduced = reduced, reduced.restricted(_chains(task, reduced), scattered)
+        steps = [*steps, builder.reduce_into(whole, reduced, scattered)]
+    everywhere = tuple(axis for axis in outer if axis not in scattered)
+    if everywhere:
+        steps = [*steps, builder.all_reduce(reduced, everywhere)]
+    for rest in _from_reducers(task, builder, reduced):
+        yield [*steps, *rest]
+
+
+def _chains(task: Transition, held: Holding) -> tuple[tuple[int, ...], ...]:
+    """Return the destination's splits, but where a dim has a comb already the chain of that."""
+    combs = held.combs or (None,) * len(task.dst)
+    return tuple(comb[0] if comb is not None else chain for comb, chain in zip(combs, task.dst, strict=True))
+
+
+def _reducers(
+    task: Transition, over: Sequence[int], wanted: frozenset[int], apart: Sequence[int] = (), *, anew: bool = False
+) -> Holding:
+    """Return who reduces what over some axes, along which ranks hold the same part.
+
+    Of its part, each rank takes what the destination's splits over these axes give it, and an even share with the ranks
+    that would take the same.
+
+    Args:
+        task: the transition.
+        over: the axes.
+        wanted: those along which the destination's splits decide; along the others the shares are even.
+        apart: axes over which the destination's splits will divide it later.
+        anew: divide parts anew where sizes are uneven, see `shared_out`.
+    """
+    held = task.source.restricted(task.dst, [axis for axis in over if axis in wanted])
+    idle = tuple(axis for axis in task.opens if axis in over)
+    held = replace(held, first=idle)
+    rest = tuple(axis for axis in sorted(over) if axis not in wanted and axis not in task.opens)
+    return shared_out(task, held, rest, apart, anew=anew) if rest else held
+
+
+def _from_reducers(task: Transition, builder: Builder, between: Holding) -> Iterator[list[Step]]:
+    """Yield the ways from who reduced each element to the target."""
+    target = task.target
+    crossed = _divided(task, between) | set(between.first)
+    for axis in task.split_axes:
+        if axis in task.live and (not target.plain or _is_crossed(task, axis)):
+            crossed.add(axis)
+    step = builder.exchange(between, target, sorted(crossed)) if crossed else None
+    if step is None:
+        yield builder.local(between, target)
+        return
+    yield [step]
+    if target.plain and between.share is None:
+        yield from spread_near_last(task, builder, between, tuple(sorted(crossed)))
+
+
+def _divided(task: Transition, held: Holding) -> set[int]:
+    """Return the axes over which a holding divides what `splits` gives in another way than the destination does."""
+    fixed: set[int] = set()
+    for comb, wanted in zip(held.combs, task.dst, strict=False):
+        if comb is not None:
+            same = wanted if comb[0][: len(wanted)] == wanted else ()
+            fixed.update(axis for axis in comb[1] if axis not in same)
+    return fixed | set(held.share[1] if held.share is not None else ())
+
+
+def _is_crossed(task: Transition, axis: int) -> bool:
+    target = task.target
+    return bool((target.restricted(task.src, [axis]).counts() != target.counts()).any())
+
+
+# -- the obvious ways, which the chosen one is never worse than --------------------------------------------------------
+
+
+def axis_by_axis(task: Transition, builder: Builder) -> list[Step]:
+    """Return the steps that change one axis at a time, as DTensor's default plan does.
+
+    Pending axes first, in mesh order: reduced and scattered where the destination splits over the axis and the axes
+    outside of it are in place, else reduced everywhere. Then each axis that is not where it should be, inner ones
+    first, moves to another dim if it can come to its place there, and is gathered otherwise. Slices come last.
+    """
+    steps: list[Step] = []
+    held = task.source
+    for _, parts in itertools.groupby(task.reduces, key=lambda axis: task.names[axis]):
+        axes = tuple(parts)  # of one axis of the mesh, which is cut where nodes end
+        if all(_append(held, task.dst, axis) is None for axis in axes):
+            steps.append(builder.all_reduce(held, axes))
+            continue
+        for axis in axes:
+            better = _append(held, task.dst, axis)
+            if better is not None:
+                steps.append(builder.reduce_into(held, better, (axis,)))
+                held = better
+            else:
+                steps.append(builder.all_reduce(held, (axis,)))
+    for dim in range(len(task.shape)):
+        while held.splits[dim] != task.dst[dim][: len(held.splits[dim])]:
+            axis = held.splits[dim][-1]
+            less = _with(held, dim, held.splits[dim][:-1])
+            after = _append(less, task.dst, axis) or less
+            step = builder.exchange(held, after, (axis,))
+            steps += [step] if step is not None else builder.local(held, after)
+            held = after
+    return [*steps, *builder.local(held, task.target)]
+
+
+def gather_everything(task: Transition, builder: Builder) -> list[Step]:
+    """Return the steps that give every rank the whole tensor, reduced, and then slice: the brute-force twin."""
+    whole = Holding(task.sizes, task.shape, ((),) * len(task.shape))
+    steps = [builder.all_reduce(task.source, task.reduces)] if task.reduces else []
+    axes = tuple(axis for axis in task.live if axis in task.split_axes)
+    gather = builder.exchange(task.source, whole, axes) if axes else None
+    return [*steps, *([gather] if gather is not None else []), *builder.local(whole, task.target)]
+
+
+def _append(held: Holding, wanted: Splits, axis: int) -> Holding | None:
+    """Return the holding split over one more axis, if that puts the axis where it is wanted; else None."""
+    for dim, chain in enumerate(wanted):
+        if axis in chain and held.splits[dim] == chain[: chain.index(axis)]:
+            return _with(held, dim, (*held.splits[dim], axis))
+    return None
+
+
+def _with(held: Holding, dim: int, chain: tuple[int, ...]) -> Holding:
+    return replace(held, splits=(*held.splits[:dim], chain, *held.splits[dim + 1 :]))
+
+
+# -- between two meshes that have no axes in common: subsets, disjoint sets, the same ranks in another shape -----------
+# Copies are reduced on the mesh they are on, each element at one rank; then one exchange over the ranks of both meshes
+# moves what is missing; what many ranks of the destination need may be scattered among them first and gathered there.
+
+
+def ways_between_meshes(
+    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
+) -> tuple[tuple[int, ...], list[list[Step]]]:
+    """Return the ranks of both meshes, sorted, and the ways from one layout to the other.
+
+    Args:
+        src: a layout with at most one kind of reduction pending.
+        dst: likewise, on another mesh.
+        shape: the tensor's sizes.
+        dtype: its dtype.
+        on: the topology.
+    """
+    ranks = tuple(sorted({*src.rank_list, *dst.rank_list}))
+    full = shape or (1,)
+    names = tuple(dict.fromkeys((*src.alias_name, *dst.alias_name)))
+    found = []
+    for opening, reducing in _openings(src, shape, dtype, on):
+        for target, gathering in _closings(dst, shape, dtype, on):
+            before, after = Located(_holding(opening, full), src._axes.ranks), _needed(target, full)
+            middle = _exchange(before, after, ranks, dtype.itemsize, on, names)
+            last = _pending(target, full, dtype.itemsize)
+            found.append([_on(step, ranks) for step in (*reducing, *middle, *gathering, *last)])
+    return ranks, found
+
+
+# -- on each of the meshes -------------------------------------------------------------------------------------------
+
+
+def _openings(
+    src: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
+) -> Iterator[tuple[Layout, list[Step]]]:
+    """Yield layouts after all reductions, each with the steps to it: spread over the ranks that had copies, or not."""
+    live = [name for name, size in zip(src.alias_name, src.mesh_shape, strict=True) if name in src.partial and size > 1]
+    if not live:
+        yield src.reset_partial(), []
+        return
+    for target in dict.fromkeys([_spread(src, shape, live), src.reset_partial()]):
+        yield target, _cheapest(src, target, shape, dtype, on)
+
+
+def _closings(
+    dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
+) -> Iterator[tuple[Layout, list[Step]]]:
+    """Yield the layouts to exchange into, each with the steps from there to the destination."""
+    yield dst, []
+    used = {dst.alias_name[axis] for chain in dst.splits(len(shape)) for axis in chain}
+    alike = [name for name, size in zip(dst.alias_name, dst.mesh_shape, strict=True) if size > 1 and name not in used]
+    if not alike or not shape or dst.partial:
+        return
+    nodes = Nodes(dst._axes.ranks, dst.mesh_shape, on.ranks_per_node)
+    near = [dst.alias_name[axis] for axis in nodes.near_axes([dst.alias_name.index(name) for name in alike])]
+    for names in dict.fromkeys([tuple(alike), tuple(near)]):
+        if names:
+            spread = _spread(dst, shape, names)
+            yield spread, _cheapest(spread, dst, shape, dtype, on)
+
+
+def _spread(layout: Layout, shape: tuple[int, ...], names: Sequence[str]) -> Layout:
+    """Return a layout that also splits the dim which divides best over some axes that it does not split over."""
+    if not shape:
+        return layout.reset_partial()
+    sizes = dict(zip(layout.alias_name, layout.mesh_shape, strict=True))
+    splits = [[layout.alias_name[axis] for axis in chain] for chain in layout.splits(len(shape))]
+    local = [-(-size // math.prod(sizes[name] for name in chain)) for size, chain in zip(shape, splits, strict=True)]
+    pieces = math.prod(sizes[name] for name in names)
+    dim = min(range(len(shape)), key=lambda d: (-(-local[d] // pieces) * pieces / max(local[d], 1), d))
+    splits[dim] += names
+    return layout(*(tuple(chain) or None for chain in splits))
+
+
+def _cheapest(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology) -> list[Step]:
+    task = task_of(src, dst, shape, dtype, on.ranks_per_node)
+    assert task is not None, "both layouts are on one mesh"
+    return min(candidates(task, Builder(task, on)), key=lambda steps: price(steps, on))
+
+
+def _holding(layout: Layout, shape: tuple[int, ...]) -> Holding:
+    sizes = layout.mesh_shape
+    splits = layout.splits(len(shape))
+    return Holding(sizes, shape, tuple(tuple(axis for axis in chain if sizes[axis] > 1) for chain in splits))
+
+
+def _needed(target: Layout, shape: tuple[int, ...]) -> Located:
+    """Return what has to get to the target's mesh: of copies that open, the first rank along these axes has it all."""
+    alike = tuple(target._axes.index(name) for name in target.partial)
+    return Located(replace(_holding(target, shape), first=alike), target._axes.ranks)
+
+
+def _pending(dst: Layout, shape: tuple[int, ...], itemsize: int) -> list[Step]:
+    """Return the local step that makes pending copies of what the first rank along these axes has got."""
+    names = [name for name in dst.partial if dst.mesh_shape[dst._axes.index(name)] > 1]
+    if not names:
+        return []
+    kind, sizes = dst.partial[names[0]], [dst.mesh_shape[dst._axes.index(name)] for name in names]
+    fill = Fill(kind, math.prod(sizes) if kind == "avg" else 1, 1)
+    after = Located(_holding(dst, shape), dst._axes.ranks)
+    none = np.zeros(len(after.ranks), dtype=np.int64)
+    return [Step("copy", (), 1, none, 0.0, _needed(dst, shape), after, itemsize, after.ranks, known_send_bytes=none,
+                 fill=fill)]  # fmt: skip
+
+
+# -- between them ----------------------------------------------------------------------------------------------------
+
+
+def _exchange(
+    before: Located, after: Located, ranks: tuple[int, ...], itemsize: int, on: cost.Topology, names: tuple[str, ...]
+) -> list[Step]:
+    """Return the exchange over the ranks of both meshes, a local slice where nothing moves, or nothing."""
+    have, need = _boxes(before, ranks), _boxes(after, ranks)
+    held, wanted, both = _volumes(have), _volumes(need), _volumes(np.stack([have, need]).swapaxes(0, 1), common=True)
+    received = (wanted - both) * itemsize
+    if not received.any():
+        if (held == wanted).all():
+            return []
+        return [Step("slice", (), 1, received, 0.0, before, after, itemsize, ranks, known_send_bytes=received)]
+    askers, owners = (math.prod(at.holding.sizes) for at in (after, before))
+    askers //= math.prod(at for at in _ways(after.holding))
+    owners //= math.prod(at for at in _ways(before.holding))
+    sent = np.maximum(askers * held - both, 0) // owners * itemsize
+    moved = int(max(received.max(), sent.max()))
+    per_node = Nodes(ranks, (len(ranks),), on.ranks_per_node).share((0,))
+    far = 0 if per_node == len(ranks) else moved
+    load = cost.Load(len(ranks), per_node, moved, far, int((received + sent).max()))
+    return [Step("all_to_all", names, len(ranks), received, cost.seconds("all_to_all", load, on), before, after,
+                 itemsize, ranks, None, estimated_send_bytes=sent, load=load)]  # fmt: skip
+
+
+def _ways(held: Holding) -> list[int]:
+    """Return the sizes of the axes along which ranks hold, or need, different elements."""
+    axes = {axis for chain in held.splits for axis in chain} | set(held.first)
+    return [size for axis, size in enumerate(held.sizes) if axis in axes]
+
+
+def _boxes(at: Located, ranks: tuple[int, ...]) -> Counts:
+    """Return start and stop of every dim of what each rank holds, as an array of ranks x dims x 2."""
+    held = at.holding
+    found = all_slices(held.shape, held.sizes, held.splits)
+    if held.first:
+        found[np.broadcast_to(coordinate(held.sizes, held.first) > 0, held.sizes).ravel()] = 0
+    full = np.zeros((len(ranks), *found.shape[1:]), dtype=np.int64)
+    full[np.searchsorted(ranks, np.asarray(at.ranks))] = found
+    return full
+
+
+def _volumes(boxes: Counts, *, common: bool = False) -> Counts:
+    """Return the elements in each box, or in what the boxes of a row have in common."""
+    start, stop = boxes[..., 0], boxes[..., 1]
+    if common:
+        start, stop = start.max(axis=1), stop.min(axis=1)
+    return np.maximum(stop - start, 0).prod(axis=-1)
+
+
+def _on(step: Step, ranks: tuple[int, ...]) -> Step:
+    """Return a step with its bytes listed for the ranks of both meshes."""
+    if tuple(step.ranks) == ranks:
+        return step
+    place = np.searchsorted(ranks, np.asarray(step.ranks))
+
+    def spread(counts: Counts | None) -> Counts | None:
+        if counts is None:
+            return None
+        full = np.zeros(len(ranks), dtype=np.int64)
+        full[place] = counts
+        return full
+
+    received = spread(step.recv_bytes)
+    assert received is not None, "every step says what is received"
+    known, estimated = spread(step.known_send_bytes), spread(step.estimated_send_bytes)
+    return replace(step, ranks=ranks, recv_bytes=received, known_send_bytes=known, estimated_send_bytes=estimated)

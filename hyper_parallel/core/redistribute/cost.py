@@ -1,4 +1,4 @@
-"""What a step costs: an alpha-beta model, on topologies that are data.
+"""Cost of a step: an alpha-beta model, on topologies that are data.
 
 A collective takes a fixed latency, a little more per rank, and the bytes of its busiest rank over the bandwidth of the
 slowest link they cross (Hockney, "The communication challenge for MPP", 1994; Thakur et al., "Optimization of
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hyper_parallel.core.dtensor.checks import check_int
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.checks import check, check_int
+from hyper_parallel.core.common.errors import explain, nearest
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         asked = f"cannot describe the topology {self.name!r}"
+        check(asked, "str", name=self.name)
         for name, link in (("intra", self.intra), ("inter", self.inter)):
             if not isinstance(link, Link) and not (name == "inter" and link is None):
                 blame = f"{name} is a {type(link).__name__}, not a Link"

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.redistribute.groups import group_of
-from hyper_parallel.core.redistribute.moves import Moves, Place, local_moves, moves, shape_of
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.redistribute.plan import Plan
-from hyper_parallel.core.redistribute.steps import Step
+from hyper_parallel.core.redistribute.steps import BufferBox, Moves, Step, local_moves, moves, shape_of
 
 Working = Generator[dist.Work, None, torch.Tensor]
 """Yields each collective as soon as it is under way; the caller waits for it. Returns the result."""
@@ -46,7 +46,7 @@ def execute(plan: Plan, local: torch.Tensor | None, *, mesh: DeviceMesh | None =
         TypeError: no plan; `local` has another dtype than the plan.
         ValueError: `local` has another shape than the plan gives this rank, or the rank is on neither mesh.
     """
-    _check_plan(plan)
+    _check_plan(plan, mesh)
     with torch.no_grad():
         return drive(start(plan, local, mesh))
 
@@ -219,7 +219,7 @@ def _unpacked(work: Moves, held: torch.Tensor, arrived: torch.Tensor) -> torch.T
     return result
 
 
-def _pieces(places: Sequence[Place]) -> list[Place]:
+def _pieces(places: Sequence[BufferBox]) -> list[BufferBox]:
     """Return one place per piece."""
     return list({place.start: place for place in places}.values())
 
@@ -304,10 +304,12 @@ def _neutral(reduction: str, dtype: torch.dtype) -> Any:
 # -- what can go wrong -----------------------------------------------------------------------------------------------
 
 
-def _check_plan(plan: object) -> None:
+def _check_plan(plan: object, mesh: object) -> None:
     if not isinstance(plan, Plan):
         blame, hint = f"plan is a {type(plan).__name__}, not a Plan", "plan(src, dst, global_shape, dtype)"
         raise TypeError(explain("cannot execute a plan", blame, f"plan: {plan!r}", hint))
+    if mesh is not None:
+        check("cannot execute a plan", DeviceMesh, mesh=mesh)
 
 
 def _check_rank(plan: Plan) -> int:
@@ -350,6 +352,6 @@ def _expected_shape(plan: Plan, rank: int) -> tuple[int, ...] | None:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    from hyper_parallel.core.dtensor.axes import describe_ranks
+    from hyper_parallel.core.mesh.axes import describe_ranks
 
     return describe_ranks(tuple(ranks))

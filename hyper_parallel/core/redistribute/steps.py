@@ -1,18 +1,35 @@
-"""The steps that a plan is made of: data, which can be printed, priced and compared without moving a byte."""
+"""Steps of a plan: data that can be printed, priced and compared, and what each rank sends, receives and copies in one.
+
+Who sends what is worked out on each rank from global facts. A rank receives what it needs from the ranks that have it.
+Where several have it each gives an even share, and the order in which they are asked differs from one receiver to the
+next, so that nobody gives the larger shares to all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hyper_parallel.core.redistribute.cost import Load, Topology
-from hyper_parallel.core.redistribute.counting import Counts
-from hyper_parallel.core.redistribute.holdings import Holding, Part
+from hyper_parallel.core.redistribute.holdings import (
+    Counts,
+    Holding,
+    Intervals,
+    Part,
+    boxes,
+    cut,
+    divide,
+    length,
+    meet,
+    volume,
+)
 
 Kind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "copy"]
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
@@ -107,8 +124,6 @@ class Step:
             return self.known_send_bytes
         if self.estimated_send_bytes is not None and len(self.ranks) * self.group_size > _MANY_PAIRS:
             return self.estimated_send_bytes
-        from hyper_parallel.core.redistribute.exchange import count_sent
-
         if self.group_axes is None or self.ranks == self.before.ranks:
             return count_sent(self)
         own = dict(zip(self.before.ranks, count_sent(replace(self, ranks=self.before.ranks)).tolist(), strict=True))
@@ -123,8 +138,6 @@ class Step:
     @cached_property
     def peak_extra_bytes(self) -> int:
         """The most that a rank holds meanwhile besides the plan's source and result."""
-        from hyper_parallel.core.redistribute.memory import buffers
-
         return self.kept_bytes + buffers(self)
 
     def takes_part(self) -> npt.NDArray[np.bool_]:
@@ -174,3 +187,467 @@ def with_kept(steps: Sequence[Step]) -> list[Step]:
     """Return the steps of a way with `kept_bytes` filled in: what lies between two steps is held during both."""
     held = [int(step.after.holding.counts().max(initial=0)) * step.itemsize for step in steps[:-1]]
     return [replace(step, kept_bytes=a + b) for step, a, b in zip(steps, [0, *held], [*held, 0])]  # noqa: B905
+
+
+# -- who sends what to whom --------------------------------------------------------------------------------------------
+
+
+Key = tuple[int, Part]
+"""Which copy (0 when there are none to reduce) of which part."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part that moves, or stays.
+
+    Attributes:
+        peer: place in the group of the rank at the other end.
+        copy: which of the copies to reduce it belongs to, 0 when there are none.
+        part: the elements.
+        volume: their number.
+    """
+
+    peer: int
+    copy: int
+    part: Part
+    volume: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does in one exchange.
+
+    Attributes:
+        group: the ranks, sorted.
+        me: the own place in the group.
+        copies: how many copies are reduced; 1: none.
+        have: what the rank holds before; None: it is not on that mesh.
+        need: what it holds after, likewise.
+        sends: in the order of the peers; the order within a peer is that in which it receives.
+        receives: likewise.
+        own: what it takes from itself.
+    """
+
+    group: tuple[int, ...]
+    me: int
+    copies: int
+    have: Part | None
+    need: Part | None
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+    own: tuple[Piece, ...]
+
+
+@lru_cache(maxsize=4096)
+def program(step: Step, rank: int, round_: int = 0) -> Program:
+    """Return what a rank does in a step that exchanges parts, or in one of its rounds."""
+    group = step.group_of(rank)
+    view = _view(step, group, round_ if step.reduces else 0)
+    me = group.index(rank)
+    sends = [piece for peer in range(len(group)) for piece in view.between(me, peer)]
+    receives = list(view.received(me))
+    own = list(view.kept(me))
+    if not step.reduces:
+        sends, receives = _in_round(sends, step.rounds, round_), _in_round(receives, step.rounds, round_)
+        own = own if round_ == 0 else []
+    return Program(group, me, view.copies, view.have[me], view.need[me], tuple(sends), tuple(receives), tuple(own))
+
+
+def count_sent(step: Step) -> Counts:
+    """Return the bytes that each of the plan's ranks sends in a step, by going through all pieces."""
+    sent = dict.fromkeys(step.ranks, 0)
+    done: set[int] = set()
+    for rank in step.ranks:
+        if rank in done:
+            continue
+        group = step.group_of(rank)
+        done.update(group)
+        view = _view(step, group, 0)
+        for me, member in enumerate(group):
+            pieces = (piece for peer in range(len(group)) for piece in view.between(me, peer))
+            sent[member] = sum(piece.volume for piece in pieces) * step.itemsize
+    return np.array([sent[rank] for rank in step.ranks], dtype=np.int64)
+
+
+def _in_round(pieces: list[Piece], rounds: int, index: int) -> list[Piece]:
+    if rounds == 1:
+        return pieces
+    found = []
+    for piece in pieces:
+        part = divide(piece.part, rounds, index)
+        if part is not None:
+            found.append(Piece(piece.peer, piece.copy, part, volume(part)))
+    return found
+
+
+class _View:
+    """One group of a step: what each member has and needs, and who else has the same.
+
+    Rounds divide the pieces of an exchange, but of a reduction what is needed: all copies of an element come together.
+    """
+
+    def __init__(self, step: Step, group: tuple[int, ...], round_: int) -> None:
+        self.copies = 1
+        for axis in step.reduces:
+            self.copies *= step.before.holding.sizes[axis]
+        self.paired = step.kind == "permute"
+        self.have: list[Part | None] = [step.before.part_of(rank) for rank in group]
+        self.need: list[Part | None] = [step.after.part_of(rank) for rank in group]
+        if step.reduces and step.rounds > 1:
+            self.need = [None if part is None else divide(part, step.rounds, round_) for part in self.need]
+        self.keys: list[Key | None] = []
+        self.owners: dict[Key, list[int]] = {}
+        for member, (rank, part) in enumerate(zip(group, self.have, strict=True)):
+            if part is None or not all(part):
+                self.keys.append(None)
+                continue
+            key = (_copy(step, rank), part)
+            self.keys.append(key)
+            self.owners.setdefault(key, []).append(member)
+        self.matches = {key: self._match(key) for key in self.owners} if self.paired else {}
+
+    def between(self, sender: int, receiver: int) -> Iterator[Piece]:
+        """Yield what one member sends to another, as either of them sees it."""
+        key, need = self.keys[sender], self.need[receiver]
+        if sender == receiver or key is None or need is None or self.keys[receiver] == key:
+            return
+        part = meet(need, key[1])
+        if part is None:
+            return
+        owners = self.owners[key]
+        if self.paired:
+            if self.matches[key].get(receiver) != sender:
+                return
+        elif len(owners) > 1:
+            share = (owners.index(sender) + receiver) % len(owners)
+            part = divide(part, len(owners), share)
+            if part is None:
+                return
+        # Between two ranks there is one piece at most, so that the other end needs no name for it.
+        yield Piece(receiver, key[0], part, volume(part))
+
+    def received(self, receiver: int) -> Iterator[Piece]:
+        """Yield what a member receives."""
+        for sender in range(len(self.keys)):
+            for piece in self.between(sender, receiver):
+                yield Piece(sender, piece.copy, piece.part, piece.volume)
+
+    def kept(self, member: int) -> Iterator[Piece]:
+        """Yield what a member has itself of what it needs."""
+        key, need = self.keys[member], self.need[member]
+        if key is not None and need is not None:
+            part = meet(need, key[1])
+            if part is not None:
+                yield Piece(member, key[0], part, volume(part))
+
+    def _match(self, key: Key) -> dict[int, int]:
+        """Match each member that lacks a part with one that has it."""
+        lacking = [
+            member
+            for member, need in enumerate(self.need)
+            if need is not None and self.keys[member] != key and meet(need, key[1]) is not None
+        ]
+        return dict(zip(lacking, self.owners[key], strict=False))
+
+
+def _copy(step: Step, rank: int) -> int:
+    """Return which of the copies a rank holds: its joint coordinate on the axes that are reduced."""
+    coordinates = step.before.coordinates(rank)
+    assert coordinates is not None, "a rank with a part is on the mesh"
+    joint = 0
+    for axis in step.reduces:
+        joint = joint * step.before.holding.sizes[axis] + coordinates[axis]
+    return joint
+
+
+@lru_cache(maxsize=512)
+def _view(step: Step, group: tuple[int, ...], round_: int) -> _View:
+    return _View(step, group, round_)
+
+
+# -- copies in the memory of one rank: which elements go where in which buffer -----------------------------------------
+
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class BufferBox:
+    """A box of a tensor, and where it lies in a flat buffer, in which every piece is a tensor of its own.
+
+    Attributes:
+        index: the box in the tensor.
+        start: where the piece starts in the buffer.
+        stop: where it ends.
+        shape: of the piece.
+        within: the box in the piece; None: it is all of it.
+        copy: which of the copies to reduce the piece belongs to.
+    """
+
+    index: Index
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    within: Index | None
+    copy: int
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the box in a buffer."""
+        piece = buffer[self.start : self.stop].view(self.shape)
+        return piece if self.within is None else piece[self.within]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """One exchange, or one round of it, on one rank.
+
+    Attributes:
+        group: the ranks, sorted.
+        sends: elements for each member of the group, in the buffer that is sent.
+        receives: elements from each member.
+        pack: what is copied to the buffer that is sent; None: it is the held tensor, if that is contiguous.
+        pack_anyway: likewise, when it is not contiguous.
+        unpack: what is copied from the buffer that arrives; None: it is the result.
+        join: the dim along which what arrives, with the own piece at its place, makes up the result; None: copy by box.
+        own: boxes copied from the held tensor to the result: where to, where from, of which copy.
+        copies: how many copies are reduced; 1: none.
+        need: shape of what one round yields.
+        target: where that lies in the result of all rounds.
+        even: all members bring parts of one size, which is not 0.
+    """
+
+    group: tuple[int, ...]
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    pack: tuple[BufferBox, ...] | None
+    pack_anyway: tuple[BufferBox, ...]
+    unpack: tuple[BufferBox, ...] | None
+    join: int | None
+    own: tuple[tuple[Index, Index, int], ...]
+    copies: int
+    need: tuple[int, ...]
+    target: Index | None
+    even: bool
+
+
+@lru_cache(maxsize=8192)
+def moves(step: Step, rank: int, round_: int = 0) -> Moves:
+    """Work out what a rank copies, sends and receives in one round of a step."""
+    work = program(step, rank, round_)
+    whole, size = step.after.part_of(rank), len(work.group)
+    sends, receives, own = list(work.sends), list(work.receives), list(work.own)
+    gather = step.kind == "all_gather" and step.rounds == 1 and _is_even(step)
+    scatter = work.copies == size > 1 and step.rounds == 1
+    if gather or scatter or (work.copies == 1 and step.rounds == 1 and len(own) == 1 and _travels(work, own[0])):
+        # Then the own piece goes through the buffers too, and one of them is the tensor itself.
+        sends, receives, own = _by_peer(sends + own), _by_peer(receives + own), []
+    pack = _places(sends, work.have)
+    unpack = _places(receives, work.need)
+    join = None if scatter or work.copies > 1 else _joined(receives, own, work.need)
+    return Moves(
+        group=work.group,
+        sends=_splits(sends, size),
+        receives=_splits(receives, size),
+        pack=None if _in_order(sends, work.have) else pack,
+        pack_anyway=pack,
+        unpack=None if step.rounds == 1 == work.copies and not own and _in_order(receives, work.need) else unpack,
+        join=join,
+        own=tuple(
+            (index_of(work.need, box), index_of(work.have, box), piece.copy)
+            for piece in own
+            for box in boxes(piece.part)
+        ),
+        copies=work.copies,
+        need=shape_of(work.need) if work.need is not None else (0,),
+        target=_target(whole, work.need),
+        even=gather or (scatter and _is_even(step)),
+    )
+
+
+@lru_cache(maxsize=8192)
+def local_moves(step: Step, rank: int) -> tuple[tuple[int, ...], tuple[tuple[Index, Index], ...]]:
+    """Return the shape of what a rank keeps in a step without communication, and the boxes to copy: to, from."""
+    have, need = step.before.part_of(rank), step.after.part_of(rank)
+    assert need is not None, "the rank is on the mesh"
+    kept = need if step.kind == "slice" else have
+    if kept is None or not all(kept):
+        return shape_of(need), ()
+    return shape_of(need), tuple((index_of(need, box), index_of(have, box)) for box in boxes(kept))
+
+
+def shape_of(part: Part) -> tuple[int, ...]:
+    """Return the shape of the tensor that holds a part: the part's intervals, one after the other in every dim."""
+    return tuple(map(length, part))
+
+
+def index_of(part: Part | None, box: Sequence[tuple[int, int]]) -> Index:
+    """Return where a box lies in the tensor that holds a part; the box is within one interval of every dim."""
+    assert part is not None, "a rank holds what it packs"
+    found = []
+    for intervals, (start, stop) in zip(part, box, strict=True):
+        first = _offset(intervals, start)
+        found.append(slice(first, first + stop - start))
+    return tuple(found)
+
+
+def _offset(intervals: Intervals, start: int) -> int:
+    before = 0
+    for low, high in intervals:
+        if low <= start < high:
+            return before + start - low
+        before += high - low
+    raise AssertionError(f"{start} is not in {intervals}")
+
+
+def _places(pieces: Iterable[Piece], holder: Part | None) -> tuple[BufferBox, ...]:
+    found, at = [], 0
+    for piece in pieces:
+        shape, all_boxes = shape_of(piece.part), boxes(piece.part)
+        for box in all_boxes:
+            within = index_of(piece.part, box) if len(all_boxes) > 1 else None
+            found.append(BufferBox(index_of(holder, box), at, at + piece.volume, shape, within, piece.copy))
+        at += piece.volume
+    return tuple(found)
+
+
+def _splits(pieces: Iterable[Piece], size: int) -> tuple[int, ...]:
+    splits = [0] * size
+    for piece in pieces:
+        splits[piece.peer] += piece.volume
+    return tuple(splits)
+
+
+def _by_peer(pieces: Iterable[Piece]) -> list[Piece]:
+    return sorted(pieces, key=lambda piece: piece.peer)
+
+
+def _travels(work: Program, own: Piece) -> bool:
+    """Return whether with the own piece among them, what is sent or what arrives lies in order already."""
+    return _in_order(_by_peer([*work.sends, own]), work.have) or _in_order(_by_peer([*work.receives, own]), work.need)
+
+
+def _in_order(pieces: Sequence[Piece], whole: Part | None) -> bool:
+    """Return whether the pieces, one after the other, are the whole in memory order: all of its outermost dim."""
+    if whole is None or not pieces:
+        return False
+    outer = next((dim for dim, intervals in enumerate(whole) if length(intervals) != 1), 0)
+    return _along(pieces, whole, outer)
+
+
+def _joined(pieces: Sequence[Piece], own: Sequence[Piece], whole: Part | None) -> int | None:
+    """Return the dim along which pieces that arrive, with nothing of one's own, are the whole in order; else None."""
+    if whole is None or own or len(pieces) < 2:
+        return None
+    return next((dim for dim in range(len(whole)) if _along(pieces, whole, dim)), None)
+
+
+def _along(pieces: Sequence[Piece], whole: Part, dim: int) -> bool:
+    at = 0
+    for piece in pieces:
+        if any(piece.part[other] != whole[other] for other in range(len(whole)) if other != dim):
+            return False
+        count = length(piece.part[dim])
+        if piece.part[dim] != cut(whole[dim], at, count):
+            return False
+        at += count
+    return at == length(whole[dim])
+
+
+def _target(whole: Part | None, need: Part | None) -> Index | None:
+    """Return where what one round yields lies in the result; None when it is the result."""
+    if whole is None or need is None or whole == need or not all(need):
+        return None
+    return tuple(
+        slice(_offset(mine, part[0][0]), _offset(mine, part[0][0]) + length(part))
+        for mine, part in zip(whole, need, strict=True)
+    )
+
+
+def _is_even(step: Step) -> bool:
+    return (step.before if step.kind == "all_gather" else step.after).holding.even
+
+
+# -- the buffers of a step ---------------------------------------------------------------------------------------------
+# Up to some number of ranks they are read off what each of them is going to do; beyond, they are bounded from above by
+# what the busiest one moves. Both are global facts, so all ranks find the same. Contiguous tensors are assumed: others
+# are copied.
+
+
+_MOST_READ_PAIRS = 2**12  # of a rank with a member of its group: beyond, going through them takes too long
+_MOST_READ_RANKS = 256  # likewise
+
+
+def buffers(step: Step) -> int:
+    """Return the most bytes that a rank needs in a step, or in any of its rounds, for buffers."""
+    if step.kind == "slice" or step.kind == "all_reduce":
+        return 0
+    if step.kind == "copy":
+        return _scaled(step)
+    if len(step.ranks) > _MOST_READ_RANKS or len(step.ranks) * step.group_size > _MOST_READ_PAIRS:
+        return step.itemsize * _at_most(step)
+    ranks = step.ranks if step.group_axes is None else step.before.ranks
+    # In the first round all pieces are as large as in any.
+    return step.itemsize * max(_of_one(step, moves(step, rank)) for rank in ranks)
+
+
+def _scaled(step: Step) -> int:
+    """Return the bytes of the copies that are multiplied and divided before the result is made of them."""
+    fill = step.fill
+    assert fill is not None, "a copy says how it fills"
+    return ((fill.times != 1) + (fill.over != 1)) * _most(step.before.holding.counts()) * step.itemsize
+
+
+def _of_one(step: Step, work: Moves) -> int:
+    """Return the elements in the buffers of one rank, by the order in which they come and go; see `execute`."""
+    packed = 0 if work.pack is None else sum(work.sends)
+    arrived, result = sum(work.receives), math.prod(work.need)
+    if step.kind == "all_gather" and work.even:
+        return 0 if work.unpack is None else arrived
+    if work.copies > 1 and work.copies == len(work.group) and step.rounds == 1:
+        return packed + arrived
+    if step.rounds > 1:
+        return max(packed + arrived, arrived + (work.copies + 1) * result if work.copies > 1 else 0)
+    if work.copies > 1:
+        return max(packed + arrived - result, arrived + work.copies * result)
+    return packed if work.unpack is None else max(packed + arrived - result, arrived)
+
+
+# -- from above ------------------------------------------------------------------------------------------------------
+
+
+def _at_most(step: Step) -> int:
+    """Return a number of elements that no rank's buffers exceed."""
+    need, have = _most(step.after.holding.counts()), _most(step.before.holding.counts())
+    received = _most(step.recv_bytes) // step.itemsize
+    sent = min(_most(step.estimated_send_bytes) // step.itemsize + _uncut(step, have), have * step.group_size)
+    copies = math.prod(step.before.holding.sizes[axis] for axis in step.reduces)
+    if copies > 1:
+        return _reducing(step, copies, have, need, sent, received)
+    if step.rounds > 1:
+        return min(sent, sent // step.rounds + _uncut(step, sent)) + min(
+            received, received // step.rounds + _uncut(step, received)
+        )
+    return max(need, sent + max(received, min(need, have)))
+
+
+def _reducing(step: Step, copies: int, have: int, need: int, sent: int, received: int) -> int:
+    """Return the like for a step that reduces: in rounds, what is needed is cut, and all copies of it come together."""
+    if step.rounds > 1:
+        need = min(need, need // step.rounds + _uncut(step, need, 1))
+        sent, received = min(sent, step.group_size * need), min(received, copies * need)
+        return max(received + sent + need, received + (copies + 1) * need)
+    return copies * need + max(have, sent, received)
+
+
+def _uncut(step: Step, total: int, pieces: int = 0) -> int:
+    """Return how many elements more than its share a round may have, or an owner give, of some number of elements.
+
+    A piece is cut along one dim, with up to one row more than the share. Of d dims the longest is cut, so that a row of
+    a piece of v elements has v ** (1 - 1 / d) of them, which sum up to most where all pieces are alike.
+    """
+    number, dims = pieces or step.group_size, len(step.after.holding.shape)
+    return math.ceil(number * (total / number) ** (1 - 1 / dims))
+
+
+def _most(counts: Counts | None) -> int:
+    return 0 if counts is None else int(counts.max(initial=0))

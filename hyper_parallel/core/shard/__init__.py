@@ -1,1 +1,9 @@
-"""Plans: which parameter, input and output of a model lies where, and what makes it so."""
+"""Plans: the layout of each parameter, input and output of a model, and the code that brings tensors there.
+
+api -> local, local_module -> region -> crossing
+       local, local_module -> boundaries -> spelling
+api -> sharding_plan -> spelling
+plan_file -> sharding_plan
+value_and_grad -> boundaries
+loss -> crossing
+"""

@@ -22,18 +22,17 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import axes_of
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.replaced import note_replaced
+from hyper_parallel.core.init.api import init_parameters
+from hyper_parallel.core.mesh.device_mesh import axes_of
 from hyper_parallel.core.redistribute.api import build, distribute_tensor, redistribute, torch_form
-from hyper_parallel.core.shard.arguments import Arguments
-from hyper_parallel.core.shard.hooks import Inputs, Outputs, localized
-from hyper_parallel.core.shard.init import init_parameters
+from hyper_parallel.core.shard.boundaries import Arguments, Inputs, Outputs, localized
 from hyper_parallel.core.shard.local import custom_shard
 from hyper_parallel.core.shard.local_module import LocalModule
-from hyper_parallel.core.shard.local_params import Region, is_unit
+from hyper_parallel.core.shard.region import Region, is_unit
 from hyper_parallel.core.shard.sharding_plan import Reading, ShardingPlan, names_of, read_plan
 from hyper_parallel.core.shard.spelling import layout_on
 from hyper_parallel.core.shard.value_and_grad import parallelize_value_and_grad

@@ -1,4 +1,4 @@
-"""Where a module of plain local tensors begins and ends: `enter` takes this rank's part, `leave` gives one back.
+"""Entry and exit of modules that compute on local tensors: `enter` takes the local shard, `leave` wraps one.
 
 Each does in one step, with one communication forward and one backward, what a redistribution beside `to_local` or
 `from_local` does in two. The gradient of a gathered input, for one, goes back as a single reduce_scatter to where the
@@ -14,33 +14,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import gather_numbers, group_of
+from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.dtensor import shards
 from hyper_parallel.core.dtensor.convert import layout_of_spec
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
 from hyper_parallel.core.dtensor.torch_form import is_strided
 from hyper_parallel.core.redistribute.api import (
-    _stride_like,
     back_to,
     build,
     contiguous_stride,
     redistribute,
+    stride_like,
     torch_form,
 )
-from hyper_parallel.core.redistribute.boundary import _cotangents, _FromLocal, _refuse_ambiguous
+from hyper_parallel.core.redistribute.boundary import FromLocal, cotangents, refuse_ambiguous
 from hyper_parallel.core.redistribute.cost import default_topology
-from hyper_parallel.core.redistribute.eager import runs_eagerly
 from hyper_parallel.core.redistribute.execute import drive, start
 from hyper_parallel.core.redistribute.plan import plan
+
+__all__ = [
+    "Mark",
+    "agreed_shape",
+    "cross",
+    "enter",
+    "leave",
+    "local_redistributed",
+    "mark_of",
+    "marked",
+    "shard_shape",
+    "waited_for",
+    "wrapped",
+]
 
 
 @runs_eagerly
@@ -88,9 +105,9 @@ def leave(local: torch.Tensor, produced: Layout, shape: Sequence[int], target: L
     _check_part(local, produced, whole)
     to = produced if target is None else target
     if not (torch.is_grad_enabled() and local.requires_grad):
-        return _wrapped(_moved(_ready(local.detach()), produced, to, whole), to, whole)
+        return wrapped(local_redistributed(waited_for(local.detach()), produced, to, whole), to, whole)
     if any(kind not in (None, "sum") for kind in produced._partial):
-        return redistribute(_FromLocal.apply(local, produced, whole, None), to)
+        return redistribute(FromLocal.apply(local, produced, whole, None), to)
     return cast(DTensor, _Leave.apply(local, produced, whole, to))
 
 
@@ -108,20 +125,20 @@ class _Enter(torch.autograd.Function):
             return None, None, None, None
         spec, target, given, shape = ctx.spec, ctx.target, ctx.grad_layout, ctx.spec.shape
         if given is None:
-            _refuse_ambiguous(target, shape, "to_local")
+            refuse_ambiguous(target, shape, "to_local")
             given = target
         src = target if _is_there(spec.mesh, spec.placements, target, shape) else _source(spec)
         to = src.reset_partial() if src.is_partial() else src
-        grad = _ready(grad)
+        grad = waited_for(grad)
         if torch.is_grad_enabled():  # someone differentiates what happens here
             if not given.is_partial():
                 grad = grad.clone(memory_format=torch.contiguous_format)
-            whole = _FromLocal.apply(grad, given, shape, given.reset_partial())
+            whole = FromLocal.apply(grad, given, shape, given.reset_partial())
             return redistribute(whole, to), None, None, None
-        moved = _moved(grad, given, to, shape)
+        moved = local_redistributed(grad, given, to, shape)
         if moved is grad and not ctx.hand_on:
             moved = grad.clone(memory_format=torch.contiguous_format)
-        return _wrapped(moved, to, shape), None, None, None
+        return wrapped(moved, to, shape), None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -129,9 +146,9 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, produced: Layout, shape: torch.Size, target: Layout) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.produced = produced
-        held = _ready(local.detach())
-        moved = _moved(held, produced, target, shape)
-        return _wrapped(moved, target, shape)
+        held = waited_for(local.detach())
+        moved = local_redistributed(held, produced, target, shape)
+        return wrapped(moved, target, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None, None, None]:
@@ -140,7 +157,7 @@ class _Leave(torch.autograd.Function):
         produced: Layout = ctx.produced
         to = produced.reset_partial() if produced.is_partial() else produced
         if torch.is_grad_enabled():
-            return enter(back_to(grad, to), to, _cotangents(produced, grad.dim())), None, None, None
+            return enter(back_to(grad, to), to, cotangents(produced, grad.dim())), None, None, None
         return _part_of(grad, to), None, None, None
 
 
@@ -161,7 +178,8 @@ def _hands_gradients_on(x: DTensor) -> bool:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _ready(local: torch.Tensor) -> torch.Tensor:
+def waited_for(local: torch.Tensor) -> torch.Tensor:
+    """Return a local tensor once its communication is complete."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
@@ -175,14 +193,14 @@ def _part_of(x: DTensor, target: Layout) -> torch.Tensor:
     """Return this rank's part of x in a layout; no gradient is recorded by who calls."""
     mesh, placements, shape = x.device_mesh, x.placements, x.shape
     if _is_there(mesh, placements, target, shape):
-        return _ready(x._local_tensor)
+        return waited_for(x._local_tensor)
     if any(map(_is_odd, placements)):
         with torch.no_grad():
             return _part_of(x.redistribute(mesh, _whole_where_odd(placements)), target)
     if target.mesh is not mesh or any(map(is_strided, placements)):  # what only the verb checks, or can read
         with torch.no_grad():
-            return _ready(redistribute(x, target)._local_tensor)
-    return _moved(_ready(x._local_tensor).detach(), layout_of_spec(x._spec), target, shape)
+            return waited_for(redistribute(x, target)._local_tensor)
+    return local_redistributed(waited_for(x._local_tensor).detach(), layout_of_spec(x._spec), target, shape)
 
 
 def _is_odd(placement: Placement) -> bool:
@@ -202,7 +220,7 @@ def _source(spec: DTensorSpec) -> Layout:
     return layout_of_spec(spec)
 
 
-def _moved(local: torch.Tensor, src: Layout, dst: Layout, shape: torch.Size) -> torch.Tensor:
+def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: torch.Size) -> torch.Tensor:
     """Return this rank's part of a tensor in another layout: `local` itself, or memory of its own."""
     if src is dst or (src == dst and src.mesh is dst.mesh):
         return local
@@ -210,7 +228,7 @@ def _moved(local: torch.Tensor, src: Layout, dst: Layout, shape: torch.Size) -> 
     assert mesh is not None, "the callers see to a mesh"
     if dst.mesh is not mesh:
         with torch.no_grad():
-            part = _ready(redistribute(build(local, src, shape), dst)._local_tensor)
+            part = waited_for(redistribute(build(local, src, shape), dst)._local_tensor)
         return local if part.is_set_to(local) else part
     steps = plan(src, dst, shape, local.dtype, default_topology(mesh.device_type))
     if not steps.steps and local.numel():
@@ -219,14 +237,14 @@ def _moved(local: torch.Tensor, src: Layout, dst: Layout, shape: torch.Size) -> 
 
 
 @lru_cache(maxsize=4096)
-def _part_shape(layout: Layout, shape: torch.Size, rank: int) -> tuple[int, ...] | None:
+def shard_shape(layout: Layout, shape: torch.Size, rank: int) -> tuple[int, ...] | None:
     """Return the shape of a rank's part; None for a rank that is not on the mesh."""
     return layout.local_shape(shape, rank) if rank in layout.rank_list else None
 
 
 def _check_part(local: torch.Tensor, produced: Layout, shape: torch.Size) -> None:
     rank = dist.get_rank()
-    expected = _part_shape(produced, shape, rank)
+    expected = shard_shape(produced, shape, rank)
     if expected is not None and tuple(local.shape) != expected:
         asked = "cannot make a DTensor from local parts"
         blame = f"rank {rank}'s part has shape {tuple(local.shape)}, and the layout gives it {expected}"
@@ -237,7 +255,7 @@ def _check_part(local: torch.Tensor, produced: Layout, shape: torch.Size) -> Non
 # -- DTensors --------------------------------------------------------------------------------------------------------
 
 
-def _wrapped(local: torch.Tensor, layout: Layout, shape: torch.Size) -> DTensor:
+def wrapped(local: torch.Tensor, layout: Layout, shape: torch.Size) -> DTensor:
     """Return a DTensor of a rank's part, which records no gradient: as `build` does, in a tenth of the time."""
     names, placements = torch_form(layout, shape)
     mesh = layout.mesh
@@ -245,7 +263,7 @@ def _wrapped(local: torch.Tensor, layout: Layout, shape: torch.Size) -> DTensor:
     if names is not None or any(map(is_strided, placements)) or mesh.get_coordinate() is None:
         with torch.no_grad():
             return build(local, layout, shape)
-    stride = _dense(shape) if local.is_contiguous() else _stride_like(local, shape)
+    stride = _dense(shape) if local.is_contiguous() else stride_like(local, shape)
     spec = object.__new__(DTensorSpec)
     spec.__dict__.update(_spec_fields(placements, shape, stride, local.dtype))
     spec.__dict__["mesh"] = mesh
@@ -264,3 +282,130 @@ def _spec_fields(
     """Return what torch keeps about DTensors, on whichever mesh: making it anew is most of the time of a crossing."""
     spec = DTensorSpec(cast(Any, None), placements, tensor_meta=TensorMeta(shape, stride, dtype))
     return tuple(vars(spec).items())
+
+
+# -- the shape of a tensor that ranks hold shards of: they tell each other, and nothing is guessed ---------------------
+
+
+_MOST_DIMS = 32
+
+
+@runs_eagerly
+def agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """Return the global shape of which every rank's part is one in a layout; all ranks of the mesh call it.
+
+    Communication: one all_gather of 33 integers per rank.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        local: this rank's part.
+        layout: which part that is, with a mesh.
+
+    Raises:
+        ValueError: no shape has these parts, as when a dim is split into others than `torch.chunk` would make.
+    """
+    ranks = tuple(layout.rank_list)
+    parts = _all_shapes(local, layout)
+    splits = layout.splits(local.dim())
+    blame = None
+    shape: tuple[int, ...] = ()
+    if len({len(part) for part in parts}) > 1:
+        blame = "the parts have different numbers of dims"
+    else:
+        shape = tuple(_whole(dim, chain, parts, layout) for dim, chain in enumerate(splits))
+        wrong = [r for r, part in zip(ranks, parts, strict=True) if layout.local_shape(shape, r) != part]
+        if wrong:
+            expected = layout.local_shape(shape, wrong[0])
+            blame = f"the parts add up to {shape}, of which rank {wrong[0]} would have {expected}"
+    if blame is not None:
+        lines = "\n  ".join(f"rank {rank}: {part}" for rank, part in zip(ranks, parts, strict=True))
+        hint = "a layout that the parts have, with dims split as torch.chunk does it"
+        raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", hint))
+    return shape
+
+
+def _whole(dim: int, chain: tuple[int, ...], parts: list[tuple[int, ...]], layout: Layout) -> int:
+    """Return the size of a dim: the sum over the ranks along the axes that split it."""
+    sizes = np.array([part[dim] for part in parts]).reshape(layout.mesh_shape)
+    along = tuple(slice(None) if axis in chain else 0 for axis in range(len(layout.mesh_shape)))
+    return int(sizes[along].sum()) if shards.count_parts(layout.mesh_shape, chain) > 1 else int(sizes.flat[0])
+
+
+def _all_shapes(local: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
+    """Return the shape of every rank's part, in the order of the layout's ranks."""
+    mesh = layout.mesh
+    assert mesh is not None, "the callers see to a mesh"
+    ranks = tuple(sorted(layout.rank_list))
+    mine = [local.dim(), *local.shape, *[0] * (_MOST_DIMS - local.dim())]
+    device = "cpu" if mesh.device_type == "cpu" else local.device  # not meta: its values are read
+    rows = dict(zip(ranks, gather_numbers(mine, group_of(ranks, layout.alias_name, mesh), device), strict=True))
+    return [tuple(rows[rank][1 : 1 + rows[rank][0]]) for rank in layout.rank_list]
+
+
+# -- from one module on local tensors to the next, inside of a third ---------------------------------------------------
+# What such a module returns stays a plain tensor and carries a mark of its layout, for the next one whose input is
+# declared: the communication between two layouts is then one operation of autograd from shard to shard, and no DTensor
+# is made. The gradient of what carries a mark lies as it does: whole where ranks hold the same.
+
+
+_NAME = "_hyper_parallel_layout"
+
+
+class Mark(NamedTuple):
+    """What a plain tensor is a part of: a layout and the whole tensor's sizes, in elements."""
+
+    layout: Layout
+    shape: torch.Size
+
+
+def mark_of(part: torch.Tensor) -> Mark | None:
+    """Return the mark of a plain tensor; what an operation returns has none."""
+    return cast("Mark | None", part.__dict__.get(_NAME))
+
+
+def marked(part: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
+    """Mark a plain tensor, and return it."""
+    part.__dict__[_NAME] = Mark(layout, shape)
+    return part
+
+
+@runs_eagerly
+def cross(part: torch.Tensor, mark: Mark, target: Layout, grad_layout: Layout | None) -> torch.Tensor:
+    """Return this rank's part in another layout.
+
+    Forward: as `redistribute`. Backward: one redistribution, from `grad_layout` to the layout of the part; where
+    that is a copy to reduce, to the whole gradient.
+
+    Args:
+        part: this rank's part.
+        mark: what it is a part of.
+        target: the layout wanted.
+        grad_layout: how gradients of what is returned lie; None: as that.
+    """
+    given = grad_layout or target.reset_partial()
+    if mark.layout == target and not given.is_partial():
+        return part
+    if torch.is_grad_enabled() and part.requires_grad:
+        if any(kind not in (None, "sum") for kind in mark.layout._partial):
+            return enter(leave(part, mark.layout, mark.shape), target, given)
+        return cast(torch.Tensor, _Cross.apply(part, mark, target, given))
+    return local_redistributed(waited_for(part), mark.layout, target, mark.shape)
+
+
+class _Cross(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, mark: Mark, target: Layout, given: Layout) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark, ctx.given = mark, given
+        held = waited_for(part.detach())
+        moved = local_redistributed(held, mark.layout, target, mark.shape)
+        return part.view_as(part) if moved is held else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        layout, shape = ctx.mark
+        if torch.is_grad_enabled():  # someone differentiates what happens here
+            return cross(grad, Mark(ctx.given, shape), layout.reset_partial(), None), None, None, None
+        return local_redistributed(waited_for(grad), ctx.given, layout.reset_partial(), shape), None, None, None

@@ -15,14 +15,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.core.dtensor.checks import check_shape
+from hyper_parallel.core.common.checks import check_shape
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.shard.agree import agreed_shape
-from hyper_parallel.core.shard.arguments import Arguments, Place
-from hyper_parallel.core.shard.crossing import enter, leave
-from hyper_parallel.core.shard.hooks import spread
+from hyper_parallel.core.shard.boundaries import ArgumentLayout, Arguments, spread
+from hyper_parallel.core.shard.crossing import agreed_shape, enter, leave
 from hyper_parallel.core.shard.local_module import resolved
 from hyper_parallel.core.shard.spelling import LayoutTree, describe, layout_on, leaves, map_tree, read_layouts
 
@@ -121,7 +119,7 @@ class _Input(NamedTuple):
 class _Inputs:
     """The places of the inputs, and what is known about each by the identity of its layout: equal ones can differ."""
 
-    places: Sequence[Place]
+    places: Sequence[ArgumentLayout]
     known: Mapping[int, _Input]
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.core.dtensor.checks import check_int
+from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.messages import explain
-from hyper_parallel.core.redistribute.eager import runs_eagerly
-from hyper_parallel.core.shard.crossing import _moved, enter, leave
+from hyper_parallel.core.shard.crossing import enter, leave, local_redistributed
 
 _ASKED = "cannot take the cross entropy"
 _REDUCTIONS = ("mean", "sum", "none")
@@ -79,7 +79,7 @@ def vocab_parallel_cross_entropy(
         if reduction == "mean":
             return cast(torch.Tensor, _Mean.apply(rows.sum(), (targets != index).sum(), None))
         return cast(torch.Tensor, rows.sum() if reduction == "sum" else rows)
-    where = _Where.of(logits)
+    where = Logits.of(logits)
     own = _rows_of(targets, where, logits)
     rows = _RowLosses.apply(enter(logits, where.logits, where.logits), own, terms, where)
     if reduction == "none":
@@ -106,7 +106,7 @@ class _Terms:
 
 
 @dataclass(frozen=True)
-class _Where:
+class Logits:
     """Where the logits are.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Where:
     first: int
 
     @classmethod
-    def of(cls, logits: DTensor) -> _Where:
+    def of(cls, logits: DTensor) -> Logits:
         """Return where logits are to be: as they are, and what is pending is split over the vocabulary."""
         layout, shape = Layout.of(logits), logits.shape
         base = Layout.from_device_mesh(logits.device_mesh)
@@ -148,14 +148,16 @@ class _Where:
             return rows
         lead = rows.dim() - len(self.shape) + 1
         shape = torch.Size([*rows.shape[:lead], *self.shape[:-1]])
-        return _moved(rows, self.rows(lead, dict.fromkeys(self.split_classes, kind)), self.rows(lead), shape)
+        return local_redistributed(
+            rows, self.rows(lead, dict.fromkeys(self.split_classes, kind)), self.rows(lead), shape
+        )
 
     def over_rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return sums over all rows of sums over this rank's."""
         if not self.split_rows:
             return numbers
         pending = self.base(partial=dict.fromkeys(self.split_rows, "sum"))
-        return _moved(numbers, pending, self.base(), numbers.shape)
+        return local_redistributed(numbers, pending, self.base(), numbers.shape)
 
 
 class _RowLosses(torch.autograd.Function):
@@ -163,14 +165,14 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, terms: _Terms, where: _Where | None
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, terms: _Terms, where: Logits | None
     ) -> torch.Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         top = _greatest(logits).to(wide)
         top = top if where is None else where.over_classes(top, "max")
         shifted = logits - top.unsqueeze(-1)
         ctx.first = 0 if where is None else where.first
-        place, mine = _places(targets, ctx.first, logits.shape[-1])
+        place, mine = target_places(targets, ctx.first, logits.shape[-1])
         sums = [torch.zeros_like(top), _at(shifted, place, mine)]
         if terms.smoothing:
             sums.append(shifted.sum(-1))
@@ -196,7 +198,7 @@ class _RowLosses(torch.autograd.Function):
         if terms.smoothing:
             result.sub_(terms.smoothing / terms.classes)
         if logits.shape[-1]:
-            place, mine = _places(targets, ctx.first, logits.shape[-1])
+            place, mine = target_places(targets, ctx.first, logits.shape[-1])
             at_target = result.gather(-1, place) - mine.unsqueeze(-1).to(result.dtype) * (1 - terms.smoothing)
             result.scatter_(-1, place, at_target)
         result.mul_(torch.where(targets == terms.ignore_index, torch.zeros_like(grad), grad).unsqueeze(-1))
@@ -207,7 +209,7 @@ class _Mean(torch.autograd.Function):
     """The mean over the rows of all ranks, from this rank's sum and number of rows."""
 
     @staticmethod
-    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, where: _Where | None) -> torch.Tensor:
+    def forward(ctx: Any, total: torch.Tensor, count: torch.Tensor, where: Logits | None) -> torch.Tensor:
         both = torch.stack([total, count.to(total.dtype)])
         both = both if where is None else where.over_rows(both)
         ctx.save_for_backward(both[1])
@@ -224,7 +226,7 @@ def _greatest(logits: torch.Tensor) -> torch.Tensor:
     return logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
 
-def _places(targets: torch.Tensor, first: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def target_places(targets: torch.Tensor, first: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return where a part of the vocabulary has the targets, with a dim of size 1 at the end, and whether it does."""
     place = targets - first
     mine = (place >= 0) & (place < classes)
@@ -242,7 +244,7 @@ def _at(rows: torch.Tensor, place: torch.Tensor, mine: torch.Tensor) -> torch.Te
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(targets: torch.Tensor, where: _Where, logits: DTensor) -> torch.Tensor:
+def _rows_of(targets: torch.Tensor, where: Logits, logits: DTensor) -> torch.Tensor:
     """Return the targets of this rank's rows."""
     whole, layout = where.shape[:-1], where.rows()
     if isinstance(targets, DTensor):

@@ -7,10 +7,10 @@ from typing import Any, Union
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.mesh import axes_of
-from hyper_parallel.core.dtensor.messages import explain
 from hyper_parallel.core.dtensor.torch_form import is_placement
+from hyper_parallel.core.mesh.device_mesh import axes_of
 
 LayoutTree = Union[Layout, None, tuple["LayoutTree", ...], Mapping[str, "LayoutTree"]]  # noqa: UP007
 """A layout for one tensor, None to leave it alone, a tuple for several by position, a dict for several by name."""

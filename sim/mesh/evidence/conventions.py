@@ -1,4 +1,4 @@
-"""What a published row means for a job: how its framework trains, what the row states, and the model of its shape."""
+"""Published rows as jobs: how the framework trains, what the row states, and the model of its shape."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 from sim.mesh.zoo.gpt import GPTConfig
 

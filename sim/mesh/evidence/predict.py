@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -58,15 +58,14 @@ def programs_of(case: Case, folder: str | Path | None) -> list[Program]:
     if folder is None:
         return trace(job_of(case))
     said = (case.model, case.dims, case.batch, case.seq_len, case.recipe, _tracer())
-    path = Path(folder) / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.pickle"
-    if path.exists():
-        with path.open("rb") as file:
-            return list(pickle.load(file))
+    path = Path(folder) / f"{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
+        if programs := [Program.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]:
+            return programs
     programs = trace(job_of(case))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    with partial.open("wb") as file:
-        pickle.dump(programs, file, protocol=5)
+    partial.write_text("".join(f"{program.to_json()}\n" for program in programs), encoding="utf-8")
     partial.replace(path)
     return programs
 

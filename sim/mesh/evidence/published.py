@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.evidence.conventions import (
     FOLDER,
     CannotSay,

@@ -10,11 +10,9 @@ are kept in a folder, so that a second run with another calibration only prices.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import multiprocessing
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ __all__ = [
     "Compared",
     "Outcome",
     "Prediction",
-    "main",
     "outcome_of",
     "read_outcomes",
     "run",
@@ -108,6 +105,11 @@ class Outcome:
     reason: str = ""
     is_oom: bool = False
     fits: bool | None = None
+
+    def line(self) -> str:
+        """The row and its errors, or why there are none."""
+        errors = [f"{one.error:+.1%}" for one in (self.speed, self.memory) if one is not None]
+        return f"{self.id} {self.text}: {self.reason or ' '.join(errors)}"
 
 
 Predict = Callable[[Case], Prediction]
@@ -247,32 +249,3 @@ def validate(
         Path(write).write_text(text, encoding="utf-8")
         write_outcomes(outcomes, Path(write).with_suffix(".jsonl"))
     return text
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line: print the report's summary, and write the page if asked to; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="hyper-parallel validate", description="Predicted against published.")
-    parser.add_argument("file", nargs="?", help="rows: a JSON list, or JSON lines; default: those of the package")
-    parser.add_argument("--write", metavar="PAGE", help="write the page here, and the outcomes beside it")
-    parser.add_argument("--cache", metavar="FOLDER", default=CACHE, help="where traces are kept")
-    parser.add_argument("--processes", type=int, default=2, help="that work at the same time")
-    options = parser.parse_args(args)
-
-    def progress(done: int, count: int, outcome: Outcome) -> None:
-        errors = [f"{one.error:+.1%}" for one in (outcome.speed, outcome.memory) if one is not None]
-        told = outcome.reason or " ".join(errors)
-        print(f"{done}/{count} {outcome.id} {outcome.text}: {told}", file=sys.stderr, flush=True)
-
-    try:
-        text = validate(
-            options.file,
-            write=options.write,
-            cache=options.cache,
-            processes=options.processes,
-            progress=progress,
-        )
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(text.split("\n## The worst rows")[0])
-    return 0

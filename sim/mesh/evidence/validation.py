@@ -1,4 +1,4 @@
-"""What outcomes of a validation say: errors by source, order of configurations, coverage; and the page about it."""
+"""Statistics of a validation: errors by source, order of configurations, coverage; and the page about it."""
 
 from __future__ import annotations
 

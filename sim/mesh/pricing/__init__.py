@@ -1,1 +1,5 @@
-"""What kernels and communication cost: figures of devices and links, fitted, published or assumed."""
+"""Prices of kernels and communication: figures of devices and links, fitted, published or assumed.
+
+measure -> measure_fit -> comm_cost, compute_cost, fitting
+calibration, measure_fit -> hardware_file
+"""

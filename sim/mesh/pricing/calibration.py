@@ -1,4 +1,4 @@
-"""What is fitted, published or assumed of kernels and links: read from files that say where each figure is from.
+"""Calibration files: fitted, published or assumed figures of kernels and links, each with its source.
 
 Three files, the later over the earlier: ``curves.toml`` (published by others, or assumed), ``calibration.toml`` (fitted
 to tables of matmuls and collectives by ``benchmarks/fit_costs.py``) and ``fit.toml`` (fitted to published training
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.errors import explain, nearest
 from sim.mesh.pricing.hardware_file import tomllib
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["COLLECTIVES", "Links", "Placement", "Spread", "collective_seconds", "message_seconds", "spread_of"]
+__all__ = ["COLLECTIVES", "Links", "Placement", "NodeSpread", "collective_seconds", "message_seconds", "spread_of"]
 
 COLLECTIVES = {
     "all_gather": "gather",
@@ -44,7 +44,7 @@ COLLECTIVES = {
 _CURVE_OF = {"gather": "all_gather", "reduce": "all_reduce", "exchange": "all_to_all", "one": "broadcast"}
 
 
-class Spread(NamedTuple):
+class NodeSpread(NamedTuple):
     """How a group lies on the nodes.
 
     Attributes:
@@ -87,17 +87,17 @@ class Placement:
         return slot
 
 
-def spread_of(ranks: Sequence[int], devices_per_node: int, placement: Placement | None = None) -> Spread:
+def spread_of(ranks: Sequence[int], devices_per_node: int, placement: Placement | None = None) -> NodeSpread:
     """Count the nodes that a group lies on.
 
     >>> spread_of(range(0, 64, 8), 8), spread_of(range(16), 8)
-    (Spread(ranks=8, nodes=8, most=1), Spread(ranks=16, nodes=2, most=8))
+    (NodeSpread(ranks=8, nodes=8, most=1), NodeSpread(ranks=16, nodes=2, most=8))
     """
     counts: dict[int, int] = {}
     for rank in ranks:
         node = (placement.slot(rank) if placement else rank) // devices_per_node
         counts[node] = counts.get(node, 0) + 1
-    return Spread(len(ranks), max(len(counts), 1), max(counts.values(), default=1))
+    return NodeSpread(len(ranks), max(len(counts), 1), max(counts.values(), default=1))
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ class Links:
             return self.intra * share * float(curve["efficiency"])
         return self.intra * float(curve["efficiency"]) * (1 - float(curve.get("pair_loss", 0)) / ranks)
 
-    def between(self, spread: Spread, share: str = "efficiency") -> float:
+    def between(self, spread: NodeSpread, share: str = "efficiency") -> float:
         """Return the bandwidth between nodes of one rank of the group."""
         left = (1 - self.taper) ** max(0.0, math.log2(spread.nodes) - 1)
         return self.inter * float(self.fabric[share]) * left
 
 
 def collective_seconds(
-    links: Links, op: str, size: float, spread: Spread, moved: float | None = None
+    links: Links, op: str, size: float, spread: NodeSpread, moved: float | None = None
 ) -> tuple[float, str]:
     """Return the seconds of a collective, and what bounds it: ``latency``, ``link`` or ``network``.
 

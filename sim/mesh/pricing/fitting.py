@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Row", "descend", "errors", "loss_of", "quantile", "spread_in", "summary"]
+__all__ = ["Measurement", "descend", "errors", "loss_of", "quantile", "spread_in", "summary"]
 
 
-class Row(NamedTuple):
+class Measurement(NamedTuple):
     """A measured time, and how to predict it.
 
     Attributes:
@@ -35,34 +35,34 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
 
 
-def errors(rows: Sequence[Row], figures: Mapping[str, float]) -> list[float]:
+def errors(rows: Sequence[Measurement], figures: Mapping[str, float]) -> list[float]:
     """Return log(predicted / measured) of each row."""
     return [math.log(row.predict(figures) / row.seconds) for row in rows]
 
 
-def summary(rows: Sequence[Row], figures: Mapping[str, float]) -> tuple[float, float, float]:
+def summary(rows: Sequence[Measurement], figures: Mapping[str, float]) -> tuple[float, float, float]:
     """Return median, 90th percentile and worst of |predicted / measured - 1|."""
     off = [abs(math.expm1(error)) for error in errors(rows, figures)]
     return quantile(off, 0.5), quantile(off, 0.9), max(off, default=math.nan)
 
 
-def spread_in(rows: Sequence[Row], figures: Mapping[str, float]) -> float:
+def spread_in(rows: Sequence[Measurement], figures: Mapping[str, float]) -> float:
     """Return the standard deviation of the logarithm that has as many rows within 80 % as the rows do."""
     return round(quantile([abs(error) for error in errors(rows, figures)], 0.8) / 1.2816, 3)
 
 
-def loss_of(rows: Sequence[Row], figures: Mapping[str, float]) -> float:
+def loss_of(rows: Sequence[Measurement], figures: Mapping[str, float]) -> float:
     """Return what a fit makes small: the mean of |log(predicted / measured)|, and half its 90th percentile."""
     off = [abs(error) for error in errors(rows, figures)]
     return sum(off) / len(off) + 0.5 * quantile(off, 0.9)
 
 
 def descend(
-    rows: Sequence[Row], start: Mapping[str, float], free: Mapping[str, tuple[float, float]]
+    rows: Sequence[Measurement], start: Mapping[str, float], free: Mapping[str, tuple[float, float]]
 ) -> dict[str, float]:
     """Improve the free figures one after the other, each within its bounds; returns all, to three digits.
 
-    >>> rows = [Row("", 2e-6 * size, lambda figures, size=size: figures["each"] * size) for size in (1, 2, 3)]
+    >>> rows = [Measurement("", 2e-6 * size, lambda figures, size=size: figures["each"] * size) for size in (1, 2, 3)]
     >>> descend(rows, {"each": 1e-6, "other": 1.0}, {"each": (1e-9, 1.0)})
     {'each': 2e-06, 'other': 1.0}
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.errors import explain, nearest
 
 __all__ = ["FIGURES", "GRADES", "Figure", "Kind", "read_hardware_file", "write_hardware_file"]
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.core.dtensor.checks import check_int
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.errors import explain
 from sim.mesh.hardware import Hardware
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from sim.mesh.hardware import Hardware
-from sim.mesh.pricing.comm_cost import Links, Spread, collective_seconds
+from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
-from sim.mesh.pricing.fitting import Row, descend, loss_of, spread_in, summary
+from sim.mesh.pricing.fitting import Measurement, descend, loss_of, spread_in, summary
 from sim.mesh.pricing.hardware_file import Figure
 
 __all__ = ["OPS", "Sample", "fit_hardware"]
@@ -84,7 +84,7 @@ def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: i
     return Hardware("measured", title, figures=figures, topology="switch", curves=curves, **kind)
 
 
-def _noted(figures: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+def _noted(figures: dict[str, Any], rows: list[Measurement]) -> dict[str, Any]:
     error = [round(x, 3) for x in summary(rows, figures)]
     return {**figures, "grade": "measured", "spread": max(0.03, spread_in(rows, figures)), "error": error}
 
@@ -108,7 +108,7 @@ def _fit_matmul(
                     # Timed in a row, operations do not pay what a model pays for each: that is floor_us.
                     return matmul_seconds({**figures, "floor_us": 1.0}, shape, peak, cores, item, bandwidth)[0]
 
-                rows.append(Row("", sample["seconds"], predict))
+                rows.append(Measurement("", sample["seconds"], predict))
         fitted = _noted(descend(rows, start, free), rows)
         made = {**made, name: fitted} if made else {**fitted, name: fitted}
     return made
@@ -122,7 +122,7 @@ def _fit_memory(samples: list[Sample], bandwidth: float, floor: float) -> dict[s
     def predict(sample: Sample) -> Callable[[Mapping[str, float]], float]:
         return lambda at: stream_seconds({**at, "floor_us": at["least_us"]}, sample["bytes"], bandwidth)[0]
 
-    rows = [Row("", sample["seconds"], predict(sample)) for sample in samples if sample["what"] == "stream"]
+    rows = [Measurement("", sample["seconds"], predict(sample)) for sample in samples if sample["what"] == "stream"]
     start = {"least_us": 1.0, "cache_mib": 8.0, "cache_speedup": 3.0, "stream": 1.0}
     free = {"least_us": (0.1, 50.0), "cache_mib": (0.2, 200.0), "cache_speedup": (1.0, 30.0)}
     fitted = descend(rows, start, free)
@@ -151,7 +151,7 @@ def _fit_attention(samples: list[Sample], peaks: Mapping[str, float], floor: flo
                     curve = {**base, name: shares, f"half_{name}": at["half"], "causal": at["causal"]}
                     return attention_seconds(curve, shape, peak, backward=name == "backward")[0]
 
-                rows.append(Row("", sample["seconds"], predict))
+                rows.append(Measurement("", sample["seconds"], predict))
         free = {"share": (0.01, 1.5), "half": (1, 1000), "causal": (0.4, 1.0)}
         fitted = descend(rows, {"share": 0.5, "half": 100, "causal": 0.9}, free)
         made |= {name: {"64": fitted["share"], "128": fitted["share"]}, f"half_{name}": fitted["half"]}
@@ -179,11 +179,11 @@ def _fit_links(samples: list[Sample], processes: int) -> tuple[float, dict[str, 
 
                 def predict(at: Mapping[str, float], sample: Sample = sample, op: str = op) -> float:
                     name = "broadcast" if op == "send" else op
-                    spread = Spread(2 if op == "send" else processes, 1, 2 if op == "send" else processes)
+                    spread = NodeSpread(2 if op == "send" else processes, 1, 2 if op == "send" else processes)
                     links = Links(fastest, False, processes, None, 2, 1.0, 0.0, {name: at}, {})
                     return collective_seconds(links, name, sample["size"], spread)[0]
 
-                rows.append(Row("", sample["seconds"], predict, sample["size"]))
+                rows.append(Measurement("", sample["seconds"], predict, sample["size"]))
         smallest = min(sample["seconds"] for sample in timed if sample["op"] == op) * 1e6
         start = {"efficiency": 0.8, "base_us": smallest, "ramp_us": 20.0, "power": 0.8, "hop_us": 0.0, "pair_loss": 0.0}
         free = {"efficiency": (0.02, 1.2), "base_us": (1, 5000), "ramp_us": (1, 5000), "power": (0.5, 0.95)}

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from sim.errors import SimError
 from sim.mesh.memory import ClassMemory
-from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, Span, exposed_parts, spans
+from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, DrawnSpan, exposed_parts, spans
 from sim.mesh.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _summary(timeline: Timeline) -> str:
     return f"rank {rank.rank}: " + ", ".join(shares)
 
 
-def _ends(timeline: Timeline, found: Sequence[Span]) -> list[Span]:
+def _ends(timeline: Timeline, found: Sequence[DrawnSpan]) -> list[DrawnSpan]:
     """What is left of the step when ranks of a pipeline are done."""
     if len(timeline.programs) == 1:
         return []
@@ -159,11 +159,13 @@ def _ends(timeline: Timeline, found: Sequence[Span]) -> list[Span]:
         if span.kind != "bubble":
             ends[span.row] = max(ends.get(span.row, 0.0), span.end)
     return [
-        Span(row, "compute", end, timeline.step, "bubble", "bubble") for row, end in ends.items() if end < timeline.step
+        DrawnSpan(row, "compute", end, timeline.step, "bubble", "bubble")
+        for row, end in ends.items()
+        if end < timeline.step
     ]
 
 
-def _lanes(timeline: Timeline, found: Sequence[Span]) -> list[_Lane]:
+def _lanes(timeline: Timeline, found: Sequence[DrawnSpan]) -> list[_Lane]:
     """Few ranks have a row for each axis; many have one for all communication, which is lower."""
     ranks = len(timeline.programs)
     lanes: list[_Lane] = []
@@ -191,7 +193,7 @@ def _lanes(timeline: Timeline, found: Sequence[Span]) -> list[_Lane]:
     return lanes
 
 
-def _axis_colors(found: Sequence[Span]) -> dict[str, str]:
+def _axis_colors(found: Sequence[DrawnSpan]) -> dict[str, str]:
     axes = sorted({span.lane for span in found if span.kind in (COMMUNICATION, EXPOSED)})
     return {axis: _AXES[number % len(_AXES)] for number, axis in enumerate(axes)}
 
@@ -199,7 +201,7 @@ def _axis_colors(found: Sequence[Span]) -> dict[str, str]:
 def _draw_spans(
     axes: Axes,
     timeline: Timeline,
-    found: list[Span],
+    found: list[DrawnSpan],
     lanes: Sequence[_Lane],
     colors: dict[str, str],
     scale: float,
@@ -228,8 +230,8 @@ def _draw_spans(
 def _draw_communication(
     axes: Axes,
     lane: _Lane,
-    found: Sequence[Span],
-    exposed: Sequence[Span],
+    found: Sequence[DrawnSpan],
+    exposed: Sequence[DrawnSpan],
     colors: dict[str, str],
     scale: float,
     step: float,
@@ -262,7 +264,7 @@ def _draw_communication(
 
 
 def _boxes(
-    axes: Axes, found: Sequence[Span], scale: float, step: float, at: tuple[float, float], style: dict[str, Any]
+    axes: Axes, found: Sequence[DrawnSpan], scale: float, step: float, at: tuple[float, float], style: dict[str, Any]
 ) -> None:
     least = step * scale / 1_250  # a pixel
     sides = [(span.start * scale, max(span.end * scale, span.start * scale + least)) for span in found]
@@ -281,7 +283,7 @@ def _fill(axes: Axes, shapes: list[list[tuple[float, float]]], last: float, styl
     axes.add_collection(PolyCollection(shapes, **{"linewidths": 0, "zorder": 3, **style}))
 
 
-def _shares(found: Sequence[Span], edges: np.ndarray) -> np.ndarray:
+def _shares(found: Sequence[DrawnSpan], edges: np.ndarray) -> np.ndarray:
     """Return how much of each column some of the spans cover; a little at least where there is one at all."""
     starts: list[float] = []
     ends: list[float] = []
@@ -315,7 +317,7 @@ def _columns(axes: Axes, edges: np.ndarray, top: np.ndarray, bottom: np.ndarray,
 
 def _polygons(
     axes: Axes,
-    boxes: Sequence[tuple[Span, _Lane]],
+    boxes: Sequence[tuple[DrawnSpan, _Lane]],
     scale: float,
     shades: Sequence[str],
     style: dict[str, Any],
@@ -333,7 +335,7 @@ def _polygons(
     axes.add_collection(PolyCollection(shapes, facecolors=list(shades), **style))
 
 
-def _labels(axes: Axes, boxes: Sequence[tuple[Span, _Lane]], scale: float, last: float) -> None:
+def _labels(axes: Axes, boxes: Sequence[tuple[DrawnSpan, _Lane]], scale: float, last: float) -> None:
     """Write on boxes that are large enough."""
     heights = sum(lane.height for lane in {lane for _, lane in boxes}) or 1.0
     written = 0
@@ -392,7 +394,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, row: int, memory: ClassMemory, 
     axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
 
 
-def _legend(axes: Axes, found: Sequence[Span], colors: dict[str, str]) -> None:
+def _legend(axes: Axes, found: Sequence[DrawnSpan], colors: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
     kinds = {span.kind for span in found}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from sim.mesh.program import Await, Comm, Event, Group, HostWait, Mark, Op, Program, Wait
+from sim.mesh.program import Await, Comm, CommGroup, Event, EventRecord, HostWait, Op, Program, Wait
 from sim.mesh.replay.flights import Channel
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "RECV",
     "SEND",
     "WAIT",
-    "Evidence",
+    "PriceBasis",
     "Piece",
     "Prices",
     "cut_into_pieces",
@@ -35,14 +35,14 @@ class Prices(Protocol):
     def op(self, op: Op) -> Any:
         """Return something with the ``seconds`` of an operation."""
 
-    def comm(self, comm: Comm, group: Group, sharing: float = 1.0, *, rank: int | None = None) -> Any:
+    def comm(self, comm: Comm, group: CommGroup, sharing: float = 1.0, *, rank: int | None = None) -> Any:
         """Return something with the ``seconds`` of a communication whose links are shared by so many."""
 
     def host_seconds(self, event: Event) -> float:
         """Return how long the host takes to issue an event."""
 
 
-class Evidence:
+class PriceBasis:
     """What prices rest on: seconds by kind of operation, or axis of communication, and how sure they are.
 
     Attributes:
@@ -59,7 +59,7 @@ class Evidence:
         self._count(what, getattr(price, "grade", "assumed"), price.seconds)
         self.spreads[what] = self.spreads.get(what, 0.0) + price.seconds * getattr(price, "spread", 0.0)
 
-    def update(self, other: Evidence) -> None:
+    def update(self, other: PriceBasis) -> None:
         """Count what another one has counted."""
         for what, grades in other.seconds.items():
             for grade, seconds in grades.items():
@@ -108,7 +108,7 @@ class Piece(NamedTuple):
     receives: tuple[Channel, ...]
     awaits: tuple[tuple[Channel, int], ...]
     seconds: dict[str, float]
-    evidence: Evidence
+    evidence: PriceBasis
     keeps: frozenset[int]
     marks: frozenset[int]
     halts: bool
@@ -181,7 +181,7 @@ def _piece(
     marked: set[int] = set()
     awaits: list[tuple[Channel, int]] = []
     seconds: defaultdict[str, float] = defaultdict(float)
-    evidence = Evidence()
+    evidence = PriceBasis()
     host = 0.0
     for at in range(start, end):
         event = program.segments[key].events[at]
@@ -230,7 +230,7 @@ def _piece(
             if message is not None:
                 awaits.append(message)
             codes.append((WAIT, event.stream, event.handle))
-        elif isinstance(event, Mark):
+        elif isinstance(event, EventRecord):
             streams[event.stream] = None
             marked.add(event.event)
             codes.append((MARK, event.stream, event.event))
@@ -260,6 +260,6 @@ def _piece(
     )
 
 
-def _link(prices: Prices, group: Group) -> str:
+def _link(prices: Prices, group: CommGroup) -> str:
     crosses = getattr(prices, "crosses_nodes", None)
     return "between nodes" if crosses is not None and crosses(group) else "within a node"

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from sim.mesh.program import Program
 from sim.mesh.replay.flights import BUBBLE, HOST, Channel, Posted
-from sim.mesh.replay.pieces import Evidence, Piece, Prices, cut_into_pieces
+from sim.mesh.replay.pieces import Piece, PriceBasis, Prices, cut_into_pieces
 from sim.mesh.replay.relative import advance, relative_clock
-from sim.mesh.replay.streams import Clock, Outcome, simulate
+from sim.mesh.replay.streams import Clock, PieceResult, simulate
 
 __all__ = ["Occurrence", "Player", "RankTime"]
 
@@ -36,7 +36,7 @@ class Occurrence(NamedTuple):
     batch: int
     piece: Piece
     base: float
-    outcome: Outcome
+    outcome: PieceResult
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RankTime:
     optimizer: float
     kinds: Mapping[str, float]
     communication: Mapping[str, float]
-    evidence: Evidence = field(default_factory=Evidence, repr=False, compare=False)
+    evidence: PriceBasis = field(default_factory=PriceBasis, repr=False, compare=False)
 
 
 class Player:
@@ -90,7 +90,7 @@ class Player:
         self.occurrences: list[Occurrence] = []
         self.simulated = 0
         self.is_piped = bool(peers)
-        self._seen: dict[int, dict[object, Outcome]] = defaultdict(dict)
+        self._seen: dict[int, dict[object, PieceResult]] = defaultdict(dict)
         pieces = {key: cut_into_pieces(program, key, prices, peers) for key in {key for key, _ in program.order}}
         step = [(at, batch, piece) for at, (key, batch) in enumerate(program.order) for piece in pieces[key]]
         self.flow: list[tuple[int, int, Piece]] = step + step
@@ -135,7 +135,7 @@ class Player:
         found = self.clock.done.get((handle, batch))
         return self.clock.done.get(handle) if found is None else found
 
-    def _play(self, piece: Piece, batch: int, sent: Mapping[Channel, list[float]]) -> Outcome:
+    def _play(self, piece: Piece, batch: int, sent: Mapping[Channel, list[float]]) -> PieceResult:
         """Run a piece, or look up what came of it in this state, and move the clock on."""
         base = self.clock.busy
         seen = self._seen[id(piece)]
@@ -161,7 +161,7 @@ class Player:
         kinds: defaultdict[str, float] = defaultdict(float)
         moving: defaultdict[str, float] = defaultdict(float)
         compute = optimizer = 0.0
-        evidence = Evidence()
+        evidence = PriceBasis()
         for one in self.occurrences:
             compute += one.outcome.compute
             idle = 0.0

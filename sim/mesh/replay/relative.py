@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sim.mesh.replay.flights import Blame, Channel, Flight, Posted
 from sim.mesh.replay.pieces import Piece
-from sim.mesh.replay.streams import Clock, Outcome
+from sim.mesh.replay.streams import Clock, PieceResult
 
 __all__ = ["Start", "advance", "relative_clock"]
 
@@ -121,7 +121,7 @@ def relative_clock(
     return Start(key, start, arrived, flights, originals)
 
 
-def advance(clock: Clock, base: float, piece: Piece, batch: int, start: Start, outcome: Outcome) -> None:
+def advance(clock: Clock, base: float, piece: Piece, batch: int, start: Start, outcome: PieceResult) -> None:
     """Move a rank's clock on by what came of a piece.
 
     Args:

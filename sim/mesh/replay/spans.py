@@ -12,7 +12,7 @@ from sim.mesh.replay.player import Occurrence
 from sim.mesh.replay.streams import Ran
 from sim.mesh.timeline import Timeline
 
-__all__ = ["COMMUNICATION", "EXPOSED", "Span", "exposed_parts", "spans"]
+__all__ = ["COMMUNICATION", "EXPOSED", "DrawnSpan", "exposed_parts", "spans"]
 
 COMMUNICATION = "communication"
 """Kind of spans in which something is sent or received."""
@@ -21,7 +21,7 @@ EXPOSED = "exposed"
 _DETAILS = ("op", "layer", "segment")
 
 
-class Span(NamedTuple):
+class DrawnSpan(NamedTuple):
     """A box.
 
     Attributes:
@@ -44,7 +44,7 @@ class Span(NamedTuple):
     batch: int = -1
 
 
-def spans(timeline: Timeline, detail: str | None = None, limit: int = 20_000) -> list[Span]:
+def spans(timeline: Timeline, detail: str | None = None, limit: int = 20_000) -> list[DrawnSpan]:
     """Return a timeline as spans, in the order of ranks.
 
     Args:
@@ -65,13 +65,13 @@ def spans(timeline: Timeline, detail: str | None = None, limit: int = 20_000) ->
     return [span._replace(start=max(0.0, span.start)) for span in found if span.end > 0]
 
 
-def exposed_parts(found: list[Span]) -> list[Span]:
+def exposed_parts(found: list[DrawnSpan]) -> list[DrawnSpan]:
     """Return the parts of communication during which its rank waits for it, as spans of the kind ``EXPOSED``."""
-    waits: dict[tuple[int, str], list[Span]] = {}
+    waits: dict[tuple[int, str], list[DrawnSpan]] = {}
     for span in found:
         if span.kind == EXPOSED:
             waits.setdefault((span.row, span.lane), []).append(span)
-    parts: list[Span] = []
+    parts: list[DrawnSpan] = []
     for several in waits.values():
         several.sort(key=lambda span: span.start)
     starts = {key: [span.start for span in several] for key, several in waits.items()}
@@ -88,8 +88,8 @@ def exposed_parts(found: list[Span]) -> list[Span]:
     return parts
 
 
-def _computed(timeline: Timeline, detail: str) -> list[Span]:
-    found: list[Span] = []
+def _computed(timeline: Timeline, detail: str) -> list[DrawnSpan]:
+    found: list[DrawnSpan] = []
     for occurrences in timeline.occurrences:
         for one in occurrences:
             program = timeline.programs[one.row]
@@ -102,16 +102,16 @@ def _computed(timeline: Timeline, detail: str) -> list[Span]:
     return found
 
 
-def _each(one: Occurrence, program: Program) -> Iterator[Span]:
+def _each(one: Occurrence, program: Program) -> Iterator[DrawnSpan]:
     events = program.segments[one.piece.key].events
     for ran in one.outcome.ops:
         op = events[ran.event]
         assert isinstance(op, Op)
         kind = _phase(program.places[op.place]) if program.places else one.piece.key[0]
-        yield Span(one.row, _lane(ran.lane), one.base + ran.start, one.base + ran.end, op.name, kind, one.batch)
+        yield DrawnSpan(one.row, _lane(ran.lane), one.base + ran.start, one.base + ran.end, op.name, kind, one.batch)
 
 
-def _stretches(one: Occurrence, program: Program) -> Iterator[Span]:
+def _stretches(one: Occurrence, program: Program) -> Iterator[DrawnSpan]:
     """Operations of the same layer and phase that follow each other on a stream, as one."""
     events = program.segments[one.piece.key].events
     open_: dict[int, tuple[tuple[str, int | None], float, float]] = {}
@@ -131,20 +131,20 @@ def _stretches(one: Occurrence, program: Program) -> Iterator[Span]:
         yield _stretch(one, lane, *before)
 
 
-def _stretch(one: Occurrence, lane: int, what: tuple[str, int | None], start: float, end: float) -> Span:
+def _stretch(one: Occurrence, lane: int, what: tuple[str, int | None], start: float, end: float) -> DrawnSpan:
     phase, layer = what
     name = phase if layer is None else str(layer)
-    return Span(one.row, _lane(lane), one.base + start, one.base + end, name, phase, one.batch)
+    return DrawnSpan(one.row, _lane(lane), one.base + start, one.base + end, name, phase, one.batch)
 
 
-def _whole(one: Occurrence, program: Program, closest: float) -> Iterator[Span]:
+def _whole(one: Occurrence, program: Program, closest: float) -> Iterator[DrawnSpan]:
     """A segment, in parts where it waits for long."""
     name, stage, _ = one.piece.key
     label = name if one.batch < 0 else str(one.batch)
     if len(program.stages) > 1 and stage >= 0 and one.batch >= 0:
         label = f"{one.batch} ({stage})"
     kind = "backward" if name.startswith("backward") else name
-    part: Span | None = None
+    part: DrawnSpan | None = None
     for ran in sorted(one.outcome.ops):
         start, end = one.base + ran.start, one.base + ran.end
         if part is not None and start <= part.end + closest:
@@ -152,20 +152,22 @@ def _whole(one: Occurrence, program: Program, closest: float) -> Iterator[Span]:
             continue
         if part is not None:
             yield part
-        part = Span(one.row, _lane(COMPUTE), start, end, label, kind, one.batch)
+        part = DrawnSpan(one.row, _lane(COMPUTE), start, end, label, kind, one.batch)
     if part is not None:
         yield part
 
 
-def _communicated(timeline: Timeline) -> list[Span]:
-    found: list[Span] = []
+def _communicated(timeline: Timeline) -> list[DrawnSpan]:
+    found: list[DrawnSpan] = []
     for row, occurrences in enumerate(timeline.occurrences):
         program = timeline.programs[row]
         for one in occurrences:
             events = program.segments[one.piece.key].events
             for ran in one.outcome.comms:
                 axis, name = program.groups[ran.lane].axis, _comm_name(events, ran)
-                found.append(Span(row, axis, one.base + ran.start, one.base + ran.end, name, COMMUNICATION, one.batch))
+                found.append(
+                    DrawnSpan(row, axis, one.base + ran.start, one.base + ran.end, name, COMMUNICATION, one.batch)
+                )
     return found
 
 
@@ -174,16 +176,16 @@ def _comm_name(events: Sequence[object], ran: Ran) -> str:
     return event.op if isinstance(event, Comm) else "recv"
 
 
-def _idle(timeline: Timeline) -> list[Span]:
-    found: list[Span] = []
+def _idle(timeline: Timeline) -> list[DrawnSpan]:
+    found: list[DrawnSpan] = []
     for row, occurrences in enumerate(timeline.occurrences):
         for one in occurrences:
             for gap in one.outcome.gaps:
                 start, end = one.base + gap.start, one.base + gap.end
                 if gap.cause in (BUBBLE, HOST):
-                    found.append(Span(row, _lane(COMPUTE), start, end, gap.cause, gap.cause, one.batch))
+                    found.append(DrawnSpan(row, _lane(COMPUTE), start, end, gap.cause, gap.cause, one.batch))
                 else:
-                    found.append(Span(row, gap.cause, start, end, gap.cause, EXPOSED, one.batch))
+                    found.append(DrawnSpan(row, gap.cause, start, end, gap.cause, EXPOSED, one.batch))
     return found
 
 

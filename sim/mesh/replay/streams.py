@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sim.mesh.replay.flights import HOST, Blame, Chain, Channel, Flight, Posted, arrive, beside, share
 from sim.mesh.replay.pieces import AWAIT, COMM, HOST_WAIT, ISSUE, MARK, OP, SEND, WAIT, Piece
 
-__all__ = ["Clock", "Gap", "Outcome", "Ran", "simulate"]
+__all__ = ["Clock", "Gap", "PieceResult", "Ran", "simulate"]
 
 
 class Ran(NamedTuple):
@@ -66,7 +66,7 @@ class Clock:
 
 
 @dataclass
-class Outcome:
+class PieceResult:
     """What running a piece has led to.
 
     Attributes:
@@ -90,7 +90,7 @@ class Outcome:
     carried: list[tuple[float, bool]] = field(default_factory=list)
 
 
-def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], float], slowdown: float) -> Outcome:
+def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], float], slowdown: float) -> PieceResult:
     """Run a piece.
 
     Args:
@@ -207,7 +207,7 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
     clock.host, clock.host_waits = host, host_waits
     gaps, compute, clock.busy = _gaps(ops, blames, clock.busy)
     comms = [Ran(flight.start, flight.end, flight.lane, at) for flight, at in flights]
-    return Outcome(clock, ops, comms, gaps, compute, sends)
+    return PieceResult(clock, ops, comms, gaps, compute, sends)
 
 
 def _recent(chain: Chain, busy: float) -> Chain:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Alloc, Free, Program
 
 __all__ = ["MemoryPlan", "Pattern", "Taking", "find_pattern"]

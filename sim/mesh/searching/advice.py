@@ -1,4 +1,4 @@
-"""What to change about a way to train: single changes that its estimate suggests, the most promising first."""
+"""Advice on a candidate: single changes that its estimate suggests, the most promising first."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 from sim.mesh.words import percent
 

@@ -1,4 +1,4 @@
-"""What can be said of a candidate in microseconds: memory that it needs at least, and about how long a step takes.
+"""Bounds of a candidate in microseconds: a lower bound of its memory, and a rough step time.
 
 A search skips what cannot fit by :func:`least_memory`, and looks first at what promises most by :func:`guess_seconds`
 and :func:`guess_memory`. None of them is shown as a result.

@@ -1,4 +1,4 @@
-"""What a search looks at: every way to place a model on a number of devices, and why the others are none.
+"""Candidates of a search: every way to place a model on a number of devices, and why the others are none.
 
 Only numbers here: nothing is estimated. The library's own rules say what can be placed (`ParallelDims`, the schedules
 of the pipeline), so a candidate that comes out of this file is one that the trainer accepts.
@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.searching.bounds import Machine, guess_memory, guess_seconds, least_memory
 from sim.mesh.searching.candidates import enumerate_candidates

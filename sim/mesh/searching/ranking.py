@@ -1,4 +1,4 @@
-"""What a search has found: the ranking, the front of memory and time, and how sure the order is."""
+"""Results of a search: the ranking, the front of memory and time, and the confidence in the order."""
 
 from __future__ import annotations
 

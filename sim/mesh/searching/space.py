@@ -1,11 +1,11 @@
-"""What a search looks for: candidates, what is rejected, and the numbers that both depend on."""
+"""The search space: candidates, rejections, and the numbers that both depend on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import ModelSpec
 

@@ -1,1 +1,1 @@
-"""What a rank does in a step, recorded from the real model, plan and engine on a rank that lives alone."""
+"""The step of one rank, recorded from the real model, plan and engine on a rank that lives alone."""

@@ -1,4 +1,4 @@
-"""What accelerators have a kernel for and torch's CPU has not, as that kernel, where tensors have no values.
+"""Kernels that accelerators have and torch's CPU lacks, for tensors without values.
 
 The same call is another set of operations on a CPU, and keeps other tensors for backward:
 

@@ -1,4 +1,4 @@
-"""What each block of memory is for."""
+"""The category of each block of memory."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.errors import explain, nearest
 from sim.mesh.tracing.regions import being, one_kernel, recomputes, region, traces
 from sim.mesh.tracing.traced import (
     Graph,

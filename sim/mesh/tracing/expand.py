@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sim.mesh.program import Alloc, Await, Comm, Event, Free, Group, Mark, Op, Place, Touch, Wait
+from sim.mesh.program import Alloc, Await, Comm, CommGroup, Event, EventRecord, Free, Op, Place, Touch, Wait
 
 __all__ = ["EDGE", "Recording", "Standing", "expand", "kept_layers"]
 
@@ -54,7 +54,7 @@ class Recording:
         segments: chunks by segment: the number of a layer, and what belongs to it; None: to what is around layers.
     """
 
-    groups: list[Group]
+    groups: list[CommGroup]
     places: list[Place]
     categories: dict[int, str]
     sizes: dict[int, int]
@@ -232,7 +232,7 @@ class _Expansion:
             if around:
                 return [Wait(number, event.stream) for number in self._copies_of("handle", event.handle)]
             return [Wait(self._refer("handle", event.handle, here, chunk), event.stream)]
-        if isinstance(event, Mark | Await):
+        if isinstance(event, EventRecord | Await):
             return [event._replace(event=self._refer("event", event.event, here, chunk))]
         return [event]
 
@@ -264,6 +264,6 @@ def _made(event: Event) -> tuple[str, int] | None:
         return ("block", event.block)
     if isinstance(event, Comm):
         return ("handle", event.handle)
-    if isinstance(event, Mark):
+    if isinstance(event, EventRecord):
         return ("event", event.event)
     return None

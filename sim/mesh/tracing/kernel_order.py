@@ -1,4 +1,4 @@
-"""Which operations of a traced graph a compiler makes one kernel of.
+"""Fusion groups: the operations of a traced graph that a compiler makes one kernel of.
 
 The rules are those by which TorchInductor does it (`torch/_inductor/ir.py`, `scheduler.py`), told in a few words:
 
@@ -43,7 +43,7 @@ _READS_ALONE = 8  # so is what reads more than this (realize_acc_reads_threshold
 
 
 @dataclass
-class _Kernel:
+class _FusedKernel:
     """What is computed together.
 
     Attributes:
@@ -162,14 +162,14 @@ class _Ordering:
 
     # -- kernels
 
-    def _kernel(self, node: fx.Node) -> _Kernel:
+    def _kernel(self, node: fx.Node) -> _FusedKernel:
         fuses = _is_elementwise(node) or _is_reduction(node)
         elements, rows = _elements(node), None
         if _is_reduction(node):
             argument = node.all_input_nodes[0]
             dims = node.args[1] if len(node.args) > 1 and not isinstance(node.args[1], torch.dtype) else None
             elements, rows = _elements(argument), (_elements(node), _side(argument, dims))
-        kernel = _Kernel([node], fuses, elements, rows, needs=set(self.sources[node]))
+        kernel = _FusedKernel([node], fuses, elements, rows, needs=set(self.sources[node]))
         kernel.reads = {source: _bytes(source) for source in self.sources[node]}
         if _mutates(node):  # after all that has read what it changes
             changed = {each for given in node.all_input_nodes[:1] for each in (given, *self.sources.get(given, ()))}
@@ -181,7 +181,7 @@ class _Ordering:
         """Return of each kernel those that it needs, and those that they need, by their ids."""
         found: dict[int, set[int]] = {}
 
-        def search(kernel: _Kernel) -> set[int]:
+        def search(kernel: _FusedKernel) -> set[int]:
             if id(kernel) not in found:
                 found[id(kernel)] = set()
                 for other in self._needs(kernel):
@@ -192,12 +192,12 @@ class _Ordering:
             search(kernel)
         return found
 
-    def _needs(self, kernel: _Kernel) -> list[_Kernel]:
+    def _needs(self, kernel: _FusedKernel) -> list[_FusedKernel]:
         return list({id(each): each for each in (self.of.get(node) for node in kernel.needs) if each}.values())
 
     def _fuse(self) -> None:
         while True:
-            pairs: list[tuple[int, int, int, _Kernel, _Kernel]] = []
+            pairs: list[tuple[int, int, int, _FusedKernel, _FusedKernel]] = []
             for i, one in enumerate(self.kernels):
                 for other in self.kernels[i + 1 :]:
                     if shared := self._shared(one, other):
@@ -211,7 +211,7 @@ class _Ordering:
             else:
                 return
 
-    def _shared(self, one: _Kernel, other: _Kernel) -> int:
+    def _shared(self, one: _FusedKernel, other: _FusedKernel) -> int:
         """Return how many bytes are not moved if two become one; 0: they do not go together."""
         if not (one.fuses and other.fuses and _same_elements(one, other)):
             return 0
@@ -223,14 +223,14 @@ class _Ordering:
             return 0  # what the first one reads would have to wait for the second, and take memory meanwhile
         return 2 * passed + sum(size for node, size in one.reads.items() if node in other.reads)
 
-    def _may_join(self, one: _Kernel, other: _Kernel, before: dict[int, set[int]]) -> bool:
+    def _may_join(self, one: _FusedKernel, other: _FusedKernel, before: dict[int, set[int]]) -> bool:
         """Tell whether nothing else has to run between two kernels."""
         for first, second in ((one, other), (other, one)):
             if any(each is not first and id(first) in before[id(each)] for each in self._needs(second)):
                 return False
         return True
 
-    def _join(self, one: _Kernel, other: _Kernel) -> None:
+    def _join(self, one: _FusedKernel, other: _FusedKernel) -> None:
         one.nodes = sorted([*one.nodes, *other.nodes], key=self.place.__getitem__)
         one.elements = max(one.elements, other.elements)
         one.rows = one.rows or other.rows
@@ -275,7 +275,7 @@ class _Ordering:
         return inlined[node]
 
 
-def _same_elements(one: _Kernel, other: _Kernel) -> bool:
+def _same_elements(one: _FusedKernel, other: _FusedKernel) -> bool:
     """Tell whether two kernels go over the same elements in the same order."""
     if one.rows is not None and other.rows is not None:
         return one.elements == other.elements and one.rows == other.rows

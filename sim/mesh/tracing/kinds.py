@@ -1,4 +1,4 @@
-"""What kind of kernel each of torch's operations is: the recorder asks once per operation and overload."""
+"""The op kind of each of torch's operations, looked up once per operation and overload."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.base import Stream
 from hyper_parallel.platform.cpu import HostEvent, HostStream
 from sim.collectives import Call
@@ -113,6 +113,9 @@ class _LoneTrace(Trace):
     def of_rank(self, rank: int) -> list[Event]:
         self._checked_rank(rank)
         return list(self._by_rank[0]) if rank == self._rank else []
+
+    def count(self, rank: int) -> int:
+        return len(self.of_rank(rank))
 
 
 class _LoneSlot(Slot):

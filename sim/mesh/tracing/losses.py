@@ -26,9 +26,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.dtensor.messages import explain, nearest
+from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.shard.crossing import enter, leave
-from hyper_parallel.core.shard.loss import _places, _Where, vocab_parallel_cross_entropy
+from hyper_parallel.core.shard.loss import Logits, target_places, vocab_parallel_cross_entropy
 from sim.mesh.tracing.compiled import compile_like, one_kernel
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _chunked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _in_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits, DTensor):
         return vocab_parallel_cross_entropy(logits.float(), targets)
-    where = _Where.of(logits)
+    where = Logits.of(logits)
     wide = enter(logits, where.logits, where.logits).float()
     return vocab_parallel_cross_entropy(leave(wide, where.logits, logits.shape), targets)
 
@@ -109,14 +109,14 @@ def _compiled() -> Function:
 
 def _eager_split(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     assert isinstance(logits, DTensor), "the caller looks"
-    where = _Where.of(logits)
+    where = Logits.of(logits)
     own = enter(logits, where.logits, where.logits)
     return _SplitLosses.apply(own.flatten(0, -2).float(), targets.flatten(), where, targets.shape).mean()
 
 
 def _compiled_split(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     assert isinstance(logits, DTensor), "the caller looks"
-    where = _Where.of(logits)
+    where = Logits.of(logits)
     own = enter(logits, where.logits, where.logits)
     return _SplitKernels.apply(own.flatten(0, -2), targets.flatten(), where, targets.shape).mean()
 
@@ -125,13 +125,13 @@ class _SplitLosses(torch.autograd.Function):
     """One loss per row, with the tensors that `torch.distributed.tensor.parallel.loss_parallel` makes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, targets: torch.Tensor, where: _Where, rows: torch.Size) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, targets: torch.Tensor, where: Logits, rows: torch.Size) -> torch.Tensor:
         top = where.over_classes(x.amax(-1).view(rows), "max").view(-1, 1)
         shifted = x - top
         total = where.over_classes(shifted.exp().sum(-1).view(rows), "sum").view(-1, 1)
         result = shifted - total.log()
         del shifted
-        place, mine = _places(targets, where.first, x.shape[-1])
+        place, mine = target_places(targets, where.first, x.shape[-1])
         found = torch.where(mine, result.gather(-1, place).squeeze(-1), torch.zeros_like(total).squeeze(-1))
         ctx.save_for_backward(result, place, mine)
         return -where.over_classes(found.view(rows), "sum")
@@ -149,11 +149,11 @@ class _SplitKernels(torch.autograd.Function):
     """One loss per row, by one kernel between two communications, and one in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, targets: torch.Tensor, where: _Where, rows: torch.Size) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, targets: torch.Tensor, where: Logits, rows: torch.Size) -> torch.Tensor:
         top = where.over_classes(x.amax(-1).float().view(rows), "max").view(-1, 1)
         with one_kernel():
             shifted = x.float() - top
-            place, mine = _places(targets, where.first, x.shape[-1])
+            place, mine = target_places(targets, where.first, x.shape[-1])
             found = torch.where(mine, shifted.gather(-1, place).squeeze(-1), torch.zeros_like(top).squeeze(-1))
             both = torch.stack([shifted.exp().sum(-1), found]).view(2, *rows)
             del shifted, found

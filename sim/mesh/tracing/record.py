@@ -18,18 +18,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.core.dtensor.messages import explain
+from hyper_parallel.core.common.errors import explain
 from sim.collectives import Call
 from sim.mesh.program import (
     COMPUTE,
     Alloc,
     Await,
     Comm,
+    CommGroup,
     Event,
+    EventRecord,
     Free,
-    Group,
     HostWait,
-    Mark,
     Op,
     Place,
     Touch,
@@ -155,7 +155,7 @@ class Recorder(Listener):
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.cuts: list[tuple[int, int | None]] = []  # in the events: where a layer begins, and which
-        self.groups: list[Group] = []
+        self.groups: list[CommGroup] = []
         self.places: list[Place] = [Place("build")]
         self.sizes: dict[int, int] = {}
         self.sources: dict[int, int] = {}
@@ -384,7 +384,7 @@ class Recorder(Listener):
         number = self._group_numbers.get((axis, ranks))
         if number is None:
             number = self._group_numbers[axis, ranks] = len(self.groups)
-            self.groups.append(Group(axis, ranks))
+            self.groups.append(CommGroup(axis, ranks))
         return number
 
     def _handle(self, waitable: Waitable) -> int:
@@ -480,7 +480,7 @@ class Recorder(Listener):
     def mark(self, stream: Any) -> int:
         """Write a mark down, and return its number."""
         self._next_event += 1
-        self.emit(Mark(self._next_event, self.stream if stream is None else stream.number))
+        self.emit(EventRecord(self._next_event, self.stream if stream is None else stream.number))
         return self._next_event
 
     def await_event(self, event: RecordedEvent, stream: Any) -> None:

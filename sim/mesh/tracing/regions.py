@@ -1,4 +1,4 @@
-"""Which kernel an operation that runs belongs to, where several operations are one: asked by who records them."""
+"""Fused regions: the kernel that a running operation belongs to, where several are one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 __all__ = ["one_kernel", "recomputes", "region", "traces"]
 
 
-class _ThisThread(threading.local):
+class _ThreadRegions(threading.local):
     region = 0
     regions = 0
     recomputes = False
     traces = False
 
 
-_now = _ThisThread()
+_now = _ThreadRegions()
 
 
 def region() -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_reduce, reduce_scatter
-from hyper_parallel.trainer.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.recipe import Recipe
 
 __all__ = ["BUCKET", "Replicated"]

@@ -6,7 +6,21 @@ import dataclasses
 from collections.abc import Sequence
 
 from sim.mesh.job import Job, StagePart
-from sim.mesh.program import Alloc, Await, Comm, Event, Free, Group, Mark, Op, Place, Program, Segment, Touch, Wait
+from sim.mesh.program import (
+    Alloc,
+    Await,
+    Comm,
+    CommGroup,
+    Event,
+    EventRecord,
+    Free,
+    Op,
+    Place,
+    Program,
+    Segment,
+    Touch,
+    Wait,
+)
 from sim.mesh.tracing.expand import Chunk, Key, Recording
 from sim.mesh.tracing.orders import Action, orders
 
@@ -125,7 +139,7 @@ class _Adder:
                 return Free(event.block + blocks)
             if isinstance(event, Wait):
                 return event._replace(handle=event.handle + handles)
-            if isinstance(event, Mark | Await):
+            if isinstance(event, EventRecord | Await):
                 top[2] = max(top[2], event.event + events)
                 return event._replace(event=event.event + events)
             return event
@@ -168,7 +182,7 @@ def _tie(job: Job, programs: list[Program]) -> None:
     size = -(-vocab * width // shards) * width_of
     devices = (programs[0].rank, programs[-1].rank)
     for program in (first, last):
-        program.groups.append(Group("pp", devices))
+        program.groups.append(CommGroup("pp", devices))
         program.places.append(Place("optimizer", None, "tied weights"))
         key = next(key for key in program.segments if key[0] == "optimizer")
         handle = 1 + max(

@@ -23,13 +23,12 @@ from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.fully_shard.comm import all_gather
 from hyper_parallel.core.fully_shard.held import hold_parameters, reduce_gradients, release_parameters
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
-from hyper_parallel.core.pipeline.stage import Place as StagePlace
-from hyper_parallel.core.pipeline.stage import Stage
+from hyper_parallel.core.pipeline.stage import Stage, StagePosition
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.optimizer import build_optimizer
-from hyper_parallel.trainer.parallel_dims import ParallelDims
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
 from sim.mesh.routing import Routing
@@ -244,7 +243,7 @@ class _Run:
         tokens = Meta((batch, seq), torch.int64)
         stage = _RecordedStage(
             built.module,
-            StagePlace(part.index, len(job.stages()), torch.device("cpu"), group, False),
+            StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, False),
             Boundary(boundary),
             [tokens if part.is_first else between],
             [] if part.is_last else [between],
@@ -433,7 +432,7 @@ def _collecting() -> Iterator[None]:
     import gc
 
     enabled = gc.isenabled()
-    gc.collect()
+    gc.collect(1)  # what the recording before has left; a walk over all that a process has takes longer than to record
     gc.disable()
     try:
         yield

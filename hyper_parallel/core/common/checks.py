@@ -1,0 +1,301 @@
+"""Checks of public arguments against one table of kinds, and of numbers against their bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.core.common.errors import explain, nearest
+
+__all__ = [
+    "check",
+    "check_choice",
+    "check_fields",
+    "check_int",
+    "check_least",
+    "check_modules",
+    "check_ndim",
+    "check_rank",
+    "check_shape",
+    "check_tensors",
+]
+
+
+class _Kind(NamedTuple):
+    """What an argument may be: how people call it, how to tell, and an example of it."""
+
+    noun: str
+    accepts: Callable[[Any], bool]
+    example: str
+
+
+def _instance(noun: str, kind: Any, example: str) -> _Kind:
+    return _Kind(noun, lambda value: isinstance(value, kind), example)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_container(value: Any) -> bool:
+    return hasattr(value, "__contains__") and not isinstance(value, (str, bytes, torch.Tensor))
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, torch.device) or (isinstance(value, str) and bool(torch.device(value)))
+    except RuntimeError:  # no such name
+        return False
+
+
+_KINDS = MappingProxyType(
+    {
+        "None": _Kind("None", lambda value: value is None, "None"),
+        "bool": _instance("a bool", bool, "True"),
+        "int": _Kind("an int", _is_int, "1"),
+        "float": _Kind("a number", _is_float, "1.0"),
+        "str": _instance("a str", str, '"..."'),
+        "path": _instance("a path", (str, os.PathLike), '"runs/llama"'),
+        "list": _instance("a list", (list, tuple), "[...]"),
+        "container": _Kind("a container", _is_container, "range(4)"),
+        "device": _Kind("a device", _is_device, '"cpu"'),
+        "mapping": _instance("a mapping", Mapping, "{...}"),
+        "callable": _Kind("something to call", callable, "a function"),
+        "tensor": _instance("a tensor", torch.Tensor, "torch.ones(4)"),
+        "dtype": _instance("a torch.dtype", torch.dtype, "torch.float32"),
+        "module": _instance("a module", torch.nn.Module, "model"),
+        "optimizer": _instance("an optimizer", torch.optim.Optimizer, "torch.optim.AdamW(model.parameters())"),
+        "group": _instance("a process group", getattr(dist, "ProcessGroup", ()), "torch.distributed.new_group()"),
+        "timedelta": _instance("a timedelta", timedelta, "timedelta(minutes=5)"),
+    }
+)
+"""The kinds of arguments; those with the names of Python's types are what annotations of fields say."""
+
+
+def check(asked: str, kinds: str | type, **given: object) -> None:
+    """Refuse arguments of another kind.
+
+    >>> check("cannot save a checkpoint", "int | None", step="1")
+    Traceback (most recent call last):
+        ...
+    TypeError: cannot save a checkpoint: step is a str, not an int or None
+      step: '1'
+      try: step=1
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        kinds: names of the table, with " | " between them, or a class. An int is a float, too; a bool is neither.
+        given: the arguments by name.
+
+    Raises:
+        TypeError: the first that is of none of these kinds.
+    """
+    for name, value in given.items():
+        if isinstance(kinds, type):
+            fits = isinstance(value, kinds)
+        else:
+            fits = any(_KINDS[word].accepts(value) for word in kinds.split(" | "))
+        if not fits:
+            raise TypeError(_wrong_kind(asked, kinds, name, value))
+
+
+def _wrong_kind(asked: str, kinds: str | type, name: str, value: object) -> str:
+    words = [kinds] if isinstance(kinds, type) else kinds.split(" | ")
+    allowed = [_instance(f"a {w.__name__}", w, w.__name__) if isinstance(w, type) else _KINDS[w] for w in words]
+    blame = f"{name} is {_a(value)}, not {' or '.join(kind.noun for kind in allowed)}"
+    return explain(asked, blame, _seen(name, value), f"{name}={allowed[0].example}")
+
+
+def check_fields(asked: str, values: Any) -> None:
+    """Refuse fields of a dataclass that are not what their annotations say, as far as the table has those words.
+
+    A field that has a class as its default factory is one of that class.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        values: the object.
+
+    Raises:
+        TypeError: the first that is of another kind.
+    """
+    for field in dataclasses.fields(values):
+        kinds = field.default_factory if isinstance(field.default_factory, type) else field.type
+        if isinstance(kinds, type) or all(word in _KINDS for word in kinds.split(" | ")):
+            check(asked, kinds, **{field.name: getattr(values, field.name)})
+
+
+def check_least(asked: str, least: float, **given: Any) -> None:
+    """Refuse numbers below a bound, infinite ones and NaN; None has no bound.
+
+    >>> check_least("cannot save a checkpoint", 0, step=-1)
+    Traceback (most recent call last):
+        ...
+    ValueError: cannot save a checkpoint: step must be a finite number of at least 0
+      step: -1
+      try: step=0
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        least: the bound.
+        given: numbers by name.
+
+    Raises:
+        ValueError: the first that is below, or no finite number.
+    """
+    for name, value in given.items():
+        if value is not None and not least <= value < math.inf:
+            blame = f"{name} must be a finite number of at least {least}"
+            raise ValueError(explain(asked, blame, _seen(name, value), f"{name}={least}"))
+
+
+def check_choice(asked: str, name: str, given: object, choices: Iterable[str]) -> None:
+    """Refuse a word that is none of some.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        name: of the argument.
+        given: its value.
+        choices: what it may be.
+
+    Raises:
+        ValueError: it is not.
+    """
+    known = list(choices)
+    if not isinstance(given, str) or given not in known:
+        hint = f"{name}={nearest(given, known)}"
+        raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", _seen(name, given), hint))
+
+
+def check_modules(asked: str, name: str, given: Any) -> list[torch.nn.Module]:
+    """Return a module, or several, as a list.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        name: of the argument.
+        given: its value.
+
+    Raises:
+        TypeError: something in it is no module.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, (torch.nn.Module, Mapping))
+    modules = list(given) if several else [given]
+    for module in modules:
+        check(asked, "module", **{name: module})
+    return modules
+
+
+def check_tensors(asked: str, **given: Any) -> None:
+    """Refuse what is no mapping from names to tensors.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        given: mappings by the name of the argument.
+
+    Raises:
+        TypeError: no mapping, a name that is no str, a value that is no tensor.
+    """
+    for argument, tensors in given.items():
+        check(asked, "mapping", **{argument: tensors})
+        for name, tensor in tensors.items():
+            check(asked, "str", **{f"a name in {argument}": name})
+            check(asked, "tensor", **{f"{argument}[{name!r}]": tensor})
+
+
+def check_int(value: object) -> int | None:
+    """Return value as an int, or None for what is no int: a bool, a float, a str."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_shape(global_shape: object, seen: str) -> tuple[int, ...]:
+    """Return a tensor's sizes as plain ints.
+
+    Args:
+        global_shape: what was given.
+        seen: the line of the error message that shows the layout.
+
+    Raises:
+        TypeError: not a sequence of ints.
+        ValueError: a negative size.
+    """
+    asked, seen = "cannot place a tensor", f"global_shape: {global_shape!r}   {seen}"
+    if not isinstance(global_shape, Sequence) or isinstance(global_shape, str):
+        blame = f"global_shape must be a sequence of ints, not {type(global_shape).__name__}"
+        raise TypeError(explain(asked, blame, seen, "tensor.shape, such as (8, 4)"))
+    shape = []
+    for dim, given in enumerate(global_shape):
+        size = check_int(given)
+        if size is None:
+            blame = f"the size of dim {dim} is a {type(given).__name__}, not an int"
+            raise TypeError(explain(asked, blame, seen, "tensor.shape, such as (8, 4)"))
+        if size < 0:
+            raise ValueError(explain(asked, f"dim {dim} has size {size}", seen, "sizes from 0 up"))
+        shape.append(size)
+    return tuple(shape)
+
+
+def check_ndim(ndim: object, seen: str) -> int:
+    """Return a number of dims as a plain int.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: negative.
+    """
+    asked, hint = "cannot fill in a tensor map", "ndim=tensor.ndim"
+    number = check_int(ndim)
+    if number is None:
+        raise TypeError(explain(asked, f"ndim is a {type(ndim).__name__}, not an int", seen, hint))
+    if number < 0:
+        raise ValueError(explain(asked, f"ndim is {number}", seen, hint))
+    return number
+
+
+def check_rank(rank: object, first: int, seen: str) -> int:
+    """Return a rank as a plain int; for None the calling rank.
+
+    Args:
+        rank: what was given.
+        first: a rank that would do, for the hint.
+        seen: the line of the error message that shows the layout.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: None, and torch.distributed is not initialized.
+    """
+    asked = "cannot tell which part a rank holds"
+    if rank is None:
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank()
+        blame = "no rank was given and torch.distributed is not initialized"
+        raise ValueError(explain(asked, blame, seen, f"rank={first}"))
+    number = check_int(rank)
+    if number is None:
+        raise TypeError(explain(asked, f"rank is a {type(rank).__name__}, not an int", seen, f"rank={first}"))
+    return number
+
+
+def _a(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _seen(name: str, value: object) -> str:
+    shown, *more = repr(value).splitlines() or [""]
+    return f"{name}: {shown[:80]}{' ...' if more or len(shown) > 80 else ''}"

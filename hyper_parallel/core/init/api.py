@@ -1,0 +1,271 @@
+"""Fill a model shard by shard, with the same global values on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.init.filling import Filling
+from hyper_parallel.core.init.parts import Box, Cut, Home, Part
+from hyper_parallel.core.init.random import Stream
+from hyper_parallel.platform import get_platform
+
+__all__ = ["init_parameters"]
+
+_ASKED = "cannot initialise the model"
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def init_parameters(
+    model: M, seed: int = 0, *, device: Any = None, init_fn: Callable[[nn.Module], Any] | None = None
+) -> M:
+    """Fill the parameters and buffers of a model from `seed`, in place; what is on meta gets memory first.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Linear(4, 2)
+    >>> model = init_parameters(model, seed=1)
+    >>> bool((model.weight.abs() <= 0.5).all())  # nn.Linear's own bound, 1 / sqrt(4)
+    True
+
+    A DTensor is filled with this rank's slice of values that depend on the seed, on the parameter's name and on the
+    place in the whole tensor only: bit-identical for any mesh, any layout and any number of ranks, and for a model that
+    is not sharded. Nothing is communicated, and no rank makes more than its part and some blocks of 2^14 elements.
+    torch's generators are neither read nor moved.
+
+    What is drawn is up to the modules: `reset_parameters()` runs for each module that has it, children before their
+    parents, so that a parent can override. In it, in-place draws of torch (`normal_`, `uniform_` and all of
+    `torch.nn.init` that is made of them), element-wise operations and indexing work as on the whole tensor; bounds
+    that come from the shape come from the global one. What needs other ranks' elements (`orthogonal_`, a norm) raises,
+    unless the parameter is not split. A parameter under several names is filled once, by the module that has it first.
+
+    Under torch's FakeTensorMode, where no tensor has values, this fills nothing.
+
+    Args:
+        model: whose parameters may be on meta, DTensors or both; those that have values get new ones, in their place.
+        seed: 0 or more.
+        device: where to put what is on meta. Default: the device of the DTensors' mesh; without DTensors, "cpu". "cpu"
+            also for parts that stay on the host.
+        init_fn: called with each module, instead of `reset_parameters()`; for a Hugging Face model,
+            `init_fn=model._init_weights`.
+
+    Returns:
+        The model. Parameters stay the same objects, with the same `requires_grad`.
+
+    Raises:
+        TypeError: model is no module, seed no int, init_fn not callable.
+        ValueError: a negative seed; a device that cannot be; a lazy parameter, or one with a reduction pending; a
+            parameter or buffer that was on meta and that nothing fills; an operation that parts do not allow.
+    """
+    _check(model, seed, init_fn)
+    if detect_fake_mode() is not None:
+        return model  # tensors have no values here
+    target = _device(model, device)
+    homes = _homes(model, int(seed))
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # tables are the same on every device
+        for home in homes:
+            if home.tensor.is_meta:
+                _materialise(model, home, target)
+        mode = Filling(int(seed), homes)
+        owners = _owners(model)
+        for path, module in _children_first(model, "", set()):
+            fill = _filler(module, init_fn)
+            if fill is None:
+                continue
+            for home in homes:
+                home.locked = _is_elsewhere(owners[id(home.tensor)], path)
+            mode.enter(plain_name(path), type(module).__name__)
+            with mode:
+                fill()
+        for home in homes:
+            home.flush()
+    _check_filled(model, homes, init_fn)
+    return model
+
+
+def _filler(module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> Callable[[], Any] | None:
+    if init_fn is not None:
+        return lambda: init_fn(module)
+    for name in ("reset_parameters", "_reset_parameters"):  # the second: nn.MultiheadAttention, nn.Transformer
+        # Not getattr(module, ...): wrappers hand on what they lack to the module inside, which has its own turn.
+        if callable(getattr(type(module), name, None)) or name in module.__dict__:
+            return getattr(module, name)
+    return None
+
+
+def _children_first(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}.{name}" if path else name, seen)
+    yield path, module
+
+
+# -- parameters and buffers --------------------------------------------------------------------------------------------
+
+
+def _tensors(model: nn.Module, *, all_names: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=not all_names)
+    yield from model.named_buffers(remove_duplicate=not all_names)
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The paths of the modules that have a tensor, by its id, in order."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in _tensors(model, all_names=True):
+        found.setdefault(id(tensor), []).append(name.rpartition(".")[0])
+    return found
+
+
+def _is_elsewhere(owners: list[str], path: str) -> bool:
+    """Whether a tensor is in a module, but was in another one before."""
+
+    def inside(owner: str) -> bool:
+        return not path or owner == path or owner.startswith(f"{path}.")
+
+    return not inside(owners[0]) and any(map(inside, owners))
+
+
+def _homes(model: nn.Module, seed: int) -> list[Home]:
+    """What is to be filled; raises before anything is changed."""
+    for path, module in model.named_modules():
+        unit = module.__dict__.get("_hyper_parallel_unit")
+        if unit is not None and not unit.is_resharded():
+            blame = f"{path or 'the model'} shows whole parameters, which are freed or gathered again later"
+            raise ValueError(explain(_ASKED, blame, f"seen: {type(module).__name__}, unsharded", "reshard() first"))
+    homes = []
+    for name, tensor in _tensors(model):
+        if is_lazy(tensor):
+            hint = "one forward pass with an input of the right size first, or sizes instead of a Lazy module"
+            raise ValueError(explain(_ASKED, f"{name!r} has no shape yet", f"seen: {type(tensor).__name__}", hint))
+        home = Home(plain_name(name), tensor, _box(name, tensor), Stream(seed, plain_name(name)), fresh=tensor.is_meta)
+        homes.append(home)
+    return homes
+
+
+def _box(name: str, tensor: torch.Tensor) -> Box:
+    """The part of a tensor that this rank holds."""
+    whole = Box.whole(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return whole
+    layout = Layout.of(tensor)
+    if layout.is_partial():
+        hint = "redistribute(parameter, layout.reset_partial()), or a layout without a reduction"
+        blame = f"{name!r} has a reduction pending, so no rank holds values of it"
+        raise ValueError(explain(_ASKED, blame, f"layout: {layout}", hint))
+    cuts = tuple(_cut(layout, axes, size) for axes, size in zip(layout.splits(tensor.ndim), tensor.shape, strict=True))
+    if tensor.device_mesh.get_coordinate() is None:  # a rank that has no part of it
+        nothing = tuple(0 for _ in cuts)
+        return replace(whole, size=nothing, cuts=cuts, held=False)
+    slices = layout.local_slice(tuple(tensor.shape))
+    size = tuple(part.stop - part.start for part in slices)
+    if size != tuple(tensor._local_tensor.shape):
+        seen = f"part: {tuple(tensor._local_tensor.shape)}   of: {tuple(tensor.shape)}   layout: {layout}"
+        blame = f"this rank's part of {name!r} has another shape than its layout says, {size}"
+        raise ValueError(explain(_ASKED, blame, seen, "distribute_tensor, or from_local with the global shape"))
+    return replace(whole, start=tuple(part.start for part in slices), size=size, cuts=cuts)
+
+
+def _cut(layout: Layout, axes: tuple[int, ...], size: int) -> Cut | None:
+    """What splits a dim over ranks; None for nothing."""
+    real = tuple((layout.alias_name[axis], layout.mesh_shape[axis]) for axis in axes if layout.mesh_shape[axis] > 1)
+    return Cut(real, size) if real else None
+
+
+def _materialise(model: nn.Module, home: Home, device: torch.device) -> None:
+    """Give a tensor memory, full of NaN; whoever refers to it sees the new one."""
+    old = home.tensor
+    fresh = torch.empty_like(home.local, device=device)
+    fresh.fill_(float("nan") if fresh.is_floating_point() or fresh.is_complex() else 0)
+    if isinstance(old, DTensor):
+        fresh = DTensor.__new__(DTensor, fresh, old._spec, requires_grad=False)
+    if isinstance(old, nn.Parameter):
+        fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
+    fresh.__dict__.update({name: kept for name, kept in old.__dict__.items() if name not in fresh.__dict__})
+    try:
+        torch.utils.swap_tensors(old, fresh)
+    except RuntimeError:  # a weak reference to it, which torch does not let it leave
+        for module in model.modules():
+            registered: Any
+            for registered in (module._parameters, module._buffers):
+                registered.update({name: fresh for name, tensor in registered.items() if tensor is old})
+        home.tensor = fresh
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _check(model: Any, seed: Any, init_fn: Any) -> None:
+    if not isinstance(model, nn.Module):
+        blame = f"model is a {type(model).__name__}, not a module"
+        raise TypeError(explain(_ASKED, blame, f"model: {type(model)!r}", "init_parameters(model, seed=0)"))
+    number = check_int(seed)
+    if number is None:
+        raise TypeError(explain(_ASKED, f"seed is a {type(seed).__name__}, not an int", f"seed: {seed!r}", "seed=0"))
+    if number < 0:
+        raise ValueError(explain(_ASKED, "seed is negative", f"seed: {seed}", f"seed={-number}"))
+    if init_fn is not None and not callable(init_fn):
+        blame = f"init_fn is a {type(init_fn).__name__}, which cannot be called"
+        raise TypeError(explain(_ASKED, blame, f"init_fn: {init_fn!r}", "init_fn=model._init_weights"))
+
+
+def _device(model: nn.Module, device: Any) -> torch.device:
+    """Where new memory goes."""
+    kinds = [tensor.device_mesh.device_type for _, tensor in _tensors(model) if isinstance(tensor, DTensor)]
+    if device is None:
+        return get_platform(kinds[0]).device() if kinds else torch.device("cpu")
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(explain(_ASKED, f"device: {error}", f"device: {device!r}", 'device="cpu"')) from None
+    hint = 'device=None, or device="cpu"'
+    if target.type == "meta":
+        raise ValueError(explain(_ASKED, "nothing on meta has values", f"device: {device!r}", hint))
+    for kind in kinds:
+        if target.type not in (kind, "cpu"):
+            blame = f"its DTensors are on a mesh of another device type, {kind!r}"
+            raise ValueError(explain(_ASKED, blame, f"device: {device!r}", f'device=None, or device="{kind}"'))
+    return target
+
+
+def _check_filled(model: nn.Module, homes: list[Home], init_fn: Any) -> None:
+    """Refuse a model with garbage in it."""
+    now = dict(_tensors(model))
+    for name, tensor in now.items():
+        if isinstance(tensor, Part):
+            blame = f"{name!r} was replaced by a temporary tensor, which has no values of its own afterwards"
+            raise ValueError(explain(_ASKED, blame, f"seen: {tensor!r}", "write into the parameter, as copy_ does"))
+    kept = {id(tensor) for tensor in now.values()}  # a buffer may have been replaced by a new one, with values
+    homes = [home for home in homes if id(home.tensor) in kept]
+    bare = [home for home in homes if home.fresh and not home.is_filled]
+    if not bare:
+        bare = [home for home in homes if home.fresh and _has_nan(home.local)]
+    if not bare:
+        return
+    modules = {plain_name(path): module for path, module in model.named_modules()}
+    kinds = {plain_name(name) for name, _ in model.named_parameters()}
+    rows = []
+    for home in bare:
+        owner = home.name.rpartition(".")[0]
+        kind = "parameter" if home.name in kinds else "buffer"
+        rows.append(f"{kind} {home.name!r} of {type(modules[owner]).__name__}" if owner in modules else home.name)
+    shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+    blame = "nothing fills what was on meta" if init_fn is None else "init_fn leaves out what was on meta"
+    hint = "a reset_parameters() there that fills all of it" + (", or init_fn=..." if init_fn is None else "")
+    raise ValueError(explain(_ASKED, blame, f"not filled: {shown}", hint))
+
+
+def _has_nan(local: torch.Tensor) -> bool:
+    return local.is_floating_point() and bool(local.isnan().any())

@@ -1,0 +1,4 @@
+"""Meshes: axes as values, torch's DeviceMesh read as one, and the degrees of parallelism that a mesh is cut into.
+
+parallel_dims, device_mesh -> axes
+"""

@@ -1,0 +1,114 @@
+"""torch's DeviceMesh, read as a value, flattened, and re-ordered."""
+
+import threading
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.mesh.axes import MeshAxes, check_axes, unknown_axis
+
+# Guards the table below; it is no state of a rank, but a lock.
+_LOCK = threading.Lock()
+
+# What `axes_of` once read from a mesh: a pure function of a mesh that never changes, so no state of a rank. Weak, so
+# that no mesh outlives its process groups; all access is under the lock.
+_AXES = WeakKeyDictionary[DeviceMesh, MeshAxes]()
+
+
+def axes_of(mesh: object) -> MeshAxes:
+    """Return names, sizes and ranks of a DeviceMesh; a mesh without names gets "axis0", "axis1", ...
+
+    Raises:
+        TypeError: not a DeviceMesh.
+        ValueError: an axis name that a layout cannot have.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
+        hint = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), or Layout((2, 4), ("dp", "tp"))'
+        raise TypeError(explain("cannot read a mesh", blame, f"mesh: {mesh!r}", hint))
+    with _LOCK:
+        known = _AXES.get(mesh)
+    if known is not None:
+        return known
+    names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
+    with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
+        ranks = mesh.mesh.flatten().tolist()
+    axes = check_axes(tuple(mesh.shape), tuple(names), ranks)
+    with _LOCK:
+        return _AXES.setdefault(mesh, axes)
+
+
+def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:
+    """Return the 1-D mesh over several axes of a mesh, under a new name; the second call returns the first's mesh.
+
+        dp = flatten_axes(mesh, ("dp_replicate", "dp_shard"), "dp")
+
+    The first call makes a process group, so every rank must make it. torch's own redistribute then merges steps over
+    these axes, which loses rows of dims that do not divide evenly; `hyper_parallel.redistribute` does not.
+
+    Args:
+        mesh: a mesh with named axes.
+        names: the axes to flatten, in mesh order; they need not be neighbours.
+        name: the name of the result's only axis.
+
+    Raises:
+        TypeError: not a DeviceMesh, names that are no sequence of str, a name that is no str.
+        ValueError: an axis that does not exist or is given twice, axes out of mesh order, a name that is taken.
+    """
+    axes = axes_of(mesh)
+    seen = f"names: {names!r}   name: {name!r}   mesh: {axes}"
+    asked = f"cannot flatten axes into {name!r}"
+    if not isinstance(names, (list, tuple)) or not all(isinstance(part, str) for part in names):
+        raise TypeError(explain(asked, "names must be a sequence of axis names", seen, repr(axes.names)))
+    if not isinstance(name, str):
+        raise TypeError(explain(asked, f"name is a {type(name).__name__}, not a str", seen, "name='dp'"))
+    for part in names:
+        if part not in axes.names:
+            raise unknown_axis(asked, part, axes, f"names: {names!r}")
+    chosen = tuple(names)
+    in_order = tuple(part for part in axes.names if part in chosen)
+    if not chosen or chosen != in_order:
+        blame = "names must hold each axis once, in mesh order" if chosen else "names is empty"
+        raise ValueError(explain(asked, blame, seen, repr(in_order or axes.names)))
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            explain(asked, "the mesh has no axis names", seen, "init_device_mesh(..., mesh_dim_names=...)")
+        )
+    part_mesh = mesh if chosen == axes.names else mesh[chosen]
+    try:
+        return part_mesh._flatten(name)
+    except (ValueError, RuntimeError) as error:
+        blame = f"the name {name!r} is taken, by an axis or by other axes flattened before"
+        raise ValueError(explain(asked, blame, seen, f"another name, such as {'_'.join(chosen)!r}")) from error
+
+
+def reorder_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Return a mesh of the same ranks and process groups with its axes in another order; nothing is communicated.
+
+    Two calls with the same arguments return equal meshes.
+
+    Args:
+        mesh: a mesh with named axes that the calling rank is on.
+        names: all axis names of the mesh, in the new order.
+
+    Raises:
+        ValueError: the calling rank is not on the mesh, or names are not exactly its axes.
+    """
+    axes = axes_of(mesh)
+    asked, seen = "cannot re-order the axes of a mesh", f"names: {tuple(names)!r}   mesh: {axes}"
+    if sorted(names) != sorted(axes.names):
+        raise ValueError(explain(asked, "names must hold each axis of the mesh once", seen, repr(axes.names)))
+    if tuple(names) == axes.names:
+        return mesh
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            explain(asked, "the calling rank is not on the mesh", seen, "call it on the mesh's ranks only")
+        )
+    order = [axes.index(name) for name in names]
+    groups = [mesh.get_group(axis) for axis in order]
+    with _disable_current_modes():
+        ranks = mesh.mesh.permute(order).contiguous()
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=tuple(names))

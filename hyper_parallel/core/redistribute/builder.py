@@ -1,0 +1,282 @@
+"""The single steps between two holdings of one mesh: which collective, over which axes, how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from hyper_parallel.core.dtensor.shards import split_points
+from hyper_parallel.core.redistribute import cost
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, edges
+from hyper_parallel.core.redistribute.steps import Fill, Kind, Located, Step
+from hyper_parallel.core.redistribute.transition import Nodes, Transition
+
+
+class Builder:
+    """Makes the steps of one transition, priced on one topology.
+
+    Args:
+        task: the transition.
+        on: the topology.
+    """
+
+    def __init__(self, task: Transition, on: cost.Topology) -> None:
+        self.task = task
+        self.on = on
+        self.nodes = Nodes(task.ranks, task.sizes, on.ranks_per_node)
+
+    # -- steps without communication -----------------------------------------------------------------------------------
+
+    def local(self, before: Holding, after: Holding) -> list[Step]:
+        """Keep of what a rank has what it needs; nothing when that is all of it."""
+        if _same(before, after):
+            return []
+        return [self._step("slice", (), before, after, _zeros(self.task), copied=after.counts())]
+
+    def fill(self, before: Holding, after: Holding, fill: Fill) -> Step:
+        """Make pending copies of what each rank has, or rescale those there are."""
+        return self._step("copy", (), before, after, _zeros(self.task), copied=after.counts(), fill=fill)
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, held: Holding, axes: Sequence[int]) -> Step:
+        """Reduce copies over some axes; every rank gets the result."""
+        ways = self.task.ways(axes)
+        total = held.counts() * self.task.itemsize
+        place = self.nodes.place(axes)
+        own = total * (place + 1) // ways - total * place // ways  # of a reduce_scatter, before the all_gather
+        moved = total + (ways - 2) * own
+        return self._step("all_reduce", axes, held, held, moved, sent=moved, reduces=axes)
+
+    def reduce_into(self, before: Holding, after: Holding, axes: Sequence[int]) -> Step:
+        """Reduce copies over some axes into parts of what the ranks along them hold; no element twice among them."""
+        ways = self.task.ways(axes)
+        own = after.counts() * self.task.itemsize
+        sent = self.task.along(own, axes) - own
+        far = None
+        if self.nodes.crosses(axes):
+            far = (ways - self.task.ways(self.nodes.near_axes(axes))) * after.counts()
+        return self._step(
+            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, copied=before.counts(), far=far,
+            reduces=axes,
+        )  # fmt: skip
+
+    # -- exchanges -----------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, before: Holding, after: Holding, axes: Sequence[int], *, alike: Iterable[int] = (),
+        reduces: Sequence[int] = (), inside: bool = False,
+    ) -> Step | None:  # fmt: skip
+        """Move to each rank what it needs and does not have; None when that is nothing.
+
+        Args:
+            before: what the ranks hold.
+            after: what they need; each finds all of it along `axes`.
+            axes: over which ranks to exchange.
+            alike: those of `axes` along which ranks hold the same before.
+            reduces: those of `axes` along which there are copies to reduce.
+            inside: what a rank has before is all needed after.
+        """
+        task = self.task
+        copies = task.ways(reduces)
+        need, have = after.counts(), before.counts()
+        both = have if inside else before.overlaps(after)
+        missing = copies * need - both
+        if not missing.any():
+            return None
+        sent, exact = self._sent(before, after, axes, tuple(alike), reduces, both)
+        estimate = missing if sent is None else sent
+        kind: Kind = "reduce_scatter" if reduces else "all_to_all"
+        if not reduces and task.ways(alike) == 1 and (task.along(have, axes) == need).all():
+            kind = "all_gather"
+        far = self._far(before, after, axes, alike, reduces, missing, both)
+        known = sent * task.itemsize if exact and sent is not None else None
+        copied = missing + estimate
+        if kind == "all_gather" and before.even:
+            copied = np.zeros_like(need) if _gathers_rows(task, before, axes) else need
+        return self._step(
+            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, copied=copied, far=far,
+            reduces=reduces,
+        )  # fmt: skip
+
+    def permute(self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int]) -> Step | None:
+        """Move whole parts, at most one to and from each rank; None when that does not do.
+
+        Both holdings are plain. The ranks that lack a part are matched, in order, with the ranks that have it.
+        """
+        task = self.task
+        if after.counts().max() > before.counts().max():
+            return None
+        need_at, single = _blocks(before, after)
+        if not single:
+            return None
+        have_at, _ = _blocks(before, before)
+        lacking = (need_at != have_at) | (before.counts() == 0)
+        lacking &= after.counts() > 0
+        cosets = coordinate(task.sizes, [axis for axis in range(len(task.sizes)) if axis not in axes])
+        place = cosets * (int(max(need_at.max(), have_at.max())) + 1)
+        wanted, owned = (place + need_at)[lacking], (place + have_at)[before.counts() > 0]
+        which, index = np.unique(np.concatenate([wanted, owned]), return_inverse=True)
+        asked = np.bincount(index[: len(wanted)], minlength=len(which))
+        if (asked > np.bincount(index[len(wanted) :], minlength=len(which))).any():
+            return None
+        missing = np.where(lacking, after.counts(), 0)
+        return self._step(
+            "permute", axes, before, after, missing * task.itemsize, estimate=missing, copied=missing,
+            far=missing if self.nodes.crosses(axes) else None,
+        )  # fmt: skip
+
+    def _sent(
+        self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int], reduces: Sequence[int],
+        both: Counts,
+    ) -> tuple[Counts | None, bool]:  # fmt: skip
+        """Return what each rank sends, in elements, rounded up, and whether that is exact; None: it takes enumeration.
+
+        Where the target is more than a layout it is an upper bound.
+        """
+        task, owners = self.task, self.task.ways(alike)
+        if not after.plain:
+            apart = {axis for dim in range(len(after.shape)) for axis in after.axes_of(dim)} | set(after.first)
+            asked = before.counts() * task.ways(axis for axis in axes if axis not in apart)
+            return -(-np.maximum(asked - both, 0) // owners), False
+        wanted = task.wanted_axes if after == task.result else frozenset(a for chain in after.splits for a in chain)
+        copies = task.ways(axis for axis in axes if axis not in wanted)
+        if not before.plain:
+            return (None, False) if reduces else (-(-(before.counts() * copies - both) // owners), owners == 1)
+        asked = before.restricted(after.splits, [axis for axis in wanted if axis not in axes]).counts() * copies
+        apart = {axis for axis in wanted if axis not in alike}
+        same = task.ways(axis for axis in alike if axis not in wanted)
+        own = before.restricted(after.splits, sorted(apart)).counts() * same
+        return -(-(asked - own) // owners), owners == 1
+
+    def _far(
+        self, before: Holding, after: Holding, axes: Sequence[int], alike: Iterable[int], reduces: Sequence[int],
+        missing: Counts, both: Counts,
+    ) -> Counts:  # fmt: skip
+        """Return what each rank receives from other nodes, in elements."""
+        task = self.task
+        if not self.nodes.crosses(axes):
+            return np.zeros(1, dtype=np.int64)
+        if not before.plain:
+            return missing
+        near = self.nodes.near_axes(axes)
+        distant = [axis for axis in axes if axis not in near]
+        node = Holding(task.sizes, task.shape, ((),) * len(task.shape)).restricted(before.splits, distant)
+        close = after.overlaps(node) * task.ways(axis for axis in reduces if axis in near)
+        spread = task.ways(axis for axis in alike if axis in distant)
+        return np.maximum(missing - (close - both) // spread, 0)
+
+    # -- the step itself -----------------------------------------------------------------------------------------------
+
+    def _step(
+        self, kind: Kind, axes: Sequence[int], before: Holding, after: Holding, received: Counts, *,
+        sent: Counts | None = None, estimate: Counts | None = None, copied: Counts | None = None,
+        far: Counts | None = None, reduces: Sequence[int] = (), fill: Fill | None = None,
+    ) -> Step:  # fmt: skip
+        """Make a step and price it.
+
+        Args:
+            received, sent: in bytes.
+            estimate: what is sent, in elements, where the exact number takes enumeration.
+            copied, far: in elements.
+        """
+        task, size = self.task, self.task.itemsize
+        chosen = tuple(sorted(axes))
+        priced = kind if _is_ring(kind, before, after, axes, reduces) else "all_to_all"
+        given = max(_most(sent), _most(estimate) * size)
+        moved = max(_most(received), given)
+        crossing = 0
+        if far is not None and far.any():
+            crossing = min(_most(far) * size, moved)
+            if after.plain:  # then it is known what is given, and as much of that crosses as of what is received
+                all_far, everything = (int(np.broadcast_to(counts, task.sizes).sum()) for counts in (far, received))
+                crossing = max(crossing, given * min(all_far * size, everything) // everything)
+        ranks, per_node = task.ways(chosen), self.nodes.share(chosen)
+        if kind == "permute":
+            ranks, per_node = 2, 2 if per_node == ranks else 1
+        load = cost.Load(ranks, per_node, moved, crossing, _most(copied) * size)
+        if sent is None and not chosen:
+            sent = received
+        return Step(
+            kind=kind,
+            axes=tuple(dict.fromkeys(task.names[axis] for axis in chosen)),
+            group_size=task.ways(chosen),
+            recv_bytes=_flat(received, task),
+            seconds=cost.seconds(priced, load, self.on),
+            before=Located(before, task.ranks),
+            after=Located(after, task.ranks),
+            itemsize=size,
+            ranks=task.ranks,
+            group_axes=chosen,
+            reduces=tuple(sorted(reduces)),
+            reduction=task.reduction if reduces else None,
+            fill=fill,
+            known_send_bytes=None if sent is None else _flat(sent, task),
+            estimated_send_bytes=None if estimate is None else _flat(estimate * size, task),
+            load=load if chosen else None,
+        )
+
+
+def _most(counts: Counts | None) -> int:
+    return 0 if counts is None else int(counts.max())
+
+
+def _flat(counts: Counts, task: Transition) -> Counts:
+    full = np.ascontiguousarray(np.broadcast_to(counts, task.sizes)).reshape(-1)
+    full.flags.writeable = False
+    return full
+
+
+def _zeros(task: Transition) -> Counts:
+    return np.zeros((1,) * len(task.sizes), dtype=np.int64)
+
+
+def _is_ring(
+    kind: Kind, before: Holding, after: Holding, axes: Sequence[int], reduces: Sequence[int]
+) -> bool:  # fmt: skip
+    """Return whether a step is carried out by the collective that it is named after; otherwise it is an exchange.
+
+    Collectives take parts of one size only.
+    """
+    if kind == "reduce_scatter":
+        return after.even and set(axes) == set(reduces)
+    return before.even if kind == "all_gather" else True
+
+
+def _gathers_rows(task: Transition, before: Holding, axes: Sequence[int]) -> bool:
+    """Return whether parts that arrive in the order of the ranks are the rows of the result, in order."""
+    outer = next((dim for dim, size in enumerate(task.shape) if size > 1), 0)
+    chain = before.splits[outer]
+    return isinstance(task.ranks, range) and before.share is None and chain[-len(axes) :] == tuple(sorted(axes))
+
+
+def _same(left: Holding, right: Holding) -> bool:
+    """Return whether every rank holds the same in both."""
+    if left == right:
+        return True
+    both = left.overlaps(right)
+    return bool((both == left.counts()).all() and (both == right.counts()).all())
+
+
+@lru_cache(maxsize=256)
+def _blocks(blocks: Holding, held: Holding) -> tuple[Counts, bool]:
+    """Number, on every rank, the block of one layout that that which it holds in another lies in; also whether
+    one always does.
+
+    Where a rank holds nothing the number means nothing.
+    """
+    number, single = np.zeros((1,) * len(held.sizes), dtype=np.int64), True
+    some = held.counts() > 0
+    for dim, chain in enumerate(blocks.splits):
+        if not chain:
+            continue
+        begin, end = split_points(held.shape[dim], held.sizes, chain)
+        bounds = begin[end > begin]  # sorted
+        start, stop = edges(held.shape[dim], held.sizes, held.splits[dim])
+        first = np.searchsorted(bounds, start, side="right")
+        last = np.searchsorted(bounds, stop - 1, side="right")
+        single = single and not ((first != last) & some).any()
+        number = number * (len(bounds) + 1) + first
+    return np.broadcast_to(number, held.sizes), single

@@ -1,0 +1,563 @@
+"""The two sides of a proof: the model on one device, and the parallel model on simulated ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.shard.spelling import LayoutTree, leaves
+from sim.errors import RankFailed, SimError
+from sim.prove.bound import SAFETY
+from sim.prove.evidence import gap, unit_roundoff
+from sim.prove.infer import order_said
+from sim.prove.randomness import Draw, NoRandomness
+from sim.prove.record import (
+    AxesOf,
+    ModuleRecorder,
+    local_of,
+    named_buffers,
+    named_parameters,
+    spread_layout,
+    tensors_in,
+)
+from sim.world import World
+
+__all__ = ["ASKED", "Bounds", "Ranks", "Side", "Task", "cotangents", "cut", "largest", "run_reference"]
+
+ASKED = "cannot verify a plan"
+
+_MOST_HELD = 8  # parameters that a message lists
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is computed, on both sides.
+
+    Attributes:
+        inputs: whole values, by name or position.
+        positional: the inputs are positional.
+        apply: makes a model parallel, on the calling rank.
+        cuts: which part of each input a rank is given.
+        wrapped: inputs that are given as DTensors.
+        optimizer_fn: None for no optimizer.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    inputs: Mapping[str, Any]
+    positional: bool
+    mesh: Layout
+    apply: Callable[[nn.Module, DeviceMesh], Any]
+    cuts: Mapping[str, LayoutTree]
+    wrapped: frozenset[str]
+    loss_fn: Callable[..., torch.Tensor] | None
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
+    dtype: torch.dtype
+    seed: int
+    steps: int
+    train: bool
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which plain inputs are split: ranks along them see different data."""
+        return self._axes_of([key for key in self.cuts if key not in self.wrapped])
+
+    @property
+    def input_axes(self) -> tuple[str, ...]:
+        """The axes over which any inputs are split, DTensors too: a rank's loss may be that of its part."""
+        return self._axes_of(list(self.cuts))
+
+    def _axes_of(self, keys: Sequence[str]) -> tuple[str, ...]:
+        split = {
+            name
+            for key in keys
+            for layout in leaves(self.cuts[key])
+            for entry in layout.alias_placements or ()
+            for name in ((entry,) if isinstance(entry, str) else entry)
+        }
+        return tuple(name for name in self.mesh.alias_name if name in split)
+
+
+@dataclass
+class Side:
+    """What one device, or one rank, has computed.
+
+    Attributes:
+        recorder: what went in and out of modules.
+        initial: parameters as they were made parallel, by name.
+        layouts: what parameters that are DTensors declare, and for which axes.
+        same: for each name of a parameter, the first name of the same tensor.
+        leaves: the parameters themselves.
+        draws: random numbers in the first forward.
+        outputs: the tensors that the model returned, with the way to each.
+        loss: what was differentiated, if it is one number.
+        gradients: after the first backward.
+        updates: parameters after each step.
+        buffers: as they were made.
+        changed_buffers: after the first forward.
+        places: where the rank's elements are, of parameters that are DTensors on axes which the mesh does not have.
+        averages: some wrapper takes the mean of gradients over ranks.
+    """
+
+    recorder: ModuleRecorder
+    initial: dict[str, torch.Tensor]
+    layouts: dict[str, tuple[Layout | None, tuple[str, ...]]]
+    same: dict[str, str]
+    leaves: dict[str, nn.Parameter]
+    draws: list[Draw] = field(default_factory=list)
+    outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    grad_layouts: dict[str, tuple[Layout | None, tuple[str, ...]]] = field(default_factory=dict)
+    updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    changed_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    places: dict[str, torch.Tensor] = field(default_factory=dict)
+    averages: bool = False
+
+    def held(self, path: str) -> list[str]:
+        """Say which parts of a module's parameters the rank has, in as many lines as one reads."""
+        prefix = f"{path}." if path else ""
+        told = []
+        for name, part in self.initial.items():
+            if not name.startswith(prefix):
+                continue
+            (layout, known), whole = self.layouts[name], tuple(self.leaves[name].shape)
+            said = "" if layout is None else spread_layout(layout.placement_to_tensor_map(len(whole)), known)
+            split = said and f" of {whole}, declared {said}"
+            told.append(f"{name.removeprefix(prefix)}: {tuple(part.shape)}{split}")
+        return told if len(told) <= _MOST_HELD else [*told[:_MOST_HELD], f"... and {len(told) - _MOST_HELD} more"]
+
+
+class _Session:
+    """A model that computes forward, backward and optimizer steps; each a call of its own."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mesh: Layout | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.task, self.model, self.args, self.kwargs = task, model, args, kwargs
+        model.train(task.train)
+        named = named_parameters(model)
+        axes = AxesOf(mesh, rank) if mesh is not None else None
+        first: dict[int, str] = {}
+        same = {name: first.setdefault(id(parameter), name) for name, parameter in named.items()}
+        kept = {name: parameter for name, parameter in named.items() if same[name] == name}
+        self.axes = axes
+        self.side = Side(
+            ModuleRecorder(model, mesh, rank),
+            {name: local_of(parameter).clone() for name, parameter in kept.items()},
+            {name: _declared(axes, parameter) for name, parameter in kept.items()},
+            same,
+            kept,
+            buffers=self._buffers(),
+            places=_places(kept, axes),
+            averages=_averages(model),
+        )
+        # Before forward, which may leave other tensors in the place of parameters for a while.
+        chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = task.optimizer_fn(chosen) if task.optimizer_fn is not None and chosen else None
+        if task.optimizer_fn is not None and chosen and not hasattr(self.optimizer, "zero_grad"):
+            made, hint = f"optimizer: {self.optimizer!r:.80}", "lambda params: torch.optim.SGD(params, lr=0.1)"
+            raise TypeError(explain(ASKED, "optimizer_fn returned no optimizer", made, hint))
+        self.quiet = NoRandomness(lambda: self.side.recorder.inside[-1] if self.side.recorder.inside else "")
+
+    def forward(self) -> None:
+        """Compute the outputs, and the loss if there is a function for it."""
+        with self.quiet:
+            with self.side.recorder:
+                output = self._output()
+                self.side.draws = self.quiet.draws[:]
+            self.side.changed_buffers = self._buffers()
+            self.side.outputs, self.side.loss = self._finish(output)
+
+    def _output(self) -> Any:
+        if self.axes is not None:
+            return self.model(*self.args, **self.kwargs)
+        try:
+            return self.model(*self.args, **self.kwargs)
+        except Exception as error:
+            inside = self.side.recorder.inside
+            blame = f"the model raises {type(error).__name__} on one device: {error}"
+            seen = f"in module {(inside[-1] if inside else '') or '(the model)'!r}"
+            raise ValueError(explain(ASKED, blame, seen, "inputs that the model takes")) from error
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: local_of(buffer).clone() for name, buffer in named_buffers(self.model).items()}
+
+    def _finish(self, output: Any) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]:
+        loss_fn = self.task.loss_fn
+        outputs = list(tensors_in(output))
+        if loss_fn is not None:
+            loss = loss_fn(output, *self.args, **self.kwargs)
+            if not isinstance(loss, torch.Tensor) or loss.dim():
+                seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+                hint = "a loss of one number, such as output.square().mean()"
+                raise TypeError(explain(ASKED, "loss_fn returned no scalar tensor", f"loss: {seen}", hint))
+            return outputs, loss.full_tensor() if isinstance(loss, DTensor) else loss
+        if not outputs:
+            blame = f"no tensors are seen in what the model returned, a {type(output).__name__}"
+            hint = "a model that returns tensors, or containers or dataclasses of them; or a loss_fn"
+            raise TypeError(explain(ASKED, blame, f"output: {output!r:.80}", hint))
+        scalar = len(outputs) == 1 and outputs[0][1].dim() == 0 and _can_be_differentiated(outputs[0][1])
+        found = outputs[0][1] if scalar else None
+        return outputs, found.full_tensor() if isinstance(found, DTensor) else found
+
+    def backward(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Differentiate, and take the optimizer's steps."""
+        optimizer, outputs, loss = self.optimizer, self.side.outputs, self.side.loss
+        with self.quiet:
+            for step in range(self.task.steps):
+                if step:
+                    outputs, loss = self._finish(self.model(*self.args, **self.kwargs))
+                self._differentiate(outputs, loss, grads)
+                if not step:
+                    self._keep_gradients()
+                if optimizer is not None:
+                    with _disable_current_modes() if _is_elementwise(optimizer) else nullcontext():
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    self.side.updates.append({name: local_of(leaf).clone() for name, leaf in self._leaves().items()})
+
+    def _differentiate(
+        self, outputs: Sequence[tuple[str, torch.Tensor]], loss: torch.Tensor | None, grads: Mapping[str, torch.Tensor]
+    ) -> None:
+        if loss is not None:
+            if loss.requires_grad:
+                loss.backward()
+            return
+        chosen = [(tensor, grads[way]) for way, tensor in outputs if way in grads and tensor.requires_grad]
+        if chosen:
+            torch.autograd.backward([tensor for tensor, _ in chosen], [_like(tensor, grad) for tensor, grad in chosen])
+
+    def _keep_gradients(self) -> None:
+        for name, leaf in self._leaves().items():
+            grad = leaf.grad
+            self.side.gradients[name] = None if grad is None else local_of(grad).clone()
+            self.side.grad_layouts[name] = (None, ()) if grad is None else _declared(self.axes, grad)
+
+    def _leaves(self) -> dict[str, nn.Parameter]:
+        """Return the parameters as they are now: an engine may replace them."""
+        named = named_parameters(self.model)
+        return {name: named[name] for name in self.side.leaves if name in named}
+
+
+def run_reference(task: Task, around: AbstractContextManager[Any] | None = None) -> Side:
+    """Compute everything on one device.
+
+    Args:
+        task: what to compute.
+        around: a mode that forward, backward and steps run under.
+    """
+    dtype = torch.float64 if task.dtype.itemsize < 8 else task.dtype
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(task.seed)
+        model = converted(build(task), dtype)
+        torch.manual_seed(task.seed + 1)
+        args, kwargs = _given(task, {name: _whole(value, task.dtype, dtype) for name, value in task.inputs.items()})
+        session = _Session(task, model, args, kwargs)
+        with around if around is not None else nullcontext():
+            session.forward()
+            session.backward(cotangents(session.side, task.seed))
+    return session.side
+
+
+def build(task: Task) -> nn.Module:
+    """Call the user's function for a model, and round its values to the dtype of the ranks."""
+    return converted(task.model_fn(), task.dtype)
+
+
+def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert real parameters and buffers to a dtype, and complex ones to that of its pairs.
+
+    >>> tables = nn.Module()
+    >>> tables.register_buffer("turns", torch.tensor([1j]))
+    >>> converted(tables, torch.float64).turns  # nn.Module.to would drop the imaginary part
+    tensor([0.+1.j], dtype=torch.complex128)
+    """
+    pairs = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(pairs) if tensor.is_complex() else tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return model._apply(convert)
+
+
+def cotangents(side: Side, seed: int) -> dict[str, torch.Tensor]:
+    """Return a random tensor for each output that can be differentiated: the gradient of what would follow."""
+    drawn = {}
+    for index, (way, tensor) in enumerate(side.outputs):
+        if _can_be_differentiated(tensor):
+            generator = torch.Generator().manual_seed(seed + 7 * index)
+            drawn[way] = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+    return drawn
+
+
+class Ranks:
+    """The parallel side, rank by rank, within a world.
+
+    Args:
+        task: what to compute.
+        world: where.
+    """
+
+    def __init__(self, task: Task, world: World) -> None:
+        self.task, self.world = task, world
+        self._sessions: dict[int, _Session] = {}
+
+    def forward(self) -> list[Side]:
+        """Make the model parallel and compute forward on every rank."""
+        with self._located("forward"):
+            self.world.run(self._make)  # on all ranks before the first one computes: that may stop all
+            self.world.run(self._forward)
+        return self.sides
+
+    @property
+    def sides(self) -> list[Side]:
+        """What the ranks have done; of a forward that has stopped, what came before. Empty: not all have begun it."""
+        every = range(self.world.world_size)
+        return [self._sessions[rank].side for rank in every] if all(rank in self._sessions for rank in every) else []
+
+    def backward(self, grads: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Differentiate and take the steps, from each rank's gradients of its outputs."""
+        with self._located("backward"):
+            self.world.run(lambda: self._sessions[dist.get_rank()].backward(grads[dist.get_rank()]))
+
+    def _forward(self) -> None:
+        try:
+            self._sessions[dist.get_rank()].forward()
+        except Exception:
+            time.sleep(1e-6)  # on the virtual clock: the other ranks compute as far as they come, to be compared
+            raise
+
+    def _make(self) -> None:
+        task, rank = self.task, dist.get_rank()
+        mesh = init_device_mesh("cpu", task.mesh.mesh_shape, mesh_dim_names=task.mesh.alias_name)
+        torch.manual_seed(task.seed)
+        model = build(task)
+        torch.manual_seed(task.seed + 1 + self._part(mesh))
+        made = task.apply(model, mesh)
+        if made is not None and not isinstance(made, nn.Module):
+            blame = f"parallelize returned a {type(made).__name__}, not a module"
+            raise TypeError(explain(ASKED, blame, f"returned: {made!r:.80}", "return the parallel model, or None"))
+        model = model if made is None else made
+        given = {}
+        for name, value in task.inputs.items():
+            wrapped = name in task.wrapped and mesh.size() > 1  # `shard_module` leaves a model on one rank as it is
+            given[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, wrapped)
+        args, kwargs = _given(task, given)
+        self._sessions[rank] = _Session(task, model, args, kwargs, task.mesh, rank)
+
+    def _part(self, mesh: DeviceMesh) -> int:
+        """Return a number that is the same on ranks that see the same data, as a training script would seed them."""
+        number = 0
+        for name, size in zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True):
+            if name in self.task.data_axes:
+                number = number * size + mesh.get_local_rank(name)
+        return number
+
+    @contextmanager
+    def _located(self, phase: str) -> Iterator[None]:
+        """Add to an error the modules in which the ranks were."""
+        try:
+            yield
+        except (RankFailed, SimError) as error:
+            shown = [error.rank] if isinstance(error, RankFailed) else sorted(self._sessions)
+            lines = []
+            for rank in shown:
+                inside = self._sessions[rank].side.recorder.inside if rank in self._sessions else None
+                if inside:
+                    lines.append(f"  rank {rank} was in module {inside[-1] or '(the model)'!r}, {phase}")
+                    lines += [f"    {line}" for line in self._sessions[rank].side.held(inside[-1])]
+                elif rank in self._sessions:
+                    lines.append(f"  rank {rank} was in no module, {phase}")
+                else:
+                    lines.append(f"  rank {rank} was making the model parallel")
+            error.args = ("\n".join([str(error.args[0]) if error.args else "", *lines]), *error.args[1:])
+            raise
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def cut(value: Any, tree: LayoutTree, mesh: DeviceMesh, wrapped: bool) -> Any:
+    """Return the calling rank's part of a whole value, with the same containers.
+
+    Args:
+        value: a tensor, a container of them, or anything else, which stays whole.
+        tree: layouts; None: the whole.
+        mesh: the mesh of all ranks.
+        wrapped: return DTensors.
+    """
+    if isinstance(value, torch.Tensor):
+        if not isinstance(tree, Layout):
+            return value
+        grad = value.requires_grad
+        part = value.detach()[tree.local_slice(value.shape)].clone()
+        if wrapped:
+            part = from_local(part, tree.with_mesh(mesh), shape=value.shape)
+        return part.detach().requires_grad_(grad)
+    if isinstance(value, Mapping):
+        return {key: cut(entry, _at(tree, key), mesh, wrapped) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [cut(entry, _at(tree, index), mesh, wrapped) for index, entry in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _at(tree: LayoutTree, place: Any) -> LayoutTree:
+    if isinstance(tree, Mapping):
+        return tree.get(place)
+    return tree[place] if isinstance(tree, tuple) and place < len(tree) else tree if isinstance(tree, Layout) else None
+
+
+def _whole(value: Any, rounded: torch.dtype, dtype: torch.dtype) -> Any:
+    """Copy a whole input, floating values rounded to one dtype and held in another."""
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().clone()
+        copy = copy.to(rounded).to(dtype) if copy.is_floating_point() else copy
+        return copy.requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _whole(entry, rounded, dtype) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_whole(entry, rounded, dtype) for entry in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _given(task: Task, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (tuple(values.values()), {}) if task.positional else ((), dict(values))
+
+
+def _can_be_differentiated(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_floating_point()
+
+
+def _like(output: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a rank's part of a gradient as what autograd wants for this output."""
+    if not isinstance(output, DTensor):
+        return grad
+    placements = [Replicate() if placement.is_partial() else placement for placement in output.placements]
+    return DTensor.from_local(
+        grad, output.device_mesh, placements, run_check=False, shape=output.shape, stride=output.stride()
+    )
+
+
+def _places(parameters: Mapping[str, nn.Parameter], axes: AxesOf | None) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in parameters.items():
+        if axes is not None and isinstance(parameter, DTensor) and _declared(axes, parameter)[0] is None:
+            said = order_said(parameter, axes.rank)
+            if said is not None:
+                found[name] = said
+    return found
+
+
+def _declared(axes: AxesOf | None, tensor: torch.Tensor) -> tuple[Layout | None, tuple[str, ...]]:
+    return axes.declared(tensor) if axes is not None and isinstance(tensor, DTensor) else (None, ())
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's own rounding is that of a few operations; what it makes of the gradients' is measured."""
+    names = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"}
+    return type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in names
+
+
+def _averages(model: nn.Module) -> bool:
+    """Whether a wrapper takes the mean of gradients, as data parallelism does."""
+    names = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "HSDPModule", "HSDPCell"}
+    return any(kind.__name__ in names for module in model.modules() for kind in type(module).__mro__)
+
+
+_FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
+_STEP = 16.0  # those of an optimizer's step; Adam's chain from gradient to parameter has 12
+
+
+# -- rounding bounds of each tensor: what perturbed runs on one device showed, and a floor -----------------------------
+
+
+class Bounds:
+    """How far rounding can move each tensor: what perturbed runs on one device showed, and a floor.
+
+    Args:
+        base: the plain run.
+        perturbed: the others.
+        dtype: what the ranks compute in.
+    """
+
+    def __init__(self, base: Side, perturbed: Sequence[Side], dtype: torch.dtype) -> None:
+        self._unit = unit_roundoff(dtype)
+        self._moves: dict[Any, float] = {}
+        self._sizes: dict[int, float] = {}
+        others = [dict(_tensors(side)) for side in perturbed]
+        seen: dict[tuple[int, ...], float] = {}  # one tensor may stand at several boundaries
+        for name, tensor in _tensors(base):
+            again = [other[name] for other in others if name in other]
+            key = (id(tensor), *map(id, again))
+            if key not in seen:
+                seen[key] = max((_furthest(other, tensor) for other in again), default=0.0)
+            self._moves[name] = seen[key]
+
+    def of(self, name: Any, whole: torch.Tensor) -> float:
+        """Return the bound for one tensor."""
+        size = self._sizes.get(id(whole))
+        if size is None:
+            size = self._sizes[id(whole)] = largest(whole)
+        tiny = torch.finfo(torch.float64).tiny
+        few = _STEP * (name[1] + 1) if name[0] == "update" else _FEW
+        return max(SAFETY * self._moves.get(name, 0.0), few * self._unit * size, tiny)
+
+
+def _tensors(side: Side) -> Iterator[tuple[Any, torch.Tensor]]:
+    for key, entry in side.recorder.entries.items():
+        yield ("value", key), entry.value
+        if entry.grad is not None:
+            yield ("grad", key), entry.grad
+    if side.loss is not None:
+        yield "loss", side.loss.detach()
+    for name, grad in side.gradients.items():
+        if grad is not None:
+            yield ("gradient", name), grad
+    for name, tensor in side.changed_buffers.items():
+        yield ("changed buffer", name), tensor
+    for step, update in enumerate(side.updates):
+        for name, tensor in update.items():
+            yield ("update", step, name), tensor
+
+
+def _furthest(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape or not one.numel() or not one.is_floating_point():
+        return 0.0
+    move = float((one - other).abs_().max())
+    if not math.isfinite(move):
+        move = float(gap(one, other).max())
+    return move if math.isfinite(move) else 0.0
+
+
+def largest(whole: torch.Tensor) -> float:
+    """Return the largest finite magnitude."""
+    if not whole.numel() or not whole.is_floating_point():
+        return 0.0
+    size = float(torch.linalg.vector_norm(whole, math.inf))
+    if math.isfinite(size):
+        return size
+    finite = whole[whole.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
