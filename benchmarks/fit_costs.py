@@ -23,7 +23,7 @@ from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import matmul_seconds
 from sim.mesh.pricing.fitting import Measurement, descend, loss_of, spread_in, summary
 
-PUBLISHED = DATA / "published"
+PUBLISHED = Path(__file__).resolve().parent / "published" / "data"
 SMALLEST = 16 * 1024  # bytes: below, tables disagree by how they were timed (13, 35 and 39 us for the same collective)
 Params = Mapping[str, float]
 

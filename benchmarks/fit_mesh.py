@@ -1,8 +1,9 @@
 """``python -m benchmarks.fit_mesh``: fit what physics leaves open of the mesh simulator on published training runs.
 
-Only rows that are not held out are used (`sim/mesh/data/published/held_out.toml`). What is fitted is little: for each
+Only rows that are not held out are used (`benchmarks/published/data/held_out.toml`). What is fitted is little: for each
 family of devices, the share of the best matmul's rate that hours of training attain; nothing belongs to a row or a
-model. The result is `sim/mesh/data/fit.toml`, with its evidence.
+model. The result is `sim/mesh/data/fit.toml`, with its evidence; what is of a framework goes into
+`benchmarks/published/data/fit.toml`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sim.mesh.evidence.published import Case, Row, case_of, is_held_out, read_rows
-from sim.mesh.evidence.validate import CACHE, wanted
+import sim.mesh
+from benchmarks.published.compare import CACHE, wanted
+from benchmarks.published.conventions import FOLDER
+from benchmarks.published.rows import Case, Row, case_of, is_held_out, read_rows
 
-DATA = Path(__file__).resolve().parent.parent / "sim" / "mesh" / "data" / "published"
-FIT = DATA.parent / "fit.toml"
+FIT = Path(sim.mesh.__file__).parent / "data" / "fit.toml"
+OF_FRAMEWORKS = FOLDER / "fit.toml"
 KEPT = (
     "id", "kind", "source", "source_ref", "date", "framework", "hw_device", "hw_mem_gib", "hw_peak_bf16_tflops",
     "hw_power_w", "hw_dev_per_node", "inter_bw_gbytes_s_per_dev", "interconnect", "n_devices", "model", "arch",
@@ -130,17 +133,16 @@ class _Errors:
         return self._known[key]
 
     def _one(self, case: Case, changes: Mapping[str, float]) -> float:
-        from sim.mesh.evidence.predict import programs_of, seconds_of
-        from sim.mesh.pricing.calibration import load_calibration
+        from benchmarks.published.predict import load_figures, programs_of, seconds_of
 
         assert case.measured.tokens_per_second is not None, "such cases are left out"
-        seconds = seconds_of(case, programs_of(case, self.folder), load_calibration().replace(changes))
+        seconds = seconds_of(case, programs_of(case, self.folder), load_figures().replace(changes))
         tokens = case.batch * case.dims.batch_ranks * case.seq_len / case.dims.world_size
         return math.log(seconds * case.measured.tokens_per_second / tokens)
 
 
 def _can_be_traced(case: Case, folder: Path) -> bool:
-    from sim.mesh.evidence.predict import programs_of
+    from benchmarks.published.predict import programs_of
 
     try:
         programs_of(case, folder)
@@ -167,27 +169,33 @@ def _least(errors: _Errors, figure: Figure, steps: int = 7) -> float:
 
 
 def write(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write fit.toml."""
+    """Write both files of fitted figures."""
+    of_frameworks = {path for path in found if path.startswith("framework.")}
+    _write(FIT, {path: said for path, said in found.items() if path not in of_frameworks})
+    _write(OF_FRAMEWORKS, {path: said for path, said in found.items() if path in of_frameworks})
+
+
+def _write(file: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
     lines = [
         "# Written by `python -m benchmarks.fit_mesh --write`: what published runs tell of figures that tables of",
         "# kernels and links leave open. Each is fitted to the rows that bear on it, none of them held out (see",
-        "# published/held_out.toml), by the mean of |log(predicted / published seconds)|, which counts as 0.4 at most.",
+        "# benchmarks/published/data/held_out.toml), by the mean of |log(predicted / published seconds)|, which counts as 0.4 at most.",
     ]
     for path, said in found.items():
         section, _, name = path.rpartition(".")
         lines += ["", f"[{section}]", f"{name} = {said['value']}  # {said['why']}"]
         error = f"median error {said['median']:.3f}, before {said['before']:.3f}"
         lines.append(f'{name}_source = "{said["rows"]} published runs: {error}"')
-    FIT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def import_rows(source: str | Path) -> int:
-    """Copy what is used of a file of published rows to where the package reads it; return how many."""
+    """Copy what is used of a file of published rows to where they are read from; return how many."""
     rows = [{key: row[key] for key in KEPT if key in row} for row in json.loads(Path(source).read_text())]
     text = "".join(
         json.dumps(row, separators=(",", ":")) + "\n" for row in sorted(rows, key=lambda row: str(row["id"]))
     )
-    with open(DATA / "training.jsonl.gz", "wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
+    with open(FOLDER / "training.jsonl.gz", "wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
         file.write(text.encode())
     return len(rows)
 
@@ -195,9 +203,11 @@ def import_rows(source: str | Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_mesh", description=__doc__)
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder to keep traces in")
-    parser.add_argument("--rows", type=Path, help="copy the rows of this file into the package, and fit nothing")
+    parser.add_argument(
+        "--rows", type=Path, help="copy the rows of this file into benchmarks/published/data, and fit nothing"
+    )
     parser.add_argument("--most", type=int, default=16, help="rows that a figure is fitted to")
-    parser.add_argument("--write", action="store_true", help="write sim/mesh/data/fit.toml")
+    parser.add_argument("--write", action="store_true", help="write both files")
     options = parser.parse_args()
     if options.rows is not None:
         print(f"{import_rows(options.rows)} rows")

@@ -2,7 +2,7 @@
 
 Every estimate is made by a fresh process (`mesh_probe.py`), and contestants alternate, in an order drawn anew for each
 round; figures are medians over the rounds. How near its predictions come on this machine is told by `mesh_here.py`; how
-near on others' machines, by docs/validation.md.
+near on others' machines, by docs/generated/validation.md.
 """
 
 from __future__ import annotations

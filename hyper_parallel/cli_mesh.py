@@ -1,4 +1,4 @@
-"""The commands of the mesh simulator: `hyper-parallel estimate | search | hardware | validate`.
+"""The commands of the mesh simulator: `hyper-parallel estimate | search | hardware`.
 
 They are a part of the command line, which alone may import `sim`, and only in the function that needs it.
 """
@@ -81,7 +81,7 @@ def add_commands(app: typer.Typer) -> None:
     Args:
         app: of `hyper-parallel`.
     """
-    for command in (estimate, search, validate):
+    for command in (estimate, search):
         app.command()(command)
     app.add_typer(hardware_commands, name="hardware")
 
@@ -269,36 +269,6 @@ def search(
         _write_json(search_dict(result), json_file)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
-
-
-def validate(
-    file: Annotated[
-        Path | None, typer.Argument(help="Rows: a JSON list, or JSON lines; default: those of the package.")
-    ] = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="PAGE", help="Write the page here, and the outcomes beside it.")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where traces are kept; default: in ~/.cache/hyper-parallel.")
-    ] = None,
-    processes: Annotated[int, typer.Option(help="That work at the same time.", min=1)] = 2,
-) -> None:
-    """Compare predictions with published measurements, row by row.
-
-    hyper-parallel validate --write docs/validation.md
-    """
-    with _mistakes_as_messages():
-        from sim.mesh.evidence.validate import CACHE, Outcome
-        from sim.mesh.evidence.validate import validate as validate_rows
-
-        def say(done: int, count: int, outcome: Outcome) -> None:
-            stderr_console().print(f"{done}/{count} {outcome.line()}", markup=False)
-
-        check_can_write(write)
-        if file is not None and not file.is_file():
-            raise ValueError(explain("cannot validate", f"there is no file {str(file)!r}", f"file: {file}", "its path"))
-        text = validate_rows(file, write=write, cache=cache or CACHE, processes=processes, progress=say)
-        stdout_console().file.write(text.split("\n## The worst rows")[0] + "\n")
 
 
 # -- from options to what the simulator takes --------------------------------------------------------------------------

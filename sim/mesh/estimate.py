@@ -278,7 +278,8 @@ def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pric
     Torch runs schedules of several stages per rank by lists of actions, in which a receive stands where its sender has
     got to; in those of one stage a receive follows what the rank has computed before.
     """
-    early = recipe.schedule not in ("gpipe", "1f1b") and not recipe.blocking_messages
+    posts_early = recipe.conventions is None or recipe.conventions.posts_early
+    early = recipe.schedule not in ("gpipe", "1f1b") and posts_early
     return Pricing(hardware, figures, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap, posts_early=early)
 
 

@@ -23,19 +23,19 @@ from hyper_parallel.trainer.metrics import flops_per_token
 from sim.mesh.custom import Custom, CustomSpec
 from sim.mesh.recipe import Recipe
 from sim.mesh.spec import ModelSpec
-from sim.mesh.zoo.gpt import GPT, GPTConfig, gpt_plan
 from sim.mesh.zoo.kernels import use_kernels
 from sim.mesh.zoo.mla import MLAConfig, MLALlama, mla_plan
 
-__all__ = ["Custom", "Model", "ModelSpec", "find_model", "model_names", "model_source"]
+__all__ = ["ConfigSpec", "Custom", "Model", "ModelSpec", "find_model", "model_names", "model_source", "short_count"]
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 _FILE = Path(__file__).parent / "data" / "models.toml"
 _ABOUT = ("kind", "source", "like", "parameters", "active")
 
-Model: TypeAlias = "str | LlamaConfig | GPTConfig | Custom | ModelSpec"
-"""A name of `model_names()`, a config (`MoEConfig` is a `LlamaConfig`), any module as a `Custom`, or what was found."""
+Model: TypeAlias = "str | LlamaConfig | Custom | ModelSpec"
+"""A name of `model_names()`, a config (`MoEConfig` is a `LlamaConfig`), any module as a `Custom`, or a `ModelSpec`: what
+was found, or one of your own."""
 
 
 def model_names() -> tuple[str, ...]:
@@ -82,13 +82,13 @@ def find_model(model: Model) -> ModelSpec:
             blame, seen = f"there is no model {model!r}", f"models: {', '.join(_tables())}"
             hint = f"{nearest(key, _tables())}, a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module"
             raise ValueError(explain("cannot find the model", blame, seen, hint))
-        kinds: dict[str, Any] = {"llama": LlamaConfig, "moe": MoEConfig, "mla": MLAConfig, "gpt": GPTConfig}
+        kinds: dict[str, Any] = {"llama": LlamaConfig, "moe": MoEConfig, "mla": MLAConfig}
         config = kinds[table["kind"]](**{name: value for name, value in table.items() if name not in _ABOUT})
         return _of_config(key, config)
     given: object = model
-    if isinstance(model, LlamaConfig | GPTConfig):
-        kind = "moe" if isinstance(model, MoEConfig) else "llama" if isinstance(model, LlamaConfig) else "gpt"
-        return _of_config(f"{kind}-{_short(model.num_parameters())}", model)
+    if isinstance(model, LlamaConfig):
+        kind = "moe" if isinstance(model, MoEConfig) else "llama"
+        return _of_config(f"{kind}-{short_count(model.num_parameters())}", model)
     if isinstance(given, Custom):
         return CustomSpec(given)
     blame = f"model is a {type(given).__name__}"
@@ -101,7 +101,7 @@ def _tables() -> dict[str, dict[str, Any]]:
     return dict(tomllib.loads(_FILE.read_text(encoding="utf-8")))
 
 
-def _short(number: int) -> str:
+def short_count(number: int) -> str:
     """Write a count of parameters as in names of models."""
     for unit, letter in ((1e12, "t"), (1e9, "b"), (1e6, "m")):
         if number >= 0.1 * unit:
@@ -109,15 +109,13 @@ def _short(number: int) -> str:
     return str(number)
 
 
-def _of_config(name: str, config: LlamaConfig | GPTConfig) -> ModelSpec:
-    if isinstance(config, GPTConfig):
-        return GPTSpec(name, config)
+def _of_config(name: str, config: LlamaConfig) -> ModelSpec:
     if isinstance(config, MLAConfig):
         return MLASpec(name, config)
     return MoESpec(name, config) if isinstance(config, MoEConfig) else LlamaSpec(name, config)
 
 
-class _ByConfig(ModelSpec):
+class ConfigSpec(ModelSpec):
     """A model whose sizes its config tells, with Llama's names."""
 
     config: Any
@@ -154,7 +152,7 @@ class _ByConfig(ModelSpec):
 
 
 @dataclass(frozen=True)
-class LlamaSpec(_ByConfig):
+class LlamaSpec(ConfigSpec):
     """A `Llama`."""
 
     name: str
@@ -251,43 +249,3 @@ class MLASpec(MoESpec):
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
         assert isinstance(module, MLALlama), "made by build"
         return mla_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
-
-
-@dataclass(frozen=True)
-class GPTSpec(_ByConfig):
-    """A `sim.mesh.zoo.gpt.GPT`."""
-
-    name: str
-    config: GPTConfig
-
-    @property
-    def family(self) -> str:
-        """The kind of model."""
-        return "gpt"
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Forward and backward, no recompute, attention in full."""
-        return self.config.flops_per_token(seq_len)
-
-    def build(
-        self,
-        seq_len: int,
-        layers: Collection[int] | None = None,
-        *,
-        embed: bool = True,
-        head: bool = True,
-        recipe: Recipe | None = None,
-    ) -> nn.Module:
-        """Make the model, or a stage of it; see `ModelSpec.build`."""
-        model = GPT(dataclasses.replace(self.config, max_seq_len=max(seq_len, self.config.max_seq_len)))
-        kept = model.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
-        return use_kernels(kept, recipe)
-
-    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
-        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
-        assert isinstance(module, GPT), "made by build"
-        return gpt_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
-
-    def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
-        """Return the mean cross-entropy, of targets that are shaped as the tokens."""
-        return llama_loss(output, inputs[0])

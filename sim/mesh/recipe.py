@@ -11,12 +11,13 @@ import torch
 
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.pipeline.schedules import find_schedule
+from sim.mesh.program import Program
 from sim.mesh.routing import Routing
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
-__all__ = ["Recipe"]
+__all__ = ["Conventions", "Recipe"]
 
 _ASKED = "cannot use this recipe"
 
@@ -49,9 +50,6 @@ _FLAGS = (
     "overlap_param_gather",
     "reduce_each",
     "tp_overlap",
-    "scatter_gather",
-    "blocking_messages",
-    "split_dispatch",
     "graphs",
 )
 _ZERO = MappingProxyType(
@@ -62,6 +60,31 @@ _ZERO = MappingProxyType(
         0: "all is replicated",
     }
 )
+
+
+class Conventions:
+    """What another trainer does otherwise during a step than ours: the hook for it, which itself changes nothing.
+
+    A subclass is a frozen dataclass, whose `str` is for `Recipe.describe`.
+    """
+
+    @property
+    def posts_early(self) -> bool:
+        """Whether a receive may be posted before the host has got to it, where the schedule allows it."""
+        return True
+
+    def prepare_stage(self, job: Any, stage: Any, recorder: Any) -> None:
+        """Change how a stage of a pipeline sends and receives: its `group_of_parts` and `after_message`.
+
+        Args:
+            job: the `Job` that is estimated.
+            stage: a `RecordedStage`, before its first micro-batch.
+            recorder: the `Recorder` of what it does.
+        """
+
+    def rewrite(self, job: Any, program: Program) -> Program:
+        """Return what a rank does in a step, changed; what is given stays as it is."""
+        return program
 
 
 @dataclass(frozen=True)
@@ -89,7 +112,7 @@ class Recipe:
         microbatches: parts that a step's batch is cut into; None: one, or with a pipeline one for each sequence.
         stages_per_rank: of the pipeline; None: as the schedule has it.
         zero: 3, 2 (`reshard_after_forward=False`), 1 (weights replicated and optimizer state sharded over data-parallel
-            ranks, as Megatron's distributed optimizer or DeepSpeed's ZeRO-1) or 0 (replicated, as DDP).
+            ranks: Rajbhandari et al. 2020, section 5.1) or 0 (replicated, as DDP).
         sequence_parallel: with tensor parallelism, what lies between split modules is split over the sequence.
         attention: "flash"; "math": scores and their softmax are made and kept; "math-recomputed": made, and made again
             in backward (selective recomputation of Korthikanti et al. 2022, section 5).
@@ -102,15 +125,10 @@ class Recipe:
         overlap_grad_reduce: with zero <= 1: gradients are reduced while backward goes on.
         overlap_param_gather: with zero == 1: new weights are gathered while the next forward goes on.
         tp_overlap: communication of tensor parallelism overlaps with matrix products.
-        scatter_gather: with tensor parallelism that is not sequence-parallel: ranks along tp, which all have what goes
-            from stage to stage, send a part each, and gather it on the other side (Narayanan et al. 2021, section 4.1).
-        blocking_messages: the host waits for what comes from other stages before it issues more, as Megatron-LM's and
-            DeepSpeed's pipelines do; else the device alone waits.
-        split_dispatch: with etp > 1: each rank along tp sends a part of the tokens to experts, and these gather them,
-            as in Megatron-LM; else each of these ranks sends all of them.
         routing: how tokens go to experts; None: evenly.
         host: "eager": the host issues each operation.
         graphs: a step is replayed as one graph: the host costs nothing.
+        conventions: what another trainer does otherwise; None: the step is that of our trainer.
 
     Raises:
         TypeError: a value of another type.
@@ -138,12 +156,10 @@ class Recipe:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     tp_overlap: bool = False
-    scatter_gather: bool = False
-    blocking_messages: bool = False
-    split_dispatch: bool = False
     routing: Routing | None = None
     host: str = "eager"
     graphs: bool = False
+    conventions: Conventions | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
@@ -163,6 +179,10 @@ class Recipe:
         if routing is not None and not isinstance(routing, Routing):
             hint = "Routing.zipf(1.0), or None for even loads"
             raise TypeError(_wrong("routing", routing, f"is a {type(routing).__name__}, not a Routing", hint))
+        conventions: object = self.conventions
+        if conventions is not None and not isinstance(conventions, Conventions):
+            why, hint = f"is a {type(conventions).__name__}, not a Conventions", "conventions=None"
+            raise TypeError(_wrong("conventions", conventions, why, hint))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -245,6 +265,8 @@ class Recipe:
             word = name.replace("_", " ")
             if isinstance(value, bool):
                 words.append(word if value else f"no {word}")
+            elif isinstance(value, Conventions):
+                words.append(str(value))
             elif isinstance(value, Routing):
                 words.append(f"routing {value.describe()}")
             else:

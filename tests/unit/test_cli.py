@@ -19,6 +19,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 import sim
+from benchmarks.published import validate as evidence
 from hyper_parallel import cli, cli_runs
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import Config
@@ -26,7 +27,6 @@ from hyper_parallel.trainer.config_file import load_config
 from hyper_parallel.trainer.display import TrainingDisplay
 from hyper_parallel.trainer.record import StepRecord, TrainResult
 from hyper_parallel.trainer.report import largest_difference, loss_table, plot_losses, traffic_table
-from sim.mesh.evidence import validate as evidence
 from sim.script import launch, options
 
 TINY = """

@@ -5,9 +5,9 @@ The 22B model of their table 3: bytes that a layer keeps for backward, as the di
 
 import pytest
 
+from benchmarks.published.gpt import GPTConfig
 from hyper_parallel import ParallelDims
 from sim import mesh
-from sim.mesh.zoo.gpt import GPTConfig
 
 SEQ, BATCH, WIDTH, HEADS = 2048, 4, 6144, 64
 TOKENS = SEQ * BATCH * WIDTH

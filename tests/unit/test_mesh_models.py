@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sim
+from benchmarks.published.gpt import GPT, GPTConfig, gpt_plan
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
@@ -23,7 +24,6 @@ from sim.mesh.estimate import estimate
 from sim.mesh.models import find_model, model_names, model_source
 from sim.mesh.recipe import Recipe
 from sim.mesh.routing import Routing
-from sim.mesh.zoo.gpt import GPT, GPTConfig, gpt_plan
 from sim.mesh.zoo.kernels import EagerRMSNorm, FlashAttention, MathAttention, use_kernels
 from sim.mesh.zoo.mla import LatentAttention, MLAConfig, MLALlama, mla_plan
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.mesh.evidence import predict
-from sim.mesh.evidence.published import Case, Skipped, case_of, is_held_out, measured, read_rows
-from sim.mesh.evidence.validate import (
+from benchmarks.published import predict
+from benchmarks.published.compare import (
     Compared,
     Outcome,
     Prediction,
@@ -19,7 +17,9 @@ from sim.mesh.evidence.validate import (
     wanted,
     write_outcomes,
 )
-from sim.mesh.evidence.validation import fitted, ordered_pairs, page, summary
+from benchmarks.published.page import fitted, ordered_pairs, page, summary
+from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.program import CommGroup
@@ -220,7 +220,7 @@ def kept_outcomes() -> list[Outcome]:
 
 
 def test_the_page_is_that_of_the_outcomes_beside_it():
-    text = page(kept_outcomes(), "hyper-parallel validate --write docs/validation.md", fitted())
+    text = page(kept_outcomes(), "hyper-parallel validate --write docs/generated/validation.md", fitted())
     assert (DOCS / "validation.md").read_text(encoding="utf-8") == text
 
 
@@ -248,7 +248,7 @@ def test_which_rows_are_held_out_is_as_when_the_page_was_written():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["m0062", "m0256", "m0277", "m0816"])
 def test_a_few_rows_stay_where_they_were(name):
-    from sim.mesh.evidence.predict import Simulator
+    from benchmarks.published.predict import Simulator
 
     kept = next(one for one in kept_outcomes() if one.id == name)
     now = outcome_of(ROWS[name], Simulator())

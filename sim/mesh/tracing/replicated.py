@@ -1,7 +1,6 @@
-"""The engine of ``zero <= 1``: whole weights on every rank, flat gradient buffers, optimizer state split or whole.
+"""Engine of `zero <= 1`: whole weights on every rank, flat gradient buffers, optimizer state split or whole.
 
-This is how Megatron-LM's distributed optimizer and DeepSpeed's ZeRO-1 train (Rajbhandari et al. 2020, section 5.1):
-gradients of all micro-batches add up in buffers that live for the whole run, in ``reduce_dtype``; after the last
+This is ZeRO's first stage (Rajbhandari et al. 2020, section 5.1), as distributed optimizers train with it: gradients of all micro-batches add up in buffers that live for the whole run, in `reduce_dtype`; after the last
 micro-batch they are reduced, bucket by bucket; each rank updates its part of the weights in float32, and the parts are
 gathered. It is real code on real collectives, which the recorder follows like any other. Here a buffer, and so a
 bucket, ends where a layer does, so that layers are alike.
@@ -23,8 +22,8 @@ from sim.mesh.recipe import Recipe
 
 __all__ = ["BUCKET", "Replicated"]
 
+# Elements that a gradient bucket has at least, as is usual: the default of Megatron-LM's `ddp_bucket_size`.
 BUCKET = 40_000_000
-"""Elements of a gradient bucket, as Megatron-LM has at least (``ddp_bucket_size``)."""
 
 
 class Replicated:
@@ -34,7 +33,7 @@ class Replicated:
         module: whose parameters move into flat buffers, in place.
         dims: the degrees; the mesh is built. Gradients are reduced over all ranks with other tokens; the state of the
             optimizer is split over dp_shard x ep x cp, that of experts over dp_shard x cp.
-        recipe: dtypes, ``zero`` 0 or 1, what overlaps.
+        recipe: dtypes, `zero` 0 or 1, what overlaps.
         layers: the layer of parameters, by their identity; those of none are not there.
         before: told of the layer whose buffers are worked on next.
 
@@ -94,7 +93,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Bucket:
-    """Some parameters whose gradients are reduced together: the elements from ``start`` to ``end`` of the buffers."""
+    """Some parameters whose gradients are reduced together: the elements from `start` to `end` of the buffers."""
 
     def __init__(self, params: Sequence[nn.Parameter], start: int, end: int) -> None:
         self.params, self.start, self.end = params, start, end

@@ -35,7 +35,6 @@ from sim.mesh.routing import Routing
 from sim.mesh.tracing.accelerator import AcceleratorKernels
 from sim.mesh.tracing.build import Built, build_stage
 from sim.mesh.tracing.categories import find_categories, standing_blocks
-from sim.mesh.tracing.dispatch import split_dispatch
 from sim.mesh.tracing.expand import Recording, expand, kept_layers
 from sim.mesh.tracing.fuse import fuse
 from sim.mesh.tracing.lone import LoneWorld
@@ -43,7 +42,7 @@ from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.stitch import stitch
 
-__all__ = ["record_stage", "trace"]
+__all__ = ["RecordedStage", "record_stage", "trace"]
 
 Key = tuple[str, int, str]
 _TOKEN_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # along which ranks have other tokens
@@ -66,9 +65,8 @@ def trace(job: Job, *, every_layer: bool = False) -> list[Program]:
             recordings[kind] = record_stage(job, part, every_layer=every_layer)
     ready: dict[int, Recording] = {part.index: recordings[_kind(job, part)] for part in parts}
     programs = [fuse(program) for program in stitch(job, parts, ready)]
-    if job.recipe.split_dispatch and job.dims.ep_enabled and job.dims.etp > 1:
-        programs = [split_dispatch(program) for program in programs]
-    return programs
+    conventions = job.recipe.conventions
+    return programs if conventions is None else [conventions.rewrite(job, program) for program in programs]
 
 
 def _kind(job: Job, part: StagePart) -> Any:
@@ -223,7 +221,7 @@ class _Run:
         release_parameters(built.module, failed=False)
         stage.end()
 
-    def _stage(self, built: Built) -> _RecordedStage:
+    def _stage(self, built: Built) -> RecordedStage:
         job, part = self.job, self.part
         spec, dims = job.model, job.dims
         group = dims.get_mesh("pp").get_group()
@@ -241,7 +239,7 @@ class _Run:
                 boundary, whole = boundary("None", "None", "None"), shape
         between = Meta(shape, job.recipe.dtype, whole)
         tokens = Meta((batch, seq), torch.int64)
-        stage = _RecordedStage(
+        stage = RecordedStage(
             built.module,
             StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, False),
             Boundary(boundary),
@@ -251,10 +249,8 @@ class _Run:
         )
         stage.begin([], training=True)
         stage.group_for_messages = group
-        if job.recipe.blocking_messages:
-            stage.after_message = lambda: self.recorder.emit(HostWait(None))
-        if job.recipe.scatter_gather and dims.tp_enabled and not job.recipe.sequence_parallel:
-            stage.group_of_parts = dims.get_mesh("tp").get_group()
+        if job.recipe.conventions is not None:
+            job.recipe.conventions.prepare_stage(job, stage, self.recorder)
         stage.rank_before, stage.rank_after = self._neighbours()
         return stage
 
@@ -264,7 +260,7 @@ class _Run:
         here = self.part.index
         return by_index.get(here - 1, -1), by_index.get(here + 1, -1)
 
-    def _forward(self, stage: _RecordedStage, index: int) -> Any:
+    def _forward(self, stage: RecordedStage, index: int) -> Any:
         part, recorder = self.part, self.recorder
         if part.is_first:
             args = stage.targets[index]
@@ -277,7 +273,7 @@ class _Run:
         stage.kept[index] = (args, output)
         return output if part.is_last else None
 
-    def _backward(self, stage: _RecordedStage, index: int, losses: list[Any]) -> None:
+    def _backward(self, stage: RecordedStage, index: int, losses: list[Any]) -> None:
         part = self.part
         args, output = stage.kept.pop(index)
         if part.is_last:
@@ -329,7 +325,7 @@ class _Run:
         self._close("optimizer", "only")
 
 
-class _RecordedStage(Stage):
+class RecordedStage(Stage):
     """A stage that is run micro-batch by micro-batch, by what a schedule would do around it."""
 
     group_for_messages: Any

@@ -1,6 +1,6 @@
-"""Published training runs as jobs of the simulator: a row of the table of measurements -> what `estimate` takes.
+"""Published training runs as jobs of the simulator: from a row of the table of measurements to arguments of `estimate`.
 
-A row is a JSON object (`sim/mesh/data/published/training.jsonl.gz`; others of the same keys can be read from a file).
+A row is a JSON object (`benchmarks/published/data/training.jsonl.gz`; others of the same keys can be read from a file).
 What it leaves unsaid comes from `frameworks.toml` beside it, by framework. What cannot be said is `Skipped`, with the
 reason; what is said only nearly is noted in the case.
 """
@@ -14,10 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.models.llama import LlamaConfig
-from sim.mesh.evidence.conventions import (
+from benchmarks.published.conventions import (
     FOLDER,
     CannotSay,
     Row,
@@ -30,8 +27,11 @@ from sim.mesh.evidence.conventions import (
     recipe_of,
     tomllib,
 )
+from benchmarks.published.gpt import GPTConfig
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.models.llama import LlamaConfig
 from sim.mesh.recipe import Recipe
-from sim.mesh.zoo.gpt import GPTConfig
 
 __all__ = ["Case", "Measured", "Row", "Skipped", "case_of", "is_held_out", "measured", "read_rows"]
 
@@ -103,14 +103,14 @@ def read_rows(path: str | Path | None = None) -> list[dict[str, Any]]:
     """Read published rows, in the order of the file.
 
     Args:
-        path: a JSON list, or JSON lines, either of them perhaps gzipped. None: the rows that come with the package.
+        path: a JSON list, or JSON lines, either of them perhaps gzipped. None: the rows that come with this folder.
 
     Raises:
         ValueError: the file cannot be read as that, or a row has no id.
     """
     file = FOLDER / "training.jsonl.gz" if path is None else Path(path)
     asked = f"cannot read published rows from {file}"
-    hint = "a JSON list of objects as in sim/mesh/data/published/training.jsonl.gz, or one object on each line"
+    hint = "a JSON list of objects as in benchmarks/published/data/training.jsonl.gz, or one object on each line"
     try:
         raw = file.read_bytes()
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()

@@ -1,9 +1,6 @@
-"""Predicted against published: put rows of measurements through the estimator, and keep what comes out.
+"""Outcomes of a validation: rows of measurements put through the estimator, compared, and kept in a file.
 
-    hyper-parallel validate rows.json
-    hyper-parallel validate --write docs/validation.md
-
-A row becomes a job (`published.py`), the job is traced and priced, and the outcome is compared with what was
+A row becomes a job (`rows`), the job is traced and priced (`predict`), and the outcome is compared with what was
 measured: tokens/s of a device, and peak memory of the kind that the row states. Traces know nothing of devices; they
 are kept in a folder, so that a second run with another calibration only prices.
 """
@@ -20,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sim.mesh.evidence.published import Case, Row, Skipped, case_of, is_held_out, read_rows
+from benchmarks.published.rows import Case, Row, Skipped, case_of, is_held_out
 
 __all__ = [
     "Compared",
@@ -29,7 +26,6 @@ __all__ = [
     "outcome_of",
     "read_outcomes",
     "run",
-    "validate",
     "wanted",
     "write_outcomes",
 ]
@@ -211,41 +207,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     return value
-
-
-def validate(
-    file: str | Path | None = None,
-    *,
-    write: str | Path | None = None,
-    cache: str | Path | None = CACHE,
-    processes: int = 2,
-    progress: Callable[[int, int, Outcome], None] | None = None,
-) -> str:
-    """Validate rows, and return the report as markdown.
-
-    Args:
-        file: of rows; None: those of the package.
-        write: also write the report here, and the outcomes beside it, ending in ``.jsonl``.
-        cache: folder to keep traces in; None: they are not kept.
-        processes: that work at the same time.
-        progress: called with how many rows are done, of how many, and the last outcome.
-
-    Raises:
-        ValueError: the file holds no rows.
-    """
-    from sim.mesh.evidence.predict import Simulator
-    from sim.mesh.evidence.validation import fitted, page
-
-    rows = wanted(read_rows(file))
-    outcomes = []
-    for outcome in run(rows, Simulator(cache), processes=processes):
-        outcomes.append(outcome)
-        if progress is not None:
-            progress(len(outcomes), len(rows), outcome)
-    named = "" if file is None else f" {file}"
-    command = f"hyper-parallel validate{named} --write {write or 'docs/validation.md'}"
-    text = page(outcomes, command, fitted())
-    if write is not None:
-        Path(write).write_text(text, encoding="utf-8")
-        write_outcomes(outcomes, Path(write).with_suffix(".jsonl"))
-    return text

@@ -1,4 +1,4 @@
-"""A GPT, in the variants that published runs of Megatron, MPT, BLOOM and Nemotron have.
+"""GPT in the variants that published runs of Megatron, MPT, BLOOM and Nemotron have.
 
 Positions are learned, rotary, or a bias of the scores (ALiBi); norms are LayerNorm or RMSNorm; the feed-forward is
 GELU, squared ReLU, or gated. The names of its parts and its seams (`attend`, `positions`, `keep`) are those of
@@ -7,10 +7,11 @@ GELU, squared ReLU, or gated. The names of its parts and its seams (`attend`, `p
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Positions
-from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads
-from sim.mesh.zoo.kernels import FlashAttention, dropped
+from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss
+from sim.mesh.models import ConfigSpec, short_count
+from sim.mesh.recipe import Recipe
+from sim.mesh.zoo.kernels import FlashAttention, dropped, use_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GPT", "GPTConfig", "gpt_plan"]
+__all__ = ["GPT", "GPTConfig", "GPTSpec", "gpt3_175b", "gpt_plan", "gpt_tiny"]
 
 _CHOICES = {
     "positions": ("learned", "rotary", "alibi", "none"),
@@ -461,3 +464,66 @@ def _add_places(plan: ShardingPlan, streams: Streams) -> None:
         local_plan={"places": whole},
         output_plan={"places.output": part},
     )
+
+
+# Models of estimates: --model benchmarks.published.gpt:gpt3_175b
+
+
+@dataclass(frozen=True)
+class GPTSpec(ConfigSpec):
+    """A `GPT`, for `sim.mesh.estimate`."""
+
+    name: str
+    config: GPTConfig
+
+    @classmethod
+    def of(cls, config: GPTConfig) -> GPTSpec:
+        """Return the model of a config, named by its size.
+
+        >>> GPTSpec.of(GPTConfig()).name
+        'gpt-0.2m'
+        """
+        return cls(f"gpt-{short_count(config.num_parameters())}", config)
+
+    @property
+    def family(self) -> str:
+        """The kind of model."""
+        return "gpt"
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward, no recompute, attention in full."""
+        return self.config.flops_per_token(seq_len)
+
+    def build(
+        self,
+        seq_len: int,
+        layers: Collection[int] | None = None,
+        *,
+        embed: bool = True,
+        head: bool = True,
+        recipe: Recipe | None = None,
+    ) -> nn.Module:
+        """Make the model, or a stage of it; see `ModelSpec.build`."""
+        model = GPT(dataclasses.replace(self.config, max_seq_len=max(seq_len, self.config.max_seq_len)))
+        kept = model.keep(range(self.num_layers) if layers is None else layers, embed=embed, head=head)
+        return use_kernels(kept, recipe)
+
+    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
+        """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
+        assert isinstance(module, GPT), "made by build"
+        return gpt_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+
+    def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
+        """Return the mean cross-entropy, of targets that are shaped as the tokens."""
+        return llama_loss(output, inputs[0])
+
+
+def gpt_tiny() -> GPTSpec:
+    """A small one, made up for tests."""
+    return GPTSpec("gpt-tiny", GPTConfig(vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4))
+
+
+def gpt3_175b() -> GPTSpec:
+    """GPT-3 of 175 billion parameters (Brown et al. 2020, arXiv:2005.14165, table 2.1)."""
+    shape = {"hidden_size": 12_288, "num_hidden_layers": 96, "num_attention_heads": 96, "max_seq_len": 2048}
+    return GPTSpec("gpt3-175b", GPTConfig(vocab_size=50_257, **shape))

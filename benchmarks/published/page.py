@@ -1,4 +1,4 @@
-"""Statistics of a validation: errors by source, order of configurations, coverage; and the page about it."""
+"""Validation page, and its statistics: errors by source, order of configurations, coverage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sim.mesh.evidence.conventions import FOLDER, tomllib
-from sim.mesh.evidence.validate import Compared, Outcome
+import sim.mesh
+from benchmarks.published.compare import CACHE, Compared, Outcome, run, wanted, write_outcomes
+from benchmarks.published.conventions import FOLDER, tomllib
+from benchmarks.published.predict import Simulator
 
-__all__ = ["Summary", "fitted", "ordered_pairs", "page", "summary"]
+__all__ = ["Summary", "fitted", "ordered_pairs", "page", "summary", "validate"]
 
-FIT = FOLDER.parent / "fit.toml"
+FITS = (Path(sim.mesh.__file__).parent / "data" / "fit.toml", FOLDER / "fit.toml")
+"""What was fitted of devices, and of frameworks."""
 APART = 0.05
 """Configurations whose truths are nearer than this are not asked to be in order."""
 
@@ -81,7 +84,7 @@ KINDS: tuple[tuple[str, str, Pick], ...] = (
 )
 
 
-def fitted(path: Path = FIT) -> str:
+def fitted(paths: Sequence[Path] = FITS) -> str:
     """Return what was fitted to published runs, with its evidence, as markdown."""
     lines = ["| figure | value | evidence |", "|---|--:|---|"]
 
@@ -92,12 +95,13 @@ def fitted(path: Path = FIT) -> str:
             elif not name.endswith("_source") and name not in ("grade", "source"):
                 lines.append(f"| `{'.'.join((*names, name))}` | {value:g} | {section.get(name + '_source', '')} |")
 
-    walk(tomllib.loads(path.read_text(encoding="utf-8")), ())
+    for path in paths:
+        walk(tomllib.loads(path.read_text(encoding="utf-8")), ())
     return "\n".join(lines)
 
 
 def page(outcomes: Sequence[Outcome], command: str, fit: str = "") -> str:
-    """Return docs/validation.md.
+    """Return the text of docs/generated/validation.md.
 
     Args:
         outcomes: of all rows.
@@ -121,7 +125,7 @@ _HEAD = """# Predicted against published
 
     {command}
 
-from the rows in `sim/mesh/data/published/` (collected from public documents, each with its source); nothing in them was
+from the rows in `benchmarks/published/data/` (collected from public documents, each with its source); nothing in them was
 measured by this project. Held-out rows were chosen by whole sources and groups before anything was fitted; some groups
 changed sides after a few predictions had been seen, and two held-out rows bear on one fitted figure: `held_out.toml`
 and `fit.toml` say which. That pipelines of Megatron-LM send parts and wait for messages was added, from its code, after
@@ -234,3 +238,38 @@ def _rows(outcomes: Sequence[Outcome], name: str, unit: str, pick: Pick) -> str:
 def _digits(value: float) -> str:
     """Return four digits, without an exponent."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def validate(
+    file: str | Path | None = None,
+    *,
+    write: str | Path | None = None,
+    cache: str | Path | None = CACHE,
+    processes: int = 2,
+    progress: Callable[[int, int, Outcome], None] | None = None,
+) -> str:
+    """Validate rows, and return the report as markdown.
+
+    Args:
+        file: of rows; None: those that come with this folder.
+        write: also write the report here, and the outcomes beside it, ending in ``.jsonl``.
+        cache: folder to keep traces in; None: they are not kept.
+        processes: that work at the same time.
+        progress: called with how many rows are done, of how many, and the last outcome.
+
+    Raises:
+        ValueError: the file holds no rows.
+    """
+    rows = wanted(read_rows(file))
+    outcomes = []
+    for outcome in run(rows, Simulator(cache), processes=processes):
+        outcomes.append(outcome)
+        if progress is not None:
+            progress(len(outcomes), len(rows), outcome)
+    named = "" if file is None else f" {file}"
+    command = f"python -m benchmarks.published{named} --write {write or 'docs/generated/validation.md'}"
+    text = page(outcomes, command, fitted())
+    if write is not None:
+        Path(write).write_text(text, encoding="utf-8")
+        write_outcomes(outcomes, Path(write).with_suffix(".jsonl"))
+    return text

@@ -1,7 +1,8 @@
-"""Published rows as jobs: how the framework trains, what the row states, and the model of its shape."""
+"""Conventions of the frameworks of published rows: how each trains, what a row states, and the model of its shape."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import sys
@@ -10,11 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.gpt import GPTConfig
+from benchmarks.published.megatron import MegatronConventions
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.recipe import Recipe
-from sim.mesh.zoo.gpt import GPTConfig
 
 __all__ = [
     "FOLDER",
@@ -31,7 +33,7 @@ __all__ = [
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
-FOLDER = Path(__file__).resolve().parent.parent / "data" / "published"
+FOLDER = Path(__file__).resolve().parent / "data"
 USUAL_VOCABULARY = 50304
 """GPT-2's, as Megatron pads it."""
 
@@ -159,7 +161,8 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
             notes.append(note)
     _checkpointing(row, said, notes)
     _schedule(row, said)
-    return Recipe(**said)
+    otherwise = {field.name: said.pop(field.name, False) for field in dataclasses.fields(MegatronConventions)}
+    return Recipe(**said, conventions=MegatronConventions(**otherwise) if any(otherwise.values()) else None)
 
 
 def _checkpointing(row: Row, said: dict[str, Any], notes: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Predict published runs with the simulator, keeping the traces: what depends on the device is worked out anew."""
+"""Predictions of published runs by the simulator; traces are kept, and what depends on the device is worked out anew."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import sim.mesh
+from benchmarks.published.compare import Prediction
+from benchmarks.published.conventions import FOLDER, tomllib
+from benchmarks.published.gpt import GPTConfig, GPTSpec
+from benchmarks.published.rows import Case
 from sim.mesh.estimate import Estimate, price, pricing_of
-from sim.mesh.evidence.published import Case
-from sim.mesh.evidence.validate import Prediction
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
@@ -23,15 +26,23 @@ from sim.mesh.program import Program
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import trace
 
-__all__ = ["Simulator", "hardware_of", "job_of", "prediction_of", "programs_of", "seconds_of"]
+__all__ = ["Simulator", "hardware_of", "job_of", "load_figures", "prediction_of", "programs_of", "seconds_of"]
 
 _TRACED = ("custom.py", "job.py", "models.py", "program.py", "recipe.py", "routing.py", "spec.py", "tracing", "zoo")
-"""What of `sim.mesh` a trace depends on: files, and folders with all that is in them."""
+"""What of `sim.mesh` a trace depends on, beside the hooks of this folder: files, and folders with all that is in them."""
+_HOOKS = ("gpt.py", "megatron.py")
 
 
 def job_of(case: Case) -> Job:
     """Return what is traced of a case."""
-    return Job(find_model(case.model), case.dims, case.batch, case.seq_len, case.recipe)
+    model = case.model
+    return Job(
+        GPTSpec.of(model) if isinstance(model, GPTConfig) else find_model(model),
+        case.dims,
+        case.batch,
+        case.seq_len,
+        case.recipe,
+    )
 
 
 def hardware_of(case: Case, calibration: Calibration) -> Hardware:
@@ -73,9 +84,17 @@ def programs_of(case: Case, folder: str | Path | None) -> list[Program]:
 @cache
 def _tracer() -> str:
     """Return a fingerprint of the code that traces: what it made before is not what it makes now."""
-    here = Path(__file__).parent.parent
+    here = Path(sim.mesh.__file__).parent
     files = [file for name in _TRACED for file in sorted((here / name).rglob("*.py")) or [here / name]]
+    files += [Path(__file__).parent / name for name in _HOOKS]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+@cache
+def load_figures() -> Calibration:
+    """Return the simulator's figures, and beside them what frameworks attain of these."""
+    of_frameworks = tomllib.loads((FOLDER / "fit.toml").read_text(encoding="utf-8"))
+    return Calibration({**load_calibration().sections, **of_frameworks})
 
 
 class Simulator:
@@ -92,7 +111,7 @@ class Simulator:
     @cached_property
     def calibration(self) -> Calibration:
         """The figures of kernels and links that are used."""
-        return load_calibration().replace(self.changes)
+        return load_figures().replace(self.changes)
 
     def __call__(self, case: Case) -> Prediction:
         """Return what is predicted of a case."""

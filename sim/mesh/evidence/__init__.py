@@ -1,1 +1,0 @@
-"""Published training runs, predicted: how far off, by source, and held-out runs apart."""
