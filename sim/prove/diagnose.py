@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits
+from hyper_parallel.core.dtensor.ownership import Splits
 from sim.prove import faults
 from sim.prove.evidence import Bound, Evidence, Mesh, Parts, read
 from sim.prove.faults import Diagnosis

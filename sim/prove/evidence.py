@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from hyper_parallel.core.dtensor.text import parse_mesh
 
 __all__ = [

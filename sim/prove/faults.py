@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyper_parallel.core.dtensor.shards import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from sim.prove.evidence import Evidence, Pending, gap
 from sim.prove.infer import free_axes
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.forms import REDUCTIONS
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits, all_slices, count_parts, split_points
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices, count_parts, split_points
+from hyper_parallel.core.dtensor.spelling import REDUCTIONS
 from sim.prove.evidence import (
     Bound,
     Evidence,

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
-from hyper_parallel.core.dtensor.torch_form import STRIDED
+from hyper_parallel.core.dtensor.placements import STRIDED
 from sim.current import current_context
 from sim.seams.locks import exchange
 

@@ -349,7 +349,7 @@ KERNEL = ("sim.scheduler", "sim.clock", "sim.threads", "sim.current", "sim.kerne
 COMMUNICATION = ("sim.collectives", "sim.group", "sim.process_group", "sim.store", "sim.trace", "sim.comm")
 LEAF_FOLDERS = ("hyper_parallel.core.common", "hyper_parallel.core.mesh", "hyper_parallel.platform")
 # What everybody asks of layouts: who holds what, and the path under which torch's DTensor is known.
-LAYOUT_LEAVES = ("hyper_parallel/core/dtensor/shards.py", "hyper_parallel/core/dtensor/dtensor.py")
+LAYOUT_LEAVES = ("hyper_parallel/core/dtensor/ownership.py", "hyper_parallel/core/dtensor/dtensor.py")
 LEAF_FROM = 4  # parts that import a module which itself imports nothing of the library
 
 

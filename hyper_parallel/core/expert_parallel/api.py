@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.torch_compat import note_replaced
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.replaced import note_replaced
 from hyper_parallel.core.expert_parallel.balance import routers_of
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, SharedGroup
 from hyper_parallel.core.mesh.device_mesh import axes_of

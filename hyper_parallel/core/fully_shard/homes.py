@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hyper_parallel.core.dtensor.torch_form import is_strided
+from hyper_parallel.core.dtensor.placements import is_strided
 from hyper_parallel.core.fully_shard.arguments import PlacementFn, check_fusion, shard_dim
 from hyper_parallel.core.fully_shard.carrier import carrier_of
 from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home, describe_mesh

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hyper_parallel.core.dtensor.replaced import note_replaced
+from hyper_parallel.core.common.torch_compat import note_replaced
 from hyper_parallel.core.fully_shard.mesh import Home
 from hyper_parallel.core.redistribute.api import redistribute
 

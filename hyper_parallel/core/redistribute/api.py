@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check, check_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import runs_eagerly
-from hyper_parallel.core.dtensor.convert import in_split_order, layout_of_spec, to_placements, to_torch
+from hyper_parallel.core.dtensor.convert import in_split_order, to_placements, to_torch
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
-from hyper_parallel.core.dtensor.torch_form import is_strided
+from hyper_parallel.core.dtensor.placements import is_strided
 from hyper_parallel.core.mesh.device_mesh import axes_of, reorder_axes
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
 from hyper_parallel.core.redistribute.cost import Topology, default_topology
@@ -416,4 +416,4 @@ class _Unmoved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> DTensor:
-        return back_to(grad, gradient_layout(layout_of_spec(ctx.spec), Layout.of(grad)))
+        return back_to(grad, gradient_layout(Layout.of_spec(ctx.spec), Layout.of(grad)))

@@ -22,7 +22,7 @@ from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import count_parts
+from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.redistribute.api import back_to, build, gradient_layout, local_tensor, redistribute, torch_form
 from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
 

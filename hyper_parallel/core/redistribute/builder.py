@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.shards import split_points
+from hyper_parallel.core.dtensor.ownership import split_points
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, edges
 from hyper_parallel.core.redistribute.steps import Fill, Kind, Located, Step

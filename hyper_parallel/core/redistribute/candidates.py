@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.builder import Builder
 from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, extent

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.core.dtensor.shards import Splits, chunk, split_points
+from hyper_parallel.core.dtensor.ownership import Splits, chunk, split_points
 
 Intervals = tuple[tuple[int, int], ...]
 Part = tuple[Intervals, ...]

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check, check_shape
-from hyper_parallel.core.dtensor import shards
+from hyper_parallel.core.dtensor import ownership
 from hyper_parallel.core.dtensor.convert import to_placements
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
@@ -276,7 +276,7 @@ class _Counter:
     topology: Topology
     on_cpu: bool
 
-    def steps(self, splits: shards.Splits, moves: Sequence[_Move]) -> Iterator[TorchStep]:
+    def steps(self, splits: ownership.Splits, moves: Sequence[_Move]) -> Iterator[TorchStep]:
         """Yield the step of every move; axes of one rank are passed over, as torch does."""
         now = [list(axes) for axes in splits]
         real = [move for move in moves if self.mesh.mesh_shape[move[0]] > 1]
@@ -296,7 +296,7 @@ class _Counter:
 
     def _held(self, splits: Sequence[Sequence[int]]) -> Bytes:
         """Return the sizes of every rank's part, as an array of ranks x dims."""
-        parts = shards.all_slices(self.shape, self.mesh.mesh_shape, tuple(map(tuple, splits)))
+        parts = ownership.all_slices(self.shape, self.mesh.mesh_shape, tuple(map(tuple, splits)))
         return (parts[..., 1] - parts[..., 0]).reshape(len(parts), len(self.shape))
 
     def _step(self, axis: int, load: _Load, extra: Bytes) -> TorchStep:

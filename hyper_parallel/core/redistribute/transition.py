@@ -16,7 +16,7 @@ import torch
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits
+from hyper_parallel.core.dtensor.ownership import Splits
 from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate
 
 LINEAR = frozenset({"sum", "avg"})

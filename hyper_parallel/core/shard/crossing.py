@@ -26,12 +26,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
-from hyper_parallel.core.dtensor import shards
-from hyper_parallel.core.dtensor.convert import layout_of_spec
+from hyper_parallel.core.dtensor import ownership
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
-from hyper_parallel.core.dtensor.torch_form import is_strided
+from hyper_parallel.core.dtensor.placements import is_strided
 from hyper_parallel.core.redistribute.api import (
     back_to,
     build,
@@ -200,7 +199,7 @@ def _part_of(x: DTensor, target: Layout) -> torch.Tensor:
     if target.mesh is not mesh or any(map(is_strided, placements)):  # what only the verb checks, or can read
         with torch.no_grad():
             return waited_for(redistribute(x, target)._local_tensor)
-    return local_redistributed(waited_for(x._local_tensor).detach(), layout_of_spec(x._spec), target, shape)
+    return local_redistributed(waited_for(x._local_tensor).detach(), Layout.of_spec(x._spec), target, shape)
 
 
 def _is_odd(placement: Placement) -> bool:
@@ -217,7 +216,7 @@ def _source(spec: DTensorSpec) -> Layout:
     if any(map(_is_odd, spec.placements)):
         mesh = Layout.from_device_mesh(spec.mesh)
         return mesh(*_whole_where_odd(spec.placements)).placement_to_tensor_map(len(spec.shape))
-    return layout_of_spec(spec)
+    return Layout.of_spec(spec)
 
 
 def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: torch.Size) -> torch.Tensor:
@@ -328,7 +327,7 @@ def _whole(dim: int, chain: tuple[int, ...], parts: list[tuple[int, ...]], layou
     """Return the size of a dim: the sum over the ranks along the axes that split it."""
     sizes = np.array([part[dim] for part in parts]).reshape(layout.mesh_shape)
     along = tuple(slice(None) if axis in chain else 0 for axis in range(len(layout.mesh_shape)))
-    return int(sizes[along].sum()) if shards.count_parts(layout.mesh_shape, chain) > 1 else int(sizes.flat[0])
+    return int(sizes[along].sum()) if ownership.count_parts(layout.mesh_shape, chain) > 1 else int(sizes.flat[0])
 
 
 def _all_shapes(local: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:

@@ -11,10 +11,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.dtensor.convert import layout_of_spec
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.torch_form import is_strided
+from hyper_parallel.core.dtensor.placements import is_strided
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.boundary import FromLocal
 from hyper_parallel.core.shard.crossing import local_redistributed, waited_for, wrapped
@@ -162,7 +161,7 @@ class LocalParameters:
     def _look_up(self, owner: nn.Module, name: str, param: DTensor) -> _Known:
         found = self._known.get((id(owner), name))
         if found is None or found.spec is not param._spec:
-            layout = layout_of_spec(param._spec)
+            layout = Layout.of_spec(param._spec)
             is_plain = param.is_contiguous() and not any(map(is_strided, param.placements))
             found = self._known[id(owner), name] = _Known(param._spec, layout, self._grad_layout(layout), is_plain)
         return found

@@ -1,4 +1,4 @@
-"""The placement form: torch's placements, one per axis, read and written."""
+"""Placements of torch, one per axis: read, written, and refused where torch contradicts itself."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 from torch.distributed.tensor import placement_types as torch_types
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.dtensor.forms import Reductions, read_reduction
+from hyper_parallel.core.dtensor.ownership import Spec, Specs, Splits, count_parts, is_even, to_splits
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.dtensor.shards import Splits
-from hyper_parallel.core.dtensor.strided import Spec, Specs, to_splits
+from hyper_parallel.core.dtensor.spelling import Reductions, describe, describe_entries, read_reduction
 from hyper_parallel.core.mesh.axes import MeshAxes
 
 # torch keeps its strided shard private, and some versions derive it from Shard: look for it first.
@@ -123,17 +122,88 @@ def resolve(axes: MeshAxes, specs: Specs, ndim: int) -> Splits:
         if not 0 <= dim < ndim:
             asked, blame = f"cannot split dim {spec[0]} over {axes.names[axis]!r}", f"the tensor has ndim {ndim}"
             hint = f"a dim from {-ndim} to {ndim - 1}" if ndim else "Replicate(); 0 dims cannot be split"
-            raise ValueError(explain(asked, blame, describe(axes, specs), hint))
+            raise ValueError(explain(asked, blame, _seen(axes, specs), hint))
         positive[axis] = (dim, spec[1])
     splits = to_splits(axes.sizes, tuple(positive), ndim)
     if isinstance(splits, int):
         spec = specs[splits]
         blame = f"no order of the axes gives {axes.names[splits]!r} the split factor {spec[1] if spec else 1}"
         hint = "a split factor that is the product of later axes on the same dim, or the alias form"
-        raise ValueError(explain("cannot read strided placements", blame, describe(axes, specs), hint))
+        raise ValueError(explain("cannot read strided placements", blame, _seen(axes, specs), hint))
     return splits
 
 
-def describe(axes: MeshAxes, specs: Specs) -> str:
+def _seen(axes: MeshAxes, specs: Specs) -> str:
     """Return the line of an error message that shows placements and their mesh."""
     return f"placements: ({source(specs, (None,) * len(specs))})   mesh: {axes}"
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------------------
+# Where several axes split one dim against mesh order, torch writes strided shards; they are right when the split is
+# even, and torch contradicts itself when it is not.
+
+
+def read_dtensor(
+    axes: MeshAxes,
+    placements: Sequence[object],
+    order: Sequence[tuple[int, Sequence[int]]] | None,
+    shape: Sequence[int],
+) -> tuple[Splits, Reductions]:
+    """Return, for a DTensor, the axes that split each dim, outer first, and what is pending on each axis.
+
+    Args:
+        axes: its mesh.
+        placements: torch's placements, one per axis.
+        order: the order that newer versions of torch keep beside plain placements: a dim, and its axes.
+        shape: the whole tensor's sizes, in elements.
+
+    Raises:
+        ValueError: a placement that a layout cannot say: a strided shard that comes from a view, or of an uneven size;
+            a masked or bitwise partial.
+    """
+    specs, reductions = read_placements(axes, placements)
+    splits = list(resolve(axes, specs, len(shape)))
+    if order and not any(map(is_strided, placements)):
+        for dim, chain in order:
+            splits[dim] = tuple(chain)
+    found = tuple(splits)
+    check_even("cannot read the layout of a DTensor", axes, found, reductions, shape)
+    return found, reductions
+
+
+def check_even(asked: str, axes: MeshAxes, splits: Splits, reductions: Reductions, shape: Sequence[int]) -> None:
+    """Refuse a dim that is split unevenly and against mesh order.
+
+    Raises:
+        ValueError: with four parts.
+    """
+    dim = uneven_dim(axes.sizes, splits, shape)
+    if dim is None:
+        return
+    chain, size = splits[dim], shape[dim]
+    names = [axes.names[axis] for axis in chain]
+    parts = count_parts(axes.sizes, chain)
+    fits = [str(fit) for fit in (size // parts * parts, -(-size // parts) * parts) if fit]
+    order = tuple(name for name in axes.names if name in names)
+    product = " * ".join(f"{axes.names[axis]}={axes.sizes[axis]}" for axis in chain)
+    blame = (
+        f"dim {dim} (size {size}) is split over {' then '.join(map(repr, names))}, against the order of the mesh, "
+        f"and {product} does not divide it; torch places such a split in two ways that differ"
+    )
+    layout = describe(axes, describe_entries(axes, splits), reductions)
+    seen = f"global_shape: {tuple(shape)!r}   layout: {layout}"
+    hint = f"size {' or '.join(fits)} for dim {dim}; {order!r} there; or a mesh with its axes in the order of the split"
+    raise ValueError(explain(asked, blame, seen, hint))
+
+
+def uneven_dim(sizes: Sequence[int], splits: Splits, shape: Sequence[int]) -> int | None:
+    """Return the first dim whose split is uneven and against mesh order, if any; axes of size 1 split nothing.
+
+    >>> uneven_dim((2, 4), ((1, 0), ()), (12, 3)), uneven_dim((2, 4), ((0, 1), ()), (12, 3))
+    (0, None)
+    """
+    for dim, chain in enumerate(splits):
+        real = [axis for axis in chain if sizes[axis] > 1]
+        if real != sorted(real) and not is_even(shape[dim], sizes, chain):
+            return dim
+    return None
