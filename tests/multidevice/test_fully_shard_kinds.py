@@ -24,9 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from hyper_parallel.core.fully_shard import shares as shares_file
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.policy import FullyShardParamMode
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, FullyShardParamMode, MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.unit import unit_of
-from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy
 
 NO_GLOO = ("sim", "gpu", "npu")
 MODES = FullyShardParamMode
