@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import sim
-from hyper_parallel.core.fully_shard.carrier import carrier_of, split_replicated, split_world
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.mesh.spmd_mesh import carrier_of, split_replicated, split_world
 
 NO_GLOO = ("sim", "gpu", "npu")
 SIM = ("sim",)

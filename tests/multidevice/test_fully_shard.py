@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.unit import unit_of
-from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 
 NO_GLOO = ("sim", "gpu", "npu")
 

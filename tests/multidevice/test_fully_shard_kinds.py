@@ -22,11 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from hyper_parallel.core.fully_shard import shares as shares_file
+from hyper_parallel.core.fully_shard import reduce as reduce_file
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.policy import FullyShardParamMode
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, FullyShardParamMode, MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.unit import unit_of
-from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy
 
 NO_GLOO = ("sim", "gpu", "npu")
 MODES = FullyShardParamMode
@@ -1209,7 +1208,7 @@ def test_units_share_all_reduces_over_the_replicate_axis(monkeypatch):
     assert fused == 1  # all of this small model fits
     for ours, others in zip(got, wanted, strict=True):
         assert_equal(ours, others)
-    monkeypatch.setattr(shares_file, "SHARED_BYTES", 1100)  # room for two of them
+    monkeypatch.setattr(reduce_file, "SHARED_BYTES", 1100)  # room for two of them
     some, got = all_reduces(fully_shard, comm_fusion=True)
     assert some == 2
     for ours, others in zip(got, wanted, strict=True):

@@ -13,7 +13,7 @@ from torch import nn
 
 import sim
 from hyper_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, init_device_mesh
-from hyper_parallel.core.fully_shard.fsdp2 import nested_units
+from hyper_parallel.core.fully_shard.unit import nested_units
 from hyper_parallel.core.pipeline import SCHEDULES, Pipeline
 
 pytestmark = pytest.mark.sim

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.build import find_parameters
-from hyper_parallel.core.fully_shard.homes import kept_home, plain_home
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh
+from hyper_parallel.core.fully_shard.placement import DataParallelMesh, kept_home, plain_home
 from hyper_parallel.core.fully_shard.policy import OptimizerLevel
-from hyper_parallel.core.hsdp.traced import Ranks, TracedParam, install, take_over
+from hyper_parallel.core.hsdp.compiled import Ranks, TracedParam, install, take_over
 from hyper_parallel.platform import get_platform
 
 LEVELS = tuple(OptimizerLevel)

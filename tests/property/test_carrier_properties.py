@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import sim
-from hyper_parallel.core.fully_shard.carrier import carrier_of, divisor, split_replicated
+from hyper_parallel.core.mesh.spmd_mesh import carrier_of, divisor, split_replicated
 
 SETTINGS = settings(max_examples=60, deadline=None)
 

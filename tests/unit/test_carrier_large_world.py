@@ -7,7 +7,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hyper_parallel.core.fully_shard.carrier import carrier_of, split_replicated, split_world
+from hyper_parallel.core.mesh.spmd_mesh import carrier_of, split_replicated, split_world
 
 
 @pytest.fixture(params=[0, 1021])

@@ -10,9 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
-from hyper_parallel.core.fully_shard.carrier import carrier_of
-from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.hsdp.api import hsdp
+from hyper_parallel.core.mesh.spmd_mesh import carrier_of
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.sim

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.fully_shard import module as module_file
-from hyper_parallel.core.fully_shard import shares as shares_file
+from hyper_parallel.core.fully_shard import reduce as reduce_file
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
 from hyper_parallel.core.fully_shard.bucket import Bucket, Storage
 from hyper_parallel.core.fully_shard.build import _portions
@@ -30,14 +30,12 @@ from hyper_parallel.core.fully_shard.comm import (
     reduce_scatter,
     reduce_scatter_each,
 )
-from hyper_parallel.core.fully_shard.homes import plain_home
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home, resolve_mesh
+from hyper_parallel.core.fully_shard.hooks import Pass, cast, copy_aliases, mark_inputs, tensors_in, watch_outputs
 from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
-from hyper_parallel.core.fully_shard.passes import Pass, cast, copy_aliases, mark_inputs, tensors_in, watch_outputs
+from hyper_parallel.core.fully_shard.placement import DataParallelMesh, Home, plain_home, resolve_mesh
 from hyper_parallel.core.fully_shard.policy import FullyShardParamMode, MixedPrecisionPolicy
-from hyper_parallel.core.fully_shard.reduce import GradientReducer
+from hyper_parallel.core.fully_shard.reduce import ALIGNMENT, GradientReducer, SharedAllReduce, Shares
 from hyper_parallel.core.fully_shard.schedule import _neighbour
-from hyper_parallel.core.fully_shard.shares import ALIGNMENT, SharedAllReduce, Shares
 from hyper_parallel.core.fully_shard.unit import Counts, unit_of
 from hyper_parallel.platform import get_platform
 
@@ -444,7 +442,7 @@ def test_a_shared_all_reduce_starts_when_it_is_closed_and_all_are_there():
 
 
 def test_shares_close_what_is_full_and_part_groups_and_dtypes(monkeypatch):
-    monkeypatch.setattr(shares_file, "SHARED_BYTES", 4 * 1024)
+    monkeypatch.setattr(reduce_file, "SHARED_BYTES", 4 * 1024)
     one, other = FakeGroup(1), FakeGroup(1)
     single, double = torch.empty(0), torch.empty(0, dtype=torch.float64)
     shares = Shares(total=10**6)

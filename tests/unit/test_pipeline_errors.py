@@ -9,7 +9,7 @@ from torch import nn
 
 import sim
 from hyper_parallel import Layout, from_local, fully_shard, hsdp, init_device_mesh
-from hyper_parallel.core.fully_shard.held import hold_parameters, reduce_gradients, release_parameters
+from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
 from hyper_parallel.core.pipeline import SCHEDULES, Pipeline, TiedWeights, clip_grad_norm
 
 pytestmark = pytest.mark.sim

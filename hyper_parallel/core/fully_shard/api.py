@@ -12,19 +12,13 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.groups import group_of
-from hyper_parallel.core.fully_shard.arguments import (
-    PlacementFn,
-    check_fusion,
-    check_modules,
-    check_parameters,
-    check_policies,
-    check_reshard,
-    unpackable,
-)
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
     Found,
     Grouping,
+    check_modules,
+    check_parameters,
+    copy_wrapped,
     find_parameters,
     install,
     is_dtensor,
@@ -33,44 +27,58 @@ from hyper_parallel.core.fully_shard.build import (
     move_plain,
     nested_homes,
 )
-from hyper_parallel.core.fully_shard.copying import copy_wrapped
-from hyper_parallel.core.fully_shard.fsdp2 import share_comm_ctx, state
-from hyper_parallel.core.fully_shard.homes import common_carrier, kept_home, plain_home, unified_home
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home, data_axes, platform_of, resolve_mesh
 from hyper_parallel.core.fully_shard.module import (
     HSDPModule,
     register_forward_method,
     register_fsdp_forward_method,
+    share_comm_ctx,
+    state,
     wrapped_class,
+)
+from hyper_parallel.core.fully_shard.placement import (
+    DataParallelMesh,
+    Home,
+    PlacementFn,
+    check_fusion,
+    common_carrier,
+    data_axes,
+    kept_home,
+    plain_home,
+    platform_of,
+    resolve_mesh,
+    unified_home,
+    unpackable,
 )
 from hyper_parallel.core.fully_shard.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    UnitOptions,
+    check_policies,
+    check_reshard,
     own_mixed_precision,
     own_offload,
 )
+from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
-from hyper_parallel.core.fully_shard.unit import UnitOptions
-from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
 from hyper_parallel.platform import Platform
 
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
-    "UnshardHandle",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "UnshardHandle",
     "fully_shard",
     "get_model_state_dict",
     "hsdp_sync_stream",
     "load_state_dict",
     "register_forward_method",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")

@@ -1,30 +1,255 @@
-"""From modules and the homes of their parameters to a unit: find, check, bucket, take over."""
+"""From modules and the placements of their parameters to a unit: find, check, bucket, take over; copies of units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
-from hyper_parallel.core.fully_shard.arguments import check_parameter, check_same_data, together
-from hyper_parallel.core.fully_shard.bucket import Bucket, Storage, computed_in
-from hyper_parallel.core.fully_shard.extension import ExtensionBucket
-from hyper_parallel.core.fully_shard.fsdp2 import register_state
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
-from hyper_parallel.core.fully_shard.module import show_shards_in_state_dicts
-from hyper_parallel.core.fully_shard.param import ManagedParam, Slot, has_extension
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, Storage, computed_in
+from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
+from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
+from hyper_parallel.core.fully_shard.placement import DataParallelMesh, Home, has_extension, unpackable
+from hyper_parallel.core.fully_shard.policy import UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.unit import Unit, UnitOptions, is_wrapped, unit_of
+from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
 from hyper_parallel.platform import Platform
 
-__all__ = ["Found", "Grouping", "find_parameters", "install", "make_unit", "move_buffers", "refuse_gradients"]
+__all__ = [
+    "Found",
+    "Grouping",
+    "check_modules",
+    "check_parameter",
+    "check_parameters",
+    "check_same_data",
+    "copy_wrapped",
+    "find_parameters",
+    "install",
+    "make_unit",
+    "move_buffers",
+    "refuse_gradients",
+]
+
+
+# -- checks of arguments, before anything is changed -------------------------------------------------------------------
+
+
+def check_modules(module: Any, face: str) -> list[nn.Module]:
+    """Check the first argument; of a list, keep the modules that no other one contains.
+
+    Raises:
+        ValueError: Not a module, an empty list, a module that is wrapped already or has no forward of its own.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{face} cannot wrap inside of torch.inference_mode(): parameters made there cannot be trained\n"
+            "  seen: inference mode is on\n"
+            "  try: wrap before, and run the forward in inference mode"
+        )
+    given = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not given:
+        raise ValueError(f"{face} got an empty list\n  expected: at least one module\n  try: {face}(model)")
+    for index, item in enumerate(given):
+        if not isinstance(item, nn.Module):
+            where = f"item {index} of the list" if isinstance(module, (list, tuple)) else "its argument"
+            raise ValueError(
+                f"{face} takes modules, but {where} is a {type(item).__name__}: {item!r}\n  try: {face}(model)"
+            )
+    inside = {id(child) for item in given for child in item.modules() if child is not item}
+    roots = [item for item in dict.fromkeys(given) if id(item) not in inside]
+    for root in roots:
+        if is_wrapped(root):
+            raise ValueError(
+                f"{type(root).__name__} is wrapped already\n"
+                f"  seen: a second {face} of the same module\n"
+                "  try: wrap each module once, by one of fully_shard and hsdp, inner modules first"
+            )
+        if getattr(root.forward, "__func__", None) is nn.Module.forward:
+            raise ValueError(
+                f"{type(root).__name__} has no forward of its own, before which its parameters could be gathered\n"
+                "  seen: a container, whose modules are called one by one\n"
+                f"  try: {face} each module in it, or the module that contains it"
+            )
+    return roots
+
+
+def check_parameters(
+    ignored_params: Iterable[nn.Parameter] | None,
+    replicate_params: Iterable[nn.Parameter] | None,
+    roots: Sequence[nn.Module],
+) -> tuple[set[int], set[int]]:
+    """Identities of the parameters to leave alone and of those to keep whole; the former win.
+
+    Raises:
+        ValueError: An ignored one that is no parameter; one to keep whole that is not in the module, or that a unit
+            inside has split.
+        TypeError: One to keep whole that is no parameter.
+    """
+    ignored = _listed("ignored_params", ignored_params)
+    for item in ignored:
+        if not isinstance(item, nn.Parameter):
+            raise ValueError(
+                f"fully_shard cannot ignore a {type(item).__name__}\n"
+                "  expected: ignored_params of nn.Parameter\n"
+                "  try: ignored_params=[model.scale]"
+            )
+    whole = _listed("replicate_params", replicate_params)
+    names = {id(p): name for root in roots for name, p in root.named_parameters(remove_duplicate=False)}
+    for item in whole:
+        if not isinstance(item, nn.Parameter):
+            raise TypeError(
+                f"fully_shard cannot keep a {type(item).__name__} whole on every rank\n"
+                "  expected: replicate_params of nn.Parameter\n"
+                "  try: replicate_params=[model.norm.weight]"
+            )
+        if id(item) not in names:
+            raise ValueError(
+                f"fully_shard cannot keep a parameter of shape {tuple(item.shape)} whole: it is not in the module\n"
+                f"  seen: {len(names)} parameters in {', '.join(type(root).__name__ for root in roots)}\n"
+                "  try: replicate_params of this module's own, such as [model.norm.weight]"
+            )
+        if managed_name(item) is not None and id(item) not in {id(i) for i in ignored}:
+            raise ValueError(
+                f"fully_shard cannot keep {names[id(item)]!r} whole: a unit inside the module manages it already\n"
+                f"  seen: {managed_name(item)!r} there\n"
+                "  try: pass replicate_params to the call that wraps that unit"
+            )
+    return {id(item) for item in ignored}, {id(item) for item in whole}
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        raise (ValueError if name == "ignored_params" else TypeError)(
+            explain(
+                f"fully_shard cannot use a {type(given).__name__} as {name}",
+                "it takes several parameters",
+                f"expected: a set or list of nn.Parameter, or None; got {type(given).__name__}",
+                f"{name}=[model.norm.weight]",
+            )
+        )
+    return list(given)
+
+
+def managed_name(parameter: nn.Parameter) -> str | None:
+    """The name under which a unit manages a parameter (the original or the sharded one), or None."""
+    name: str | None = getattr(parameter, "_hyper_parallel_unit_name", None)
+    return name
+
+
+def check_same_data(parameters: list[tuple[nn.Parameter, str]]) -> None:
+    """Either all parameters of a unit are on the meta device or none.
+
+    Raises:
+        ValueError: Some are.
+    """
+    on_meta = [name for parameter, name in parameters if parameter.is_meta]
+    if on_meta and len(on_meta) < len(parameters):
+        raise ValueError(
+            f"some parameters of the unit are on the meta device, others have data\n"
+            f"  on meta: {', '.join(on_meta)}\n"
+            "  try: make the whole module on meta, or none of it; or pass the former in ignored_params"
+        )
+
+
+def check_parameter(parameter: nn.Parameter, name: str, face: str) -> None:
+    """Check that a parameter can be managed.
+
+    Raises:
+        ValueError: Another unit manages it; it has no shape yet, a gradient, hooks that would be lost; it is of a kind
+            whose parts are no tensors of their own.
+    """
+    owner = managed_name(parameter)
+    if owner is not None:
+        raise ValueError(
+            f"parameter {name!r} is the same as {owner!r}, which another unit already manages\n"
+            "  seen: one tensor in two units, whose gradients would drift apart\n"
+            f"  try: inner modules before the one that contains them; of two modules that share it, {together(face)}"
+        )
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name!r} has no shape yet\n"
+            "  seen: a lazy module that has not run\n"
+            f"  try: run it once, on any rank's input, before {face}"
+        )
+    if parameter.grad is not None:
+        raise ValueError(
+            f"parameter {name!r} has a gradient, which would be lost\n"
+            f"  seen: a backward before {face}\n"
+            "  try: model.zero_grad() first"
+        )
+    hooks = (parameter._backward_hooks or {}).values()
+    lost = [hook for hook in hooks if not getattr(hook, "is_made_anew", False)]  # a unit sees to the layout itself
+    if lost or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"parameter {name!r} has hooks, which would be lost: the parameter is replaced by a sharded one\n"
+            "  seen: register_hook or register_post_accumulate_grad_hook before wrapping\n"
+            f"  try: register them on the parameter that the module has after {face}"
+        )
+    if face == "fully_shard" and _is_extended(parameter, name):
+        return
+    reason = unpackable(parameter)
+    if reason is not None:
+        raise ValueError(
+            f"parameter {name!r} cannot be split: {reason}\n"
+            f"  seen: {type(parameter).__name__}, {parameter.layout}\n"
+            "  try: a plain tensor, or pass it in ignored_params"
+        )
+
+
+def _is_extended(parameter: nn.Parameter, name: str) -> bool:
+    """Whether a parameter has FSDP2's tensor extension, in a form that can be used."""
+    local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    found = [method for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, method)]
+    if not found:
+        return False
+    if len(found) == 1:
+        raise ValueError(
+            f"parameter {name!r} cannot be split: it has {found[0]} alone, which needs the other one of the two\n"
+            f"  seen: a {type(local).__name__}\n"
+            "  try: both fsdp_pre_all_gather and fsdp_post_all_gather, or pass it in ignored_params"
+        )
+    signature = inspect.signature(local.fsdp_pre_all_gather)
+    if len(signature.parameters) not in (1, 5):
+        raise ValueError(
+            f"parameter {name!r} cannot be split: its fsdp_pre_all_gather does not take what it is called with\n"
+            f"  seen: {type(local).__name__}.fsdp_pre_all_gather{signature}\n"
+            "  try: (self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
+        )
+    with torch.no_grad():
+        part = local.detach()
+        part = part.narrow(0, 0, 0).new_zeros((0, *part.shape[1:])) if part.dim() else part
+    if not has_extension(part):
+        raise ValueError(
+            f"parameter {name!r} cannot be split: parts of it have lost fsdp_pre_all_gather\n"
+            f"  seen: a {type(local).__name__}, whose detach(), narrow() or new_zeros() is a {type(part).__name__}\n"
+            "  try: a __torch_dispatch__ that keeps the class for detach, slice, new_zeros, view, copy_ and _to_copy"
+        )
+    return True
+
+
+def together(face: str) -> str:
+    """How to wrap two modules that share a parameter."""
+    one = "wrap both modules as one unit, fully_shard([a, b]), or " if face == "fully_shard" else ""
+    return f"{one}wrap only the module that contains both"
+
+
+# -- from modules to a unit --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,3 +464,154 @@ def nested_homes(roots: Iterable[nn.Module]) -> list[Home]:
 def is_dtensor(found: Found) -> bool:
     """Whether the parameter is a DTensor already."""
     return isinstance(found.parameter, DTensor)
+
+
+# -- copies: the same units over the same groups, with values of their own ---------------------------------------------
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+OF_A_UNIT = ("_hyper_parallel_unit", STATE_KEY, REGISTRY_KEY)
+
+
+def copy_wrapped(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What ``copy.deepcopy`` of a wrapped module returns; gradients are left behind, as torch does for parameters.
+
+    Raises:
+        TypeError: A unit for ``torch.compile`` to trace.
+        ValueError: A unit has modules outside of this one.
+    """
+    units = list(nested_units(module))
+    _check(module, units)
+    for unit in units:
+        unit.reshard()
+    with _unwrapped(module, units) as stand_ins:
+        made: nn.Module = copy.deepcopy(module, memo)
+    copies: dict[int, Unit] = {}
+    for unit in reversed(units):  # inner ones first
+        copies[id(unit)] = _copy_unit(unit, stand_ins, memo)
+    for unit in units:
+        _copy_links(unit, copies)
+    return made
+
+
+def _check(module: nn.Module, units: list[Unit]) -> None:
+    if nested_traced_units(module):
+        raise TypeError(
+            explain(
+                f"cannot copy a {type(module).__name__}",
+                "a cell in it was wrapped for torch.compile to trace",
+                "seen: hsdp(..., use_eager_hook=False)",
+                "its state_dict(), or copy the module before it is wrapped",
+            )
+        )
+    inside = set(module.modules())
+    for unit in units:
+        outside = [type(m).__name__ for m in (*unit.modules, *(s.module for s in _slots(unit))) if m not in inside]
+        if outside:
+            raise ValueError(
+                explain(
+                    f"cannot copy a {type(module).__name__} alone",
+                    "its unit has modules outside of it",
+                    f"seen: {', '.join(dict.fromkeys(outside))}",
+                    "copy the module that contains them",
+                )
+            )
+
+
+def _params(unit: Unit) -> list[ManagedParam]:
+    return [param for bucket in unit.buckets for param in bucket.params]
+
+
+def _slots(unit: Unit) -> list[Slot]:
+    return [slot for param in _params(unit) for slot in param.slots]
+
+
+@contextmanager
+def _unwrapped(module: nn.Module, units: list[Unit]) -> Iterator[dict[int, nn.Parameter]]:
+    """For a while, the module as it was before: no units, and parameters of the original shapes without data."""
+    before = [(child, type(child), dict(child.__dict__), dict(child._parameters)) for child in module.modules()]
+    stand_ins: dict[int, nn.Parameter] = {}
+    try:
+        for unit in units:
+            for param in _params(unit):
+                empty = torch.empty(param.shape, dtype=param.local.dtype, device="meta")
+                stand_ins[id(param)] = nn.Parameter(empty, requires_grad=param.sharded.requires_grad)
+                for slot in param.slots:
+                    slot.module._parameters[slot.name] = stand_ins[id(param)]
+            for root in unit.modules:
+                object.__setattr__(root, "__class__", unit.original_classes[id(root)])
+                for name in (*OF_A_UNIT, *unit.forward_methods.get(id(root), ())):
+                    root.__dict__.pop(name, None)
+        for child, *_ in before:
+            for name in HOOKS:
+                child.__dict__[name] = OrderedDict(
+                    (number, hook) for number, hook in child.__dict__[name].items() if not _is_of_a_unit(hook)
+                )
+        yield stand_ins
+    finally:
+        for child, kind, attributes, parameters in before:
+            object.__setattr__(child, "__class__", kind)
+            child.__dict__.clear()
+            child.__dict__.update(attributes)
+            child._parameters.update(parameters)
+
+
+def _is_of_a_unit(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch wraps those on state dicts
+    return isinstance(getattr(hook, "__self__", None), Unit) or getattr(hook, "is_of_a_unit", False)
+
+
+def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, Any]) -> Unit:
+    params = _params(unit)
+    placed: list[tuple[Found, Home]] = []
+    device = unit.storage.device
+    for param in params:
+        empty = memo[id(stand_ins[id(param)])]
+        whole = nn.Parameter(empty.detach() if param.local.is_meta else torch.empty_like(empty, device=device))
+        if has_extension(param.local):
+            whole = nn.Parameter(param.local.detach().new_zeros(param.shape))
+        whole.requires_grad_(empty.requires_grad)
+        if param.home.view_mesh is not None:
+            whole = _as_dtensor(whole, param)
+        whole.__dict__.update(copy.deepcopy(param.attributes | param.sharded.__dict__, memo))
+        slots = tuple(Slot(memo[id(slot.module)], slot.name) for slot in param.slots)
+        placed.append((Found(whole, param.name, slots), param.home))
+    roots = [memo[id(root)] for root in unit.modules]
+    made = make_unit(roots, placed, unit.storage, replace(unit.options), unit.grouping)
+    for param, twin in zip(params, _params(made), strict=True):  # the same keys, hence the same buckets
+        memo[id(param.sharded)] = twin.sharded
+        with torch.no_grad():
+            twin.local.copy_(param.local)
+    made.ignored = [memo.get(id(parameter), parameter) for parameter in unit.ignored]
+    classes = {unit.original_classes[id(root)]: type(root) for root in unit.modules}
+    install(made, placed, classes.__getitem__, "fully_shard")
+    made.copied_by = copy_wrapped
+    for root, twin in zip(unit.modules, roots, strict=True):
+        for name in unit.forward_methods.get(id(root), ()):
+            register_forward_method(twin, name)
+    return made
+
+
+def _as_dtensor(whole: nn.Parameter, param: ManagedParam) -> nn.Parameter:
+    model: Any = param.sharded
+    assert param.home.view_mesh is not None
+    local = DTensor.from_local(
+        whole.detach(),
+        param.home.view_mesh,
+        param.home.view_placements,
+        run_check=False,
+        shape=model.shape,
+        stride=model.stride(),
+    )
+    return nn.Parameter(local, requires_grad=whole.requires_grad)
+
+
+def _copy_links(unit: Unit, copies: dict[int, Unit]) -> None:
+    """What units know of each other."""
+    made = copies[id(unit)]
+    for name in ("forward_prefetch", "backward_prefetch"):
+        others = getattr(unit, name)
+        if others is not None:
+            setattr(made, name, [copies[id(other)] for other in others if id(other) in copies])
+    made.is_last_backward = unit.is_last_backward if unit.schedule is None else unit.schedule.is_last_backward
+    for bucket, twin in zip(unit.buckets, made.buckets, strict=True):
+        twin.keep_pieces, twin.all_gather_with = bucket.keep_pieces, bucket.all_gather_with

@@ -20,18 +20,27 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
+from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform
 
-__all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+__all__ = [
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+]
 
 _WIDER = MappingProxyType(
     {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 )
+
+
 _DOUBLE = (torch.float64, torch.complex128)
 
+
 _Key = tuple[str, tuple[int, ...]]
+
+
 """What tells groups apart: the type of device that they move, and their ranks."""
 
 

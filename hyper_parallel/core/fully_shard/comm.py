@@ -9,10 +9,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["Pending", "all_gather", "all_gather_each", "all_reduce", "reduce_scatter", "reduce_scatter_each"]
+__all__ = [
+    "Pending",
+    "all_gather",
+    "all_gather_each",
+    "all_reduce",
+    "reduce_scatter",
+    "reduce_scatter_each",
+]
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

@@ -1,4 +1,4 @@
-"""One managed parameter: its part, its whole, and which of the two its modules show."""
+"""One managed parameter: its shard, its unsharded form, and which of the two its modules show."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.common.torch_compat import note_replaced
-from hyper_parallel.core.fully_shard.mesh import Home
+from hyper_parallel.core.fully_shard.placement import Home, has_extension
 from hyper_parallel.core.redistribute.api import redistribute
 
-__all__ = ["ManagedParam", "Slot", "dtensor_like", "has_extension"]
+__all__ = [
+    "ManagedParam",
+    "Slot",
+    "dtensor_like",
+]
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,6 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
     # What DTensor(...) does after __new__ concerns torch.export alone, and takes twice as long as this.
     made: DTensor = DTensor.__new__(DTensor, local, model._spec, requires_grad=False)
     return made
-
-
-def has_extension(parameter: torch.Tensor) -> bool:
-    """Whether a parameter says itself what is gathered of it, by FSDP2's tensor extension."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")
 
 
 class ManagedParam:
@@ -414,4 +412,6 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 register_optimizer_step_pre_hook(_count_step)
+
+
 register_optimizer_step_post_hook(_count_step)

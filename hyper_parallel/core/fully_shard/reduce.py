@@ -1,20 +1,286 @@
-"""From the gradients of whole parameters to those of parts: pack, reduce_scatter, all_reduce, apply."""
+"""Reduction of gradients, from unsharded ones to those of shards: pack, reduce_scatter, all_reduce, apply.
+
+`GradientReducer` packs and issues; a `Reduction` is one under way; a `FusedAllReduce` takes what reductions of several
+units leave for the replicate axis.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.core.fully_shard.bucket import Bucket
-from hyper_parallel.core.fully_shard.comm import Pending, reduce_scatter, reduce_scatter_each
+from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_scatter, reduce_scatter_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
-from hyper_parallel.core.fully_shard.reduction import Finish, ReduceOptions, Reduction
-from hyper_parallel.core.fully_shard.shares import ALIGNMENT, Shares
 
-__all__ = ["GradientReducer"]
+__all__ = [
+    "ALIGNMENT",
+    "Finish",
+    "GradientReducer",
+    "ReduceOptions",
+    "Reduction",
+    "SharedAllReduce",
+    "Shares",
+]
+
+# -- all_reduces that take what several reductions leave, of adjacent units --------------------------------------------
+
+# Reductions of adjacent units share an all_reduce up to this size: large enough for the latency not to count, small
+# enough for the rest of backward to overlap with it.
+SHARED_BYTES = 16 * 2**20
+ALIGNMENT = 512  # bytes; what allocators and copy engines like
+
+
+class SharedAllReduce:
+    """One all_reduce for the parts that several reductions leave, of adjacent units.
+
+    Reduce_scatters write straight into its buffer. It starts once it takes no more parts and all are there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, numel: int, like: torch.Tensor) -> None:
+        self.group = group
+        self.buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
+        self.filled = 0
+        self.closed = False
+        self._members = 0
+        self._ready = 0
+        self._work: Pending | None = None
+
+    def take(self, numel: int) -> torch.Tensor | None:
+        """A place of ``numel`` elements; None when there is none left."""
+        step = ALIGNMENT // self.buffer.element_size()
+        start = -(-self.filled // step) * step
+        if self.closed or start + numel > self.buffer.numel():
+            return None
+        self.buffer[self.filled : start].zero_()
+        self.filled = start + numel
+        self._members += 1
+        return self.buffer[start : self.filled]
+
+    def arrived(self) -> None:
+        """One more part is in its place."""
+        self._ready += 1
+        self._start()
+
+    def close(self) -> None:
+        """Take no more parts."""
+        self.closed = True
+        self._start()
+
+    def _start(self) -> None:
+        if self.closed and self._ready == self._members and self._work is None:
+            self._work = all_reduce(self.buffer[: self.filled], self.group)
+
+    def drop(self) -> None:
+        """Wait for what is under way; take no more parts."""
+        self.closed = True
+        if self._work is not None:
+            self._work.wait()
+
+    def wait(self) -> None:
+        """Have all parts reduced."""
+        self.close()
+        assert self._work is not None, "all reduce_scatters are through"
+        self._work.wait()
+
+
+class Shares:
+    """The all_reduces of a backward that take parts of several units.
+
+    Args:
+        total: Bytes that all units together leave, so that no buffer is larger.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._open: dict[Any, SharedAllReduce] = {}
+
+    def place(self, group: dist.ProcessGroup, numel: int, like: torch.Tensor) -> tuple[SharedAllReduce, torch.Tensor]:
+        """Find or make the all_reduce that takes ``numel`` elements like those of ``like``, and the place in it."""
+        key = (group, like.dtype, like.device)
+        current = self._open.get(key)
+        place = None if current is None else current.take(numel)
+        if place is None:
+            if current is not None:
+                current.close()
+            least = min(self.total, SHARED_BYTES) // like.element_size()
+            current = self._open[key] = SharedAllReduce(group, max(numel, least), like)
+            place = current.take(numel)
+        assert current is not None
+        assert place is not None
+        return current, place
+
+    def close(self) -> None:
+        """Nothing more comes: start what has not."""
+        for current in self._open.values():
+            current.close()
+        self._open = {}
+
+
+# -- a reduction under way: between its first collective and the gradients of the shards -------------------------------
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How a unit's gradients are reduced, decided when its backward ends.
+
+    Attributes:
+        average: Whether to divide by the number of ranks.
+        factor: The user's factor on the reduced gradients.
+        all_reduce: Whether to finish with the all_reduce over the replicate axis.
+        dtype: Dtype of the communication; None: that of the computation.
+        result_dtype: Add reduced gradients up in that dtype; None: in the parameter's.
+        share: Let reductions of adjacent units share an all_reduce.
+        show: Show gradients that wait, and reduced ones, as ``param.acc_grad``.
+        divide_by: Divide the sum by it instead of what ``average`` says.
+        hook: Called with the reduced gradients, flat.
+        reduce_scatter_with: What allocates and communicates instead of the engine.
+        zeros: Give parameters that no rank has used zeros as their gradients.
+    """
+
+    average: bool
+    factor: float
+    all_reduce: bool
+    dtype: torch.dtype | None
+    result_dtype: torch.dtype | None = None
+    share: bool = False
+    show: bool = False
+    divide_by: float | None = None
+    hook: Callable[[torch.Tensor], None] | None = None
+    reduce_scatter_with: Any = None
+    zeros: bool = False
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is left to do to a reduced gradient.
+
+    Attributes:
+        options: As the reduction was asked for.
+        scale: Factor that is still to be applied.
+        waited: What earlier backwards have left for this all_reduce.
+    """
+
+    options: ReduceOptions
+    scale: float
+    waited: torch.Tensor | None
+
+
+class Reduction:
+    """One reducer's reduction under way; :meth:`advance` takes it a step further without running ahead."""
+
+    def __init__(
+        self,
+        owner: GradientReducer,
+        params: list[ManagedParam],
+        starts: list[int],
+        used: list[bool],
+        work: Pending,
+        finish: Finish,
+        shared: SharedAllReduce | None,
+    ) -> None:
+        self._owner = owner
+        self._params = params
+        self._starts = starts
+        self._used = used
+        self._work = work
+        self._finish = finish
+        self._shared = shared
+        self._part: torch.Tensor | None = None  # once the reduce_scatter is through
+        self._to_reduce = list(owner.replicas)
+        self.done = False
+
+    def receive(self) -> None:
+        """Wait for the first collective, and apply the gradients if there is no other one to come."""
+        if self._part is None and (self._to_reduce or self._shared is not None):
+            self._work.wait()
+        else:
+            self.advance()
+
+    def advance(self) -> None:
+        """Once the collective under way is through, issue the next, or apply the gradients if there was none to come.
+
+        The last all_reduce is left under way: what comes after it can wait until the end of backward.
+        """
+        if self.done or (self._part is not None and (self._shared is not None or not self._to_reduce)):
+            return
+        owner = self._owner
+        first = self._part is None
+        part = self._part = self._work.wait()
+        if first and owner.hold_or_add(part, self._finish.options, self._finish.waited):
+            self.done = True
+            return
+        if self._shared is not None:
+            self._shared.arrived()
+        elif self._to_reduce:
+            self._work = all_reduce(part, self._to_reduce.pop(0))
+        else:
+            self._apply(part)
+
+    def finish(self) -> None:
+        """Wait for whatever is left and apply the gradients."""
+        while not self.done and (self._part is None or (self._to_reduce and self._shared is None)):
+            self.advance()
+        if self.done:
+            return
+        if self._shared is not None:
+            self._shared.wait()
+            assert self._part is not None
+            self._apply(self._part)
+        else:
+            self._apply(self._work.wait())
+
+    def drop(self) -> None:
+        """Wait for what is under way, which still writes to its buffers, and forget it."""
+        if not self.done:
+            self._work.wait()
+            if self._shared is not None:
+                self._shared.drop()
+            if self._part is None and self._finish.waited is not None:
+                self._owner.partial = self._finish.waited  # as it was before the backward that failed
+            self.done = True
+
+    def _apply(self, part: torch.Tensor) -> None:
+        self.done = True
+        owner, end = self._owner, self._starts[-1]
+        used = self._used
+        if not all(used) and not isinstance(part, FakeTensor):  # without values, others are taken to be like this one
+            used = [count > 0 for count in part[end:].real.tolist()]
+        if self._finish.scale != 1.0:
+            part[:end].mul_(self._finish.scale)
+        if self._finish.options.hook is not None:
+            self._finish.options.hook(part[:end])
+        if self._finish.options.show:
+            owner.show(part, used, waiting=False)
+        if self._finish.options.show:
+            part = part.clone()  # what is shown is not what optimizers change
+        dtypes = [self._result_dtype(param) for param in self._params]
+        parts = {dtype: part.to(dtype) for dtype in dict.fromkeys(dtypes)}
+        first = owner.scatter is not None and not owner.bucket.storage.on_host
+        for param, start, anybody, dtype in zip(self._params, self._starts, used, dtypes, strict=False):
+            part = parts[dtype]
+            if not anybody or (first and param.receive_first(part, start)):
+                continue
+            if owner.scatter is None:
+                whole = part[start : start + param.numel].view(param.shape)
+                param.receive(param.part_of(whole).reshape(-1))
+            else:
+                param.receive(part[start : start + param.local_numel])
+
+    def _result_dtype(self, param: ManagedParam) -> torch.dtype:
+        """In which dtype a parameter wants its gradient."""
+        wanted = self._finish.options.result_dtype
+        own = param.local.dtype
+        return own if wanted is None or not own.is_floating_point else wanted
+
+
+# -- collecting and packing --------------------------------------------------------------------------------------------
 
 
 class GradientReducer:

@@ -1,33 +1,74 @@
-"""State shared by the units of one root in a step: their order, the backward and the reductions under way.
+"""The step that all units of one root share: their order, the backward and the reductions under way.
 
 A unit's life in one training step::
 
-    before forward    gather (or take what was prefetched), start the next unit's gather
-    after forward     free
-    before backward   gather again, start the gather of the unit that backward reaches next
-    after backward    pack gradients, start their reduction, free
-    end of backward   what is left: finish reductions in the order they were issued, free
+    pre_forward        gather (or take what was prefetched), start the next unit's gather
+    post_forward       free
+    pre_backward       gather again, start the gather of the unit that backward reaches next
+    post_backward      free, pack gradients, start their reduction
+    finalize_backward  what is left: finish reductions in the order they were issued, free
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+from torch import nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.fully_shard.reduction import Reduction
-from hyper_parallel.core.fully_shard.shares import Shares
-from hyper_parallel.core.fully_shard.waiting import remember
+from hyper_parallel.core.fully_shard.bucket import Bucket
+from hyper_parallel.core.fully_shard.policy import UnitOptions
+from hyper_parallel.core.fully_shard.reduce import GradientReducer, Reduction, Shares
+from hyper_parallel.platform import Platform
 
-if TYPE_CHECKING:
-    from hyper_parallel.core.fully_shard.unit import Unit
+__all__ = [
+    "Schedule",
+    "Structure",
+    "hsdp_sync_stream",
+    "remember",
+]
 
-__all__ = ["Schedule"]
+
+class ScheduledUnit(Protocol):
+    """What a schedule asks of its units, which know the schedule: the arrow between the two goes one way."""
+
+    modules: list[nn.Module]
+    buckets: list[Bucket]
+    reducers: list[GradientReducer]
+    options: UnitOptions
+    platform: Platform
+    place_in_forward: int
+    place_in_backward: int
+
+    def begin_step(self) -> None:
+        """The root's forward starts."""
+
+    def end_root_forward(self) -> None:
+        """The root's forward is through."""
+
+    def show_shards(self) -> None:
+        """Let the modules see the sharded parameters."""
+
+    def end_of_backward(self) -> None:
+        """The root's backward is through."""
+
+    def abandon_backward(self) -> None:
+        """The backward under way has failed."""
+
+    def is_resharded(self) -> bool:
+        """Whether backward has left nothing unsharded that it should not have."""
 
 
-class Schedule:
+U = TypeVar("U", bound=ScheduledUnit)
+
+
+class Schedule(Generic[U]):
     """The common state of the units of one root.
 
     Attributes:
@@ -41,24 +82,24 @@ class Schedule:
         backward_number: Of the backward under way, or of the last one.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, units: list[U]) -> None:
         self.units = units
-        self.forward_order: list[Unit] = []
-        self.backward_order: list[Unit] = []
+        self.forward_order: list[U] = []
+        self.backward_order: list[U] = []
         self.reductions: list[Reduction] = []
         self.shares = Shares(self._bytes_left())
         self.is_last_backward = True
         self.backward_number = 0
         self.forward_number = 0
         self._recording = False  # the root's forward is running
-        self._entered: list[Unit] = []
-        self._left: list[Unit] = []
+        self._entered: list[U] = []
+        self._left: list[U] = []
         self._ending: weakref.ref[Callable[[], None]] | None = None  # what autograd calls when backward is through
 
     def _bytes_left(self) -> int:
         return sum(r.bytes_left(u.options.mp_policy.reduce_dtype) for u in self.units for r in u.reducers)
 
-    def take_over(self, other: Schedule) -> None:
+    def take_over(self, other: Schedule[U]) -> None:
         """Go on with what is under way in another schedule, whose units are among these."""
         self.reductions += other.reductions
         other.reductions = []
@@ -69,11 +110,11 @@ class Schedule:
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def next_forward(self, unit: Unit) -> list[Unit]:
+    def next_forward(self, unit: U) -> list[U]:
         """The unit that forward enters after ``unit``, if the last forward is a guide."""
         return _neighbour(self.forward_order, unit.place_in_forward, unit)
 
-    def next_backward(self, unit: Unit) -> list[Unit]:
+    def next_backward(self, unit: U) -> list[U]:
         """The unit that backward reaches after ``unit``, likewise."""
         return _neighbour(self.backward_order, unit.place_in_backward, unit)
 
@@ -87,12 +128,12 @@ class Schedule:
         for unit in self.units:
             unit.begin_step()
 
-    def enters(self, unit: Unit) -> None:
+    def enters(self, unit: U) -> None:
         """Forward enters ``unit``."""
         if self._recording:
             self._entered.append(unit)
 
-    def leaves(self, unit: Unit) -> None:
+    def leaves(self, unit: U) -> None:
         """Forward leaves ``unit``."""
         if self._recording:
             self._left.append(unit)
@@ -202,7 +243,103 @@ class Schedule:
             self.units[0].platform.current_stream().synchronize()  # the host reads gradients next
 
 
-def _neighbour(order: list[Unit], place: int, unit: Unit) -> list[Unit]:
+def _neighbour(order: list[U], place: int, unit: U) -> list[U]:
     if 0 <= place < len(order) - 1 and order[place] is unit:
         return [order[place + 1]]
     return []
+
+
+# -- parameters that come into a model after it was wrapped, which no unit knows of ------------------------------------
+
+
+class Structure:
+    """The modules below a root, as they were when all parameters in them were known.
+
+    Args:
+        roots: The modules of the root's unit.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = roots
+        self._seen: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], int]] = []
+
+    def check(self, known: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """Make sure, if a module or a parameter has come or gone, that every parameter is known.
+
+        Args:
+            known: Gives the parameters that are managed or were ignored.
+
+        Raises:
+            RuntimeError: One that needs a gradient is not: each rank would train its own copy.
+        """
+        if self._seen and not self._has_changed():
+            return
+        identities = {id(parameter) for parameter in known()}
+        for root in self._roots:
+            newcomers = [
+                name
+                for name, parameter in root.named_parameters()
+                if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in identities
+            ]
+            if newcomers:
+                raise RuntimeError(
+                    f"parameters came into {type(root).__name__} after it was wrapped: {', '.join(newcomers)}\n"
+                    "  seen: no unit reduces their gradients, so every rank would train its own copy\n"
+                    "  try: add them before wrapping, wrap the module that brings them, or pass them in ignored_params"
+                )
+        modules = dict.fromkeys(module for root in self._roots for module in root.modules())
+        self._seen = [
+            (module._modules, tuple(module._modules.values()), module._parameters, len(module._parameters))
+            for module in modules
+        ]
+
+    def _has_changed(self) -> bool:
+        return any(
+            len(parameters) != count or (children and tuple(children.values()) != before)
+            for children, before, parameters, count in self._seen
+        )
+
+
+# -- pending reductions, which the end of backward has left under way until somebody asks for their gradients ----------
+
+# Guards the table below; it is no state of a rank, but a lock.
+_LOCK = threading.Lock()
+
+
+# Schedules with reductions under way, oldest first, of each default process group: every rank has one of its own, so
+# this holds no state of a rank that another could see. A process group takes no attributes, hence a table beside it;
+# all access is under the lock.
+_SCHEDULES = WeakKeyDictionary[dist.ProcessGroup, "list[weakref.ref[Any]]"]()
+
+
+def remember(schedule: Schedule[Any]) -> None:
+    """Note that ``schedule`` has reductions under way."""
+    world = dist.group.WORLD
+    if world is None:
+        return
+    with _LOCK:
+        known = _SCHEDULES.setdefault(world, [])
+        if not any(reference() is schedule for reference in known):
+            known.append(weakref.ref(schedule))
+
+
+def hsdp_sync_stream() -> None:
+    """Wait until every asynchronous reduction of the calling rank has been applied; nothing pending: do nothing.
+
+    ::
+
+        loss.backward()
+        hsdp_sync_stream()  # with hsdp(..., comm_async=True), before gradients are read
+        optimizer.step()
+
+    Communication: what the reductions still have to do; every rank calls it at the same place.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return
+    with _LOCK:
+        waiting = _SCHEDULES.pop(world, [])
+    for reference in waiting:
+        schedule = reference()
+        if schedule is not None:
+            schedule.finish_reductions()

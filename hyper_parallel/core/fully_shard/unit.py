@@ -18,8 +18,7 @@ from torch import nn
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
 from hyper_parallel.core.fully_shard.comm import Pending
-from hyper_parallel.core.fully_shard.newcomers import Structure
-from hyper_parallel.core.fully_shard.passes import (
+from hyper_parallel.core.fully_shard.hooks import (
     Pass,
     cast,
     copy_aliases,
@@ -28,54 +27,19 @@ from hyper_parallel.core.fully_shard.passes import (
     tensors_in,
     watch_outputs,
 )
-from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
-from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.reduction import ReduceOptions
-from hyper_parallel.core.fully_shard.schedule import Schedule
+from hyper_parallel.core.fully_shard.policy import UnitOptions
+from hyper_parallel.core.fully_shard.reduce import GradientReducer, ReduceOptions
+from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
 from hyper_parallel.platform import Platform
 
-__all__ = ["Unit", "UnitOptions", "is_wrapped", "traced_unit_of", "unit_of"]
-
-
-@dataclass
-class UnitOptions:
-    """What the calls that make a unit decide, and its methods may change.
-
-    Attributes:
-        mp_policy: Dtypes.
-        reshard_after_forward: Free the whole parameters after forward.
-        average: Divide reduced gradients by the number of ranks.
-        gradient_scale: Factor on the reduced gradients.
-        share_all_reduces: Let the all_reduces of adjacent units be one.
-        show_sums: Show accumulated gradients as ``param.acc_grad``.
-        finish_late: The end of backward leaves reductions under way, until somebody asks for them.
-        reshard_after_backward: Free the whole parameters after backward.
-        requires_gradient_sync: Reduce gradients; False: keep them.
-        requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.
-        chose_reduction: Whether the user has said ``average``, or ``divide_by``.
-        divide_by: Divide the sum over the ranks by it, whatever ``average`` says.
-        unshard_in_backward: Gather the whole parameters for backward.
-        reduced_hook: Called with reduced gradients before they are applied.
-        reduce_scatter_with: What allocates and communicates instead of the engine.
-        zeros: Give parameters that no rank has used zeros as their gradients.
-    """
-
-    mp_policy: MixedPrecisionPolicy
-    reshard_after_forward: bool = True
-    average: bool = True
-    gradient_scale: float = 1.0
-    share_all_reduces: bool = False
-    show_sums: bool = False
-    finish_late: bool = False
-    reshard_after_backward: bool = True
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = True
-    chose_reduction: bool = False
-    divide_by: float | None = None
-    unshard_in_backward: bool = True
-    reduced_hook: Callable[[torch.Tensor], None] | None = None
-    reduce_scatter_with: Any = None
-    zeros: bool = False
+__all__ = [
+    "Unit",
+    "is_wrapped",
+    "nested_traced_units",
+    "nested_units",
+    "traced_unit_of",
+    "unit_of",
+]
 
 
 @dataclass
@@ -114,7 +78,7 @@ class Unit:
         self.counts = Counts()
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
-        self.schedule: Schedule | None = None
+        self.schedule: Schedule[Unit] | None = None
         self.is_last_backward = True  # until there is a schedule to ask
         self.is_root = False
         self.place_in_forward = -1
@@ -356,7 +320,7 @@ class Unit:
             output = self._after_forward(module, args, output)
         return output
 
-    def _enter_forward(self, module: nn.Module, schedule: Schedule) -> None:
+    def _enter_forward(self, module: nn.Module, schedule: Schedule[Unit]) -> None:
         first = id(module) not in self._to_run or len(self._to_run) == len(self.modules)
         if first:
             self._to_run = {id(m) for m in self.modules}
@@ -427,7 +391,7 @@ class Unit:
         self._to_run.clear()
         self.show_shards()
 
-    def _leave_forward(self, schedule: Schedule, *, with_backward: bool) -> None:
+    def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool) -> None:
         schedule.leaves(self)
         for bucket in self.buckets:
             bucket.check_untouched()
@@ -460,7 +424,7 @@ class Unit:
         else:
             self.show_shards()
 
-    def _become_root(self) -> Schedule:
+    def _become_root(self) -> Schedule[Unit]:
         """The first unit whose forward runs is the root of all units below it; so far they may have had their own."""
         units = list(dict.fromkeys(u for m in self.modules for child in m.modules() if (u := unit_of(child))))
         earlier = list(dict.fromkeys(u.schedule for u in units if u.schedule is not None))
@@ -576,7 +540,7 @@ class Unit:
         """Whether the end of a backward reduces gradients."""
         return self.options.requires_gradient_sync and not self.defers
 
-    def _finish_backward(self, schedule: Schedule) -> None:
+    def _finish_backward(self, schedule: Schedule[Unit]) -> None:
         self._in_backward = False
         self.counts.finishes += 1
         options = self.options
@@ -747,3 +711,18 @@ def traced_unit_of(module: nn.Module) -> Any:
 def is_wrapped(module: nn.Module) -> bool:
     """Whether ``module`` was wrapped, in either way."""
     return unit_of(module) is not None or traced_unit_of(module) is not None
+
+
+def nested_units(module: nn.Module) -> Iterator[Unit]:
+    """All units in ``module`` and its submodules, each once, in module order."""
+    seen: list[Unit] = []
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is not None and unit not in seen:
+            seen.append(unit)
+            yield unit
+
+
+def nested_traced_units(module: Any) -> list[Any]:
+    """The units in ``module`` that were made for ``torch.compile`` to trace, in module order."""
+    return [unit for child in module.modules() if (unit := traced_unit_of(child)) is not None]

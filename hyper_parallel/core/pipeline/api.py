@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.fully_shard.held import hold_parameters, release_parameters
+from hyper_parallel.core.fully_shard.module import hold_parameters, release_parameters
 from hyper_parallel.core.pipeline.arguments import (
     LossFn,
     as_tensors,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.fsdp2 import nested_units
+from hyper_parallel.core.fully_shard.unit import nested_units
 
 __all__ = [
     "LossFn",

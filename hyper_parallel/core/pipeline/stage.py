@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.fsdp2 import nested_units
-from hyper_parallel.core.fully_shard.held import reduce_gradients, units_with_wider_sums
-from hyper_parallel.core.fully_shard.unit import Unit
+from hyper_parallel.core.fully_shard.module import reduce_gradients, units_with_wider_sums
+from hyper_parallel.core.fully_shard.unit import Unit, nested_units
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta, plain_loss
 
 __all__ = ["StagePosition", "Stage"]

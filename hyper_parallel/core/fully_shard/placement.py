@@ -1,22 +1,48 @@
-"""The mesh as the engine sees it: the axes that shard parameters and those that replicate them."""
+"""Placement of each parameter: sharded, replicated, kept as the DTensor it is, or sharded further.
+
+The data-parallel mesh is read once, into `DataParallelMesh`; a `ParameterPlacement` then says of one parameter what
+optimizers see, what its module sees, and over which groups it is gathered and reduced.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.policy import FullyShardParamMode
+from hyper_parallel.core.dtensor.placements import is_strided
+from hyper_parallel.core.fully_shard.policy import (
+    FullyShardParamMode,
+)
 from hyper_parallel.core.mesh.device_mesh import flatten_axes
+from hyper_parallel.core.mesh.spmd_mesh import carrier_of
 from hyper_parallel.platform import Platform, get_platform
 
-__all__ = ["DataParallelMesh", "Home", "data_axes", "describe_mesh", "platform_of", "resolve_mesh"]
+__all__ = [
+    "DataParallelMesh",
+    "Home",
+    "PlacementFn",
+    "check_fusion",
+    "common_carrier",
+    "data_axes",
+    "describe_mesh",
+    "has_extension",
+    "kept_home",
+    "plain_home",
+    "platform_of",
+    "resolve_mesh",
+    "shard_dim",
+    "unified_home",
+]
 
 
 @dataclass(frozen=True)
@@ -236,3 +262,178 @@ def describe_mesh(mesh: Any) -> str:
     """Names and sizes of a mesh, for messages."""
     names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
     return ", ".join(f"{name}={size}" for name, size in zip(names, torch.Size(mesh.shape), strict=True))
+
+
+PlacementFn = Callable[[nn.Parameter], Any]
+
+
+def unpackable(parameter: nn.Parameter) -> str | None:
+    """Why parts of a parameter cannot be copied as plain memory; None if they can."""
+    local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if local.layout is not torch.strided:
+        return "it is sparse"
+    if has_extension(local):
+        return "it is gathered in its own way, by fsdp_pre_all_gather"
+    if is_traceable_wrapper_subclass(local):
+        return "it is a tensor subclass that holds its values in other tensors"
+    return None
+
+
+def check_fusion(name: str, reason: str) -> None:
+    """Refuse ``comm_fusion`` for a parameter.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        f"comm_fusion cannot take parameter {name!r}: {reason}\n"
+        "  seen: comm_fusion=True\n"
+        "  try: comm_fusion=False, or pass it in replicate_params or ignored_params"
+    )
+
+
+def shard_dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int:
+    """The dim to split, as ``shard_placement_fn`` says.
+
+    Raises:
+        ValueError: It returns something else than ``Shard(dim)`` or None, or a dim that the parameter lacks.
+    """
+    if placement_fn is None:
+        return 0
+    placement = placement_fn(parameter)
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {name!r}\n"
+            "  expected: Shard(dim) of torch.distributed.tensor, or None for dim 0\n"
+            "  try: lambda p: Shard(1) if p.dim() > 1 else None"
+        )
+    dims = parameter.dim()
+    if not -dims <= placement.dim < dims:
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {name!r}, which has no such dim\n"
+            f"  seen: shape {tuple(parameter.shape)}\n"
+            f"  try: a dim from 0 to {dims - 1}"
+        )
+    if placement.dim % dims and has_extension(parameter):
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {name!r}, which has fsdp_pre_all_gather\n"
+            "  expected: Shard(0): what it gathers is handed to fsdp_post_all_gather one below the other\n"
+            "  try: Shard(0) or None for this parameter"
+        )
+    return placement.dim % dims
+
+
+def has_extension(parameter: torch.Tensor) -> bool:
+    """Whether a parameter says itself what is gathered of it, by FSDP2's tensor extension."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")
+
+
+def plain_home(
+    parameter: nn.Parameter,
+    name: str,
+    data: DataParallelMesh,
+    placement_fn: PlacementFn | None,
+    carrier: DeviceMesh | None,
+    *,
+    whole: bool,
+) -> Home:
+    """Where a plain parameter goes: split over the shard axis or, if it is to be whole or has no dim, on every rank.
+
+    Args:
+        parameter: The parameter.
+        name: Its name.
+        data: The data mesh.
+        placement_fn: What chooses the dim.
+        carrier: The mesh that DTensor parameters of the same model are on, and this one is to be on as well.
+        whole: Keep it whole.
+    """
+    mesh = data.mesh if carrier is None else carrier
+    before: list[Placement] = [Replicate() for _ in range(mesh.ndim - data.axes)]
+    local = FullyShardParamMode.LOCAL_PARAM
+    if whole or parameter.dim() == 0:
+        placements = (*before, *[Replicate()] * data.axes)
+        return Home(local, mesh, placements, None, data, reduce_groups=data.domain_groups)
+    dim = shard_dim(parameter, name, placement_fn)
+    placements = (*before, *[Replicate()] * (data.axes - 1), Shard(dim))
+    return Home(local, mesh, placements, dim, data)
+
+
+def kept_home(parameter: DTensor, name: str, *, fused: bool, face: str = "fully_shard") -> Home:
+    """Where a DTensor goes that keeps its layout: nowhere; gradients are reduced where it is replicated.
+
+    Raises:
+        ValueError: It has a partial placement; communication was to be fused.
+    """
+    if fused:
+        check_fusion(name, f"it is a DTensor that keeps its layout, {parameter.placements}")
+    _check_placements(parameter, name, face)
+    mesh = parameter.device_mesh
+    axes = tuple(axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
+    groups = tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
+    world = dist.group.WORLD
+    if world is not None and len(groups) > 1 and prod(group.size() for group in groups) == world.size():
+        groups = (world,)
+    return Home(
+        FullyShardParamMode.DTENSOR_COMPAT,
+        mesh,
+        tuple(parameter.placements),
+        None,
+        None,
+        view_mesh=mesh,
+        view_placements=tuple(parameter.placements),
+        reduced_axes=axes,
+        reduce_groups=groups,
+    )
+
+
+def unified_home(
+    parameter: DTensor, name: str, data: DataParallelMesh, placement_fn: PlacementFn | None, *, whole: bool
+) -> Home:
+    """Where a DTensor goes that is split further: on the mesh over both its axes and the data axes.
+
+    Raises:
+        ValueError: It is split over a data axis already, or has a placement that cannot be split further; the meshes
+            are no slices of one mesh.
+    """
+    _check_placements(parameter, name, "fully_shard")
+    carrier = carrier_of(parameter.device_mesh, data.mesh)
+    for axis in carrier.shared:
+        if not parameter.placements[axis].is_replicate():
+            raise ValueError(
+                f"fully_shard cannot split parameter {name!r} over its mesh: it is split over these ranks already\n"
+                f"  layout: {parameter.placements} on {describe_mesh(parameter.device_mesh)}   "
+                f"mesh: {describe_mesh(data.mesh)}\n"
+                "  try: mesh=None, which keeps its layout, or a mesh of axes along which it is replicated"
+            )
+    kept = [parameter.placements[axis] for axis in carrier.kept]
+    unified = FullyShardParamMode.DTENSOR_UNIFIED
+    view = (parameter.device_mesh, tuple(parameter.placements), carrier.shared)
+    if whole or parameter._local_tensor.dim() == 0:
+        placements = (*kept, *[Replicate()] * data.axes)
+        return Home(unified, carrier.mesh, placements, None, data, *view, reduce_groups=data.domain_groups)
+    dim = shard_dim(parameter, name, placement_fn)  # type: ignore[arg-type]
+    placements = (*kept, *[Replicate()] * (data.axes - 1), Shard(dim))
+    return Home(unified, carrier.mesh, placements, dim, data, *view)
+
+
+def common_carrier(homes: Sequence[Home], data: DataParallelMesh) -> DeviceMesh | None:
+    """The one mesh that carries the DTensor parameters among these, if there is exactly one over this data mesh."""
+    found: list[DeviceMesh] = []
+    for home in homes:
+        is_carrier = home.data is not None and home.data.mesh == data.mesh and home.mesh.ndim > data.axes
+        if is_carrier and home.mesh not in found:
+            found.append(home.mesh)
+    return found[0] if len(found) == 1 else None
+
+
+def _check_placements(parameter: DTensor, name: str, face: str) -> None:
+    for placement in parameter.placements:
+        if placement.is_partial() or is_strided(placement):
+            raise ValueError(
+                f"{face} cannot manage parameter {name!r}, a DTensor with placement {placement}\n"
+                f"  layout: {parameter.placements} on {describe_mesh(parameter.device_mesh)}\n"
+                "  try: hyper_parallel.redistribute it to Shard and Replicate placements first"
+            )

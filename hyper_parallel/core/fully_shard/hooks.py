@@ -1,4 +1,4 @@
-"""One pass of a unit, forward and back: how autograd tells that backward reaches the unit, and that it has left it."""
+"""One forward call of a unit, and the hooks by which autograd tells when backward enters and leaves it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["Pass", "cast", "copy_aliases", "give_back", "mark_inputs", "tensors_in", "watch_outputs"]
+__all__ = [
+    "Pass",
+    "cast",
+    "copy_aliases",
+    "give_back",
+    "mark_inputs",
+    "tensors_in",
+    "watch_outputs",
+]
 
 
 class Listener(Protocol):

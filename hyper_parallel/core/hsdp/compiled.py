@@ -32,11 +32,18 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.build import Found
-from hyper_parallel.core.fully_shard.mesh import Home
 from hyper_parallel.core.fully_shard.param import ManagedParam
+from hyper_parallel.core.fully_shard.placement import Home
 from hyper_parallel.core.fully_shard.policy import OptimizerLevel
 
-__all__ = ["Ranks", "TracedParam", "TracedUnit", "install", "refuse_dtensors", "take_over"]
+__all__ = [
+    "Ranks",
+    "TracedParam",
+    "TracedUnit",
+    "install",
+    "refuse_dtensors",
+    "take_over",
+]
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import group_of
 
-__all__ = ["Carrier", "carrier_of", "divisor", "split_replicated", "split_world"]
+__all__ = [
+    "Carrier",
+    "carrier_of",
+    "divisor",
+    "split_replicated",
+    "split_world",
+]
 
 Ranks = npt.NDArray[np.int64]
 
+
 # Guards the table below, and is held for no longer than a look into it; it is no state of a rank, but a lock.
 _LOCK = threading.Lock()
+
 
 # What `split_world` made for each default process group: every rank has a default group of its own, so this holds
 # no state of a rank that another one could see; all access is under the lock. The meshes are held weakly, as each holds
