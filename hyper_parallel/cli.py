@@ -180,10 +180,9 @@ def train(
     torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
     """
     from hyper_parallel.cli_runs import check_run, describe_run, run_here, run_simulated, summarise, while_ranks_run
-    from hyper_parallel.trainer.config import Config
-    from hyper_parallel.trainer.config_file import config_text, load_config
-    from hyper_parallel.trainer.convert import with_shape_of
-    from hyper_parallel.trainer.stop import stop_on_signals
+    from hyper_parallel.trainer.config import Config, config_text, load_config
+    from hyper_parallel.trainer.guards import stop_on_signals
+    from hyper_parallel.trainer.saving import with_shape_of
 
     with mistakes_as_messages():
         run = load_config(config) if config is not None else Config()
@@ -282,7 +281,7 @@ def export(
     """
     with mistakes_as_messages():
         from hyper_parallel.core.dtensor.text import parse_dtype
-        from hyper_parallel.trainer.convert import export_checkpoint
+        from hyper_parallel.trainer.saving import export_checkpoint
 
         to = None if dtype is None else parse_dtype(dtype)
         if to is not None and str(to).removeprefix("torch.") not in _WEIGHTS:

@@ -29,13 +29,15 @@ from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import load_corpus
-from hyper_parallel.trainer.display import TrainingDisplay
-from hyper_parallel.trainer.nonfinite import NonFiniteError
-from hyper_parallel.trainer.place import RankPlace
+from hyper_parallel.trainer.guards import NonFiniteError, StopRequest
+from hyper_parallel.trainer.loop import RankPlace
+from hyper_parallel.trainer.loop import train as train_rank
+from hyper_parallel.trainer.parallelize import describe_axes
 from hyper_parallel.trainer.preflight import check_machine, check_precision, plan_run
-from hyper_parallel.trainer.record import TrainResult
 from hyper_parallel.trainer.report import (
     Traffic,
+    TrainingDisplay,
+    TrainResult,
     bits_per_byte,
     largest_difference,
     loss_table,
@@ -43,9 +45,6 @@ from hyper_parallel.trainer.report import (
     traffic_table,
 )
 from hyper_parallel.trainer.saving import run_to_go_on_from
-from hyper_parallel.trainer.steps import describe_axes
-from hyper_parallel.trainer.stop import StopRequest
-from hyper_parallel.trainer.trainer import train as train_rank
 from hyper_parallel.trainer.verify import Subject, painted
 from hyper_parallel.trainer.watchdog import RankLostError
 

@@ -19,8 +19,8 @@ from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
 from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import check_length, load_corpus
+from hyper_parallel.trainer.report import check_tensorboard
 from hyper_parallel.trainer.saving import run_to_go_on_from
-from hyper_parallel.trainer.tensorboard import check_tensorboard
 
 GB = 2**30
 

@@ -23,12 +23,10 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED
-from hyper_parallel.trainer.loss import ShareOfLoss
+from hyper_parallel.trainer.loop import PARALLELIZE, RunGroups, forward_backward
 from hyper_parallel.trainer.optimizer import build_optimizer
+from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
 from hyper_parallel.trainer.preflight import plan_run
-from hyper_parallel.trainer.ranks import Ranks
-from hyper_parallel.trainer.steps import WEIGHTS, Parallelized
-from hyper_parallel.trainer.trainer import PARALLELIZE, _communicate_gradients
 from sim.current import current_context
 from sim.mesh.routing import Routing
 from sim.trace import Event
@@ -52,7 +50,7 @@ def steps_of(
         if world_size > 1 or config.parallel.param_dtype == "bf16":
             dims.build_mesh("cpu")
             cut_meshes(dims)
-        ranks = Ranks(dims, world_size > 1, torch.device("cpu"), WEIGHTS[config.parallel.param_dtype])
+        ranks = RunGroups(dims, world_size > 1, torch.device("cpu"), WEIGHTS[config.parallel.param_dtype])
         with mode():
             share = _Followed()
             model = PARALLELIZE[config.train.model](config, dims, torch.device("cpu"), share)
@@ -172,7 +170,7 @@ def one_step(
     model: Parallelized,
     optimizer: torch.optim.Optimizer,
     share: ShareOfLoss,
-    ranks: Ranks,
+    ranks: RunGroups,
     config: Config,
     *,
     numbers: bool = True,
@@ -187,19 +185,7 @@ def one_step(
     if numbers:
         ranks.over_tokens((targets != IGNORED).sum())
     share.counted = float(train.batch_size * train.seq_len)
-    if model.pipeline is not None:
-        loss = model.pipeline.step(inputs, targets)
-        if model.tied is not None:
-            model.tied.add_gradients()
-    else:
-        (part,) = model.parts
-        loss = torch.zeros((), dtype=ranks.dtype)
-        pieces = zip(inputs.chunk(train.accumulate), targets.chunk(train.accumulate), strict=True)
-        for index, (some, expected) in enumerate(pieces):
-            _communicate_gradients(part, index == train.accumulate - 1)
-            piece = share(part(some), expected)
-            piece.backward()
-            loss += piece.detach()
+    loss = forward_backward(model, inputs, targets, share, ranks.dtype, train.accumulate)
     if numbers:
         total = loss.detach().to(ranks.dtype, copy=True)
         if ranks.stages is not None:

@@ -36,11 +36,10 @@ from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.pipeline import SCHEDULES
 from hyper_parallel.trainer.config import CheckpointConfig, Config, ParallelConfig
 from hyper_parallel.trainer.data import rank_part, shuffled
+from hyper_parallel.trainer.loop import RunGroups, train
+from hyper_parallel.trainer.parallelize import Parallelized
 from hyper_parallel.trainer.preflight import plan_run
-from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.saving import Progress, Saver
-from hyper_parallel.trainer.steps import Parallelized
-from hyper_parallel.trainer.trainer import train
 
 pytestmark = pytest.mark.sim
 
@@ -149,17 +148,17 @@ def averaged(monkeypatch):
 
 
 def counted_by_each(monkeypatch):
-    monkeypatch.setattr(Ranks, "over_tokens", lambda self, value: value)
+    monkeypatch.setattr(RunGroups, "over_tokens", lambda self, value: value)
 
 
 def same_rows(monkeypatch):
-    made = Ranks.__init__
+    made = RunGroups.__init__
 
     def with_rank_zero(self, *args):
         made(self, *args)
         self.batch_rank = 0
 
-    monkeypatch.setattr(Ranks, "__init__", with_rank_zero)
+    monkeypatch.setattr(RunGroups, "__init__", with_rank_zero)
 
 
 def untied(monkeypatch):

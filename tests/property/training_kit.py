@@ -33,9 +33,9 @@ from hyper_parallel.trainer.config import (
     ParallelConfig,
     TrainConfig,
 )
+from hyper_parallel.trainer.loop import Trainer, train
 from hyper_parallel.trainer.preflight import plan_run
-from hyper_parallel.trainer.record import StepRecord, TrainResult
-from hyper_parallel.trainer.trainer import Trainer, train
+from hyper_parallel.trainer.report import StepRecord, TrainResult
 from sim.prove.bound import SAFETY, Perturbed
 
 STEPS, LAYERS, BATCH, SEQ = 3, 2, 8, 8
@@ -294,7 +294,7 @@ def reference(problem: Problem) -> Reference:
         values = run(config, 1, keep)
     moved = dict.fromkeys(values, (0.0, 0.0))
     for seed in range(RUNS):
-        with folder() as keep, mock.patch("hyper_parallel.trainer.trainer.Trainer", perturbed(seed)):
+        with folder() as keep, mock.patch("hyper_parallel.trainer.loop.Trainer", perturbed(seed)):
             again = run(config, 1, keep)
         for name, value in values.items():
             moved[name] = tuple(map(max, moved[name], gaps(again[name], value)))

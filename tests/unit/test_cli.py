@@ -21,11 +21,16 @@ from typer.testing import CliRunner
 import sim
 from hyper_parallel import cli, cli_runs
 from hyper_parallel.platform.cpu import CpuPlatform
-from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.config_file import load_config
-from hyper_parallel.trainer.display import TrainingDisplay
-from hyper_parallel.trainer.record import StepRecord, TrainResult
-from hyper_parallel.trainer.report import largest_difference, loss_table, plot_losses, traffic_table
+from hyper_parallel.trainer.config import Config, load_config
+from hyper_parallel.trainer.report import (
+    StepRecord,
+    TrainingDisplay,
+    TrainResult,
+    largest_difference,
+    loss_table,
+    plot_losses,
+    traffic_table,
+)
 from sim.mesh.evidence import validate as evidence
 from sim.script import launch, options
 

@@ -1,4 +1,4 @@
-"""The steps that every model's `parallelize` is made of, each a function; `parallelize_llama.py` has their order."""
+"""The parallelisms of a model, each a function, in the order in which `parallelize_llama.py` applies them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hyper_parallel.core.common.torch_compat import plain_name
@@ -24,9 +25,11 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.split import StageSlice, stage_slices
 from hyper_parallel.core.pipeline.tied import TiedWeights
+from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models.llama import Llama
 from hyper_parallel.trainer.config import Config, ParallelConfig
-from hyper_parallel.trainer.loss import ShareOfLoss
+from hyper_parallel.trainer.data import IGNORED
 
 _PRODUCTS = frozenset(
     {
@@ -324,3 +327,45 @@ def _wrap_by_hsdp(model: Llama, dims: ParallelDims, parallel: ParallelConfig) ->
             comm_fusion=True,
             grad_scale=float(dims.token_ranks),
         )
+
+
+# -- each rank's share of the loss -------------------------------------------------------------------------------------
+
+# With n tokens in the global batch that count (whose target is not `IGNORED`), on all ranks and in all micro-batches,
+#
+#     loss = sum over ranks, micro-batches and tokens of cross_entropy / n
+#
+# So shares are added up, and so are gradients: no rank and no micro-batch weighs more because few of its tokens count.
+
+
+class ShareOfLoss:
+    """Turns logits and targets of some of the tokens into their share of the mean over all of them.
+
+    >>> share = ShareOfLoss()
+    >>> share.counted = 6
+    >>> round(share(torch.zeros(1, 3, 8), torch.tensor([[0, 1, IGNORED]])).item(), 4)  # 2 / 6 * log(8)
+    0.6931
+
+    Attributes:
+        counted: tokens of the global batch that count; set before every step.
+    """
+
+    def __init__(self) -> None:
+        self.counted: float = 1.0
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the share of these tokens, a plain tensor without dims.
+
+        Args:
+            logits: (batch, seq, vocab); a DTensor where tensor parallelism splits the vocabulary.
+            targets: ids (batch, seq), `IGNORED` for tokens that do not count.
+
+        Communication: see `vocab_parallel_cross_entropy`, along tp only.
+        """
+        if isinstance(logits, DTensor):
+            rows = Layout.of(logits).reset_partial()("None", "None")
+            targets = from_local(targets, rows)
+        total = vocab_parallel_cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        if isinstance(total, DTensor):
+            total = total.to_local()
+        return total / max(self.counted, 1.0)
