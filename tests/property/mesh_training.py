@@ -29,7 +29,7 @@ from hyper_parallel.trainer.preflight import plan_run
 from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.steps import WEIGHTS, Parallelized
 from hyper_parallel.trainer.trainer import PARALLELIZE, _communicate_gradients
-from sim.current import current_context
+from sim.kernel.context import current_context
 from sim.mesh.routing import Routing
 from sim.trace import Event
 
