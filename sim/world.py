@@ -13,29 +13,35 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.redistribute.cost import Topology
-from sim import membership, report, stuck, threads, torch_seams
-from sim.callables import check_call, check_result
-from sim.checks import captured, partials, races, replicas
-from sim.clock import CommPricing, Cost
-from sim.collectives import Call, MemoryGone, Problem
-from sim.current import current_rank, this_thread
-from sim.errors import RankLost, RankStopped, SimError, rank_failed, ranks_phrase
+from sim.comm import membership
+from sim.comm.collectives import Call, MemoryGone, Problem
+from sim.comm.group import Group, Message, Slot
+from sim.comm.process_group import SimProcessGroup
+from sim.comm.store import RankStore, SharedStore
+from sim.comm.trace import Event
+from sim.explain import deadlock as stuck
+from sim.explain import mismatch as report
+from sim.explain.callables import check_call, check_result
+from sim.explain.errors import RankLost, RankStopped, SimError, rank_failed, ranks_phrase
+from sim.explain.lines import user_line
 from sim.faults import Fault
-from sim.faults.hooks import Faults
-from sim.group import Group, Message, Slot
-from sim.platform import SimPlatform
-from sim.process_group import SimProcessGroup
-from sim.scheduler import RankThread, Scheduler
+from sim.kernel import threads
+from sim.kernel.clock import CommPricing, Cost
+from sim.kernel.context import current_rank, this_thread
+from sim.kernel.scheduler import RankThread, Scheduler
+from sim.observers import captured, partials, races, replicas
+from sim.observers.faults.hooks import Faults
+from sim.patches import torch_seams
+from sim.patches.devices import KINDS, MapDevice
+from sim.patches.messages import copy_of_filters, enter_filters, leave_filters
+from sim.patches.module_hooks import Hooks, enter_hooks, leave_hooks
+from sim.patches.platform import SimPlatform
+from sim.patches.process import Generators
 from sim.script.failure import device_hint, exit_hint
 from sim.script.modules import OwnModules
 from sim.script.packages import SharedReferences, check_own
 from sim.script.process_view import ProcessView
-from sim.seams.devices import KINDS, MapDevice
-from sim.seams.messages import copy_of_filters, enter_filters, leave_filters
-from sim.seams.module_hooks import Hooks, enter_hooks, leave_hooks
-from sim.seams.process import Generators
-from sim.store import RankStore, SharedStore
-from sim.trace import Event, Trace, user_line
+from sim.trace import Trace
 
 __all__ = ["RankContext", "World", "run", "world"]
 

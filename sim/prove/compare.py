@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.errors import ranks_phrase
+from sim.explain.errors import ranks_phrase
 from sim.prove.infer import Order, furthest, order_of
 from sim.prove.judge import (
     CUT_OFF,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.errors import ranks_phrase
+from sim.explain.errors import ranks_phrase
 from sim.prove.diagnose import diagnose
 from sim.prove.infer import Fit, explanations, fit
 from sim.prove.record import Entry, ranks_along, spread_layout

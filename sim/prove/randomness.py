@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.errors import ranks_phrase
+from sim.explain.errors import ranks_phrase
 from sim.prove.record import ranks_along
 
 __all__ = ["Draw", "NoRandomness", "masks_problem"]

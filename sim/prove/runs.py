@@ -20,7 +20,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.boundary import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
-from sim.errors import RankFailed, SimError
+from sim.explain.errors import RankFailed, SimError
 from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, unit_roundoff
 from sim.prove.infer import order_said

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from sim.current import current_context
+from sim.kernel.context import current_context
 from sim.script.failure import report_failure
 from sim.script.modules import find_module
 from sim.script.options import Launch, parse

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.pytest_plugin import SIMULATED_ARMS
-from sim.callables import check_result
-from sim.errors import CollectiveMismatch, Deadlock
+from sim.explain.callables import check_result
+from sim.explain.errors import CollectiveMismatch, Deadlock
 from sim.testing.processes import (
     DEVICE_TYPES,
     Watch,

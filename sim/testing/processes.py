@@ -39,10 +39,10 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform import get_platform
-from sim.callables import check_result
-from sim.errors import ranks_phrase
+from sim.explain.callables import check_result
+from sim.explain.errors import ranks_phrase
+from sim.explain.lines import belongs_to_a_library, user_line
 from sim.testing.ranks import RankTest
-from sim.trace import belongs_to_a_library, user_line
 
 __all__ = [
     "DEVICE_TYPES",

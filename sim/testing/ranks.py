@@ -19,7 +19,7 @@ except ImportError as missing:
 import torch
 
 from hyper_parallel.platform import Reductions, get_platform
-from sim.callables import check_body
+from sim.explain.callables import check_body
 
 __all__ = ["ARMS", "RankTest", "ranks"]
 

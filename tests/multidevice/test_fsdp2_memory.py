@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from sim.current import current_context
+from sim.kernel.context import current_context
 
 THEME = Theme()
 WIDTH, BLOCKS = 64, 4

@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dnn
 
 import sim
-from sim.process_group import SimProcessGroup
+from sim.comm.process_group import SimProcessGroup
 from sim.testing.ranks import RankTest
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore")]
@@ -92,7 +92,7 @@ class Record:
         if event != "call":
             return
         module = frame.f_globals.get("__name__", "")
-        if module == "sim.torch_seams":  # stands in for a function of torch.distributed
+        if module == "sim.patches.torch_seams":  # stands in for a function of torch.distributed
             module = "torch.distributed.distributed_c10d"
         if module.startswith("torch.distributed") and _asked_by_a_body(frame):
             self.called.setdefault(module, set()).add(frame.f_code.co_name)

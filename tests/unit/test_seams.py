@@ -32,11 +32,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import sim
 from hyper_parallel import platform
-from sim import torch_seams
-from sim.process_group import SimProcessGroup
+from sim.comm.process_group import SimProcessGroup
+from sim.patches import devices, torch_seams
 from sim.script.output import RankStream
 from sim.script.process_view import SLOTS, ProcessView
-from sim.seams import devices
 
 pytestmark = pytest.mark.sim
 _LOCAL_SHAPE = "_compute_local_shape_and_global_offset"
@@ -531,7 +530,7 @@ def test_seam_operators():
 
 
 def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
-    from sim.seams import dispatcher
+    from sim.comm import dispatcher
 
     monkeypatch.delitem(dispatcher._METHODS, "_allgather_base_")
 
@@ -854,7 +853,7 @@ def test_seam_locks():
     import queue
     import threading
 
-    from sim.seams import locks
+    from sim.patches import locks
 
     def places() -> list[object]:
         return [vars(threading)["_allocate_lock"], threading.Lock, threading.RLock, queue.SimpleQueue]
@@ -963,7 +962,7 @@ def test_seam_event_loops():
     import asyncio
     from asyncio.selector_events import BaseSelectorEventLoop
 
-    from sim.seams.event_loops import RankSelector
+    from sim.patches.event_loops import RankSelector
 
     def places() -> list[object]:
         loop = BaseSelectorEventLoop

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import sim
-from sim import threads
-from sim.checks import linear, partials
+from sim.kernel import threads
+from sim.observers import linear, partials
 
 pytestmark = pytest.mark.sim
 

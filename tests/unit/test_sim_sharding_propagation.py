@@ -20,8 +20,8 @@ from torch.distributed.tensor.experimental import register_sharding
 
 import sim
 from hyper_parallel.core.dtensor.placements import STRIDED
-from sim import torch_seams
-from sim.current import current_rank
+from sim.kernel.context import current_rank
+from sim.patches import torch_seams
 
 pytestmark = pytest.mark.sim
 aten = torch.ops.aten

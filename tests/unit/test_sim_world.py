@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sim
 from hyper_parallel.platform import get_platform
-from sim import collectives
-from sim import trace as trace_module
+from sim.comm import collectives
+from sim.comm import trace as trace_module
 
 pytestmark = pytest.mark.sim
 
@@ -550,7 +550,7 @@ def test_what_a_trace_is_asked_for_has_to_exist():
 
 
 def test_the_operations_of_a_trace_are_those_of_the_simulator():
-    assert set(trace_module._OPS) == {*collectives._EXECUTE, "send", "recv"}
+    assert set(trace_module.OPS) == {*collectives._EXECUTE, "send", "recv"}
 
 
 def test_a_region_has_a_name():

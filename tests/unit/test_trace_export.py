@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
-from sim.current import current_context
+from sim.kernel.context import current_context
 from sim.trace import Event, Trace
 from sim.views.export import flight_recorder
 from sim.views.timeline import lay_out

@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.base import Stream
 from hyper_parallel.platform.cpu import HostEvent, HostStream
-from sim.collectives import Call
-from sim.errors import RankFailed
-from sim.group import Group, Message, Slot
-from sim.platform import SimPlatform
-from sim.scheduler import Scheduler, Waitable
-from sim.store import SharedStore
-from sim.trace import Event, Span, Trace
+from sim.comm.collectives import Call
+from sim.comm.group import Group, Message, Slot
+from sim.comm.store import SharedStore
+from sim.comm.trace import Event, Span
+from sim.explain.errors import RankFailed
+from sim.kernel.scheduler import Scheduler, Waitable
+from sim.patches.platform import SimPlatform
+from sim.trace import Trace
 from sim.world import RankContext, World
 
 __all__ = ["MAX_LONE_RANKS", "LoneWorld", "Listener"]
