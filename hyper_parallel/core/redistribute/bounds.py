@@ -9,17 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyper_parallel.core.common.checks import check_shape
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.holdings import Counts, Holding
-from hyper_parallel.core.redistribute.transition import (
-    Transition,
-    check_countable,
-    check_dtype,
-    check_layout,
-    check_reductions,
-    transition_of,
-)
+from hyper_parallel.core.redistribute.holdings import Counts
+from hyper_parallel.core.redistribute.transition import MeshTransition, Side, Transition, on_one_mesh, read
 
 
 def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: torch.dtype) -> npt.NDArray[Any]:
@@ -47,16 +39,10 @@ def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: to
     Raises:
         TypeError, ValueError: as `plan`.
     """
-    asked = "cannot bound a redistribution"
-    shape = check_shape(global_shape, f"from: {src}   to: {dst}")
-    seen = f"from: {src}   to: {dst}   global_shape: {shape}"
-    check_layout(asked, "src", src, shape, seen)
-    check_layout(asked, "dst", dst, shape, seen)
-    check_countable(asked, src, dst, shape, seen)
-    check_reductions(asked, src, dst, check_dtype(asked, dtype), seen)
-    task = transition_of(src, dst, shape, dtype.itemsize)
+    transition = read("cannot bound a redistribution", src, dst, global_shape, dtype)
+    task = on_one_mesh(transition)
     if task is None:
-        return _between_meshes(src, dst, shape, dtype.itemsize)
+        return _between_meshes(transition)
     if not task.reduces:
         target = task.target
         both = target.overlaps(task.source)
@@ -66,7 +52,7 @@ def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: to
     return np.full(ranks, total / ranks)
 
 
-def _transfers(task: Transition) -> int:
+def _transfers(task: MeshTransition) -> int:
     """Return the least transfers of single elements, copies reduced on the way, over all ranks."""
     copies = task.ways(task.reduces)
     elements = int(np.prod(task.shape)) * task.ways(task.keeps)
@@ -75,7 +61,7 @@ def _transfers(task: Transition) -> int:
     return elements * (copies - 1 + needed_by) - _met(task)
 
 
-def _met(task: Transition) -> int:
+def _met(task: MeshTransition) -> int:
     """Return of how many elements a rank that needs them holds a copy."""
     source, result = task.source, task.result
     both = source.overlaps(result)
@@ -83,13 +69,13 @@ def _met(task: Transition) -> int:
     return int(both.sum()) // task.ways(free)
 
 
-def _between_meshes(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> npt.NDArray[Any]:
+def _between_meshes(transition: Transition) -> npt.NDArray[Any]:
     """Count element by element of a coarse grid: the cells between all edges of both layouts."""
-    ranks = sorted({*src.rank_list, *dst.rank_list})
-    cells, sizes = _cells(src, dst, shape or (1,))
-    copies = int(np.prod([src.mesh_shape[src.alias_name.index(name)] for name in src.partial], initial=1))
-    have, need = _held(src, cells, shape or (1,)), _held(dst, cells, shape or (1,))
-    first = _first_only(dst)
+    before, after, ranks = transition.before, transition.after, transition.ranks
+    cells, sizes = _cells(before, after)
+    copies = before.ways(before.pending)
+    have, need = _held(before, cells), _held(after, cells)
+    first = _first_only(after)
     if copies == 1:
         result = []
         for rank in ranks:
@@ -98,26 +84,27 @@ def _between_meshes(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: 
             if wanted is None:
                 result.append(0)
             else:
-                result.append(int(sizes[wanted if mine is None else wanted & ~mine].sum()) * itemsize)
+                missing = wanted if mine is None else wanted & ~mine
+                result.append(int(sizes[missing].sum()) * transition.itemsize)
         return np.array(result, dtype=np.int64)
     wanted_by = sum(need[rank].astype(np.int64) for rank in need if rank in first)
     met = sum((have[rank] & need[rank]).astype(np.int64) for rank in have if rank in need and rank in first)
-    total = int((sizes * (copies - 1 + wanted_by - (np.asarray(met) > 0))).sum()) * itemsize
+    total = int((sizes * (copies - 1 + wanted_by - (np.asarray(met) > 0))).sum()) * transition.itemsize
     return np.full(len(ranks), total / len(ranks))
 
 
-def _first_only(layout: Layout) -> set[int]:
+def _first_only(side: Side) -> set[int]:
     """Return the ranks at coordinate 0 of the pending axes: the others need nothing."""
-    mesh = np.asarray(layout.rank_list).reshape(layout.mesh_shape)
-    index = tuple(slice(0, 1) if name in layout.partial else slice(None) for name in layout.alias_name)
+    mesh = np.asarray(side.ranks).reshape(side.sizes)
+    index = tuple(slice(0, 1) if axis in side.pending else slice(None) for axis in range(len(side.sizes)))
     return set(mesh[index].ravel().tolist())
 
 
-def _cells(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[list[Counts], Counts]:
+def _cells(before: Side, after: Side) -> tuple[list[Counts], Counts]:
     """Return per dim the first index of each cell, and the number of elements of every cell."""
     starts, lengths = [], []
-    slices = [_slices(layout, shape) for layout in (src, dst)]
-    for dim, size in enumerate(shape):
+    slices = [_slices(side) for side in (before, after)]
+    for dim, size in enumerate(before.shape):
         edges = np.unique(np.concatenate([part[:, dim].ravel() for part in slices] + [np.array([0, size])]))
         starts.append(edges[:-1] if len(edges) > 1 else np.zeros(0, dtype=np.int64))
         lengths.append(np.diff(edges))
@@ -127,15 +114,14 @@ def _cells(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[list[Count
     return starts, sizes
 
 
-def _slices(layout: Layout, shape: tuple[int, ...]) -> Counts:
-    held = Holding(layout.mesh_shape, shape, layout.splits(len(shape)))
-    parts = [held.part(at) for at in np.ndindex(*held.sizes)]
+def _slices(side: Side) -> Counts:
+    parts = [side.held.holding.part(at) for at in np.ndindex(*side.sizes)]
     return np.array([[pieces[0] if pieces else (0, 0) for pieces in part] for part in parts], dtype=np.int64)
 
 
-def _held(layout: Layout, starts: list[Counts], shape: tuple[int, ...]) -> dict[int, npt.NDArray[np.bool_]]:
+def _held(side: Side, starts: list[Counts]) -> dict[int, npt.NDArray[np.bool_]]:
     held = {}
-    for rank, part in zip(layout.rank_list, _slices(layout, shape), strict=True):
+    for rank, part in zip(side.ranks, _slices(side), strict=True):
         mask = np.ones((), dtype=bool)
         for dim, (start, stop) in enumerate(part):
             mask = np.logical_and.outer(mask, (starts[dim] >= start) & (starts[dim] < stop))

@@ -9,9 +9,9 @@ import numpy as np
 
 from hyper_parallel.core.dtensor.ownership import split_points
 from hyper_parallel.core.redistribute import cost
-from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, edges
-from hyper_parallel.core.redistribute.steps import Fill, Kind, Located, Step
-from hyper_parallel.core.redistribute.transition import Nodes, Transition
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, Located, coordinate, edges
+from hyper_parallel.core.redistribute.steps import Fill, Kind, Step
+from hyper_parallel.core.redistribute.transition import MeshTransition
 
 
 class Builder:
@@ -22,10 +22,10 @@ class Builder:
         on: the topology.
     """
 
-    def __init__(self, task: Transition, on: cost.Topology) -> None:
+    def __init__(self, task: MeshTransition, on: cost.Topology) -> None:
         self.task = task
         self.on = on
-        self.nodes = Nodes(task.ranks, task.sizes, on.ranks_per_node)
+        self.nodes = cost.Nodes(task.ranks, task.sizes, on.ranks_per_node)
 
     # -- steps without communication -----------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class Builder:
         sent = self.task.along(own, axes) - own
         far = None
         if self.nodes.crosses(axes):
-            far = (ways - self.task.ways(self.nodes.near_axes(axes))) * after.counts()
+            far = (ways - self.task.ways(self.nodes.intra_node_axes(axes))) * after.counts()
         return self._step(
             "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, copied=before.counts(), far=far,
             reduces=axes,
@@ -161,7 +161,7 @@ class Builder:
             return np.zeros(1, dtype=np.int64)
         if not before.plain:
             return missing
-        near = self.nodes.near_axes(axes)
+        near = self.nodes.intra_node_axes(axes)
         distant = [axis for axis in axes if axis not in near]
         node = Holding(task.sizes, task.shape, ((),) * len(task.shape)).restricted(before.splits, distant)
         close = after.overlaps(node) * task.ways(axis for axis in reduces if axis in near)
@@ -223,13 +223,13 @@ def _most(counts: Counts | None) -> int:
     return 0 if counts is None else int(counts.max())
 
 
-def _flat(counts: Counts, task: Transition) -> Counts:
+def _flat(counts: Counts, task: MeshTransition) -> Counts:
     full = np.ascontiguousarray(np.broadcast_to(counts, task.sizes)).reshape(-1)
     full.flags.writeable = False
     return full
 
 
-def _zeros(task: Transition) -> Counts:
+def _zeros(task: MeshTransition) -> Counts:
     return np.zeros((1,) * len(task.sizes), dtype=np.int64)
 
 
@@ -245,7 +245,7 @@ def _is_ring(
     return before.even if kind == "all_gather" else True
 
 
-def _gathers_rows(task: Transition, before: Holding, axes: Sequence[int]) -> bool:
+def _gathers_rows(task: MeshTransition, before: Holding, axes: Sequence[int]) -> bool:
     """Return whether parts that arrive in the order of the ranks are the rows of the result, in order."""
     outer = next((dim for dim, size in enumerate(task.shape) if size > 1), 0)
     chain = before.splits[outer]

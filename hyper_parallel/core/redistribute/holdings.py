@@ -113,6 +113,34 @@ class Holding:
         return overlaps(self, other)
 
 
+@dataclass(frozen=True)
+class Located:
+    """A holding on a mesh of certain ranks.
+
+    Attributes:
+        holding: who holds what, by position on the mesh.
+        ranks: the rank at each position, last axis fastest.
+    """
+
+    holding: Holding
+    ranks: range | tuple[int, ...]
+
+    def part_of(self, rank: int) -> Part | None:
+        """Return what a rank holds; None for a rank that is not on the mesh."""
+        coordinates = self.coordinates(rank)
+        return None if coordinates is None else self.holding.part(coordinates)
+
+    def coordinates(self, rank: int) -> tuple[int, ...] | None:
+        """Return where a rank sits on the mesh, or None."""
+        if rank not in self.ranks:
+            return None
+        position, found = self.ranks.index(rank), []
+        for size in reversed(self.holding.sizes):
+            position, index = divmod(position, size)
+            found.append(index)
+        return tuple(reversed(found))
+
+
 # -- arithmetic of intervals -----------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,8 @@ import torch
 from hyper_parallel.core.redistribute.cost import Load, Topology
 from hyper_parallel.core.redistribute.holdings import (
     Counts,
-    Holding,
     Intervals,
+    Located,
     Part,
     boxes,
     cut,
@@ -35,34 +35,6 @@ Kind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_al
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
 
 _MANY_PAIRS = 2**17  # of a rank with a member of its group
-
-
-@dataclass(frozen=True)
-class Located:
-    """A holding on a mesh of certain ranks.
-
-    Attributes:
-        holding: who holds what, by position on the mesh.
-        ranks: the rank at each position, last axis fastest.
-    """
-
-    holding: Holding
-    ranks: range | tuple[int, ...]
-
-    def part_of(self, rank: int) -> Part | None:
-        """Return what a rank holds; None for a rank that is not on the mesh."""
-        coordinates = self.coordinates(rank)
-        return None if coordinates is None else self.holding.part(coordinates)
-
-    def coordinates(self, rank: int) -> tuple[int, ...] | None:
-        """Return where a rank sits on the mesh, or None."""
-        if rank not in self.ranks:
-            return None
-        position, found = self.ranks.index(rank), []
-        for size in reversed(self.holding.sizes):
-            position, index = divmod(position, size)
-            found.append(index)
-        return tuple(reversed(found))
 
 
 @dataclass(frozen=True, eq=False)
