@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.trainer.data import IGNORED
 
