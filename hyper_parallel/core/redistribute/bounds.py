@@ -56,8 +56,8 @@ def _transfers(task: MeshTransition) -> int:
     """Return the least transfers of single elements, copies reduced on the way, over all ranks."""
     copies = task.ways(task.reduces)
     elements = int(np.prod(task.shape)) * task.ways(task.keeps)
-    alike = [a for a in task.live if a not in task.wanted_axes and a not in task.opens]
-    needed_by = task.ways(alike)
+    replicas = [a for a in task.live if a not in task.wanted_axes and a not in task.opens]
+    needed_by = task.ways(replicas)
     return elements * (copies - 1 + needed_by) - _met(task)
 
 

@@ -40,7 +40,7 @@ def ways(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
         yield []
         return
     closing = _closing(task, builder)
-    found = reductions(task, builder) if task.reduces else exchanges(task, builder, task.source, task.copy_axes)
+    found = reductions(task, builder) if task.reduces else exchanges(task, builder, task.source, task.replica_axes)
     for way in itertools.chain(found, [axis_by_axis(task, builder)] if task.reduces or task.split_axes else []):
         if not task.at_once or sum(bool(step.reduces) for step in way) == 1:
             yield [*way, *closing]
@@ -57,34 +57,34 @@ def _closing(task: MeshTransition, builder: Builder) -> list[Step]:
 # -- between what ranks hold and what they need when there is nothing to reduce ----------------------------------------
 
 
-def exchanges(task: MeshTransition, builder: Builder, held: Holding, alike: tuple[int, ...]) -> Iterator[list[Step]]:
-    """Yield the ways from a plain holding to the target; along `alike` ranks hold the same."""
+def exchanges(task: MeshTransition, builder: Builder, held: Holding, replicas: tuple[int, ...]) -> Iterator[list[Step]]:
+    """Yield the ways from a plain holding to the target; `replicas` are axes along which ranks hold the same."""
     target = task.target
-    crossed = axes_to_cross(task, held, target)
-    if not crossed:
+    communicating = communicating_axes(task, held, target)
+    if not communicating:
         yield builder.local(held, target)
         return
-    yield from _sliced_gather(task, builder, held, crossed)
-    yield from ([step] for step in _single(task, builder, held, target, crossed, alike))
+    yield from _sliced_gather(task, builder, held, communicating)
+    yield from ([step] for step in _single(task, builder, held, target, communicating, replicas))
     if not task.opens:
-        yield from _gather_near_last(task, builder, held, alike)
+        yield from _gather_intra_node_last(task, builder, held, replicas)
 
 
 def _sliced_gather(
-    task: MeshTransition, builder: Builder, held: Holding, crossed: tuple[int, ...]
+    task: MeshTransition, builder: Builder, held: Holding, communicating: tuple[int, ...]
 ) -> Iterator[list[Step]]:
-    """Yield the way that gathers what all ranks along the crossed axes need alike; nothing is packed for each one."""
+    """Yield the way that gathers what all ranks along the communicating axes need; nothing is packed for each one."""
     wanted = task.wanted_axes
-    if not task.target.plain or not wanted or wanted & {*crossed}:
+    if not task.target.plain or not wanted or wanted & {*communicating}:
         return
     sliced = held.restricted(task.target.splits, sorted(wanted))
     first = builder.local(held, sliced)
-    last = builder.exchange(sliced, task.target, crossed, inside=True)
+    last = builder.exchange(sliced, task.target, communicating, inside=True)
     if first and last is not None and last.kind == "all_gather":
         yield [*first, last]
 
 
-def axes_to_cross(task: MeshTransition, held: Holding, target: Holding) -> tuple[int, ...]:
+def communicating_axes(task: MeshTransition, held: Holding, target: Holding) -> tuple[int, ...]:
     """Return the axes of a plain holding along which some rank needs what another one has."""
     axes = sorted({axis for chain in held.splits for axis in chain} & set(task.live))
     counts = target.counts()
@@ -99,25 +99,25 @@ def _single(
     builder: Builder,
     held: Holding,
     target: Holding,
-    crossed: tuple[int, ...],
-    alike: tuple[int, ...],
+    communicating: tuple[int, ...],
+    replicas: tuple[int, ...],
 ) -> Iterator[Step]:
-    """Yield single collectives: over the axes that must be crossed, and with replicas that can share in the sending."""
-    alone = builder.exchange(held, target, crossed)
-    assert alone is not None, "axes are crossed because something is missing"
+    """Yield single collectives: over the communicating axes, and with replicas that share in the sending."""
+    alone = builder.exchange(held, target, communicating)
+    assert alone is not None, "axes communicate because something is missing"
     if not target.plain:
         yield alone
         return
-    near = tuple(axis for axis in alike if axis in builder.nodes.intra_node_axes((*crossed, *alike)))
+    intra_node = tuple(axis for axis in replicas if axis in builder.nodes.intra_node_axes((*communicating, *replicas)))
     if alone.kind != "all_gather":
-        for helpers in dict.fromkeys([(), alike, near]):
-            moved = builder.permute(held, target, sorted((*crossed, *helpers)), helpers)
+        for helpers in dict.fromkeys([(), replicas, intra_node]):
+            moved = builder.permute(held, target, sorted((*communicating, *helpers)), helpers)
             if moved is not None:
                 yield moved
     yield alone
     even = alone.sent_most <= int(alone.recv_bytes.max())
-    for helpers in dict.fromkeys([near] if even else [alike, *((axis,) for axis in alike), near]):
-        step = builder.exchange(held, target, sorted((*crossed, *helpers)), alike=helpers) if helpers else None
+    for helpers in dict.fromkeys([intra_node] if even else [replicas, *((axis,) for axis in replicas), intra_node]):
+        step = builder.exchange(held, target, sorted((*communicating, *helpers)), replicas=helpers) if helpers else None
         if step is not None:
             yield step
 
@@ -125,42 +125,42 @@ def _single(
 # -- over slow links once --------------------------------------------------------------------------------------------
 
 
-def _gather_near_last(
-    task: MeshTransition, builder: Builder, held: Holding, alike: tuple[int, ...]
+def _gather_intra_node_last(
+    task: MeshTransition, builder: Builder, held: Holding, replicas: tuple[int, ...]
 ) -> Iterator[list[Step]]:
     """Yield the way that brings each element to a node once, and then spreads it among the ranks of the node."""
-    near = builder.nodes.intra_node_axes(task.live)
-    late = tuple(axis for axis in near if axis not in task.wanted_axes)
-    if len(near) == len(task.live) or not late:
+    intra_node = builder.nodes.intra_node_axes(task.live)
+    gathered = tuple(axis for axis in intra_node if axis not in task.wanted_axes)
+    if len(intra_node) == len(task.live) or not gathered:
         return
     target = task.target
-    between = target.restricted(held.splits, [axis for axis in late if axis in task.split_axes])
-    rest = tuple(axis for axis in late if axis not in task.split_axes)
+    between = target.restricted(held.splits, [axis for axis in gathered if axis in task.split_axes])
+    rest = tuple(axis for axis in gathered if axis not in task.split_axes)
     if rest:
         between = shared_out(task, between, rest, inside=held.splits)
     if between == target:
         return
-    crossed = {axis for chain in held.splits for axis in chain if axis in task.live and axis not in late}
-    helpers = tuple(axis for axis in alike if axis not in late)
-    step = builder.exchange(held, between, sorted((*crossed, *helpers)), alike=helpers)
+    communicating = {axis for chain in held.splits for axis in chain if axis in task.live and axis not in gathered}
+    helpers = tuple(axis for axis in replicas if axis not in gathered)
+    step = builder.exchange(held, between, sorted((*communicating, *helpers)), replicas=helpers)
     first = [step] if step is not None else builder.local(held, between)
-    last = builder.exchange(between, target, late, inside=True)
+    last = builder.exchange(between, target, gathered, inside=True)
     yield [*first, *([last] if last is not None else [])]
 
 
-def spread_near_last(
-    task: MeshTransition, builder: Builder, held: Holding, crossed: tuple[int, ...]
+def spread_intra_node_last(
+    task: MeshTransition, builder: Builder, held: Holding, communicating: tuple[int, ...]
 ) -> Iterator[list[Step]]:
     """Yield the way from reduced parts that brings each element to a node once; along no axis ranks hold the same."""
-    near = builder.nodes.intra_node_axes(task.live)
-    late = tuple(axis for axis in crossed if axis in near and axis not in task.wanted_axes)
-    if not late or len(late) == len(crossed):
+    intra_node = builder.nodes.intra_node_axes(task.live)
+    gathered = tuple(axis for axis in communicating if axis in intra_node and axis not in task.wanted_axes)
+    if not gathered or len(gathered) == len(communicating):
         return
     combs = held.combs or (None,) * len(task.shape)
     chains = tuple(comb[0] if comb is not None else chain for comb, chain in zip(combs, held.splits, strict=True))
-    between = task.target.restricted(chains, late)
-    first = builder.exchange(held, between, [axis for axis in crossed if axis not in late])
-    last = builder.exchange(between, task.target, late, inside=True)
+    between = task.target.restricted(chains, gathered)
+    first = builder.exchange(held, between, [axis for axis in communicating if axis not in gathered])
+    last = builder.exchange(between, task.target, gathered, inside=True)
     if first is not None and last is not None:
         yield [first, last]
 
@@ -231,12 +231,12 @@ def reductions(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     yield from _scatter_first(task, builder)
     yield from _reduce_whole(task, builder)
     yield from _directly(task, builder)
-    yield from _near_first(task, builder)
+    yield from _intra_node_first(task, builder)
 
 
 def _scatter_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Reduce each element at one rank, which needs it if it can, then exchange."""
-    spread = (*task.reduces, *task.copy_axes)
+    spread = (*task.reduces, *task.replica_axes)
     settled = _settled(task)
     aimed = [task.wanted_axes]
     if not builder.on.counts_bytes_only and not task.wanted_axes & {*spread} <= settled:
@@ -253,7 +253,7 @@ def _scatter_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step
 
 
 def _settled(task: MeshTransition) -> frozenset[int]:
-    """Return the axes that the destination splits dims over which the source splits less far, or not at all.
+    """Return the axes that the destination splits dims over which the source splits over fewer axes, or none.
 
     There the destination's splits divide what any rank holds evenly; elsewhere they may give it all or nothing.
     """
@@ -263,33 +263,33 @@ def _settled(task: MeshTransition) -> frozenset[int]:
 
 def _reduce_whole(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Reduce everywhere what any of the ranks along the copies needs, then exchange: fewer steps, more bytes."""
-    held = task.source.restricted(task.dst, [axis for axis in task.copy_axes if axis in task.wanted_axes])
+    held = task.source.restricted(task.dst, [axis for axis in task.replica_axes if axis in task.wanted_axes])
     if not held.plain:
         held = task.source
     first = [*builder.local(task.source, held), builder.all_reduce(held, task.reduces)]
-    for rest in exchanges(task, builder, held, (*task.reduces, *task.copy_axes)):
+    for rest in exchanges(task, builder, held, (*task.reduces, *task.replica_axes)):
         yield [*first, *rest]
 
 
 def _directly(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Yield the one step in which every rank gets all copies of what it needs and reduces them itself."""
     if task.target.plain:
-        axes = sorted((*axes_to_cross(task, task.source, task.target), *task.reduces))
+        axes = sorted((*communicating_axes(task, task.source, task.target), *task.reduces))
         step = builder.exchange(task.source, task.target, axes, reduces=task.reduces)
         assert step is not None, "the copies of others are missing somewhere"
         yield [step]
 
 
-def _near_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
+def _intra_node_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Reduce within the nodes, then between them on what is left, then spread within them."""
-    near = builder.nodes.intra_node_axes(task.live)
-    inner = tuple(axis for axis in task.reduces if axis in near)
-    outer = tuple(axis for axis in task.reduces if axis not in near)
-    alike = tuple(axis for axis in task.copy_axes if axis in near or axis in task.wanted_axes)
-    if len(near) == len(task.live) or not (inner or alike) or task.opens:
+    intra_node = builder.nodes.intra_node_axes(task.live)
+    inner = tuple(axis for axis in task.reduces if axis in intra_node)
+    outer = tuple(axis for axis in task.reduces if axis not in intra_node)
+    replicas = tuple(axis for axis in task.replica_axes if axis in intra_node or axis in task.wanted_axes)
+    if len(intra_node) == len(task.live) or not (inner or replicas) or task.opens:
         return
     scattered = tuple(axis for axis in outer if axis in task.wanted_axes)
-    reduced = _reducers(task, (*inner, *alike), task.wanted_axes, scattered)
+    reduced = _reducers(task, (*inner, *replicas), task.wanted_axes, scattered)
     steps = [builder.reduce_into(task.source, reduced, inner)] if inner else builder.local(task.source, reduced)
     if scattered:
         if reduced.share is not None:  # what is shared out cannot be divided once more
@@ -334,17 +334,17 @@ def _reducers(
 def _from_reducers(task: MeshTransition, builder: Builder, between: Holding) -> Iterator[list[Step]]:
     """Yield the ways from who reduced each element to the target."""
     target = task.target
-    crossed = _divided(task, between) | set(between.first)
+    communicating = _divided(task, between) | set(between.first)
     for axis in task.split_axes:
-        if axis in task.live and (not target.plain or _is_crossed(task, axis)):
-            crossed.add(axis)
-    step = builder.exchange(between, target, sorted(crossed)) if crossed else None
+        if axis in task.live and (not target.plain or _communicates_over(task, axis)):
+            communicating.add(axis)
+    step = builder.exchange(between, target, sorted(communicating)) if communicating else None
     if step is None:
         yield builder.local(between, target)
         return
     yield [step]
     if target.plain and between.share is None:
-        yield from spread_near_last(task, builder, between, tuple(sorted(crossed)))
+        yield from spread_intra_node_last(task, builder, between, tuple(sorted(communicating)))
 
 
 def _divided(task: MeshTransition, held: Holding) -> set[int]:
@@ -357,7 +357,7 @@ def _divided(task: MeshTransition, held: Holding) -> set[int]:
     return fixed | set(held.share[1] if held.share is not None else ())
 
 
-def _is_crossed(task: MeshTransition, axis: int) -> bool:
+def _communicates_over(task: MeshTransition, axis: int) -> bool:
     target = task.target
     return bool((target.restricted(task.src, [axis]).counts() != target.counts()).any())
 
@@ -508,8 +508,8 @@ def _exchange(
     sent = np.maximum(askers * held - both, 0) // owners * itemsize
     moved = int(max(received.max(), sent.max()))
     per_node = cost.Nodes(ranks, (len(ranks),), on.ranks_per_node).share((0,))
-    far = 0 if per_node == len(ranks) else moved
-    load = cost.Load(len(ranks), per_node, moved, far, int((received + sent).max()))
+    inter_node = 0 if per_node == len(ranks) else moved
+    load = cost.Load(len(ranks), per_node, moved, inter_node, int((received + sent).max()))
     return [Step("all_to_all", names, len(ranks), received, cost.seconds("all_to_all", load, on), before, after,
                  itemsize, ranks, None, estimated_send_bytes=sent, load=load)]  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 A collective takes a fixed latency, a little more per rank, and the bytes of its busiest rank over the bandwidth of the
 slowest link they cross (Hockney, "The communication challenge for MPP", 1994; Thakur et al., "Optimization of
-collective communication operations in MPICH", 2005). Two classes of link are told apart: within a node and between.
+collective communication operations in MPICH", 2005). Two classes of link are distinguished: within a node and between.
 """
 
 from __future__ import annotations
@@ -169,14 +169,14 @@ class Load(NamedTuple):
         ranks: ranks in the group.
         per_node: of them, how many share a node; all of them when the group is within one.
         moved: the larger of sent and received.
-        far: of `moved`, what crosses nodes when each rank talks to each directly.
+        inter_node: of `moved`, what goes between nodes when each rank talks to each directly.
         copied: what is packed and unpacked in memory.
     """
 
     ranks: int
     per_node: int
     moved: int
-    far: int
+    inter_node: int
     copied: int
 
 
@@ -186,7 +186,7 @@ _RINGS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 def seconds(kind: str, load: Load, on: Topology) -> float:
     """Return the modelled time of one step.
 
-    >>> gather = Load(ranks=8, per_node=8, moved=7 * 2**20, far=0, copied=0)
+    >>> gather = Load(ranks=8, per_node=8, moved=7 * 2**20, inter_node=0, copied=0)
     >>> round(seconds("all_gather", gather, topology("h100")) * 1e6)  # microseconds
     40
 
@@ -209,15 +209,15 @@ def latency(load: Load, on: Topology) -> float:
 
 def _moving(kind: str, load: Load, on: Topology) -> float:
     """Return the part of the time that grows with the bytes moved."""
-    near, far = on.intra, on.inter
-    if far is None or load.per_node == load.ranks:
-        return load.moved / near.bandwidth
+    intra, inter = on.intra, on.inter
+    if inter is None or load.per_node == load.ranks:
+        return load.moved / intra.bandwidth
     if kind not in _RINGS:
-        return max((load.moved - load.far) / near.bandwidth, load.far / far.bandwidth)
+        return max((load.moved - load.inter_node) / intra.bandwidth, load.inter_node / inter.bandwidth)
     if not on.multi_rail:
-        return load.moved / far.bandwidth
+        return load.moved / inter.bandwidth
     crossing = load.moved * (load.ranks - load.per_node) / (load.ranks - 1) / load.per_node
-    return max(load.moved / near.bandwidth, crossing / far.bandwidth)
+    return max(load.moved / intra.bandwidth, crossing / inter.bandwidth)
 
 
 # -- nodes below a mesh: intra-node and inter-node axes ----------------------------------------------------------------
@@ -227,7 +227,7 @@ class Nodes:
     """The nodes of a mesh.
 
     >>> nodes = Nodes(range(8), (2, 4), 4)
-    >>> nodes.crosses((0,)), nodes.crosses((1,)), nodes.intra_node_axes((0, 1))
+    >>> nodes.spans_nodes((0,)), nodes.spans_nodes((1,)), nodes.intra_node_axes((0, 1))
     (True, False, (1,))
 
     Args:
@@ -271,21 +271,21 @@ class Nodes:
         ordered = np.sort(rows, axis=1)
         return math.ceil(size / (1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).max(initial=0))))
 
-    def crosses(self, axes: Iterable[int]) -> bool:
+    def spans_nodes(self, axes: Iterable[int]) -> bool:
         """Return whether groups over these axes reach over several nodes."""
         chosen = tuple(sorted(axes))
         return self.share(chosen) < math.prod(self._sizes[axis] for axis in chosen)
 
     def intra_node_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
         """Return those axes whose ranks share a node: as many as go together, inner ones first."""
-        near: tuple[int, ...] = ()
+        found: tuple[int, ...] = ()
         for axis in sorted(axes, reverse=True):
-            if self._node is None or not self.crosses((*near, axis)):
-                near = (*near, axis)
-        return tuple(sorted(near))
+            if self._node is None or not self.spans_nodes((*found, axis)):
+                found = (*found, axis)
+        return tuple(sorted(found))
 
     def cut(self, axis: int) -> int:
-        """Return how many neighbours along an axis always share a node, if nodes cut the axis into equal pieces.
+        """Return how many neighbours along an axis always share a node, if nodes cut the axis into equal parts.
 
         >>> Nodes(range(8), (8,), 4).cut(0), Nodes(range(8), (2, 4), 4).cut(0), Nodes(range(8), (2, 4), 4).cut(1)
         (4, 1, 4)
@@ -293,11 +293,11 @@ class Nodes:
         size = self._sizes[axis]
         if self._node is None:
             return size
-        for near in range(size, 1, -1):
-            if size % near == 0:
-                pieces = self._node.reshape(*self._sizes[:axis], size // near, near, *self._sizes[axis + 1 :])
-                if (pieces == pieces.take([0], axis=axis + 1)).all():
-                    return near
+        for count in range(size, 1, -1):
+            if size % count == 0:
+                blocks = self._node.reshape(*self._sizes[:axis], size // count, count, *self._sizes[axis + 1 :])
+                if (blocks == blocks.take([0], axis=axis + 1)).all():
+                    return count
         return 1
 
     def place(self, axes: Sequence[int]) -> Counts:

@@ -237,20 +237,20 @@ def volume(part: Part) -> int:
     return math.prod(map(length, part))
 
 
-def divide(part: Part, pieces: int, index: int) -> Part | None:
-    """Return piece `index` when a part is divided evenly along one of its dims, or None when that piece is empty.
+def divide(part: Part, shares: int, index: int) -> Part | None:
+    """Return share `index` when a part is divided evenly along one of its dims, or None when that is empty.
 
     >>> divide((((0, 2),), ((0, 6),)), 3, 1)
     (((0, 2),), ((2, 4),))
 
     The dim is the first that divides without a remainder, else the longest.
     """
-    if pieces == 1:
+    if shares == 1:
         return part
     lengths = [length(intervals) for intervals in part]
-    even = [dim for dim, count in enumerate(lengths) if count % pieces == 0]
+    even = [dim for dim, count in enumerate(lengths) if count % shares == 0]
     dim = even[0] if even else max(range(len(lengths)), key=lengths.__getitem__)
-    offset, count = chunk(lengths[dim], pieces, index)
+    offset, count = chunk(lengths[dim], shares, index)
     return (*part[:dim], cut(part[dim], offset, count), *part[dim + 1 :]) if count else None
 
 
@@ -360,7 +360,7 @@ class _Side:
             self._divide(held, size, held.share[1])
 
     def _divide(self, held: Holding, size: int, axes: tuple[int, ...]) -> None:
-        """Leave an even share of what there is, told by the points where it starts and stops."""
+        """Leave an even share of what there is, as the points where it starts and stops."""
         ruler = _ruler(size, held.sizes, () if self.comb is None else (self.comb,))
         base = ruler.below(self.start)
         parts, index = math.prod(held.sizes[axis] for axis in axes), coordinate(held.sizes, axes)

@@ -125,7 +125,7 @@ def plan(
     0
 
     With a topology that has no latency, which is what None means, a plan moves the fewest bytes there are; see
-    `lower_bound`. With another one, it takes the least modelled time: small tensors in fewer steps, slow links crossed
+    `lower_bound`. With another one, it takes the least modelled time: small tensors in fewer steps, slow links used
     as few times as pays off.
 
     Args:
@@ -255,7 +255,7 @@ def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Topology, se
             best = fitted
     if best is None:
         asked = f"cannot redistribute within max_extra_bytes={limit}"
-        blame = "even in the smallest pieces, every plan takes more"
+        blame = "even in the smallest rounds, every plan takes more"
         raise TooTight(explain(asked, blame, seen, f"max_extra_bytes={min(least)}"), min(least))
     return best
 
@@ -281,7 +281,7 @@ def _fit(step: Step, limit: int, on: Topology) -> Step:
 def _cut(step: Step, rounds: int, on: Topology) -> Step:
     """Return the step in rounds, each of which takes its latency; together they move the same bytes.
 
-    Rounds are exchanges, which pack what they send, and cross nodes from rank to rank: no ring does that for them.
+    Rounds are exchanges, which pack what they send, and go between nodes from rank to rank: no ring does that for them.
     """
     load = step.load
     assert load is not None, "only what communicates is cut"

@@ -307,10 +307,10 @@ class _Counter:
             own = received * (place + 1) // size - received * place // size
             received = received + (size - 2) * own
         received.setflags(write=False)
-        moved, near = int(received.max()), self._ranks_per_node(axis)
-        far = moved * (size - near) // (size - 1)
+        moved, intra_node = int(received.max()), self._ranks_per_node(axis)
+        inter_node = moved * (size - intra_node) // (size - 1)
         group = size if load.kind in COLLECTIVES else 1
-        priced = cost.Load(group, min(near, group), moved, far, int(load.copied.max()) * self.itemsize)
+        priced = cost.Load(group, min(intra_node, group), moved, inter_node, int(load.copied.max()) * self.itemsize)
         seconds = cost.seconds(load.kind, priced, self.topology)
         peak = int(extra.max()) * self.itemsize
         return TorchStep(load.kind, self.mesh.alias_name[axis], size, received, peak, seconds)
@@ -352,7 +352,7 @@ def _load(whole: Bytes, size: int, before: Placement, after: Placement, *, on_cp
         return _Load("copy", nothing, nothing, total)
     piece = _piece(whole, size, dim)
     uneven = whole[:, dim] % size != 0
-    packed = np.where(uneven | (dim != 0), size * piece, 0)  # torch communicates along dim 0, all pieces alike
+    packed = np.where(uneven | (dim != 0), size * piece, 0)  # torch communicates along dim 0, all pieces of one size
     if before.is_partial():
         return _Load("reduce_scatter", (size - 1) * piece, packed, packed)
     padded = np.where(uneven, piece, 0)

@@ -103,7 +103,7 @@ class Step:
 
     @property
     def sent_most(self) -> int:
-        """About the most bytes that a rank sends, told without going through all that moves."""
+        """About the most bytes that a rank sends, without going through all that moves."""
         counts = self.estimated_send_bytes if self.known_send_bytes is None else self.known_send_bytes
         return 0 if counts is None else int(counts.max())
 
@@ -615,7 +615,7 @@ def _uncut(step: Step, total: int, pieces: int = 0) -> int:
     """Return how many elements more than its share a round may have, or an owner give, of some number of elements.
 
     A piece is cut along one dim, with up to one row more than the share. Of d dims the longest is cut, so that a row of
-    a piece of v elements has v ** (1 - 1 / d) of them, which sum up to most where all pieces are alike.
+    a piece of v elements has v ** (1 - 1 / d) of them, which sum up to most where all pieces are of one size.
     """
     number, dims = pieces or step.group_size, len(step.after.holding.shape)
     return math.ceil(number * (total / number) ** (1 - 1 / dims))

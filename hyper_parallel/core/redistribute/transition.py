@@ -31,7 +31,7 @@ class Side:
 
     Attributes:
         sizes: ranks along each axis.
-        names: the axes' names; the pieces of an axis all have its name.
+        names: the axes' names; sub-axes of one axis all have its name.
         ranks: the rank at each position, last axis fastest.
         shape: the tensor's sizes; a scalar is taken as one element in one dim.
         splits: per dim the axes that split it, outer first, without axes of one rank.
@@ -111,7 +111,7 @@ class MeshTransition:
 
     Axes are indices from the left. Axes of size 1 take no part. Every axis has one role at the source: it splits a dim
     (`split_axes`), copies are to be reduced over it (`reduces`), copies stay as they are over it (`keeps`), or the
-    ranks along it hold the same (`copy_axes`).
+    ranks along it hold the same (`replica_axes`).
 
     Attributes:
         sizes: ranks along each axis.
@@ -167,9 +167,9 @@ class MeshTransition:
         if not self.opens:
             return self.result
         apart = [axis for axis in self.opens if axis in self.split_axes]
-        alike = tuple(axis for axis in self.opens if axis not in self.split_axes)
+        replicas = tuple(axis for axis in self.opens if axis not in self.split_axes)
         held = self.result.restricted(self.src, apart)
-        return Holding(held.sizes, held.shape, held.splits, held.combs, None, alike)
+        return Holding(held.sizes, held.shape, held.splits, held.combs, None, replicas)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class MeshTransition:
         return frozenset(axis for chain in self.dst for axis in chain)
 
     @cached_property
-    def copy_axes(self) -> tuple[int, ...]:
+    def replica_axes(self) -> tuple[int, ...]:
         """Axes along which ranks hold the same at the source."""
         return tuple(a for a in self.live if a not in self.split_axes and a not in self.reduces)
 
@@ -334,11 +334,11 @@ def on_one_mesh(transition: Transition, ranks_per_node: int | None = None) -> Me
     )
 
 
-# -- smaller axes: those that two meshes have in common, or that nodes cut the axes into -------------------------------
+# -- sub-axes: those that two meshes have in common, or that nodes cut an axis into ------------------------------------
 
 
 def on_common_mesh(before: Side, after: Side) -> tuple[Side, Side] | None:
-    """Write two layouts of the same ranks on one mesh, whose axes are pieces of the axes of both.
+    """Write two layouts of the same ranks on one mesh, whose axes are sub-axes of those of both.
 
     >>> mesh, flat = Layout((2, 4), ("dp", "tp")), Layout((8,), ("all",))
     >>> found = read("cannot plan", mesh("tp"), flat("all"), (16,), torch.float32)
@@ -354,19 +354,21 @@ def on_common_mesh(before: Side, after: Side) -> tuple[Side, Side] | None:
     strides = sorted({*_strides(before.sizes), *_strides(after.sizes)})
     if any(large % small for small, large in itertools.pairwise(strides)):
         return None
-    places = strides[:-1][::-1] or [1]  # the stride of each small axis
+    places = strides[:-1][::-1] or [1]  # the stride of each sub-axis
     sizes = tuple(large // small for small, large in itertools.pairwise(strides))[::-1] or (1,)
-    pieces = [_pieces_between(side.sizes, places) for side in (before, after)]
-    owners = tuple(name for name, mine in zip(before.names, pieces[0], strict=True) for _ in mine)
+    sub_axes = [_sub_axes_of(side.sizes, places) for side in (before, after)]
+    owners = tuple(name for name, mine in zip(before.names, sub_axes[0], strict=True) for _ in mine)
     names = owners or before.names[:1]
-    first, second = (_in_pieces(side, sizes, names, mine) for side, mine in zip((before, after), pieces, strict=True))
+    first, second = (
+        _on_sub_axes(side, sizes, names, mine) for side, mine in zip((before, after), sub_axes, strict=True)
+    )
     return None if first is None or second is None else (first, second)
 
 
 def cut_at_nodes(before: Side, after: Side, ranks_per_node: int) -> tuple[Side, Side]:
-    """Cut each axis of two layouts of one mesh in two, so that along the inner piece all ranks share a node.
+    """Cut each axis of two layouts of one mesh in two, so that along the inner one all ranks share a node.
 
-    Where nodes do not cut an axis into equal pieces, or the tensor does not divide evenly, nothing is cut.
+    Where nodes do not cut an axis into equal parts, or the tensor does not divide evenly, nothing is cut.
     """
     nodes = Nodes(before.ranks, before.sizes, ranks_per_node)
     inner = [nodes.cut(axis) for axis in range(len(before.sizes))]
@@ -375,13 +377,13 @@ def cut_at_nodes(before: Side, after: Side, ranks_per_node: int) -> tuple[Side, 
         return before, after
     sizes: list[int] = []
     names: list[str] = []
-    pieces: list[tuple[int, ...]] = []
+    sub_axes: list[tuple[int, ...]] = []
     for axis, size in enumerate(before.sizes):
         mine = [size // inner[axis], inner[axis]] if axis in cut else [size]
-        pieces.append(tuple(range(len(sizes), len(sizes) + len(mine))))
+        sub_axes.append(tuple(range(len(sizes), len(sizes) + len(mine))))
         sizes += mine
         names += [before.names[axis]] * len(mine)
-    first, second = (_in_pieces(side, tuple(sizes), tuple(names), pieces) for side in (before, after))
+    first, second = (_on_sub_axes(side, tuple(sizes), tuple(names), sub_axes) for side in (before, after))
     return (before, after) if first is None or second is None else (first, second)
 
 
@@ -397,10 +399,10 @@ def _strides(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def _pieces_between(sizes: Sequence[int], places: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return, per axis, the small axes that it consists of, told by their strides.
+def _sub_axes_of(sizes: Sequence[int], places: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return, per axis, the sub-axes that it consists of, found by their strides.
 
-    >>> _pieces_between((2, 4), (4, 2, 1))
+    >>> _sub_axes_of((2, 4), (4, 2, 1))
     [(0,), (1, 2)]
     """
     strides = reversed(_strides(sizes)[:-1])
@@ -410,13 +412,13 @@ def _pieces_between(sizes: Sequence[int], places: Sequence[int]) -> list[tuple[i
     ]
 
 
-def _in_pieces(
-    side: Side, sizes: tuple[int, ...], names: tuple[str, ...], pieces: Sequence[tuple[int, ...]]
+def _on_sub_axes(
+    side: Side, sizes: tuple[int, ...], names: tuple[str, ...], sub_axes: Sequence[tuple[int, ...]]
 ) -> Side | None:
-    """Write a layout on smaller axes; None where cutting an axis in two would split a dim otherwise."""
+    """Write a layout on sub-axes; None where cutting an axis in two would split a dim otherwise."""
     for size, chain in zip(side.shape, side.splits, strict=True):
-        if any(len(pieces[axis]) > 1 for axis in chain) and size % side.ways(chain):
+        if any(len(sub_axes[axis]) > 1 for axis in chain) and size % side.ways(chain):
             return None
-    splits = tuple(tuple(piece for axis in chain for piece in pieces[axis]) for chain in side.splits)
-    pending = tuple(sorted(piece for axis in side.pending for piece in pieces[axis]))
+    splits = tuple(tuple(sub_axis for axis in chain for sub_axis in sub_axes[axis]) for chain in side.splits)
+    pending = tuple(sorted(sub_axis for axis in side.pending for sub_axis in sub_axes[axis]))
     return Side(sizes, names, side.ranks, side.shape, splits, pending, side.reduction)
