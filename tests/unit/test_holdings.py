@@ -3,8 +3,10 @@
 The twin below says in a dozen lines of Python what a `Holding` means: every element of every dim is walked through.
 """
 
+import ast
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_parallel.core import redistribute
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.holdings import (
     Holding,
@@ -374,3 +377,24 @@ def test_what_nodes_cut_by_hand():
     assert (first.sizes, first.names) == ((2, 4), ("a", "a"))
     assert cut_at_nodes(*sides(flat("a"), flat(), (7,)), 4)[0].sizes == (8,)  # 7 rows are split otherwise by two
     assert cut_at_nodes(*sides(flat("a"), flat(), (16,)), 3)[0].sizes == (8,)  # 3, 3 and 2 are no equal pieces
+
+
+# -- below the reader, tuples of ints ----------------------------------------------------------------------------------
+
+PLANNING = Path(redistribute.__file__).parent
+
+
+def asks_a_layout(source):
+    """Whether a file imports the Layout, of which it could ask something."""
+    return "Layout" in {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)
+                        for alias in node.names}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["holdings", "steps", "builder", "candidates", "cost", "execute"])
+def test_nothing_below_the_reader_asks_a_layout(name):
+    assert not asks_a_layout((PLANNING / f"{name}.py").read_text())
+
+
+def test_a_file_that_asks_a_layout_is_found():
+    assert asks_a_layout("def f():\n    from hyper_parallel.core.dtensor.layout import Layout")
+    assert asks_a_layout((PLANNING / "transition.py").read_text())
