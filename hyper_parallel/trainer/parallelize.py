@@ -25,7 +25,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.split import StageSlice, stage_slices
 from hyper_parallel.core.pipeline.tied import TiedWeights
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models.llama import Llama
 from hyper_parallel.trainer.config import Config, ParallelConfig

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
 from sim.explain.errors import RankFailed, SimError
 from sim.prove.bound import SAFETY

@@ -1,17 +1,22 @@
-"""Layouts as torch has them: the placements and the mesh of a DTensor.
+"""Layouts as torch has them: the placements and the mesh of a DTensor, and DTensors made of parts.
 
 A DTensor can say less than a layout. Where several axes split one dim against mesh order, torch writes strided shards;
 they are right when the split is even, and torch contradicts itself when it is not. Then the same tensor is carried on a
 mesh whose axes run in split order, made from the same process groups, on which every split is plain.
 """
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check_shape
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor import ownership
+from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.dtensor.placements import check_even, uneven_dim
@@ -117,3 +122,67 @@ def _check_reductions(layout: Layout) -> Layout:
 def _check_even(asked: str, layout: Layout, shape: Sequence[int]) -> None:
     reductions = tuple(layout.partial.get(name) for name in layout.alias_name)
     check_even(asked, layout.axes, layout.splits(len(shape)), reductions, shape)
+
+
+# -- DTensors of parts, and parts of DTensors --------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _torch_form(layout: Layout, shape: torch.Size) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
+    """Return the placements of a DTensor, and the order of axes that they are for if it is not the mesh's own."""
+    plain = in_split_order(layout, len(shape))
+    try:
+        return None, to_placements(layout, shape)
+    except ValueError:
+        if plain is layout:
+            raise
+        return plain.alias_name, to_placements(plain, shape)
+
+
+def torch_form(layout: Layout, shape: Sequence[int]) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
+    """Return torch's placements for a layout, and the order of axes that they are for if it is not the mesh's own."""
+    return _torch_form(layout, torch.Size(shape))
+
+
+def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """Return a DTensor of a rank's part; nothing is checked and nothing communicated."""
+    names, placements = torch_form(layout, shape)
+    mesh = layout.mesh
+    assert mesh is not None, "the layout has been given a mesh"
+    if names is not None:
+        mesh, placements = to_torch(layout, shape)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride_like(local, shape)
+    )
+
+
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return strides of the whole tensor as those of a part are: dims in the same order, and gaps where it has gaps.
+
+    torch asks them, and not the part's, whether a view will do.
+    """
+    if local.is_contiguous() or local.dim() != len(shape):
+        return contiguous_stride(shape)
+    strides, behind = list(local.stride()), 1
+    for dim in reversed(range(local.dim())):
+        if local.size(dim) == 1:  # then it may be anything
+            strides[dim] = behind
+        behind = max(behind, strides[dim] * local.size(dim))
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    dense, part = (contiguous_stride([sizes[dim] for dim in order]) for sizes in (shape, local.shape))
+    return tuple(-(-dense[order.index(dim)] * strides[dim] // part[order.index(dim)]) for dim in range(len(shape)))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose last dim is the fastest.
+
+    >>> contiguous_stride((4, 3, 2))
+    (6, 2, 1)
+    """
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def local_tensor(x: DTensor) -> torch.Tensor:
+    """Return the local tensor of x, with its gradient, once its communication is complete."""
+    local = x.to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

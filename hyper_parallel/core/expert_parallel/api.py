@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.balance import routers_of
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, SharedGroup
 from hyper_parallel.core.mesh.device_mesh import axes_of
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.region import OWN_PARTS, is_unit
 
 __all__ = ["expert_parallel"]

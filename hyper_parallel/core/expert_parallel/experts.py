@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.exchange import exchange_counts, exchange_rows
 from hyper_parallel.core.expert_parallel.order import Order, restored, sorted_copies, sorted_rows
-from hyper_parallel.core.redistribute.boundary import to_local
+from hyper_parallel.core.redistribute.api import to_local
 
 __all__ = ["CountRows", "GroupedExperts", "Loads", "SharedGroup", "count_rows"]
 

@@ -24,11 +24,12 @@ from torch.distributed.tensor.parallel import (
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import note_replaced
+from hyper_parallel.core.dtensor.convert import build, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.core.mesh.device_mesh import axes_of
-from hyper_parallel.core.redistribute.api import build, distribute_tensor, redistribute, torch_form
+from hyper_parallel.core.redistribute.api import distribute_tensor, redistribute
 from hyper_parallel.core.shard.boundaries import Arguments, Inputs, Outputs, localized
 from hyper_parallel.core.shard.local import custom_shard
 from hyper_parallel.core.shard.local_module import LocalModule

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map_only
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.api import redistribute
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local, redistribute
 from hyper_parallel.core.shard.spelling import LayoutTree, describe
 
 

@@ -27,21 +27,15 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor import ownership
+from hyper_parallel.core.dtensor.convert import build, contiguous_stride, stride_like, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
 from hyper_parallel.core.dtensor.placements import is_strided
-from hyper_parallel.core.redistribute.api import (
-    back_to,
-    build,
-    contiguous_stride,
-    redistribute,
-    stride_like,
-    torch_form,
-)
-from hyper_parallel.core.redistribute.boundary import FromLocal, cotangents, refuse_ambiguous
+from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.cost import default_topology
 from hyper_parallel.core.redistribute.execute import drive, start
+from hyper_parallel.core.redistribute.gradients import FromLocal, back_to, cotangents, refuse_ambiguous
 from hyper_parallel.core.redistribute.plan import plan
 
 __all__ = [

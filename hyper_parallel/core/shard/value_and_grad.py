@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.dtensor.convert import contiguous_stride
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.core.redistribute.api import PendingRedistribute, contiguous_stride, redistribute
+from hyper_parallel.core.redistribute.api import redistribute
+from hyper_parallel.core.redistribute.gradients import PendingRedistribute
 from hyper_parallel.core.shard.boundaries import remade
 
 _ASKED = "cannot differentiate"
