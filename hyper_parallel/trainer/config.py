@@ -396,7 +396,9 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ValueError: the file is missing or is not TOML, an unknown section or key (with the closest name), a value of
             the wrong type or out of range. The message points at the line.
+        TypeError: no path.
     """
+    check("cannot read a config", "path", path=path)
     path = Path(path)
     try:
         raw = path.read_bytes()
@@ -422,7 +424,11 @@ def config_text(config: Config) -> str:
 
     >>> print(config_text(Config()).splitlines()[0])
     [model]
+
+    Args:
+        config: of a run.
     """
+    check("cannot write a config", Config, config=config)
     sections = []
     for section in _sections():
         values = dataclasses.asdict(getattr(config, section)).items()
