@@ -1,4 +1,4 @@
-"""Write the parallel plan of a PyTorch model once; run it on a laptop, on NPUs or on GPUs.
+"""Parallel training in PyTorch: write the plan of a model once; run it on a laptop, on NPUs or on GPUs.
 
     cli -> trainer -> models -> core.pipeline, core.context_parallel, core.expert_parallel, core.checkpoint, core.hsdp
     core.checkpoint -> core.hsdp -> core.fully_shard -> core.redistribute
@@ -72,7 +72,7 @@ __all__ = [
     "full_tensor",
     "redistribute",
     "to_local",
-    # The layouts of a whole model
+    # The layouts of a model
     "ShardingPlan",
     "custom_shard",
     "init_parameters",
@@ -121,7 +121,7 @@ __all__ = [
 
 # Where each name comes from. It is imported when it is first used: torch takes seconds to import, and a command's
 # --help, or a pytest that only finds this package installed, needs nothing of it.
-_HOMES = MappingProxyType(
+_NAMES_OF = MappingProxyType(
     {
         "torch.distributed.device_mesh": (
             "DeviceMesh",
@@ -181,15 +181,15 @@ _HOMES = MappingProxyType(
         "hyper_parallel.core.mesh.parallel_dims": ("ParallelDims",),
     }
 )
-_HOME = MappingProxyType({name: module for module, names in _HOMES.items() for name in names})
+_MODULE_OF = MappingProxyType({name: module for module, names in _NAMES_OF.items() for name in names})
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_MODULE_OF})

@@ -120,8 +120,8 @@ def _show_estimate(
         print_wide(estimate_view(found))
         if in_words:
             with busy("estimating what could be changed"):
-                told = in_prose(found, check=tries)
-            print_wide("\n" + told.partition("\n\n")[2])  # without the headline, which is there already
+                said = in_prose(found, check=tries)
+            print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
     for path in (plot, trace):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -312,8 +312,8 @@ def verify_subject(console: Console, subject: Subject, everything: bool) -> bool
                 seed=subject.seed,
             )
     except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
-        told = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
-        stderr_console().print(f"[red]the ranks failed:[/red] {escape(told)}")
+        said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
+        stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
         return False
     except (ValueError, TypeError):
         raise

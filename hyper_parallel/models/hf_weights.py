@@ -58,7 +58,7 @@ def export_huggingface(
     writes; with one, all its ranks call this, and rank 0 writes. The last file to appear is config.json: what is cut
     short cannot be loaded by mistake.
 
-    Communication: one tensor after the other is gathered (`full_tensor`). Beside its parts, a rank holds one whole
+    Communication: one tensor after the other is gathered (`full_tensor`). Beside its parts, a rank holds one full
     tensor at a time, such as the first matrix of all experts of a layer, and rank 0 the tensors of one file. Stages of
     a pipeline hold some layers each: save a checkpoint, and export what one process loads from it.
 
@@ -88,7 +88,7 @@ def export_huggingface(
     expected = model_tensors(config)
     tensors = _as_expected(asked, plain_names(state), expected, config)
     kept = {name: dtype if dtype is not None and not _is_buffer(name) else x.dtype for name, x in tensors.items()}
-    told = config_to_json(config, kept["layers.0.attention.wq.weight"])
+    settings = config_to_json(config, kept["layers.0.attention.wq.weight"])
     empty = empty_tensors(config)
     files = _files(expected, kept, max_shard_bytes)
     files[-1] += [_FileTensor(name, 0) for name in empty]
@@ -96,14 +96,14 @@ def export_huggingface(
     _agree(asked, None if writer is None else writer.try_to(partial(_make_folder, asked, folder)))
     with torch.no_grad():
         for name, tensor in tensors.items():
-            whole = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            full = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
             if writer is not None:
-                writer.try_to(partial(writer.add, place_of(name, tuple(whole.shape)), whole, kept[name]))
-            del whole
+                writer.try_to(partial(writer.add, place_of(name, tuple(full.shape)), full, kept[name]))
+            del full
     if writer is not None:
         for name, shape in empty.items():
             writer.try_to(partial(writer.add, Place((name,), False), torch.empty(shape), kept["norm.weight"]))
-    _agree(asked, None if writer is None else writer.try_to(partial(writer.finish, told)))
+    _agree(asked, None if writer is None else writer.try_to(partial(writer.finish, settings)))
 
 
 def _is_buffer(name: str) -> bool:
@@ -171,10 +171,10 @@ class _Writer:
             self.waiting.clear()
         return self.error
 
-    def add(self, place: Place, whole: Tensor, dtype: torch.dtype) -> None:
-        """Take a whole tensor, and write the files that are complete with it."""
+    def add(self, place: Place, full: Tensor, dtype: torch.dtype) -> None:
+        """Take a full tensor, and write the files that are complete with it."""
         for index, name in enumerate(place.names):
-            part = whole[index] if place.is_stacked else whole
+            part = full[index] if place.is_stacked else full
             # A copy, also of what needs no conversion: a view would keep all experts.
             self.waiting[name] = part.detach().to("cpu", dtype, copy=True).contiguous()
             if len(self.waiting) == len(self.files[self.done]):
@@ -191,14 +191,14 @@ class _Writer:
         count = len(self.files)
         return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
-    def finish(self, told: dict[str, Any]) -> None:
+    def finish(self, settings: dict[str, Any]) -> None:
         """Write the index and the config."""
         assert self.done == len(self.files), "every tensor has been added"
         if len(self.files) > 1:
-            where = {piece.name: self._name(index) for index, file in enumerate(self.files) for piece in file}
-            total = sum(piece.size for file in self.files for piece in file)
+            where = {entry.name: self._name(index) for index, file in enumerate(self.files) for entry in file}
+            total = sum(entry.size for file in self.files for entry in file)
             _write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-        _write_json(self.folder / "config.json", told)
+        _write_json(self.folder / "config.json", settings)
 
 
 def _make_folder(asked: str, folder: Path) -> None:
@@ -219,16 +219,16 @@ def _rank() -> int:
 
 def _agree(asked: str, error: Exception | None) -> None:
     """Raise on every rank what rank 0 has failed with."""
-    told: list[Any] = [None]
+    message: list[Any] = [None]
     if isinstance(error, ValueError):
-        told = [(False, str(error))]
+        message = [(False, str(error))]
     elif error is not None:
         hint = "another folder, or room on that disk; what is there already cannot be loaded, and may be removed"
-        told = [(True, explain(asked, "rank 0 could not write", f"seen: {error}", hint))]
+        message = [(True, explain(asked, "rank 0 could not write", f"seen: {error}", hint))]
     if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        is_os, text = told[0]
+        dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        is_os, text = message[0]
         raise (OSError if is_os else ValueError)(text) from error
 
 
@@ -310,7 +310,7 @@ def _source(name: str, tensor: Tensor, files: Mapping[str, Path]) -> Place:
 
 
 def _own(asked: str, name: str, tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return the memory to fill, and which part of the whole tensor belongs there."""
+    """Return the memory to fill, and which part of the full tensor belongs there."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
     layout, local = Layout.of(tensor), tensor.to_local()
@@ -348,8 +348,8 @@ class _Slices:
         shape = tuple(tensor.shape)
         place = _source(name, tensor, self.files)
         if not place.is_stacked:
-            whole = self._slice_of(place.names[0], shape)
-            return [_Job(local, whole, own)] if local.numel() else []
+            stored = self._slice_of(place.names[0], shape)
+            return [_Job(local, stored, own)] if local.numel() else []
         each = [self._slice_of(theirs, shape[1:]) for theirs in place.names]
         mine = range(own[0].start, own[0].stop) if local.numel() else ()
         return [_Job(local[index - own[0].start], each[index], own[1:]) for index in mine]
@@ -416,7 +416,7 @@ def _locate(asked: str, folder: Path) -> dict[str, Path]:
         files = {}
     missing = list(dict.fromkeys(str(path) for path in files.values() if not path.is_file()))
     if missing:
-        raise ValueError(explain(asked, "files that the index names are missing", some_of(missing), "a whole copy"))
+        raise ValueError(explain(asked, "files that the index names are missing", some_of(missing), "a complete copy"))
     if not files:
         there = sorted(path.name for path in folder.iterdir())
         pickled = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
@@ -442,7 +442,7 @@ def _check_complete(asked: str, files: Mapping[str, Path], expected: Mapping[str
     wanted = {each: None for name, x in expected.items() for each in place_of(name, tuple(x.shape)).names}
     missing = [name for name in wanted if name not in files]
     if missing:
-        hint = "a whole folder, with experts one by one as transformers saves them"
+        hint = "a complete folder, with experts one by one as transformers saves them"
         raise ValueError(explain(asked, "tensors are missing", f"missing: {some_of(missing)}", hint))
     others = [name for name in sorted(files) if name not in wanted and not is_passed_over(name, config)]
     if others:

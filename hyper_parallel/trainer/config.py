@@ -256,7 +256,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `Config()` trains a small model on the Python standard library, for as many ranks as there are.
+    """A run. `Config()` trains a small model on the Python standard library, for as many ranks as there are.
 
     >>> Config(train=TrainConfig(steps=20)).train.batch_size
     16
@@ -453,7 +453,7 @@ def _build_config(table: dict[str, Any], source: _Source) -> Config:
             )
         else:
             raise source.error(
-                f"'{name}' stands outside of a section", key=name, hint=_home_of(name, sections) or _all(sections)
+                f"'{name}' stands outside of a section", key=name, hint=_section_of(name, sections) or _all(sections)
             )
     return Config(**built)
 
@@ -466,7 +466,7 @@ def _build_section(cls: type, section: str, values: dict[str, Any], source: _Sou
     known = typing.get_type_hints(cls)
     for key, value in values.items():
         if key not in known:
-            hint = _home_of(key, _sections()) or _closest(key, list(known), f"keys of [{section}]")
+            hint = _section_of(key, _sections()) or _closest(key, list(known), f"keys of [{section}]")
             raise source.error(f"unknown key '{key}' in [{section}]", section, key, hint)
         if not _fits(value, known[key]):
             got = str(value).lower() if isinstance(value, bool) else repr(value)
@@ -487,9 +487,9 @@ def _closest(word: str, names: list[str], what: str) -> str:
     return f"did you mean '{near[0]}'?" if near else f"{what}: {', '.join(names)}"
 
 
-def _home_of(key: str, sections: dict[str, type]) -> str:
-    homes = [name for name, cls in sections.items() if key in typing.get_type_hints(cls)]
-    return f"try: put it under [{homes[0]}]" if homes else ""
+def _section_of(key: str, sections: dict[str, type]) -> str:
+    found = [name for name, cls in sections.items() if key in typing.get_type_hints(cls)]
+    return f"try: put it under [{found[0]}]" if found else ""
 
 
 def _all(sections: dict[str, type]) -> str:

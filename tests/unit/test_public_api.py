@@ -149,7 +149,7 @@ def test_type_checkers_see_what_is_imported_late():
     tree = ast.parse(Path(hyper_parallel.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body for alias in node.names}
-    assert seen == hyper_parallel._HOME
+    assert seen == hyper_parallel._MODULE_OF
     assert set(hyper_parallel.__all__) == set(seen)
     assert set(seen) <= set(dir(hyper_parallel))
 
