@@ -1,4 +1,4 @@
-"""Train a model: `loop.train` is the one function that every rank calls.
+"""Training of a model: `loop.train` is the one function that every rank calls.
 
     loop -> preflight, saving, optimizer, watchdog, metrics, report
     loop -> parallelize_llama -> parallelize -> data, config

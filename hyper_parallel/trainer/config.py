@@ -104,27 +104,28 @@ class TrainConfig:
     """How long, how much at once, and where to.
 
     Args:
-        model: "llama", or "moe" for the same with experts, see `ExpertsConfig`.
+        model: "llama", or "moe": the same with experts. See `ExpertsConfig`.
         steps: optimizer steps.
-        batch_size: sequences per step over all ranks together.
+        batch_size: sequences per step, over all ranks together.
         seq_len: tokens per sequence.
-        accumulate: each rank cuts its sequences into this many backward passes per step; with a pipeline these are its
+        accumulate: backward passes per step, into which each rank cuts its sequences; with a pipeline its
             micro-batches.
-        seed: of the weights and of the order of the text.
-        device: "cpu", "cuda", "npu"; None takes the platform's default.
-        eval_every: steps between validations; 0 means only after the last step.
+        seed: of weights, of the order of the text, and of simulated interleaving.
+        device: "cpu", "cuda" or "npu"; None: what the machine has.
+        eval_every: steps between validations; 0: only after the last step.
         eval_sequences: sequences per validation over all ranks together.
-        log: JSONL file that the first rank writes as it goes; None writes none.
-        memory_limit_gb: refuse to start when the estimate is above this (GiB); None takes what the machine has free.
+        log: JSONL file with a line per step, written anew unless the run goes on; the command's default:
+            "out/train.jsonl". None writes none.
+        memory_limit_gb: refuse to start when the estimate is above this (GiB); None: what the machine has free.
         start_from: folder of transformers with the weights to start with, of the model that [model] describes; None:
             fresh ones.
-        tensorboard: folder for TensorBoard's event files; None writes none.
-        on_nonfinite: what to do when the loss or the gradient is inf or NaN. "stop": raise, the weights are those of
-            the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
+        tensorboard: folder for TensorBoard's event files. None writes none.
+        on_nonfinite: what inf or NaN in loss or gradient does: stop, skip, or dump and stop. "stop": raise, the weights
+            are those of the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
         max_skips: with "skip", stop after this many such steps in a row.
-        stuck_after_s: when a rank makes no progress for so long, its stack is printed and the run ends (seconds, 0:
-            never): longer than any step, load or save. None: 900 where there are several ranks. Simulated ranks need
-            none: the simulator knows when nobody can go on.
+        stuck_after_s: seconds without progress until the run ends and says who is stuck; 0: never. Longer than any
+            step, load or save. None: 900 where there are several ranks. Simulated ranks need none: the simulator knows
+            when nobody can go on.
     """
 
     model: str = "llama"
@@ -161,21 +162,23 @@ class ParallelConfig:
 
     Args:
         dp_replicate: ranks that hold copies of the same shards.
-        dp_shard: ranks that each weight is split over; None is inferred from the number of ranks.
-        cp: context-parallel degree.
+        dp_shard: ranks that each weight is split over; None: all that are left.
+        cp: ranks that split each sequence, by context parallelism.
         ulysses_degree: the part of cp that splits heads, the rest is a ring; None: all of it.
-        tp: tensor-parallel degree.
-        pp: pipeline degree.
-        ep: expert-parallel degree.
-        etp: tp inside of experts, the same or 1; None: the same.
-        schedule: of the pipeline, a name of `hyper_parallel.core.pipeline.SCHEDULES`.
+        tp: ranks that split each layer, by tensor parallelism.
+        pp: ranks of the pipeline.
+        ep: ranks that split the experts.
+        etp: ranks that split each expert, tp or 1; None: tp.
+        schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble" or "zbv". See
+            `hyper_parallel.core.pipeline.SCHEDULES`.
         stages_per_rank: pipeline stages of each rank; None: as many as the schedule needs.
-        layers_per_stage: numbers of layers, such as "1,2,1"; None: balanced, embedding and head counted as layers.
-        engine: "fully_shard", or "hsdp" where only data and context are parallel.
+        layers_per_stage: layers of each pipeline stage, such as "1,2,1"; None: balanced. Embedding and head count as
+            layers.
+        engine: what splits weights: "fully_shard", or "hsdp" where only data and context are parallel.
         reshard_after_forward: free gathered weights after forward and gather them again for backward.
         param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
-        checkpointing: what backward computes again: "none", "full" blocks, "selective": all but matrix products and
-            attention, or "alternate": every other matrix product as well.
+        checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
+            "selective": all but matrix products and attention; "alternate": every other matrix product as well.
         compile: let torch.compile make one kernel of what lies between matrix products.
     """
 
@@ -227,11 +230,11 @@ class CheckpointConfig:
     """Where a run keeps what it needs to go on.
 
     Args:
-        folder: holds one folder per saved step; None saves nothing.
-        every: steps between saves; 0: only at the end, and when the run is asked to stop.
-        keep: how many of the last ones to keep.
-        background: write while training goes on.
-        resume: go on from the newest complete one in the folder, if there is any; False: start anew.
+        folder: folder of checkpoints, from the newest of which a run goes on. None saves nothing.
+        every: steps between checkpoints; 0: only at the end, and when the run is asked to stop.
+        keep: how many of the last checkpoints to keep.
+        background: write checkpoints while training goes on.
+        resume: go on from the newest complete checkpoint, if there is any, or start anew.
         resume_step: go back to this step in place of the newest. The newer ones are renamed to undone-step-... when the
             next one is complete. A restart by torchrun goes on from the newest that has been saved since.
     """
@@ -253,7 +256,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `Config()` trains a small model on the Python standard library, for as many ranks as there are.
+    """A run. `Config()` trains a small model on the Python standard library, for as many ranks as there are.
 
     >>> Config(train=TrainConfig(steps=20)).train.batch_size
     16
@@ -393,7 +396,9 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ValueError: the file is missing or is not TOML, an unknown section or key (with the closest name), a value of
             the wrong type or out of range. The message points at the line.
+        TypeError: no path.
     """
+    check("cannot read a config", "path", path=path)
     path = Path(path)
     try:
         raw = path.read_bytes()
@@ -419,7 +424,11 @@ def config_text(config: Config) -> str:
 
     >>> print(config_text(Config()).splitlines()[0])
     [model]
+
+    Args:
+        config: of a run.
     """
+    check("cannot write a config", Config, config=config)
     sections = []
     for section in _sections():
         values = dataclasses.asdict(getattr(config, section)).items()
@@ -444,7 +453,7 @@ def _build_config(table: dict[str, Any], source: _Source) -> Config:
             )
         else:
             raise source.error(
-                f"'{name}' stands outside of a section", key=name, hint=_home_of(name, sections) or _all(sections)
+                f"'{name}' stands outside of a section", key=name, hint=_section_of(name, sections) or _all(sections)
             )
     return Config(**built)
 
@@ -457,7 +466,7 @@ def _build_section(cls: type, section: str, values: dict[str, Any], source: _Sou
     known = typing.get_type_hints(cls)
     for key, value in values.items():
         if key not in known:
-            hint = _home_of(key, _sections()) or _closest(key, list(known), f"keys of [{section}]")
+            hint = _section_of(key, _sections()) or _closest(key, list(known), f"keys of [{section}]")
             raise source.error(f"unknown key '{key}' in [{section}]", section, key, hint)
         if not _fits(value, known[key]):
             got = str(value).lower() if isinstance(value, bool) else repr(value)
@@ -478,9 +487,9 @@ def _closest(word: str, names: list[str], what: str) -> str:
     return f"did you mean '{near[0]}'?" if near else f"{what}: {', '.join(names)}"
 
 
-def _home_of(key: str, sections: dict[str, type]) -> str:
-    homes = [name for name, cls in sections.items() if key in typing.get_type_hints(cls)]
-    return f"try: put it under [{homes[0]}]" if homes else ""
+def _section_of(key: str, sections: dict[str, type]) -> str:
+    found = [name for name, cls in sections.items() if key in typing.get_type_hints(cls)]
+    return f"try: put it under [{found[0]}]" if found else ""
 
 
 def _all(sections: dict[str, type]) -> str:

@@ -248,7 +248,7 @@ def stop_on_signals(stop: StopRequest | None = None, signals: Sequence[str] = _S
     try:
         for number in numbers:
             _set(number, on_signal, before)
-        with _told_at_once(stop, numbers):
+        with _noticed_at_once(stop, numbers):
             yield stop
     finally:
         for number, handler in before.items():
@@ -256,7 +256,7 @@ def stop_on_signals(stop: StopRequest | None = None, signals: Sequence[str] = _S
 
 
 @contextmanager
-def _told_at_once(stop: StopRequest, numbers: Sequence[int]) -> Iterator[None]:
+def _noticed_at_once(stop: StopRequest, numbers: Sequence[int]) -> Iterator[None]:
     """Let C code tell a thread of signals, which sets the flag; a simulated rank's are only Python's."""
     if threading.current_thread() is not threading.main_thread():
         yield

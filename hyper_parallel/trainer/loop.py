@@ -264,10 +264,10 @@ class Trainer:
         self._tell(self.steps_done, "validating")
         size = train.batch_size // ranks.batch_ranks
         size = size if self.model.pipeline is not None else max(size // train.accumulate, 1)
-        whole = valid_samples(
+        sequences = valid_samples(
             self.corpus.valid, train.eval_sequences, train.seq_len, ranks.batch_rank, ranks.batch_ranks, size
         )
-        inputs, targets = self._place(*whole)
+        inputs, targets = self._place(*sequences)
         total = torch.zeros((), device=self.device, dtype=self.ranks.dtype)
         with self.model.evaluating():
             for some, expected in zip(inputs.split(size), targets.split(size), strict=True):
@@ -473,7 +473,7 @@ def process_group(platform: Platform, place: RankPlace) -> Iterator[None]:
         init_process_group(platform.backend)
     try:
         yield
-        # Nobody leaves while others still communicate: rank 0 holds the store, and a gloo thread that lets go of
+        # Nobody leaves while others still communicate: rank 0 holds the store, and a gloo thread that releases
         # its last tensor while the interpreter shuts down aborts the process.
         dist.barrier()
     finally:

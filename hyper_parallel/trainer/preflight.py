@@ -201,7 +201,7 @@ class MemoryEstimate:
     """Bytes that one rank needs, by what they are for.
 
     Args:
-        gathered: whole weights of two blocks, and of what is outside of blocks, with their gradients; of all blocks
+        gathered: unsharded weights of two blocks, and of what is outside of blocks, with their gradients; of all blocks
             where they are not freed after forward. Weights that are not split need no such copy.
         state: shards of weights, gradients and two AdamW moments, 16 bytes per parameter.
         activations: what a backward pass keeps of its forward.

@@ -126,11 +126,11 @@ class JsonlLog:
     def write(self, record: StepRecord) -> None:
         """Add one line."""
         if self._file is not None:
-            told = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+            fields = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
             if not record.skipped:
-                del told["skipped"]
+                del fields["skipped"]
             try:
-                self._file.write(json.dumps(told) + "\n")
+                self._file.write(json.dumps(fields) + "\n")
             except OSError as error:
                 warnings.warn(f"the log {self._path} ends before step {record.step}: {error.strerror}", stacklevel=2)
                 self._close()
@@ -146,7 +146,7 @@ class JsonlLog:
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):  # what could not be written has been told
+            with suppress(OSError):  # a warning has said what could not be written
                 file.close()
 
 
@@ -448,7 +448,7 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     """Draw the JSONL logs of runs, finished or not: loss, norm of the gradient, and tokens per second over the steps.
 
     Args:
-        logs: files that runs have written; two with the same name are told apart by their folders.
+        logs: files that runs have written; two with the same name are distinguished by their folders.
         path: PNG file to write; its folder is made.
 
     Returns:

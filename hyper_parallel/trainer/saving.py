@@ -205,13 +205,13 @@ class Saver:
 def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
     """Find, before any rank starts, the checkpoint that a run goes on from: its step, and what is not as it was then.
 
-    Weights and optimizer do not depend on what is told, but the text does: another seed draws it anew.
+    Weights and optimizer do not depend on what is returned, but the text does: another seed draws it anew.
 
     Args:
         config: the run.
 
     Returns:
-        Step and changes, such as ``seed: 0 then, 7 now``; None if there is nothing to go on from.
+        Step and changes, such as "seed: 0 then, 7 now"; None if there is nothing to go on from.
 
     Raises:
         ValueError: it is of another model, or of none; the run is to start anew in a folder that holds another one's.
@@ -267,8 +267,8 @@ def _checked(config: Config, path: Path) -> CheckpointMetadata:
         if key == "qk_norm" or key.startswith("rope_")
     }
     saved = {**added, **extra["model"]}
-    told = ("kind",) if saved.get("kind") != mine["kind"] else tuple(mine)
-    different = [key for key in told if saved.get(key) != mine[key]]
+    compared = ("kind",) if saved.get("kind") != mine["kind"] else tuple(mine)
+    different = [key for key in compared if saved.get(key) != mine[key]]
     if different:
         seen = "\n  ".join(f"{key}: {saved.get(key)!r} there, {mine[key]!r} here" for key in different)
         hint = "the [model] and [experts] it was saved with, or another folder"
@@ -278,8 +278,12 @@ def _checked(config: Config, path: Path) -> CheckpointMetadata:
 
 def _is_progress(extra: dict[str, Any]) -> bool:
     """Whether a checkpoint says how far the run had come, in numbers."""
-    told, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
-    return isinstance(told, dict) and set(told) == known and all(type(n) is int and n >= 0 for n in told.values())
+    progress, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
+    return (
+        isinstance(progress, dict)
+        and set(progress) == known
+        and all(type(n) is int and n >= 0 for n in progress.values())
+    )
 
 
 def _shape(config: Config) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def default_store() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """The last thing that the main thread has told; replaced as a whole, so that no lock is needed."""
+    """The last beat of the main thread; replaced as one object, so that no lock is needed."""
 
     step: int = 0
     beats: int = 0
@@ -295,7 +295,7 @@ class Watchdog:
     def _raise_alarm(self) -> None:
         report = self._report()
         text = verdict([report], 1, self.folder)
-        if self._store is not None and not self._alarmed.is_set():  # told first: what follows may take its time
+        if self._store is not None and not self._alarmed.is_set():  # said first: what follows may take its time
             _say(f"no progress of {line_of(report)}; asking the other ranks")
         self._write(f"rank-{self.rank}.txt", all_stacks())
         if self._store is not None:
@@ -376,16 +376,16 @@ class Watchdog:
 
     def _within(self, seconds: float, call: Callable[[], T]) -> T:
         """Return what a call returns, or raise what it raises; raise `queue.Empty` if it takes too long."""
-        told: queue.Queue[tuple[T | None, Exception | None]] = queue.Queue()
+        answers: queue.Queue[tuple[T | None, Exception | None]] = queue.Queue()
 
         def run() -> None:
             try:
-                told.put((call(), None))
+                answers.put((call(), None))
             except Exception as error:
-                told.put((None, error))
+                answers.put((None, error))
 
         threading.Thread(target=run, name="watchdog's question", daemon=True).start()
-        value, error = told.get(timeout=seconds)
+        value, error = answers.get(timeout=seconds)
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
@@ -398,8 +398,8 @@ def _is_of_a_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
 
 
-def _read(told: bytes) -> RankReport:
-    fields = json.loads(told)
+def _read(text: bytes) -> RankReport:
+    fields = json.loads(text)
     return RankReport(**{**fields, "lines": tuple(fields["lines"])})
 
 
@@ -430,7 +430,7 @@ class RankReport:
     Args:
         rank: who.
         step: the step that it is in.
-        beats: how often it has told of progress.
+        beats: how often it has reported progress.
         seconds: since then.
         doing: what it was about.
         waits_in: the call in which it waits for other ranks, "" where it does not.
@@ -464,7 +464,7 @@ def report_of(rank: int, step: int, beats: int, seconds: float, doing: str, fail
     Args:
         rank: this and the following: see `RankReport`.
         step: the step that it is in.
-        beats: how often it has told of progress.
+        beats: how often it has reported progress.
         seconds: since then.
         doing: what it was about.
         failed: the error with which it ends.

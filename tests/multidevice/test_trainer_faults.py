@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 import sim
-from hyper_parallel.cli_kit import NOT_SAVED
+from hyper_parallel.cli.kit import NOT_SAVED
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainConfig, load_config
 from hyper_parallel.trainer.guards import StopRequest

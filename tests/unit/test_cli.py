@@ -19,7 +19,8 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 import sim
-from hyper_parallel import cli, cli_runs
+from hyper_parallel import cli
+from hyper_parallel.cli import runs
 from hyper_parallel.platform.cpu import CpuPlatform
 from hyper_parallel.trainer.config import Config, load_config
 from hyper_parallel.trainer.report import (
@@ -225,7 +226,7 @@ def test_a_failure_while_training_is_exit_code_1(monkeypatch: pytest.MonkeyPatch
     def burst(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(cli_runs, "run_here", burst)
+    monkeypatch.setattr(runs, "run_here", burst)
     code, output = invoke("train", "tiny.toml")
     assert code == cli.FAILURE
     assert "RuntimeError: out of luck" in output
@@ -235,7 +236,7 @@ def test_ctrl_c_is_exit_code_130_and_names_the_log(monkeypatch: pytest.MonkeyPat
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_runs, "run_here", interrupt)
+    monkeypatch.setattr(runs, "run_here", interrupt)
     code, output = invoke("train", "tiny.toml")
     assert code == cli.INTERRUPTED
     assert output.splitlines()[-1] == "interrupted; the log so far is in log.jsonl"
@@ -299,7 +300,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
         asked.append(run)
         raise ValueError("seen")
 
-    monkeypatch.setattr(cli_runs, "check_run", keep)
+    monkeypatch.setattr(runs, "check_run", keep)
     assert invoke("train", "tiny.toml", *arguments) == (cli.USER_ERROR, "error: seen\n")
     return asked[0]
 
@@ -376,7 +377,7 @@ def test_float64_on_a_device_that_does_not_reduce_it_is_exit_code_2(monkeypatch:
     class Npu(CpuPlatform):
         device_type, backend = "npu", "hccl"
 
-    monkeypatch.setattr(cli_runs, "get_platform", lambda device: Npu())
+    monkeypatch.setattr(runs, "get_platform", lambda device: Npu())
     code, output = invoke("train", "--device", "npu", "--precision", "fp64")
     assert code == cli.USER_ERROR, output
     assert "param_dtype='fp64': hccl does not reduce float64" in output
@@ -464,7 +465,7 @@ def test_where_output_goes_is_checked_first(
 ) -> None:
     """Also where permissions do not tell; nothing has run by then."""
     Path("a_file").touch()
-    monkeypatch.setattr(cli_runs, "describe_run", lambda *args, **options: pytest.fail("it has begun"))
+    monkeypatch.setattr(runs, "describe_run", lambda *args, **options: pytest.fail("it has begun"))
     result = CliRunner().invoke(cli.app, [each.format(place) for each in arguments])
     assert result.exit_code == 2
     assert "cannot write" in result.output

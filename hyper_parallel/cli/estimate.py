@@ -1,7 +1,4 @@
-"""The commands of the mesh simulator: `hyper-parallel estimate | search | hardware | validate`.
-
-They are a part of the command line, which alone may import `sim`, and only in the function that needs it.
-"""
+"""The commands `estimate` and `search`: a training step on a mesh that nobody has."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hyper_parallel.cli_hardware import hardware as hardware_commands
-from hyper_parallel.cli_kit import (
+from hyper_parallel.cli.kit import (
     INTERRUPTED,
     busy,
     check_can_write,
@@ -27,47 +23,46 @@ from hyper_parallel.cli_kit import (
     stderr_console,
     stdout_console,
 )
+from hyper_parallel.cli.options import Given, options, with_options
 from hyper_parallel.core.common.errors import explain, nearest
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 
-__all__ = ["add_commands"]
+__all__ = ["estimate", "search"]
 
 GIB = 2**30
-_DEGREES, _RECIPE, _OUT = "Parallel degrees", "Recipe", "What comes out"
+_RECIPE, _OUT = "Recipe", "What comes out"
+
+_DEGREES = options(
+    "degrees",
+    "hyper_parallel.trainer.config",
+    "ParallelConfig",
+    *("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree=ulysses", "pp", "ep", "etp"),
+    panel="Parallel degrees",
+    optional=True,
+)
+
+
+def _of_recipe(*fields: str, optional: bool = False) -> Any:
+    return options("recipe", "sim.mesh.recipe", "Recipe", *fields, panel=_RECIPE, optional=optional)
+
+
+_CHECKPOINTING, _LAYERS, _ZERO = _of_recipe("checkpointing", "checkpoint_layers", "zero", optional=True)
+_HOW = _of_recipe(
+    *("compile", "schedule", "stages_per_rank", "microbatches", "param_dtype", "reduce_dtype"),
+    *("master=weights_behind", "optimizer", "fused_loss", "float8", "attention", "sequence_parallel"),
+)
 
 
 def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **rest)
 
 
-# Options that `estimate` and `search` have in common
+# What `estimate` and `search` have in common beside fields of dataclasses
 ModelName = Annotated[str, _option("Such as llama3-8b; or module:function, or file.py:function, of your own.")]
 HardwareName = Annotated[str, _option("A name that `hyper-parallel hardware` lists, or the path of a TOML file.")]
 SeqLen = Annotated[int, _option("Tokens of a sequence.")]
-Replicas = Annotated[int | None, _option("Ranks that hold copies of the same shards.", _DEGREES)]
-Shards = Annotated[int | None, _option("Ranks that each weight is split over; default: all left.", _DEGREES)]
-Tensor = Annotated[int | None, _option("Ranks that split each layer.", _DEGREES)]
-Context = Annotated[int | None, _option("Ranks that split each sequence.", _DEGREES)]
-Ulysses = Annotated[int | None, _option("The part of cp that splits heads, the rest is a ring.", _DEGREES)]
-Pipeline = Annotated[int | None, _option("Ranks of the pipeline.", _DEGREES)]
-Experts = Annotated[int | None, _option("Ranks that split the experts.", _DEGREES)]
-ExpertTensor = Annotated[int | None, _option("Ranks that split each expert: tp or 1.", _DEGREES)]
-Checkpointing = Annotated[str | None, _option("Computed again: none, selective, alternate or full.", _RECIPE)]
-Zero = Annotated[int | None, _option("3, 2 (gathered until backward), 1 or 0 (weights replicated).", _RECIPE)]
-Compile = Annotated[bool, _option("torch.compile what lies between communications.", _RECIPE, "--compile")]
-Schedule = Annotated[str | None, _option("Of the pipeline: gpipe, 1f1b, interleaved, zero-bubble ...", _RECIPE)]
-Stages = Annotated[int | None, _option("Stages on each rank of the pipeline.", _RECIPE)]
-Microbatches = Annotated[int | None, _option("Parts of a step's batch on each data-parallel rank.", _RECIPE)]
-ParamDtype = Annotated[str, _option("What is computed in: bf16, fp16 or fp32.", _RECIPE)]
-ReduceDtype = Annotated[str, _option("What gradients are reduced in.", _RECIPE)]
-Master = Annotated[str, _option("Weights behind: fp32, or none.", _RECIPE, "--weights-behind")]
-Optimizer = Annotated[str, _option("adamw (fused), adamw-foreach or sgd.", _RECIPE)]
-FusedLoss = Annotated[bool, _option("Head and loss for one chunk of tokens at a time.", _RECIPE, "--fused-loss")]
-Float8 = Annotated[bool, _option("Matrix products of blocks in float8.", _RECIPE, "--float8")]
-AttentionKind = Annotated[str, _option("flash or math.", _RECIPE)]
-SequenceParallel = Annotated[bool, _option("With tp, split what lies between over the sequence.", _RECIPE)]
 Settings = Annotated[
     list[str] | None,
     _option("Any other field of sim.mesh.Recipe: loss=compiled, norm=eager, graphs=true ...", _RECIPE, "--set"),
@@ -75,47 +70,15 @@ Settings = Annotated[
 Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add the commands to the command line.
-
-    Args:
-        app: of `hyper-parallel`.
-    """
-    for command in (estimate, search, validate):
-        app.command()(command)
-    app.add_typer(hardware_commands, name="hardware")
-
-
+@with_options(*_DEGREES, _CHECKPOINTING, _LAYERS, _ZERO, *_HOW)
 def estimate(
     model: ModelName,
     hardware: HardwareName,
+    given: Given,
     devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
     seq_len: SeqLen = 4096,
     global_batch: Annotated[int | None, _option("Sequences of a step, over all ranks together.")] = None,
     batch: Annotated[int | None, _option("Sequences of a step on each data-parallel rank; default: 1.")] = None,
-    dp_replicate: Replicas = None,
-    dp_shard: Shards = None,
-    tp: Tensor = None,
-    cp: Context = None,
-    ulysses: Ulysses = None,
-    pp: Pipeline = None,
-    ep: Experts = None,
-    etp: ExpertTensor = None,
-    checkpointing: Checkpointing = None,
-    checkpoint_layers: Annotated[int | None, _option("How many layers are checkpointed.", _RECIPE)] = None,
-    zero: Zero = None,
-    compile: Compile = False,
-    schedule: Schedule = None,
-    stages_per_rank: Stages = None,
-    microbatches: Microbatches = None,
-    param_dtype: ParamDtype = "bf16",
-    reduce_dtype: ReduceDtype = "fp32",
-    master: Master = "fp32",
-    optimizer: Optimizer = "adamw",
-    fused_loss: FusedLoss = False,
-    float8: Float8 = False,
-    attention: AttentionKind = "flash",
-    sequence_parallel: SequenceParallel = True,
     settings: Settings = None,
     in_words: Annotated[bool, _option("Say it in words, too, and what to change.", _OUT, "--explain")] = False,
     tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
@@ -130,28 +93,8 @@ def estimate(
     with _mistakes_as_messages():
         from sim.mesh.estimate import estimate as estimate_step
 
-        degrees = _degrees(dp_replicate, dp_shard, tp, cp, pp, ep, etp, ulysses)
-        dims = _dims(degrees, devices)
-        recipe = _recipe(
-            {
-                "checkpointing": checkpointing,
-                "checkpoint_layers": checkpoint_layers,
-                "zero": zero,
-                "compile": compile,
-                "schedule": schedule,
-                "stages_per_rank": stages_per_rank,
-                "microbatches": microbatches,
-                "param_dtype": param_dtype,
-                "reduce_dtype": reduce_dtype,
-                "master": master,
-                "optimizer": optimizer,
-                "fused_loss": fused_loss,
-                "float8": float8,
-                "attention": attention,
-                "sequence_parallel": sequence_parallel,
-            },
-            settings,
-        )
+        dims = _dims(given["degrees"], devices)
+        recipe = _recipe(given["recipe"], settings)
         for path in (plot, trace, None if json_file in (None, "-") else Path(str(json_file))):
             check_can_write(path)
         sequences = _batch(batch, global_batch, dims, recipe)
@@ -177,8 +120,8 @@ def _show_estimate(
         print_wide(estimate_view(found))
         if in_words:
             with busy("estimating what could be changed"):
-                told = in_prose(found, check=tries)
-            print_wide("\n" + told.partition("\n\n")[2])  # without the headline, which is there already
+                said = in_prose(found, check=tries)
+            print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
     for path in (plot, trace):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,36 +130,16 @@ def _show_estimate(
     _write_json(estimate_dict(found), json_file)
 
 
+@with_options(*_DEGREES, _CHECKPOINTING, _ZERO, *_HOW)
 def search(
     model: ModelName,
     hardware: HardwareName,
     devices: Annotated[int, _option("Devices in all.")],
     global_batch: Annotated[int, _option("Sequences of a step, over all ranks together.")],
+    given: Given,
     seq_len: SeqLen = 4096,
     memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
     limit: Annotated[int, _option("Most candidates to estimate.", min=1)] = 24,
-    dp_replicate: Replicas = None,
-    dp_shard: Shards = None,
-    tp: Tensor = None,
-    cp: Context = None,
-    ulysses: Ulysses = None,
-    pp: Pipeline = None,
-    ep: Experts = None,
-    etp: ExpertTensor = None,
-    checkpointing: Checkpointing = None,
-    zero: Zero = None,
-    compile: Compile = False,
-    schedule: Schedule = None,
-    stages_per_rank: Stages = None,
-    microbatches: Microbatches = None,
-    param_dtype: ParamDtype = "bf16",
-    reduce_dtype: ReduceDtype = "fp32",
-    master: Master = "fp32",
-    optimizer: Optimizer = "adamw",
-    fused_loss: FusedLoss = False,
-    float8: Float8 = False,
-    attention: AttentionKind = "flash",
-    sequence_parallel: SequenceParallel = True,
     settings: Settings = None,
     rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
     json_file: Json = None,
@@ -227,29 +150,16 @@ def search(
 
     Ctrl-C ends it: what it has found so far is printed.
     """
+    recipe = given["recipe"]
     with _mistakes_as_messages():
         from sim.mesh.search import search as search_ways
         from sim.mesh.searching.search_report import SearchBar, search_dict, search_view
 
         check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
-        common = {
-            "compile": compile,
-            "schedule": schedule,
-            "stages_per_rank": stages_per_rank,
-            "microbatches": microbatches,
-            "param_dtype": param_dtype,
-            "reduce_dtype": reduce_dtype,
-            "master": master,
-            "optimizer": optimizer,
-            "fused_loss": fused_loss,
-            "float8": float8,
-            "attention": attention,
-            "sequence_parallel": sequence_parallel,
-        }
+        levels = [recipe["checkpointing"]] if "checkpointing" in recipe else ["none", "selective", "full"]
+        stages = [recipe["zero"]] if "zero" in recipe else [3, 2]
         recipes = [
-            _recipe({**common, "checkpointing": level, "zero": stage}, settings)
-            for level in ([checkpointing] if checkpointing else ["none", "selective", "full"])
-            for stage in ([zero] if zero is not None else [3, 2])
+            _recipe({**recipe, "checkpointing": level, "zero": zero}, settings) for level in levels for zero in stages
         ]
         with SearchBar(stderr_console()) as bar:
             result = search_ways(
@@ -260,7 +170,7 @@ def search(
                 None if memory_limit is None else memory_limit * GIB,
                 seq_len=seq_len,
                 recipes=recipes,
-                fixed=_degrees(dp_replicate, dp_shard, tp, cp, pp, ep, etp, ulysses),
+                fixed=given["degrees"],
                 limit=limit,
                 progress=bar.on_estimate,
             )
@@ -271,61 +181,7 @@ def search(
         raise typer.Exit(INTERRUPTED)
 
 
-def validate(
-    file: Annotated[
-        Path | None, typer.Argument(help="Rows: a JSON list, or JSON lines; default: those of the package.")
-    ] = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="PAGE", help="Write the page here, and the outcomes beside it.")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where traces are kept; default: in ~/.cache/hyper-parallel.")
-    ] = None,
-    processes: Annotated[int, typer.Option(help="That work at the same time.", min=1)] = 2,
-) -> None:
-    """Compare predictions with published measurements, row by row.
-
-    hyper-parallel validate --write docs/validation.md
-    """
-    with _mistakes_as_messages():
-        from sim.mesh.evidence.validate import CACHE, Outcome
-        from sim.mesh.evidence.validate import validate as validate_rows
-
-        def say(done: int, count: int, outcome: Outcome) -> None:
-            stderr_console().print(f"{done}/{count} {outcome.line()}", markup=False)
-
-        check_can_write(write)
-        if file is not None and not file.is_file():
-            raise ValueError(explain("cannot validate", f"there is no file {str(file)!r}", f"file: {file}", "its path"))
-        text = validate_rows(file, write=write, cache=cache or CACHE, processes=processes, progress=say)
-        stdout_console().file.write(text.split("\n## The worst rows")[0] + "\n")
-
-
 # -- from options to what the simulator takes --------------------------------------------------------------------------
-
-
-def _degrees(
-    dp_replicate: int | None,
-    dp_shard: int | None,
-    tp: int | None,
-    cp: int | None,
-    pp: int | None,
-    ep: int | None,
-    etp: int | None,
-    ulysses: int | None,
-) -> dict[str, int]:
-    """Return the degrees that are given, by the names of `ParallelDims`."""
-    given = {
-        "dp_replicate": dp_replicate,
-        "dp_shard": dp_shard,
-        "tp": tp,
-        "cp": cp,
-        "pp": pp,
-        "ep": ep,
-        "etp": etp,
-        "ulysses_degree": ulysses,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _dims(degrees: dict[str, int], devices: int | None) -> ParallelDims:
@@ -400,15 +256,15 @@ def _number(asked: str, text: str) -> float:
 
 
 def _recipe(given: dict[str, Any], settings: list[str] | None) -> Any:
-    """Build the recipe of what is given, None keeping the default, and of what --set says."""
+    """Build the recipe of what is given, and of what --set says."""
     from sim.mesh.recipe import Recipe
 
-    return Recipe(**{name: value for name, value in given.items() if value is not None} | _settings(settings))
+    return Recipe(**given | _settings(settings))
 
 
 def _model(name: str) -> Any:
     """Return the name of a known model, or what a function of the user's returns."""
-    from hyper_parallel.trainer.verify import named_object
+    from hyper_parallel.cli.subject import named_object
 
     path, colon, inside = name.partition(":")
     if not colon:

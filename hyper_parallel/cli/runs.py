@@ -1,13 +1,11 @@
-"""The commands `train`, `demo` and `verify` after their options are read.
+"""The runs behind `train` and `demo`, once their options are read.
 
-torch is imported here, and not in `cli.py`: `--help` and a wrong option come before that.
+torch is imported here, and not where options are: `--help` and a wrong option come before that.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hyper_parallel.cli_kit import (
+from hyper_parallel.cli.kit import (
     FAILURE,
     INTERRUPTED,
     is_first_rank,
@@ -45,7 +43,6 @@ from hyper_parallel.trainer.report import (
     traffic_table,
 )
 from hyper_parallel.trainer.saving import run_to_go_on_from
-from hyper_parallel.trainer.verify import Subject, painted
 from hyper_parallel.trainer.watchdog import RankLostError
 
 __all__ = [
@@ -56,7 +53,6 @@ __all__ = [
     "run_here",
     "run_simulated",
     "summarise",
-    "verify_subject",
     "while_ranks_run",
 ]
 
@@ -82,41 +78,6 @@ def run_simulated(
     ):
         results = world.run(train_rank, args=(run, display.on_step, stop))
         return results[0], list(world.trace.by_axis())
-
-
-def verify_subject(console: Console, subject: Subject, everything: bool) -> bool:
-    """Compare the ranks with one device, and print the report; return whether all is well."""
-    from sim import SimError, verify_plan
-
-    console.print("\n".join(subject.lines()))
-    console.file.flush()
-    start = time.perf_counter()
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
-    try:
-        with one_thread():
-            report = verify_plan(
-                subject.model_fn,
-                subject.inputs,
-                subject.mesh,
-                subject.plan,
-                parallelize=subject.parallelize,
-                input_layouts=subject.input_layouts,
-                dtype=subject.dtype,
-                seed=subject.seed,
-            )
-    except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
-        told = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
-        stderr_console().print(f"[red]the ranks failed:[/red] {escape(told)}")
-        return False
-    except (ValueError, TypeError):
-        raise
-    except Exception:  # the model fails on one device, too
-        traceback.print_exc()
-        return False
-    console.print()
-    console.print(painted(report.table(verbose=everything)))
-    console.print(f"took {time.perf_counter() - start:.1f} s")
-    return report.ok
 
 
 @contextmanager

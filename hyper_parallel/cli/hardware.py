@@ -1,7 +1,4 @@
-"""The command `hyper-parallel hardware`: what estimates know of devices, and measuring this machine.
-
-It is a part of the command line, which alone may import `sim`, and only in the function that needs it.
-"""
+"""The command `hardware`: the devices that estimates know, and measuring this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hyper_parallel.cli_kit import busy, check_can_write, mistakes_as_messages, print_wide, stdout_console
+from hyper_parallel.cli.kit import busy, check_can_write, mistakes_as_messages, print_wide, stdout_console
 
 __all__ = ["hardware"]
 

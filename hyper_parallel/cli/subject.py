@@ -1,19 +1,26 @@
-"""The comparison behind `hyper-parallel verify`: a small Llama with the shipped plan, or a model of the user's own."""
+"""The comparison behind `verify`: a small Llama with the shipped plan, or a model of the user's own."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 from torch import nn
 
+from hyper_parallel.cli.kit import stderr_console
+from hyper_parallel.cli.runs import one_thread
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.text import NOT_SPLIT, parse_dtype, parse_layout, parse_mesh, parse_shape, write_layout
@@ -22,7 +29,7 @@ from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 
-__all__ = ["LlamaSizes", "Subject", "llama_subject", "named_object", "own_subject", "painted"]
+__all__ = ["LlamaSizes", "Subject", "llama_subject", "named_object", "own_subject", "painted", "verify_subject"]
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,9 @@ class LlamaSizes:
     """The size of the Llama that is compared; None: small, and as the mesh needs it.
 
     Args:
-        layers: number of blocks.
-        hidden: width of the residual stream.
-        heads: query heads.
+        layers: blocks of the Llama.
+        hidden: width of its residual stream.
+        heads: query heads; None: at least two per rank along tp.
         kv_heads: key and value heads.
         vocab: number of tokens.
         seq_len: tokens per sequence.
@@ -282,6 +289,41 @@ def named_object(option: str, name: str) -> Callable[..., Any]:
         hint = near if near.startswith("one of ") or not names else f"{option} {path}:{near[1:-1]}"
         raise ValueError(explain(asked, blame, f"functions: {', '.join(names[:8]) or 'none'}", hint))
     return found
+
+
+def verify_subject(console: Console, subject: Subject, everything: bool) -> bool:
+    """Compare the ranks with one device, and print the report; return whether all is well."""
+    from sim import SimError, verify_plan
+
+    console.print("\n".join(subject.lines()))
+    console.file.flush()
+    start = time.perf_counter()
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
+    try:
+        with one_thread():
+            report = verify_plan(
+                subject.model_fn,
+                subject.inputs,
+                subject.mesh,
+                subject.plan,
+                parallelize=subject.parallelize,
+                input_layouts=subject.input_layouts,
+                dtype=subject.dtype,
+                seed=subject.seed,
+            )
+    except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
+        said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
+        stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
+        return False
+    except (ValueError, TypeError):
+        raise
+    except Exception:  # the model fails on one device, too
+        traceback.print_exc()
+        return False
+    console.print()
+    console.print(painted(report.table(verbose=everything)))
+    console.print(f"took {time.perf_counter() - start:.1f} s")
+    return report.ok
 
 
 def painted(table: str) -> Text:
