@@ -36,5 +36,5 @@ class DoctestFences(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Fence the examples of one object."""
         if obj.docstring:
-            text = re.sub(r"^( *)::$", "", _ROLE.sub(r"`\1`", obj.docstring.value), flags=re.MULTILINE)
-            obj.docstring.value = fenced(text)
+            text = _ROLE.sub(r"`\1`", obj.docstring.value)
+            obj.docstring.value = fenced(re.sub(r"::$", ":", re.sub(r"^ *::$", "", text, flags=re.M), flags=re.M))
