@@ -363,7 +363,7 @@ class World:
 
         Raises:
             RankFailed: A rank raised; also an instance of the raised exception's class, which is its cause. A
-            :class:`~sim.RankLost` that no rank has caught is one of these, too.
+                `sim.RankLost` that no rank has caught is one of these, too.
             CollectiveMismatch: The ranks called different collectives.
             Deadlock: No rank could run any more, or an operation was left that not all ranks had joined.
             TypeError: ``fn`` is not callable, or ``args`` or ``kwargs`` are not what a call needs.

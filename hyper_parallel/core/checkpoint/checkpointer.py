@@ -237,7 +237,7 @@ class Checkpointer:
             How the last save ended; None if there was none or it has been told.
 
         Raises:
-            As `save`.
+            CheckpointError: the save has failed, and `on_error` is "raise".
         """
         return self._told(self._join())
 
@@ -395,7 +395,9 @@ class Checkpointer:
         """Load what `load_checkpoint` loads, from the latest checkpoint that rank 0 sees, or from another.
 
         Args:
-            tensors, per_rank, strict: as for `load_checkpoint`.
+            tensors: as for `load_checkpoint`.
+            per_rank: likewise.
+            strict: likewise.
             step: to go back to: when the next checkpoint of the run is complete, the newer ones are not of the run any
                 more. They are renamed to `undone-step-00000300`, count for nothing, and are never deleted.
             path: of a checkpoint, to load it and leave the others alone.

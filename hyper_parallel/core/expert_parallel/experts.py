@@ -61,7 +61,7 @@ def count_rows(experts: GroupedExperts, chosen: Tensor, to: Tensor, come: Tensor
 
 
 class GroupedExperts(nn.Module):
-    """Experts, each a SwiGLU feed-forward: w2[e](silu(w1[e] x) * w3[e] x).
+    """Experts, each a SwiGLU feed-forward: `w2[e](silu(w1[e] x) * w3[e] x)`.
 
     >>> experts = GroupedExperts(num_experts=4, hidden_size=8, inner_size=6)
     >>> chosen, weights = torch.tensor([[[0, 3], [3, 1], [0, 1]]]), torch.full((1, 3, 2), 0.5)
