@@ -12,7 +12,7 @@ import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
 from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.hsdp.api import hsdp
-from hyper_parallel.core.mesh.spmd_mesh import carrier_of
+from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.sim
@@ -242,7 +242,7 @@ CALLS = {
     ),
     "extension that parts lose": (
         lambda: with_weight(lambda: extended(Losing), wrap_mesh=mesh()),
-        r"'weight' cannot be split: parts of it have lost .*\n  seen: a Losing, .*\n  try: .*class for detach",
+        r"'weight' cannot be split: shards of it have lost .*\n  seen: a Losing, .*\n  try: .*class for detach",
     ),
     "extension and fusion": (
         lambda: with_weight(lambda: extended(Both), wrap_mesh=mesh(), comm_fusion=True),
@@ -434,7 +434,7 @@ def test_meshes_of_different_roots():
         other = mesh(4)
         weight = nn.Parameter(laid_out(mesh(2, 2, names=("dp", "tp"))["tp"], Shard(0)))
         other._device_type = "meta"
-        carrier_of(weight.device_mesh, other)
+        spmd_mesh_of(weight.device_mesh, other)
 
     text = r"cannot put a parameter's mesh and the data mesh together: "
     fails_on_every_rank(

@@ -25,7 +25,7 @@ from hyper_parallel.core.fully_shard.build import (
     make_unit,
     move_buffers,
     move_plain,
-    nested_homes,
+    nested_placements,
 )
 from hyper_parallel.core.fully_shard.module import (
     HSDPModule,
@@ -37,16 +37,16 @@ from hyper_parallel.core.fully_shard.module import (
 )
 from hyper_parallel.core.fully_shard.placement import (
     DataParallelMesh,
-    Home,
+    ParameterPlacement,
     PlacementFn,
     check_fusion,
-    common_carrier,
+    common_spmd_mesh,
     data_axes,
-    kept_home,
-    plain_home,
+    kept_placement,
+    plain_placement,
     platform_of,
     resolve_mesh,
-    unified_home,
+    unified_placement,
     unpackable,
 )
 from hyper_parallel.core.fully_shard.policy import (
@@ -131,7 +131,7 @@ def fully_shard(
         mesh: 1-D: shard over it. 2-D: the first axis replicates, the second shards. None: plain parameters are split
             over all ranks, DTensors keep their layout. Given a mesh, DTensors are split further, over the union of
             their mesh and this one, which must be slices of one mesh.
-        reshard_after_forward: Free the whole parameters after forward. False: keep them until backward is done. An
+        reshard_after_forward: Free the unsharded parameters after forward. False: keep them until backward is done. An
             int: keep them split over so many ranks, which must divide the shard axis: a cheaper second gather. None:
             True. The root, with which backward starts, keeps them with any of these.
         shard_placement_fn: Given a parameter, ``Shard(dim)`` or None (dim 0). Sizes need not divide evenly.
@@ -174,13 +174,13 @@ def fully_shard(
             if (reason := unpackable(item.parameter)) is not None:
                 check_fusion(item.name, reason)
     data, platform = _data_mesh(mesh, found)
-    placed = _homes(roots, found, mesh, data, shard_placement_fn, whole, fused=comm_fusion)
-    smaller = _smaller_world(reshard_after_forward, data)
+    placed = _placed(roots, found, mesh, data, shard_placement_fn, whole, fused=comm_fusion)
+    smaller = _post_forward_mesh(reshard_after_forward, data)
     options = UnitOptions(
         mp_policy,
         reshard_after_forward=reshard_after_forward is True or reshard_after_forward > 1,
         average=dp_mesh_dims is not None or not any(map(is_dtensor, found)),
-        share_all_reduces=comm_fusion,
+        fuse_all_reduces=comm_fusion,
     )
     storage = Storage(
         platform,
@@ -190,10 +190,10 @@ def fully_shard(
     )
     move_buffers(roots, platform)
     unit = make_unit(roots, placed, storage, options, Grouping())
-    unit.use_smaller_world(smaller)
-    unit.ignored = [parameter for root in roots for parameter in root.parameters() if id(parameter) in ignored]
+    unit.use_post_forward_mesh(smaller)
+    unit.wrapping.ignored = [parameter for root in roots for parameter in root.parameters() if id(parameter) in ignored]
     install(unit, placed, wrapped_class, "fully_shard")
-    unit.copied_by = copy_wrapped
+    unit.wrapping.copy = copy_wrapped
     return module
 
 
@@ -208,7 +208,7 @@ def _data_mesh(mesh: DeviceMesh | None, found: list[Found]) -> tuple[DataParalle
     return data, data.platform
 
 
-def _homes(
+def _placed(
     roots: list[nn.Module],
     found: list[Found],
     mesh: DeviceMesh | None,
@@ -217,30 +217,32 @@ def _homes(
     whole: set[int],
     *,
     fused: bool,
-) -> list[tuple[Found, Home]]:
-    homes: dict[int, Home] = {}
+) -> list[tuple[Found, ParameterPlacement]]:
+    placements: dict[int, ParameterPlacement] = {}
     for item in found:
         parameter = item.parameter
         if isinstance(parameter, DTensor):
             if mesh is None or data is None:
-                homes[id(parameter)] = kept_home(parameter, item.name, fused=fused)
+                placements[id(parameter)] = kept_placement(parameter, item.name, fused=fused)
             else:
                 keep = id(parameter) in whole
-                homes[id(parameter)] = unified_home(parameter, item.name, data, placement_fn, whole=keep)
-    carrier = None
+                placements[id(parameter)] = unified_placement(parameter, item.name, data, placement_fn, replicate=keep)
+    spmd_mesh = None
     if mesh is not None and data is not None:
-        carrier = common_carrier([*homes.values(), *nested_homes(roots)], data)
-    if carrier is not None and data is not None:
-        move_plain(roots, data, carrier)
+        spmd_mesh = common_spmd_mesh([*placements.values(), *nested_placements(roots)], data)
+    if spmd_mesh is not None and data is not None:
+        move_plain(roots, data, spmd_mesh)
     for item in found:
-        if id(item.parameter) not in homes:
+        if id(item.parameter) not in placements:
             assert data is not None
             keep = id(item.parameter) in whole
-            homes[id(item.parameter)] = plain_home(item.parameter, item.name, data, placement_fn, carrier, whole=keep)
-    return [(item, homes[id(item.parameter)]) for item in found]
+            placements[id(item.parameter)] = plain_placement(
+                item.parameter, item.name, data, placement_fn, spmd_mesh, replicate=keep
+            )
+    return [(item, placements[id(item.parameter)]) for item in found]
 
 
-def _smaller_world(size: bool | int, data: DataParallelMesh | None) -> tuple[dist.ProcessGroup, int] | None:
+def _post_forward_mesh(size: bool | int, data: DataParallelMesh | None) -> tuple[dist.ProcessGroup, int] | None:
     """The group that keeps the parameters between forward and backward, and the own place in it."""
     if isinstance(size, bool):
         return None
