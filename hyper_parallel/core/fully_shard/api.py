@@ -113,7 +113,7 @@ def fully_shard(
     A unit may be called in any way and return containers or dataclasses of tensors; every rank must run the same
     units in the same order, and come through all of them on the way back; a rank may leave out what a unit does with
     its own parameters, and return its input, or what a unit inside has returned. Scalars have no dim to split, and are
-    whole on every rank. A parameter with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2's tensor
+    replicated. A parameter with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2's tensor
     extension, is gathered as the former says.
 
     With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
@@ -124,7 +124,7 @@ def fully_shard(
     Communication per step and unit of N bytes on n ranks: two all_gathers (one with
     ``reshard_after_forward=False``, and one for the root, whose parameters backward needs first) and one
     reduce_scatter, each N (n - 1) / n received per rank; on a 2-D mesh also one all_reduce of N / n over the
-    replicate axis. Parameters that are whole on every rank: one all_reduce.
+    replicate axis. Parameters that are replicated: one all_reduce.
 
     Args:
         module: A module, or a list of modules that form one unit. Nested units keep their own parameters.
@@ -140,8 +140,8 @@ def fully_shard(
             own will do.
         ignored_params: Parameters to leave alone: not split, not moved, not reduced.
         dp_mesh_dims: The data-parallel axes of ``mesh``, which then is the whole one that DTensor parameters are on;
-            as in FSDP2, gradients are averaged over them. Without ``shard`` all parameters stay whole.
-        replicate_params: Parameters to keep whole on every rank; their gradients are all_reduced.
+            as in FSDP2, gradients are averaged over them. Without ``shard`` all parameters are replicated.
+        replicate_params: Parameters to replicate; their gradients are all_reduced.
         comm_fusion: Insist on one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
             replicate axis take several units at once. A parameter that stands in the way is an error. Without it, what
             can be packed is packed all the same; one collective per parameter would only be slower.
@@ -164,17 +164,17 @@ def fully_shard(
             "  expected: a function from a parameter to Shard(dim) or None\n"
             "  try: lambda p: Shard(1) if p.dim() > 1 else None"
         )
-    ignored, whole = check_parameters(ignored_params, replicate_params, roots)
+    ignored, replicated = check_parameters(ignored_params, replicate_params, roots)
     found = find_parameters(roots, ignored, "fully_shard")
     if dp_mesh_dims is not None:
         mesh = data_axes(mesh, dp_mesh_dims)
-        whole |= {id(item.parameter) for item in found if not dp_mesh_dims.shard_names}
+        replicated |= {id(item.parameter) for item in found if not dp_mesh_dims.shard_names}
     if comm_fusion:
         for item in found:
             if (reason := unpackable(item.parameter)) is not None:
                 check_fusion(item.name, reason)
     data, platform = _data_mesh(mesh, found)
-    placed = _placed(roots, found, mesh, data, shard_placement_fn, whole, fused=comm_fusion)
+    placed = _placed(roots, found, mesh, data, shard_placement_fn, replicated, fused=comm_fusion)
     smaller = _post_forward_mesh(reshard_after_forward, data)
     options = UnitOptions(
         mp_policy,
@@ -214,7 +214,7 @@ def _placed(
     mesh: DeviceMesh | None,
     data: DataParallelMesh | None,
     placement_fn: PlacementFn | None,
-    whole: set[int],
+    replicated: set[int],
     *,
     fused: bool,
 ) -> list[tuple[Found, ParameterPlacement]]:
@@ -225,7 +225,7 @@ def _placed(
             if mesh is None or data is None:
                 placements[id(parameter)] = kept_placement(parameter, item.name, fused=fused)
             else:
-                keep = id(parameter) in whole
+                keep = id(parameter) in replicated
                 placements[id(parameter)] = unified_placement(parameter, item.name, data, placement_fn, replicate=keep)
     spmd_mesh = None
     if mesh is not None and data is not None:
@@ -235,7 +235,7 @@ def _placed(
     for item in found:
         if id(item.parameter) not in placements:
             assert data is not None
-            keep = id(item.parameter) in whole
+            keep = id(item.parameter) in replicated
             placements[id(item.parameter)] = plain_placement(
                 item.parameter, item.name, data, placement_fn, spmd_mesh, replicate=keep
             )

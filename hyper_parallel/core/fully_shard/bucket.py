@@ -184,9 +184,11 @@ class Bucket:
     def _remember(self) -> None:
         """Note what the shards are, and where modules show them: a step looks at each several times."""
         locals_ = [param.local for param in self.params]
+        # Every step comes here more than once for every parameter; all that does not change between two steps is
+        # looked up once, in lists of plain objects.
         self.unmoved = False
         self._made = None
-        self._flat_parts = None
+        self._flat_shards = None
         # An empty shard tells nothing by its address, nor does one without data.
         in_place = all(
             param.address and t.device == self.storage.device for param, t in zip(self.params, locals_, strict=True)
@@ -198,7 +200,9 @@ class Bucket:
             ]
             no_padding = all(param.local_numel == param.chunk for param in self.params)
             if no_padding and all(t.is_contiguous() for t in locals_):
-                self._flat_parts = [t.detach().view(-1) for t in locals_]
+                self._flat_shards = [t.detach().view(-1) for t in locals_]
+        # Most modules are plain ones, whose dictionary of parameters can be written directly. Others, such as recurrent
+        # ones, keep a second list of their weights, and must be asked by `setattr`.
         self._plain: list[tuple[Any, str, ManagedParam]] = []
         self._others: list[ManagedParam] = []
         for param in self.params:
@@ -272,7 +276,7 @@ class Bucket:
         device = first.device if first.is_meta else self.storage.compute
         self.compute_dtype, self.compute_device = dtype, device
         self._converts = device != first.device or any(param.local.dtype != dtype for param in self.params)
-        # Replicated parameters are used where they are, if they are fit for it.
+        # Replicated parameters are used where they are, if they are fit for it: nothing is copied, and nothing freed.
         self.aliased = self.group is None and not self._converts and self.shards is None
         self.post_forward_shard = None
         if self.aliased:
@@ -318,6 +322,8 @@ class Bucket:
 
     def free(self) -> None:
         """Free the memory of the unsharded parameters; the tensors stay, for autograd."""
+        # The storage is emptied, not dropped: what autograd has saved are these very tensors, and the second gather
+        # fills them again. A tensor that is used too early has no memory, and torch says so.
         self.gathered = False
         if not self.unsharded_buffer.is_meta:
             self.unsharded_buffer.untyped_storage().resize_(0)
@@ -340,12 +346,14 @@ class Bucket:
         if self.all_gather_with is not None and self.group is not None and self.ranks > 1:
             return self._gather_with(self.all_gather_with)
         if self.post_forward_shard is not None and self.post_forward_mesh is not None:
+            # Used once: the forward that follows gathers shards that a step may have changed.
             post_forward_shard, self.post_forward_shard = self.post_forward_shard, None
             target = torch.empty(
                 self.ranks * self.starts[-1], dtype=post_forward_shard.dtype, device=post_forward_shard.device
             )
             return all_gather(target, post_forward_shard, self.post_forward_mesh[0])
         if self._can_gather_each and self.post_forward_mesh is None:
+            # Where a backend takes many small messages at once, nothing is packed before and nothing copied out after.
             self.allocate()
             return all_gather_each(
                 self.targets, self._sources(), cast(dist.ProcessGroup, self.group), self.unsharded_buffer
@@ -378,8 +386,8 @@ class Bucket:
         if not self._converts:
             if self.shards is not None:
                 return self.shards.split(self.chunks)
-            if self.unmoved and self._flat_parts is not None:
-                return self._flat_parts
+            if self.unmoved and self._flat_shards is not None:
+                return self._flat_shards
             if all(param.local_numel == param.chunk for param in self.params):  # no padding to send
                 return [param.local.detach().reshape(-1) for param in self.params]
         rank = self.params[0].placement.shard_rank
@@ -500,7 +508,10 @@ class ExtensionBucket(Bucket):
 
     The former gives the tensors to gather, of any dtypes; the latter makes the unsharded parameter of them. All of them
     travel as the bytes of one message. As in torch, the unsharded parameter is made once, by the first gather, and
-    filled again by the later ones (``out``), because autograd may have kept it.
+    filled again by the later ones (`out`), because autograd may have kept it.
+
+    FSDP2 leaves the padding of uneven shards to the extension and fails on the padded ranks alone, which hangs the
+    others. Here the engine pads, and what it cannot pad is an error on every rank.
 
     Args:
         params: The parameters, split on dim 0 or replicated.

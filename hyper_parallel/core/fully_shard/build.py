@@ -92,12 +92,12 @@ def check_parameters(
     replicate_params: Iterable[nn.Parameter] | None,
     roots: Sequence[nn.Module],
 ) -> tuple[set[int], set[int]]:
-    """Identities of the parameters to leave alone and of those to keep whole; the former win.
+    """Identities of the parameters to leave alone and of those to replicate; the former win.
 
     Raises:
-        ValueError: An ignored one that is no parameter; one to keep whole that is not in the module, or that a unit
+        ValueError: An ignored one that is no parameter; one to replicate that is not in the module, or that a unit
             inside has split.
-        TypeError: One to keep whole that is no parameter.
+        TypeError: One to replicate that is no parameter.
     """
     ignored = _listed("ignored_params", ignored_params)
     for item in ignored:
@@ -107,28 +107,28 @@ def check_parameters(
                 "  expected: ignored_params of nn.Parameter\n"
                 "  try: ignored_params=[model.scale]"
             )
-    whole = _listed("replicate_params", replicate_params)
+    replicated = _listed("replicate_params", replicate_params)
     names = {id(p): name for root in roots for name, p in root.named_parameters(remove_duplicate=False)}
-    for item in whole:
+    for item in replicated:
         if not isinstance(item, nn.Parameter):
             raise TypeError(
-                f"fully_shard cannot keep a {type(item).__name__} whole on every rank\n"
+                f"fully_shard cannot replicate a {type(item).__name__}\n"
                 "  expected: replicate_params of nn.Parameter\n"
                 "  try: replicate_params=[model.norm.weight]"
             )
         if id(item) not in names:
             raise ValueError(
-                f"fully_shard cannot keep a parameter of shape {tuple(item.shape)} whole: it is not in the module\n"
+                f"fully_shard cannot replicate a parameter of shape {tuple(item.shape)}: it is not in the module\n"
                 f"  seen: {len(names)} parameters in {', '.join(type(root).__name__ for root in roots)}\n"
                 "  try: replicate_params of this module's own, such as [model.norm.weight]"
             )
         if managed_name(item) is not None and id(item) not in {id(i) for i in ignored}:
             raise ValueError(
-                f"fully_shard cannot keep {names[id(item)]!r} whole: a unit inside the module manages it already\n"
+                f"fully_shard cannot replicate {names[id(item)]!r}: a unit inside the module manages it already\n"
                 f"  seen: {managed_name(item)!r} there\n"
                 "  try: pass replicate_params to the call that wraps that unit"
             )
-    return {id(item) for item in ignored}, {id(item) for item in whole}
+    return {id(item) for item in ignored}, {id(item) for item in replicated}
 
 
 def _listed(name: str, given: Any) -> list[Any]:
@@ -577,15 +577,15 @@ def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, A
     device = unit.wrapping.storage.device
     for param in params:
         empty = memo[id(stand_ins[id(param)])]
-        whole = nn.Parameter(empty.detach() if param.local.is_meta else torch.empty_like(empty, device=device))
+        unsharded = nn.Parameter(empty.detach() if param.local.is_meta else torch.empty_like(empty, device=device))
         if has_extension(param.local):
-            whole = nn.Parameter(param.local.detach().new_zeros(param.shape))
-        whole.requires_grad_(empty.requires_grad)
+            unsharded = nn.Parameter(param.local.detach().new_zeros(param.shape))
+        unsharded.requires_grad_(empty.requires_grad)
         if param.placement.view_mesh is not None:
-            whole = _as_dtensor(whole, param)
-        whole.__dict__.update(copy.deepcopy(param.attributes | param.sharded.__dict__, memo))
+            unsharded = _as_dtensor(unsharded, param)
+        unsharded.__dict__.update(copy.deepcopy(param.attributes | param.sharded.__dict__, memo))
         slots = tuple(Slot(memo[id(slot.module)], slot.name) for slot in param.slots)
-        placed.append((Found(whole, param.name, slots), param.placement))
+        placed.append((Found(unsharded, param.name, slots), param.placement))
     roots = [memo[id(root)] for root in unit.modules]
     made = make_unit(roots, placed, unit.wrapping.storage, replace(unit.options), unit.wrapping.grouping)
     for param, twin in zip(params, _params(made), strict=True):  # the same keys, hence the same buckets
@@ -602,18 +602,18 @@ def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, A
     return made
 
 
-def _as_dtensor(whole: nn.Parameter, param: ManagedParam) -> nn.Parameter:
+def _as_dtensor(unsharded: nn.Parameter, param: ManagedParam) -> nn.Parameter:
     model: Any = param.sharded
     assert param.placement.view_mesh is not None
     local = DTensor.from_local(
-        whole.detach(),
+        unsharded.detach(),
         param.placement.view_mesh,
         param.placement.view_placements,
         run_check=False,
         shape=model.shape,
         stride=model.stride(),
     )
-    return nn.Parameter(local, requires_grad=whole.requires_grad)
+    return nn.Parameter(local, requires_grad=unsharded.requires_grad)
 
 
 def _copy_links(unit: Unit, copies: dict[int, Unit]) -> None:

@@ -15,32 +15,32 @@ __all__ = [
     "ForwardCall",
     "cast",
     "copy_aliases",
-    "restore_containers",
     "mark_inputs",
+    "restore_containers",
     "tensors_in",
     "watch_outputs",
 ]
 
 
 class Listener(Protocol):
-    """What a pass reports to: its unit."""
+    """What a forward call reports to: its unit."""
 
     def pre_backward(self, call: ForwardCall) -> None:
-        """Backward is about to enter the unit through this pass."""
+        """Backward is about to use an output of this call."""
 
     def post_backward(self, call: ForwardCall) -> None:
-        """Backward has computed the gradients of this pass's inputs."""
+        """Backward has computed the gradients of this call's inputs."""
 
 
 class ForwardCall:
     """One call of a unit's module.
 
     Attributes:
-        pre_backward_in: Number of the backward that last reached the outputs; -1: none has.
-        post_backward_in: Number of the backward that last left through the inputs; -1: none has.
-        version: Of the parameters that it has used.
-        lent: What the caller's lists and dictionaries held, while the module sees marked tensors in them.
-        around: Passes of other units that have returned an output of this one as it was, the innermost first.
+        pre_backward_in: Number of the last backward that came to the outputs; -1: none has.
+        post_backward_in: Number of the last backward that left through the inputs; -1: none has.
+        version: Of the shards whose values it has used.
+        replaced: What the caller's lists and dictionaries held, replaced while the module sees marked tensors in them.
+        around: Calls of other units that have returned an output of this one as it was, the innermost first.
         given: Identities of the caller's tensors whose views the module sees, valid until its forward is through.
     """
 
@@ -65,12 +65,11 @@ class ForwardCall:
         self.given: set[int] = set()
 
     def reach(self, *gradients: Any) -> None:
-        """The hook on outputs; it leaves their gradients alone.
-
-        The units around are first, although their hooks on the same tensor come later: a rank on which they have made
-        a tensor of their own reaches them first, and all ranks must gather in one order.
-        """
+        """The hook on outputs; it leaves their gradients alone."""
         del gradients
+        # The units around are first, although their hooks on the same tensor come later: a rank on which they have made
+        # a tensor of their own reaches them first, and all ranks must gather in one order. Otherwise units of equal
+        # size get each other's values, and others hang.
         for outer in reversed(self.around):
             outer.reach()
         self.listener.pre_backward(self)
@@ -82,7 +81,8 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ForwardCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
-        ctx.set_materialize_grads(False)  # an input that the unit does not use gets no gradient, not one of zeros
+        # An input that the unit does not use gets no gradient, not one of zeros, as on a single device.
+        ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
@@ -98,7 +98,7 @@ def mark_inputs(
     """Put a node behind the inputs that tells when backward has left the unit.
 
     A tensor that is given twice stays one object, which modules may test for (attention does). Lists and dictionaries
-    stay the caller's, and get their own tensors back when the pass is through.
+    stay the caller's, and get their own tensors back when the call is through.
     """
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # as most are, and much cheaper
         if not args[0].requires_grad:
@@ -109,7 +109,7 @@ def mark_inputs(
     if not inputs:
         return args, kwargs
     marked = dict(zip(inputs, _marked(call, *inputs.values()), strict=True))
-    del leaves, spec
+    del leaves, spec  # torch's flatten leaves a cycle that would keep the inputs until the garbage collector runs
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         return marked.get(id(tensor), tensor)
@@ -183,7 +183,7 @@ def _replaced_fields(tree: Any, replace: Callable[[Any], Any], undo: list[Any] |
 
 
 def watch_outputs(call: ForwardCall, tensors: list[torch.Tensor]) -> None:
-    """Have the pass told before backward uses any of its ``tensors``, which require gradients and are no leaves."""
+    """Have the call hear of it before backward uses any of `tensors`, which require gradients and are no leaves."""
     for tensor in tensors:
         for hook in (tensor._backward_hooks or {}).values():
             inner = getattr(hook, "__self__", None)

@@ -166,8 +166,8 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
 
     Args:
         module: with units of `fully_shard` or `hsdp` in it, or none: then this does nothing.
-        keep: False: gather and free in each forward and backward as ever, which must then be a whole one; only the
-            reductions wait.
+        keep: False: gather and free in each forward and backward as ever, and let only the reductions wait; a
+            backward must then be a full one.
         before: called with each unit before it is gathered.
 
     Raises:
@@ -283,6 +283,9 @@ def _refuse_traced(module: nn.Module) -> None:
 
 class ManagedModule(FSDPModule):
     """What both APIs of the engine give a wrapped module: FSDP2's methods, and those of HyperParallel.
+
+    It is an `FSDPModule`, because clients ask for that class and skip what is none: one that never set its divide
+    factor trained with a quarter of the gradient.
 
     "Nested" means: this unit and all units in its submodules. Methods raise `ValueError` for an argument of the wrong
     kind, and when called on a module that was never wrapped.
@@ -672,7 +675,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 @functools.cache
 def wrapped_class(original: Any, mixin: Any = HSDPModule) -> Any:
-    """The class ``HSDP<Original>`` that a wrapped module gets; one per original class and face."""
+    """The class ``HSDP<Original>`` that a wrapped module gets; one per original class and API."""
     return type(f"HSDP{original.__name__}", (mixin, original), {"__module__": original.__module__})
 
 
@@ -789,6 +792,7 @@ def register_state(unit: Unit) -> None:
     for module in unit.modules:
         states = module.__dict__.setdefault(STATE_KEY, OrderedDict())
         states[torch_fully_shard.__wrapped__] = made  # type: ignore[attr-defined]
+        # torch's `replicate` finds in its registry what is managed already; it took units' DTensors for its own else.
         registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
         registry["fully_shard"] = RegistryItem()
 

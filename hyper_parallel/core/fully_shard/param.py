@@ -276,6 +276,8 @@ class ManagedParam:
             pairs = zip(wanted, gradient.placements, strict=True)
             wanted = [(Replicate() if has.is_shard() else has) if want.is_partial() else want for want, has in pairs]
         if list(gradient.placements) != wanted:
+            # Sums that autograd leaves pending on the DTensor's own mesh, such as those of norms under sequence
+            # parallelism, are added up in the dtype of the reduction as well, not in that of the computation.
             if dtype is not None and any(p.is_partial() for p in gradient.placements):
                 gradient = DTensor.from_local(
                     gradient._local_tensor.to(dtype),
@@ -404,7 +406,8 @@ class ManagedParam:
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Count up the versions of the sharded parameters that a step changes: a foreach or fused one does not.
 
-    Before and after the step: gradients may come in its closure, and some optimizers clear them.
+    Without it nobody could tell unsharded parameters that were kept after backward from those of the next step. Before
+    and after the step: gradients may come in its closure, and some optimizers clear them.
     """
     changed = [
         parameter
@@ -418,6 +421,4 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 register_optimizer_step_pre_hook(_count_step)
-
-
 register_optimizer_step_post_hook(_count_step)

@@ -198,6 +198,7 @@ class Reduction:
 
     def receive(self) -> None:
         """Wait for the first collective, and apply the gradients if there is no other one to come."""
+        # A second collective is not issued here: that of this unit goes behind the reduce_scatter of the next one.
         if self._shard is None and (self._to_reduce or self._fused is not None):
             self._work.wait()
         else:
@@ -250,6 +251,8 @@ class Reduction:
         self.done = True
         owner, end = self._owner, self._starts[-1]
         used = self._used
+        # Flags that were added up say whether any rank has used a parameter; reading them waits for the device. Where
+        # this rank has used all of them, nobody needs to look.
         if not all(used) and not isinstance(shard, FakeTensor):  # without values, others are taken to be like this one
             used = [count > 0 for count in shard[end:].real.tolist()]
         if self._finish.scale != 1.0:
@@ -393,7 +396,9 @@ class GradientReducer:
     def reduce(self, options: ReduceOptions, fused_all_reduces: FusedAllReduces) -> Reduction | None:
         """Start to reduce what was collected; None when there is nothing."""
         if self.pending is None:
-            return None
+            return (
+                None  # nothing trainable: on all ranks alike. Without gradients it is a list of Nones, and takes part
+            )
         pending, self.pending = self.pending, None
         params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
         used = [options.zeros or gradient is not None for gradient in pending]

@@ -335,8 +335,8 @@ def hsdp_sync_stream() -> None:
     if world is None:
         return
     with _LOCK:
-        waiting = _SCHEDULES.pop(world, [])
-    for reference in waiting:
+        pending = _SCHEDULES.pop(world, [])
+    for reference in pending:
         schedule = reference()
         if schedule is not None:
             schedule.finish_reductions()

@@ -52,7 +52,7 @@ __all__ = [
 
 
 class ShardedState(Enum):
-    """Where the data of a unit's parameters is; what its modules show is told by `Unit.shows_unsharded`.
+    """Where the data of a unit's parameters is; what its modules show says `Unit.shows_unsharded`.
 
     The two differ on purpose: between forward and backward of the root, and where parameters are kept for the next
     forward, modules already show the shards to optimizers while the unsharded data stays.
@@ -575,7 +575,7 @@ class Unit:
                 unit.start_gather(in_backward=True)
 
     def _check_reached(self, gradient: torch.Tensor) -> None:
-        """A gradient of an unsharded parameter arrives: from freed memory, if nothing told of backward."""
+        """A gradient of an unsharded parameter arrives: from freed memory, if no hook has announced backward."""
         del gradient
         if self.control is StepControl.UNSHARDED_FOR_STEP or self._calls or self.shows_unsharded:
             return
@@ -777,6 +777,8 @@ class Unit:
 
 def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
     """Make sure that all units average gradients, or all add them up, where nobody has said what they should do.
+
+    Units of plain parameters average by default, units with DTensors add up: a warning was all that said so once.
 
     Raises:
         ValueError: No factor of the loss is right for both.

@@ -65,7 +65,7 @@ class HSDPCell(ManagedModule):
         """Whether the next backwards end a cycle of accumulation: their gradients are reduced over all ranks.
 
         True at first. False: gradients add up. Without ``enable_grad_accumulation`` nothing is communicated, and each
-        rank keeps its own whole gradients; with it, ``param.acc_grad`` shows what has added up, and at level2 and
+        rank keeps its own unsharded gradients; with it, ``param.acc_grad`` shows what has added up, and at level2 and
         level3 gradients are reduce_scattered in every backward. ``param.grad`` gets the sum in the synced step.
         Reaches all nested cells.
         """
@@ -191,7 +191,7 @@ def hsdp(
     Communication per step and parameter of N bytes over n ranks, s of which hold its shards: an all_gather of
     N (s - 1) / s received per rank, at level3 two (for the root one, as backward starts with it); then an all_reduce
     of N over all n (level1), or a reduce_scatter of N (s - 1) / s and an all_reduce of N / s over the n / s replicas
-    (level2 and 3). For what stays whole: the all_reduce of N alone. Gathers take all parameters of a cell with one
+    (level2 and 3). For what is replicated: the all_reduce of N alone. Gathers take all parameters of a cell with one
     shard size and dtype at once; a DTensor's all_reduce over all n is one over s and one over n / s ranks.
 
     Parameters of several shard sizes are on several meshes: clip with ``hyper_parallel.clip_grad_norm_``, as torch's
@@ -203,13 +203,13 @@ def hsdp(
             largest number up to it that divides both dim 0 and the number of data-parallel ranks. Shards are on
             consecutive ranks. A parameter's attribute ``hsdp_shard_size`` comes first; the outcome is its attribute
             ``hsdp_effective_shard_size``.
-        threshold: Kilobytes (1,024 bytes); parameters that are strictly smaller stay whole, of a DTensor those whose
-            largest shard on any rank is.
+        threshold: Kilobytes (1,024 bytes); parameters that are strictly smaller are replicated, of a DTensor those
+            whose largest shard on any rank is.
         optimizer_level: "level1": parameters and optimizer state are split, gradients all_reduced. "level2": gradients
             are split too. "level3": gathered parameters are also freed after forward and gathered again for backward.
             The members of ``OptimizerLevel`` will do.
         enable_grad_accumulation: Show gradients as they add up over micro-steps as ``param.acc_grad``, a DTensor in
-            ``reduce_dtype`` or at least fp32: at level1 whole ones, each rank its own until the synced step; else
+            ``reduce_dtype`` or at least fp32: at level1 unsharded ones, each rank its own until the synced step; else
             shards, reduce_scattered in every micro-step and all_reduced over replicas at the synced step. Until then
             they are ``Partial`` sums, neither averaged nor scaled. See :meth:`HSDPCell.set_requires_grad_sync`.
         use_eager_hook: False: gather and reduce in a form that ``torch.compile`` traces without graph breaks, and that

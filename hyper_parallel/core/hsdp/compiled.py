@@ -91,15 +91,15 @@ class TracedParam:
     @classmethod
     def of(cls, managed: ManagedParam, scale: float) -> TracedParam:
         """Describe a parameter of the engine that was a plain one, and whose shard has been made."""
-        home, data = managed.placement, managed.placement.data
+        placement, data = managed.placement, managed.placement.data
         assert data is not None
         return cls(
             name=managed.name,
             slots=[(slot.module, slot.name) for slot in managed.slots],
             parameter=managed.sharded,
-            shard=None if home.shard_dim is None else GroupName.of(data.shard_group),
+            shard=None if placement.shard_dim is None else GroupName.of(data.shard_group),
             replicas=() if data.replicate_group is None else (GroupName.of(data.replicate_group),),
-            domain=tuple(GroupName.of(group) for group in home.reduce_groups or data.domain_groups),
+            domain=tuple(GroupName.of(group) for group in placement.reduce_groups or data.domain_groups),
             scale=scale,
         )
 
@@ -137,8 +137,8 @@ def take_over(
     """
     refuse_dtensors(found for found, _ in placed)
     made = []
-    for found, home in placed:
-        managed = ManagedParam(found.name, list(found.slots), found.parameter, home)
+    for found, placement in placed:
+        managed = ManagedParam(found.name, list(found.slots), found.parameter, placement)
         unsharded = found.parameter.detach()
         shard = managed.shard_of(unsharded)
         shard = shard.clone() if unsharded.is_meta else shard.to(device, copy=True)
@@ -356,7 +356,7 @@ class TracedUnit:
 
     def choose(self) -> None:
         """Whether gradients go to sinks: there what has been accumulated can be added before a reduction."""
-        self.uses_sinks = self.shows_sums or not self.synced or any(total.waiting is not None for total in self.sums)
+        self.uses_sinks = self.shows_sums or not self.synced or any(total.pending is not None for total in self.sums)
 
     def zero_grads(self) -> None:
         """Drop gradients, also those that wait."""
@@ -400,7 +400,7 @@ class _Sum:
         self.full = full
         self.is_unsharded = not (full.scatter and unit.shows_sums)
         self.recipe = Recipe(full.shard, not self.is_unsharded, (), None, None if self.is_unsharded else full.dtype)
-        self.waiting: torch.Tensor | None = None
+        self.pending: torch.Tensor | None = None
         self._make_sink()
 
     @property
@@ -444,17 +444,17 @@ class _Sum:
         assert gradient is not None
         sink.grad = None
         gradient = gradient.to(self.sum_dtype)
-        self.waiting = gradient if self.waiting is None else self.waiting.add_(gradient)
+        self.pending = gradient if self.pending is None else self.pending.add_(gradient)
         if self.unit.synced:
             self.reduce()
             self.unit.reduce_the_rest_later()
         else:
-            self._show(self.waiting, Partial())
+            self._show(self.pending, Partial())
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Give the parameter what has added up."""
-        total, self.waiting = self.waiting, None
+        total, self.pending = self.pending, None
         if total is None:
             return
         if self.unit.shows_sums:
@@ -493,7 +493,7 @@ class _Sum:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
     def clear(self) -> None:
-        self.waiting = self.sink.grad = None
+        self.pending = self.sink.grad = None
         parameter = self.parameter
         if getattr(parameter, "acc_grad", None) is not None:
             parameter.acc_grad = None
