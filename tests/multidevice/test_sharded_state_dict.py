@@ -445,10 +445,10 @@ def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
     before = {name: whole(value).clone() for name, value in tensors(model.state_dict()).items()}
     moving = as_dtensors(wanted, mesh, [Shard(1)])
     shapes = {
-        "blocks.1.up.weight": r"\(5, 7\)   this rank's part: \([120], 7\)",
-        "blocks.1.plain": r"\(3,\)   this rank's part: \(3,\)",
-        "blocks.1.norm.running_mean": r"\(5,\)   this rank's part: \(5,\)",
-        "blocks.1.steps": r"\(\)   this rank's part: \(\)",
+        "blocks.1.up.weight": r"\(5, 7\)   this rank's shard: \([120], 7\)",
+        "blocks.1.plain": r"\(3,\)   this rank's shard: \(3,\)",
+        "blocks.1.norm.running_mean": r"\(5,\)   this rank's shard: \(5,\)",
+        "blocks.1.steps": r"\(\)   this rank's shard: \(\)",
     }
     bad = [
         torch.zeros(5, 6),

@@ -289,7 +289,7 @@ def test_parameters_are_held_once():
     def body():
         model = fully_shard(linear(), mesh=mesh_of())
         hold_parameters(model)
-        with pytest.raises(RuntimeError, match="they are held already\n  seen: unit HSDPLinear"):
+        with pytest.raises(RuntimeError, match="they are unsharded for a step already\n  seen: unit HSDPLinear"):
             hold_parameters(model)
         release_parameters(model)
         hold_parameters(model)

@@ -12,111 +12,122 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
-    "Pass",
+    "ForwardCall",
     "cast",
     "copy_aliases",
-    "give_back",
     "mark_inputs",
+    "restore_containers",
     "tensors_in",
     "watch_outputs",
 ]
 
 
 class Listener(Protocol):
-    """What a pass reports to: its unit."""
+    """What a forward call reports to: its unit."""
 
-    def backward_reaches(self, a_pass: Pass) -> None:
-        """Backward is about to enter the unit through this pass."""
+    def pre_backward(self, call: ForwardCall) -> None:
+        """Backward is about to use an output of this call."""
 
-    def backward_left(self, a_pass: Pass) -> None:
-        """Backward has computed the gradients of this pass's inputs."""
+    def post_backward(self, call: ForwardCall) -> None:
+        """Backward has computed the gradients of this call's inputs."""
 
 
-class Pass:
+class ForwardCall:
     """One call of a unit's module.
 
     Attributes:
-        reached_in: Number of the backward that last reached the outputs; -1: none has.
-        left_in: Number of the backward that last left through the inputs; -1: none has.
-        version: Of the parameters that it has used.
-        lent: What the caller's lists and dictionaries held, while the module sees marked tensors in them.
-        around: Passes of other units that have returned an output of this one as it was, the innermost first.
+        pre_backward_in: Number of the last backward that came to the outputs; -1: none has.
+        post_backward_in: Number of the last backward that left through the inputs; -1: none has.
+        version: Of the shards whose values it has used.
+        replaced: What the caller's lists and dictionaries held, replaced while the module sees marked tensors in them.
+        around: Calls of other units that have returned an output of this one as it was, the innermost first.
         given: Identities of the caller's tensors whose views the module sees, valid until its forward is through.
     """
 
-    __slots__ = ("__weakref__", "around", "given", "left_in", "lent", "listener", "reached_in", "version")
+    __slots__ = (
+        "__weakref__",
+        "around",
+        "given",
+        "listener",
+        "post_backward_in",
+        "pre_backward_in",
+        "replaced",
+        "version",
+    )
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self.reached_in = -1
-        self.left_in = -1
+        self.pre_backward_in = -1
+        self.post_backward_in = -1
         self.version: object = None
-        self.lent: list[Any] = []
-        self.around: list[Pass] = []
+        self.replaced: list[Any] = []
+        self.around: list[ForwardCall] = []
         self.given: set[int] = set()
 
     def reach(self, *gradients: Any) -> None:
-        """The hook on outputs; it leaves their gradients alone.
-
-        The units around are first, although their hooks on the same tensor come later: a rank on which they have made
-        a tensor of their own reaches them first, and all ranks must gather in one order.
-        """
+        """The hook on outputs; it leaves their gradients alone."""
         del gradients
+        # The units around are first, although their hooks on the same tensor come later: a rank on which they have made
+        # a tensor of their own reaches them first, and all ranks must gather in one order. Otherwise units of equal
+        # size get each other's values, and others hang.
         for outer in reversed(self.around):
             outer.reach()
-        self.listener.backward_reaches(self)
+        self.listener.pre_backward(self)
 
 
 class _EndOfBackward(torch.autograd.Function):
     """The identity; its backward runs when the gradients of all of a unit's inputs are there."""
 
     @staticmethod
-    def forward(ctx: Any, a_pass: Pass, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.a_pass = a_pass
-        ctx.set_materialize_grads(False)  # an input that the unit does not use gets no gradient, not one of zeros
+    def forward(ctx: Any, call: ForwardCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        # An input that the unit does not use gets no gradient, not one of zeros, as on a single device.
+        ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        a_pass: Pass = ctx.a_pass
-        a_pass.listener.backward_left(a_pass)
+        call: ForwardCall = ctx.call
+        call.listener.post_backward(call)
         return (None, *gradients)
 
 
-def mark_inputs(a_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def mark_inputs(
+    call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put a node behind the inputs that tells when backward has left the unit.
 
     A tensor that is given twice stays one object, which modules may test for (attention does). Lists and dictionaries
-    stay the caller's, and get their own tensors back when the pass is through.
+    stay the caller's, and get their own tensors back when the call is through.
     """
     if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # as most are, and much cheaper
         if not args[0].requires_grad:
             return args, kwargs
-        return _marked(a_pass, args[0]), kwargs
+        return _marked(call, args[0]), kwargs
     leaves, spec = tree_flatten((args, kwargs))
     inputs = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     if not inputs:
         return args, kwargs
-    marked = dict(zip(inputs, _marked(a_pass, *inputs.values()), strict=True))
-    del leaves, spec
+    marked = dict(zip(inputs, _marked(call, *inputs.values()), strict=True))
+    del leaves, spec  # torch's flatten leaves a cycle that would keep the inputs until the garbage collector runs
 
     def mark(tensor: torch.Tensor) -> torch.Tensor:
         return marked.get(id(tensor), tensor)
 
-    undo = a_pass.lent
+    undo = call.replaced
     new_args = tuple(_replaced(argument, mark, undo) for argument in args)
     return new_args, {name: _replaced(argument, mark, undo) for name, argument in kwargs.items()}
 
 
-def _marked(a_pass: Pass, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    marked: tuple[torch.Tensor, ...] = tuple(_EndOfBackward.apply(a_pass, *inputs))
-    a_pass.given = {id(tensor._base) for tensor in marked}
+def _marked(call: ForwardCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    marked: tuple[torch.Tensor, ...] = tuple(_EndOfBackward.apply(call, *inputs))
+    call.given = {id(tensor._base) for tensor in marked}
     return marked
 
 
-def give_back(a_pass: Pass) -> None:
+def restore_containers(call: ForwardCall) -> None:
     """Put the caller's own tensors back into its lists and dictionaries, where the module has left the marked ones."""
-    for container, key, own, marked in reversed(a_pass.lent):
+    for container, key, own, marked in reversed(call.replaced):
         if type(container) is dict:
             if container.get(key) is marked:
                 container[key] = own
@@ -124,7 +135,7 @@ def give_back(a_pass: Pass) -> None:
         for index, item in enumerate(container):
             if item is marked:
                 container[index] = own
-    a_pass.lent = []
+    call.replaced = []
 
 
 def _replaced(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None = None) -> Any:
@@ -171,19 +182,19 @@ def _replaced_fields(tree: Any, replace: Callable[[Any], Any], undo: list[Any] |
     return made
 
 
-def watch_outputs(a_pass: Pass, tensors: list[torch.Tensor]) -> None:
-    """Have the pass told before backward uses any of its ``tensors``, which require gradients and are no leaves."""
+def watch_outputs(call: ForwardCall, tensors: list[torch.Tensor]) -> None:
+    """Have the call hear of it before backward uses any of `tensors`, which require gradients and are no leaves."""
     for tensor in tensors:
         for hook in (tensor._backward_hooks or {}).values():
             inner = getattr(hook, "__self__", None)
-            if isinstance(inner, Pass) and inner is not a_pass:
-                inner.around.append(a_pass)
-        tensor.register_hook(a_pass.reach)
+            if isinstance(inner, ForwardCall) and inner is not call:
+                inner.around.append(call)
+        tensor.register_hook(call.reach)
         # A hook on a view is lost when the view is modified in place: autograd then gives it a new history. Of a view
         # of an input, backward comes to the base after it has left the unit, or without being in it.
         base = tensor._base if tensor._is_view() else None
-        if base is not None and base.grad_fn is not None and id(base) not in a_pass.given:
-            base.grad_fn.register_prehook(a_pass.reach)
+        if base is not None and base.grad_fn is not None and id(base) not in call.given:
+            base.grad_fn.register_prehook(call.reach)
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:

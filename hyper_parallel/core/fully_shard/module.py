@@ -21,9 +21,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hyper_parallel.core.common.checks import check, check_modules
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.schedule import remember
+from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
 from hyper_parallel.core.fully_shard.state_dict import load_into
 from hyper_parallel.core.fully_shard.unit import (
+    StepControl,
     Unit,
     is_wrapped,
     nested_traced_units,
@@ -156,56 +157,59 @@ UnitCallback = Callable[[Unit], object]
 
 
 def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallback | None = None) -> None:
-    """Gather all parameters in `module`, and leave them whole until `reduce_gradients` or `release_parameters`.
+    """Gather all parameters in `module`, and leave them unsharded until `reduce_gradients` or `release_parameters`.
 
-    Forwards meanwhile cast inputs and outputs as the policy says and do nothing else. Gradients add up in the whole
+    Forwards meanwhile cast inputs and outputs as the policy says and do nothing else. Gradients add up in the unsharded
     parameters without communication, whoever computes them: `backward`, or `torch.autograd.grad` and an assignment.
 
     Communication: one all_gather per unit, all of them started here.
 
     Args:
         module: with units of `fully_shard` or `hsdp` in it, or none: then this does nothing.
-        keep: False: gather and free in each forward and backward as ever, which must then be a whole one; only the
-            reductions wait.
+        keep: False: gather and free in each forward and backward as ever, and let only the reductions wait; a
+            backward must then be a full one.
         before: called with each unit before it is gathered.
 
     Raises:
         ValueError: a unit for `torch.compile` to trace, whose communication is part of its graph.
-        RuntimeError: the parameters are held already.
+        RuntimeError: they are unsharded for a step already.
     """
     _refuse_traced(module)
     units = [unit for root in _roots(module) for unit in root.prepared_units()]
-    held = next((unit for unit in units if unit.held or unit.defers), None)
+    held = next((unit for unit in units if unit.control is not StepControl.HOOKS), None)
     if held is not None:
         name = type(held.modules[0]).__name__
         hint = "reduce_gradients(module), or release_parameters(module), once per hold_parameters(module)"
-        raise RuntimeError(explain("cannot hold parameters", "they are held already", f"seen: unit {name}", hint))
+        raise RuntimeError(
+            explain("cannot hold parameters", "they are unsharded for a step already", f"seen: unit {name}", hint)
+        )
     for unit in units:
         if before is not None:
             before(unit)
         if keep:
-            unit.become_held()
+            unit.unshard_for_step()
         else:
-            unit.defers = True
+            unit.defer_sync()
 
 
 def units_with_wider_sums(module: nn.Module) -> list[Unit]:
-    """Return the held units that reduce gradients in another dtype than autograd adds them up in.
+    """Return the units, unsharded for the step, that reduce gradients in another dtype than autograd adds them up in.
 
     After each micro-batch `unit.keep_gradients()` adds theirs up in that dtype; no communication.
 
     Args:
-        module: whose parameters are held.
+        module: whose parameters are unsharded for the step.
     """
     units = [unit for root in _roots(module) for unit in root.prepared_units()]
-    return [unit for unit in units if unit.held and unit.has_wider_sums]
+    return [unit for unit in units if unit.control is StepControl.UNSHARDED_FOR_STEP and unit.has_wider_sums]
 
 
 def reduce_gradients(module: nn.Module, *, before: UnitCallback | None = None) -> None:
     """Reduce all gradients that wait in `module`, in `param.grad` of the sharded parameters, as a backward's end would.
 
-    What waits are gradients of held parameters, which are freed, and those of backwards without gradient sync. With
-    ``set_requires_gradient_sync(False)`` all of them go on waiting. A rank that has no gradients takes part with zeros.
+    What waits are gradients of parameters that are unsharded for the step, which are freed, and those of backwards
+    without gradient sync. With `set_requires_gradient_sync(False)` all of them go on waiting. A rank that has no
+    gradients takes part with zeros.
 
     Communication: one reduction per unit, as `fully_shard` says; every rank calls this at the same place.
 
@@ -215,7 +219,7 @@ def reduce_gradients(module: nn.Module, *, before: UnitCallback | None = None) -
 
     Raises:
         ValueError: a unit for `torch.compile` to trace.
-        RuntimeError: forward changed a whole parameter in place.
+        RuntimeError: forward changed an unsharded parameter in place.
     """
     _refuse_traced(module)
     for root in _roots(module):
@@ -230,15 +234,15 @@ def reduce_gradients(module: nn.Module, *, before: UnitCallback | None = None) -
             if before is not None:
                 before(unit)
             unit.reduce_now()
-        if any(unit.options.finish_late for unit in units):
-            remember(schedule)
+        if any(unit.options.leave_pending for unit in units):
+            note_pending_reductions(schedule)
         else:
             with torch.no_grad():
                 schedule.finish_reductions()
 
 
 def release_parameters(module: nn.Module, *, failed: bool = False) -> None:
-    """Free the whole parameters that are held in `module`, without a reduction; no communication.
+    """Free the unsharded parameters of a step in `module`, without a reduction; no communication.
 
     Args:
         module: with units in it, or none.
@@ -279,6 +283,9 @@ def _refuse_traced(module: nn.Module) -> None:
 
 class ManagedModule(FSDPModule):
     """What both APIs of the engine give a wrapped module: FSDP2's methods, and those of HyperParallel.
+
+    It is an `FSDPModule`, because clients ask for that class and skip what is none: one that never set its divide
+    factor trained with a quarter of the gradient.
 
     "Nested" means: this unit and all units in its submodules. Methods raise `ValueError` for an argument of the wrong
     kind, and when called on a module that was never wrapped.
@@ -377,13 +384,13 @@ class ManagedModule(FSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a module with the same units over the same groups, values of its own, and no gradients."""
         unit = unit_of(self)  # type: ignore[arg-type]
-        if unit is None or unit.copied_by is None:
+        if unit is None or unit.wrapping.copy is None:
             return self.__reduce_ex__(2)
-        return unit.copied_by(self, memo)  # type: ignore[arg-type]
+        return unit.wrapping.copy(self, memo)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"cannot copy or pickle a {type(self).__name__}: its parameters are parts that belong to running groups\n"
+            f"cannot copy or pickle a {type(self).__name__}: its parameters are shards that belong to running groups\n"
             "  seen: copy.copy, pickle or torch.save of the module itself, or copy.deepcopy of a traced one\n"
             "  try: its state_dict(), copy.deepcopy, or copy the module before it is wrapped"
         )
@@ -477,17 +484,17 @@ class ManagedModule(FSDPModule):
         _check_comm("set_custom_reduce_scatter", comm)
         needed_unit(self).options.reduce_scatter_with = comm
 
-    # -- when parameters are whole -------------------------------------------------------------------------------
+    # -- when parameters are unsharded ----------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether the whole parameters are freed after forward; replaces an int given when wrapping."""
+        """Whether the unsharded parameters are freed after forward; replaces an int given when wrapping."""
         _check_flag("set_reshard_after_forward", reshard_after_forward, "reshard_after_forward")
         for unit in reached_units(self, "set_reshard_after_forward", recurse):
             unit.options.reshard_after_forward = reshard_after_forward
-            unit.use_smaller_world(None)
+            unit.use_post_forward_mesh(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
-        """Whether the whole parameters are freed after backward; False keeps them until an optimizer has stepped."""
+        """Whether unsharded parameters are freed after backward; False keeps them until an optimizer has stepped."""
         _check_flag("set_reshard_after_backward", reshard_after_backward, "reshard_after_backward")
         for unit in reached_units(self, "set_reshard_after_backward", recurse):
             unit.options.reshard_after_backward = reshard_after_backward
@@ -531,7 +538,7 @@ class ManagedModule(FSDPModule):
 
         What is gathered already is gathered again if the parameters have changed since. A change through ``.data``, or
         by a foreach operation without gradients, leaves no trace: call ``reshard()`` after one. What is written into
-        whole parameters is lost when they are freed.
+        unsharded parameters is lost when they are freed.
         """
         _check_flag("unshard", async_op, "async_op")
         unit = needed_unit(self)
@@ -542,12 +549,12 @@ class ManagedModule(FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's whole parameters now."""
+        """Free this unit's unsharded parameters now."""
         if not _own_traced(self):
             needed_unit(self).reshard_by_hand()
 
     def reset_iter_state(self) -> None:
-        """After a forward or backward that failed: free whole parameters, drop what it did and gradients that wait.
+        """After a forward or backward that failed: free unsharded parameters, drop what it did and gradients that wait.
 
         For the root. Without it the next forward goes on with the gradients that earlier micro-batches have left.
         """
@@ -566,7 +573,7 @@ class ManagedModule(FSDPModule):
         for nested in needed_units(self):
             nested.interrupted()
             nested.abandon_backward()
-            nested.clear_waiting()
+            nested.clear_pending()
 
     # -- what the engine does anyway, or has no use for ----------------------------------------------------------
 
@@ -616,7 +623,7 @@ class _Gather(UnshardHandle):
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait until the whole parameters are there; further calls do nothing."""
+        """Wait until the unsharded parameters are there; further calls do nothing."""
         if self._unit is not None:
             self._unit.unshard()
             self._unit = None
@@ -627,7 +634,7 @@ class HSDPModule(ManagedModule):
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let another method of a wrapped module run as ``forward`` does: on whole parameters, with backward seen to.
+    """Let another method of a wrapped module run as ``forward`` does: on unsharded parameters, with backward seen to.
 
         register_forward_method(model, "encode")
         model.encode(x).sum().backward()
@@ -652,10 +659,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        return unit.call(module, method, args, kwargs)
+        return unit.run_as_forward(module, method, args, kwargs)
 
     setattr(module, name, gathered)
-    unit.forward_methods.setdefault(id(module), []).append(name)
+    unit.wrapping.forward_methods.setdefault(id(module), []).append(name)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -668,7 +675,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 @functools.cache
 def wrapped_class(original: Any, mixin: Any = HSDPModule) -> Any:
-    """The class ``HSDP<Original>`` that a wrapped module gets; one per original class and face."""
+    """The class ``HSDP<Original>`` that a wrapped module gets; one per original class and API."""
     return type(f"HSDP{original.__name__}", (mixin, original), {"__module__": original.__module__})
 
 
@@ -721,7 +728,7 @@ class ParamGroup:
 
     @property
     def fsdp_params(self) -> list[Any]:
-        """Sharded and whole parameters, by torch's names."""
+        """Sharded and unsharded parameters, by torch's names."""
         params = [param for bucket in self._unit.buckets for param in bucket.params]
         return [
             SimpleNamespace(sharded_param=p.sharded, unsharded_param=p.unsharded, _unsharded_param=p.unsharded)
@@ -766,7 +773,7 @@ class State:
         self._modules = tuple(unit.modules)
         self._device = unit.platform.device()
         self._mp_policy = unit.options.mp_policy
-        self._pre_forward, self._post_forward = unit.forward_hooks
+        self._pre_forward, self._post_forward = unit.pre_forward, unit.post_forward
         self._pre_forward_hook_handle = Hook(self._modules, self._pre_forward)
         self._post_forward_hook_handle = Hook(self._modules, self._post_forward)
 
@@ -785,6 +792,7 @@ def register_state(unit: Unit) -> None:
     for module in unit.modules:
         states = module.__dict__.setdefault(STATE_KEY, OrderedDict())
         states[torch_fully_shard.__wrapped__] = made  # type: ignore[attr-defined]
+        # torch's `replicate` finds in its registry what is managed already; it took units' DTensors for its own else.
         registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
         registry["fully_shard"] = RegistryItem()
 

@@ -24,24 +24,24 @@ from hyper_parallel.core.fully_shard.policy import (
     FullyShardParamMode,
 )
 from hyper_parallel.core.mesh.device_mesh import flatten_axes
-from hyper_parallel.core.mesh.spmd_mesh import carrier_of
+from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
 from hyper_parallel.platform import Platform, get_platform
 
 __all__ = [
     "DataParallelMesh",
-    "Home",
+    "ParameterPlacement",
     "PlacementFn",
     "check_fusion",
-    "common_carrier",
+    "common_spmd_mesh",
     "data_axes",
     "describe_mesh",
     "has_extension",
-    "kept_home",
-    "plain_home",
+    "kept_placement",
+    "plain_placement",
     "platform_of",
     "resolve_mesh",
     "shard_dim",
-    "unified_home",
+    "unified_placement",
 ]
 
 
@@ -51,10 +51,10 @@ class DataParallelMesh:
 
     Attributes:
         mesh: torch's mesh.
-        shard_group: The ranks that hold the parts of one copy.
+        shard_group: The ranks that hold the shards of one copy.
         shard_size: How many they are.
         shard_rank: The calling rank's place among them.
-        replicate_group: The ranks that hold the same part; None on a 1-D mesh.
+        replicate_group: The ranks that hold the same shard; None on a 1-D mesh.
         replicate_size: How many they are.
         platform: The device under it.
         axes: How many of the mesh's axes, the last ones, these are: 1 or 2.
@@ -100,19 +100,19 @@ class DataParallelMesh:
 
 
 @dataclass(frozen=True)
-class Home:
+class ParameterPlacement:
     """Where a parameter lives: what optimizers see of it, what its module sees, and over whom it is reduced.
 
     Attributes:
         mode: How the engine manages it.
         mesh: Mesh of the DTensor that optimizers see.
         placements: Its placements.
-        shard_dim: The dim that is split over the shard axis; None: whole on every rank of the data mesh.
+        shard_dim: The dim that is split over the shard axis; None: replicated over the data mesh.
         data: The data mesh; None for a DTensor that keeps its layout.
         view_mesh: Mesh of the DTensor that the module sees; None: it sees a plain tensor.
         view_placements: Its placements.
         reduced_axes: The axes of ``view_mesh`` over which the engine reduces gradients.
-        reduce_groups: Where it is whole: groups over which gradients are all_reduced, one after the other.
+        reduce_groups: Where it is replicated: groups over which gradients are all_reduced, one after the other.
     """
 
     mode: FullyShardParamMode
@@ -132,7 +132,7 @@ class Home:
 
     @property
     def shard_rank(self) -> int:
-        """The part of the calling rank."""
+        """The shard of the calling rank."""
         return 0 if self.shard_dim is None or self.data is None else self.data.shard_rank
 
 
@@ -174,7 +174,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParalle
     if not in_order:
         raise ValueError(
             "fully_shard needs the ranks along the shard axis in ascending order: a process group sorts them, and "
-            f"parts would change places\n  mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.tolist()}\n"
+            f"shards would change places\n  mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.tolist()}\n"
             "  try: a mesh whose rows ascend, as init_device_mesh makes them"
         )
     return DataParallelMesh.of(mesh, platform_of(mesh), mesh.ndim)
@@ -268,7 +268,7 @@ PlacementFn = Callable[[nn.Parameter], Any]
 
 
 def unpackable(parameter: nn.Parameter) -> str | None:
-    """Why parts of a parameter cannot be copied as plain memory; None if they can."""
+    """Why shards of a parameter cannot be copied as plain memory; None if they can."""
     local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     if local.layout is not torch.strided:
         return "it is sparse"
@@ -331,37 +331,37 @@ def has_extension(parameter: torch.Tensor) -> bool:
     return hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")
 
 
-def plain_home(
+def plain_placement(
     parameter: nn.Parameter,
     name: str,
     data: DataParallelMesh,
     placement_fn: PlacementFn | None,
-    carrier: DeviceMesh | None,
+    spmd_mesh: DeviceMesh | None,
     *,
-    whole: bool,
-) -> Home:
-    """Where a plain parameter goes: split over the shard axis or, if it is to be whole or has no dim, on every rank.
+    replicate: bool,
+) -> ParameterPlacement:
+    """Where a plain parameter goes: split over the shard axis or, if told so or without a dim, replicated.
 
     Args:
         parameter: The parameter.
         name: Its name.
         data: The data mesh.
         placement_fn: What chooses the dim.
-        carrier: The mesh that DTensor parameters of the same model are on, and this one is to be on as well.
-        whole: Keep it whole.
+        spmd_mesh: The mesh that DTensor parameters of the same model are on, and this one is to be on as well.
+        replicate: Do not split it.
     """
-    mesh = data.mesh if carrier is None else carrier
+    mesh = data.mesh if spmd_mesh is None else spmd_mesh
     before: list[Placement] = [Replicate() for _ in range(mesh.ndim - data.axes)]
     local = FullyShardParamMode.LOCAL_PARAM
-    if whole or parameter.dim() == 0:
+    if replicate or parameter.dim() == 0:
         placements = (*before, *[Replicate()] * data.axes)
-        return Home(local, mesh, placements, None, data, reduce_groups=data.domain_groups)
+        return ParameterPlacement(local, mesh, placements, None, data, reduce_groups=data.domain_groups)
     dim = shard_dim(parameter, name, placement_fn)
     placements = (*before, *[Replicate()] * (data.axes - 1), Shard(dim))
-    return Home(local, mesh, placements, dim, data)
+    return ParameterPlacement(local, mesh, placements, dim, data)
 
 
-def kept_home(parameter: DTensor, name: str, *, fused: bool, face: str = "fully_shard") -> Home:
+def kept_placement(parameter: DTensor, name: str, *, fused: bool, api: str = "fully_shard") -> ParameterPlacement:
     """Where a DTensor goes that keeps its layout: nowhere; gradients are reduced where it is replicated.
 
     Raises:
@@ -369,14 +369,14 @@ def kept_home(parameter: DTensor, name: str, *, fused: bool, face: str = "fully_
     """
     if fused:
         check_fusion(name, f"it is a DTensor that keeps its layout, {parameter.placements}")
-    _check_placements(parameter, name, face)
+    _check_placements(parameter, name, api)
     mesh = parameter.device_mesh
     axes = tuple(axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
     groups = tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
     world = dist.group.WORLD
     if world is not None and len(groups) > 1 and prod(group.size() for group in groups) == world.size():
         groups = (world,)
-    return Home(
+    return ParameterPlacement(
         FullyShardParamMode.DTENSOR_COMPAT,
         mesh,
         tuple(parameter.placements),
@@ -389,9 +389,9 @@ def kept_home(parameter: DTensor, name: str, *, fused: bool, face: str = "fully_
     )
 
 
-def unified_home(
-    parameter: DTensor, name: str, data: DataParallelMesh, placement_fn: PlacementFn | None, *, whole: bool
-) -> Home:
+def unified_placement(
+    parameter: DTensor, name: str, data: DataParallelMesh, placement_fn: PlacementFn | None, *, replicate: bool
+) -> ParameterPlacement:
     """Where a DTensor goes that is split further: on the mesh over both its axes and the data axes.
 
     Raises:
@@ -399,8 +399,8 @@ def unified_home(
             are no slices of one mesh.
     """
     _check_placements(parameter, name, "fully_shard")
-    carrier = carrier_of(parameter.device_mesh, data.mesh)
-    for axis in carrier.shared:
+    spmd_mesh = spmd_mesh_of(parameter.device_mesh, data.mesh)
+    for axis in spmd_mesh.shared:
         if not parameter.placements[axis].is_replicate():
             raise ValueError(
                 f"fully_shard cannot split parameter {name!r} over its mesh: it is split over these ranks already\n"
@@ -408,32 +408,34 @@ def unified_home(
                 f"mesh: {describe_mesh(data.mesh)}\n"
                 "  try: mesh=None, which keeps its layout, or a mesh of axes along which it is replicated"
             )
-    kept = [parameter.placements[axis] for axis in carrier.kept]
+    kept = [parameter.placements[axis] for axis in spmd_mesh.kept]
     unified = FullyShardParamMode.DTENSOR_UNIFIED
-    view = (parameter.device_mesh, tuple(parameter.placements), carrier.shared)
-    if whole or parameter._local_tensor.dim() == 0:
+    view = (parameter.device_mesh, tuple(parameter.placements), spmd_mesh.shared)
+    if replicate or parameter._local_tensor.dim() == 0:
         placements = (*kept, *[Replicate()] * data.axes)
-        return Home(unified, carrier.mesh, placements, None, data, *view, reduce_groups=data.domain_groups)
+        return ParameterPlacement(
+            unified, spmd_mesh.mesh, placements, None, data, *view, reduce_groups=data.domain_groups
+        )
     dim = shard_dim(parameter, name, placement_fn)  # type: ignore[arg-type]
     placements = (*kept, *[Replicate()] * (data.axes - 1), Shard(dim))
-    return Home(unified, carrier.mesh, placements, dim, data, *view)
+    return ParameterPlacement(unified, spmd_mesh.mesh, placements, dim, data, *view)
 
 
-def common_carrier(homes: Sequence[Home], data: DataParallelMesh) -> DeviceMesh | None:
-    """The one mesh that carries the DTensor parameters among these, if there is exactly one over this data mesh."""
+def common_spmd_mesh(placements: Sequence[ParameterPlacement], data: DataParallelMesh) -> DeviceMesh | None:
+    """The one SPMD mesh of the DTensor parameters among these, if there is exactly one over this data mesh."""
     found: list[DeviceMesh] = []
-    for home in homes:
-        is_carrier = home.data is not None and home.data.mesh == data.mesh and home.mesh.ndim > data.axes
-        if is_carrier and home.mesh not in found:
-            found.append(home.mesh)
+    for placement in placements:
+        is_over_data = placement.data is not None and placement.data.mesh == data.mesh
+        if is_over_data and placement.mesh.ndim > data.axes and placement.mesh not in found:
+            found.append(placement.mesh)
     return found[0] if len(found) == 1 else None
 
 
-def _check_placements(parameter: DTensor, name: str, face: str) -> None:
+def _check_placements(parameter: DTensor, name: str, api: str) -> None:
     for placement in parameter.placements:
         if placement.is_partial() or is_strided(placement):
             raise ValueError(
-                f"{face} cannot manage parameter {name!r}, a DTensor with placement {placement}\n"
+                f"{api} cannot manage parameter {name!r}, a DTensor with placement {placement}\n"
                 f"  layout: {parameter.placements} on {describe_mesh(parameter.device_mesh)}\n"
                 "  try: hyper_parallel.redistribute it to Shard and Replicate placements first"
             )

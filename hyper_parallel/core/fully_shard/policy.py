@@ -179,18 +179,18 @@ class UnitOptions:
 
     Attributes:
         mp_policy: Dtypes.
-        reshard_after_forward: Free the whole parameters after forward.
+        reshard_after_forward: Free the unsharded parameters after forward.
         average: Divide reduced gradients by the number of ranks.
         gradient_scale: Factor on the reduced gradients.
-        share_all_reduces: Let the all_reduces of adjacent units be one.
+        fuse_all_reduces: Let the all_reduces of adjacent units be one.
         show_sums: Show accumulated gradients as ``param.acc_grad``.
-        finish_late: The end of backward leaves reductions under way, until somebody asks for them.
-        reshard_after_backward: Free the whole parameters after backward.
+        leave_pending: The end of backward leaves reductions under way, until somebody asks for them.
+        reshard_after_backward: Free the unsharded parameters after backward.
         requires_gradient_sync: Reduce gradients; False: keep them.
         requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.
         chose_reduction: Whether the user has said ``average``, or ``divide_by``.
         divide_by: Divide the sum over the ranks by it, whatever ``average`` says.
-        unshard_in_backward: Gather the whole parameters for backward.
+        unshard_in_backward: Gather the unsharded parameters for backward.
         reduced_hook: Called with reduced gradients before they are applied.
         reduce_scatter_with: What allocates and communicates instead of the engine.
         zeros: Give parameters that no rank has used zeros as their gradients.
@@ -200,9 +200,9 @@ class UnitOptions:
     reshard_after_forward: bool = True
     average: bool = True
     gradient_scale: float = 1.0
-    share_all_reduces: bool = False
+    fuse_all_reduces: bool = False
     show_sums: bool = False
-    finish_late: bool = False
+    leave_pending: bool = False
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
@@ -261,6 +261,6 @@ def check_reshard(reshard_after_forward: Any) -> None:
     if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1:
         raise ValueError(
             f"fully_shard cannot use {reshard_after_forward!r} as reshard_after_forward\n"
-            "  expected: True, False, or the size of a smaller world, an int >= 1\n"
+            "  expected: True, False, or the size of the post-forward mesh, an int >= 1\n"
             "  try: reshard_after_forward=True"
         )

@@ -24,38 +24,36 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.fully_shard.bucket import Bucket
 from hyper_parallel.core.fully_shard.policy import UnitOptions
-from hyper_parallel.core.fully_shard.reduce import GradientReducer, Reduction, Shares
+from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
 from hyper_parallel.platform import Platform
 
 __all__ = [
     "Schedule",
     "Structure",
     "hsdp_sync_stream",
-    "remember",
+    "note_pending_reductions",
 ]
 
 
 class ScheduledUnit(Protocol):
-    """What a schedule asks of its units, which know the schedule: the arrow between the two goes one way."""
+    """What a schedule asks of its units; these know the schedule, so the arrow between the two goes one way."""
 
     modules: list[nn.Module]
     buckets: list[Bucket]
     reducers: list[GradientReducer]
     options: UnitOptions
     platform: Platform
-    place_in_forward: int
-    place_in_backward: int
 
-    def begin_step(self) -> None:
+    def pre_root_forward(self) -> None:
         """The root's forward starts."""
 
-    def end_root_forward(self) -> None:
+    def post_root_forward(self) -> None:
         """The root's forward is through."""
 
     def show_shards(self) -> None:
         """Let the modules see the sharded parameters."""
 
-    def end_of_backward(self) -> None:
+    def finalize_backward(self) -> None:
         """The root's backward is through."""
 
     def abandon_backward(self) -> None:
@@ -73,27 +71,27 @@ class Schedule(Generic[U]):
 
     Attributes:
         units: All units below the root, in module order; the root's is the first.
-        forward_order: Units in the order in which the last complete forward of the root entered them.
-        backward_order: The same units, in the reverse of the order in which that forward left them.
         reductions: Reductions under way, in issue order.
         is_last_backward: False keeps the end of a backward from finishing anything (several backwards per step).
-        shares: The all_reduces that reductions of several units share.
+        fused_all_reduces: The all_reduces that take what reductions of several units leave.
         forward_number: Of the forward of the root under way, or of the last one.
         backward_number: Of the backward under way, or of the last one.
     """
 
     def __init__(self, units: list[U]) -> None:
         self.units = units
-        self.forward_order: list[U] = []
-        self.backward_order: list[U] = []
         self.reductions: list[Reduction] = []
-        self.shares = Shares(self._bytes_left())
+        self.fused_all_reduces = FusedAllReduces(self._bytes_left())
         self.is_last_backward = True
         self.backward_number = 0
         self.forward_number = 0
-        self._recording = False  # the root's forward is running
+        self.in_forward = False  # of the root, which records the order; not one inside of a backward
         self._entered: list[U] = []
         self._left: list[U] = []
+        self._forward_order: list[U] = []
+        self._backward_order: list[U] = []
+        self._next_in_forward: dict[U, list[U]] = {}
+        self._next_in_backward: dict[U, list[U]] = {}
         self._ending: weakref.ref[Callable[[], None]] | None = None  # what autograd calls when backward is through
 
     def _bytes_left(self) -> int:
@@ -103,62 +101,63 @@ class Schedule(Generic[U]):
         """Go on with what is under way in another schedule, whose units are among these."""
         self.reductions += other.reductions
         other.reductions = []
-        other.shares.close()
+        other.fused_all_reduces.close()
         self.backward_number = max(self.backward_number, other.backward_number)
         self.forward_number = max(self.forward_number, other.forward_number) + 1
         self.is_last_backward = self.is_last_backward and other.is_last_backward
 
-    # -- order ---------------------------------------------------------------------------------------------------
+    # -- forward, and its order ----------------------------------------------------------------------------------
 
-    def next_forward(self, unit: U) -> list[U]:
-        """The unit that forward enters after ``unit``, if the last forward is a guide."""
-        return _neighbour(self.forward_order, unit.place_in_forward, unit)
+    def next_in_forward(self, unit: U) -> Sequence[U]:
+        """The unit that forward enters after `unit`, as the last complete forward of the root did; or none."""
+        return self._next_in_forward.get(unit, ())
 
-    def next_backward(self, unit: U) -> list[U]:
-        """The unit that backward reaches after ``unit``, likewise."""
-        return _neighbour(self.backward_order, unit.place_in_backward, unit)
+    def next_in_backward(self, unit: U) -> Sequence[U]:
+        """The unit that backward reaches after `unit`: the reverse of how the last forward left them; or none.
 
-    def begin_forward(self) -> None:
+        Not the reverse of how it entered them: a unit around others is entered before and left after these, and
+        backward reaches it first.
+        """
+        return self._next_in_backward.get(unit, ())
+
+    def pre_forward(self) -> None:
         """The root's forward starts: record the order anew."""
         self.forward_number += 1
-        if any(unit.options.finish_late for unit in self.units):
+        if any(unit.options.leave_pending for unit in self.units):
             self.finish_reductions()  # nobody has asked for them since the last backward
-        self._recording = not self.in_backward
+        self.in_forward = not self.in_backward
         self._entered, self._left = [], []
         for unit in self.units:
-            unit.begin_step()
+            unit.pre_root_forward()
 
-    def enters(self, unit: U) -> None:
-        """Forward enters ``unit``."""
-        if self._recording:
+    def count_forward(self) -> None:
+        """A unit below the root runs on its own: what earlier forwards have left is not for this one."""
+        self.forward_number += 1
+
+    def enter(self, unit: U) -> None:
+        """Forward enters `unit`."""
+        if self.in_forward:
             self._entered.append(unit)
 
-    def leaves(self, unit: U) -> None:
-        """Forward leaves ``unit``."""
-        if self._recording:
+    def leave(self, unit: U) -> None:
+        """Forward leaves `unit`."""
+        if self.in_forward:
             self._left.append(unit)
 
-    def end_forward(self) -> None:
+    def post_forward(self) -> None:
         """The root's forward is through."""
-        if not self._recording:
+        if not self.in_forward:
             return
-        self._recording = False
+        self.in_forward = False
         self._left.reverse()
-        if self._entered != self.forward_order or self._left != self.backward_order:
-            self.forward_order, self.backward_order = self._entered, self._left
-            for place, unit in enumerate(self.forward_order):
-                unit.place_in_forward = place
-            for place, unit in enumerate(self.backward_order):
-                unit.place_in_backward = place
+        if self._entered != self._forward_order or self._left != self._backward_order:
+            self._forward_order, self._backward_order = self._entered, self._left
+            self._next_in_forward = followers(self._entered)
+            self._next_in_backward = followers(self._left)
         for unit in self.units:
-            unit.end_root_forward()
+            unit.post_root_forward()
 
     # -- backward ------------------------------------------------------------------------------------------------
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether the root's forward is running."""
-        return self._recording
 
     @property
     def in_backward(self) -> bool:
@@ -170,14 +169,14 @@ class Schedule(Generic[U]):
         """The number of the backward under way; -2: there is none."""
         return self.backward_number if self._ending is not None else -2
 
-    def begin_backward(self) -> None:
-        """The first unit of a backward is reached: arrange for its end."""
+    def pre_backward(self) -> None:
+        """A backward has come to a unit: if it is the first one, arrange for the end."""
         self.forget_failed_backward()
         if self._ending is not None:
             return
 
         def end() -> None:
-            self._end_backward()
+            self._finalize_backward()
 
         # Autograd alone keeps `end` alive: if it dies without a call, the backward has failed.
         self._ending = weakref.ref(end, self._backward_failed)
@@ -185,7 +184,7 @@ class Schedule(Generic[U]):
         Variable._execution_engine.queue_callback(end)
 
     def _backward_failed(self, _: object) -> None:
-        """What may be done at once: whoever looks for parameters now finds shards. The rest waits for the next pass."""
+        """What may be done at once: whoever looks for parameters now finds shards. The rest waits for the next call."""
         for unit in self.units:
             unit.show_shards()
 
@@ -197,22 +196,22 @@ class Schedule(Generic[U]):
         reductions, self.reductions = self.reductions, []
         for reduction in reductions:  # the user may have zeroed the gradients since
             reduction.drop()
-        self.shares = Shares(self.shares.total)
+        self.fused_all_reduces = FusedAllReduces(self.fused_all_reduces.total)
         for unit in self.units:
             unit.abandon_backward()
 
-    def _end_backward(self) -> None:
+    def _finalize_backward(self) -> None:
         """Backward is through: reduce what is left, apply all gradients, free all units."""
         self._ending = None
         for unit in reversed(self.units):
-            unit.end_of_backward()
+            unit.finalize_backward()
         if self.is_last_backward:
-            if any(unit.options.finish_late for unit in self.units):
-                remember(self)
+            if any(unit.options.leave_pending for unit in self.units):
+                note_pending_reductions(self)
             else:
                 self.finish_reductions()
         for unit in self.units:
-            assert unit.is_resharded(), f"whole parameters outlive backward: {type(unit.modules[0]).__name__}"
+            assert unit.is_resharded(), f"unsharded parameters outlive backward: {type(unit.modules[0]).__name__}"
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ class Schedule(Generic[U]):
             earlier.receive()
 
     def advance_reductions(self) -> None:
-        """Take the reductions under way a step further."""
+        """Take the reductions under way a step further, in issue order, which is the same on all ranks."""
         for earlier in self.reductions:
             earlier.advance()
         self.reductions = [earlier for earlier in self.reductions if not earlier.done]
@@ -236,17 +235,16 @@ class Schedule(Generic[U]):
         reductions, self.reductions = self.reductions, []
         for reduction in reductions:
             reduction.advance()
-        self.shares.close()
+        self.fused_all_reduces.close()
         for reduction in reductions:
             reduction.finish()
         if any(bucket.storage.on_host for unit in self.units for bucket in unit.buckets):
             self.units[0].platform.current_stream().synchronize()  # the host reads gradients next
 
 
-def _neighbour(order: list[U], place: int, unit: U) -> list[U]:
-    if 0 <= place < len(order) - 1 and order[place] is unit:
-        return [order[place + 1]]
-    return []
+def followers(order: Sequence[U]) -> dict[U, list[U]]:
+    """The unit after each one in an order, none after the last; of one that is there twice, after its last place."""
+    return {unit: list(order[place + 1 : place + 2]) for place, unit in enumerate(order)}
 
 
 # -- parameters that come into a model after it was wrapped, which no unit knows of ------------------------------------
@@ -276,14 +274,14 @@ class Structure:
             return
         identities = {id(parameter) for parameter in known()}
         for root in self._roots:
-            newcomers = [
+            unmanaged = [
                 name
                 for name, parameter in root.named_parameters()
                 if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in identities
             ]
-            if newcomers:
+            if unmanaged:
                 raise RuntimeError(
-                    f"parameters came into {type(root).__name__} after it was wrapped: {', '.join(newcomers)}\n"
+                    f"parameters came into {type(root).__name__} after it was wrapped: {', '.join(unmanaged)}\n"
                     "  seen: no unit reduces their gradients, so every rank would train its own copy\n"
                     "  try: add them before wrapping, wrap the module that brings them, or pass them in ignored_params"
                 )
@@ -305,15 +303,14 @@ class Structure:
 # Guards the table below; it is no state of a rank, but a lock.
 _LOCK = threading.Lock()
 
-
 # Schedules with reductions under way, oldest first, of each default process group: every rank has one of its own, so
 # this holds no state of a rank that another could see. A process group takes no attributes, hence a table beside it;
 # all access is under the lock.
 _SCHEDULES = WeakKeyDictionary[dist.ProcessGroup, "list[weakref.ref[Any]]"]()
 
 
-def remember(schedule: Schedule[Any]) -> None:
-    """Note that ``schedule`` has reductions under way."""
+def note_pending_reductions(schedule: Schedule[Any]) -> None:
+    """Note that the end of a backward of `schedule` has left reductions under way."""
     world = dist.group.WORLD
     if world is None:
         return
@@ -338,8 +335,8 @@ def hsdp_sync_stream() -> None:
     if world is None:
         return
     with _LOCK:
-        waiting = _SCHEDULES.pop(world, [])
-    for reference in waiting:
+        pending = _SCHEDULES.pop(world, [])
+    for reference in pending:
         schedule = reference()
         if schedule is not None:
             schedule.finish_reductions()

@@ -1,4 +1,4 @@
-"""State dicts of sharded models: values of any layout go in, parts or whole tensors come out.
+"""State dicts of sharded models: values of any layout go in, shards or whole tensors come out.
 
 Loading lets torch walk through the modules. Just before a module takes its values, a hook brings each of them into the
 layout of its parameter, so that a module's own hooks and overrides see what the caller gave, and so that no more than
@@ -58,7 +58,7 @@ OWN_HOOKS = ("torch.", "hyper_parallel.")
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """Return the values of a model by full name, sharded or whole; all ranks of its meshes call it.
 
-        parts = get_model_state_dict(model)  # DTensors, for torch.distributed.checkpoint
+        shards = get_model_state_dict(model)  # DTensors, for torch.distributed.checkpoint
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if torch.distributed.get_rank() == 0:
             torch.save(whole, "model.pt")
@@ -67,7 +67,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     is gathered at the moment is resharded first. Values are detached; those that were neither gathered nor copied to
     the host share memory with the model, as in ``state_dict()``, so save or clone them before the next step.
 
-    Communication: none for parts. With ``full_state_dict`` one parameter after the other is gathered over the axes that
+    Communication: none for shards. With `full_state_dict` one parameter after the other is gathered over the axes that
     split it, so that beside the result one gathered parameter is held at a time, and the buffers it was gathered in.
 
     Args:
@@ -148,7 +148,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     A wrapped model's own ``load_state_dict`` does the same; that of a module that only contains wrapped ones is torch's
     and takes DTensors of exactly the parameters' layouts.
 
-    A value is a DTensor of any layout on any mesh, or a plain tensor of the whole or of this rank's part; where one
+    A value is a DTensor of any layout on any mesh, or a plain tensor of the whole or of this rank's shard; where one
     rank holds all there is of a parameter, the two are one. Each rank checks its own values. Dtypes and devices are
     those of the model. Values that are DTensors in other layouts are communicated, one parameter after the other, as
     ``redistribute`` does; between slices of a larger mesh, each slice gathers its own.
@@ -285,7 +285,7 @@ def fits(value: Any, target: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or (_has_no_data(value) and not _has_no_data(target)):
         return False
     if isinstance(target, DTensor) and value.layout != torch.strided:
-        return False  # parts of it are no views
+        return False  # shards of it are no views
     if target.dim() == 0 and value.shape == (1,):
         return True  # what torch has always accepted
     if value.shape == target.shape:
@@ -301,7 +301,7 @@ def misfit(key: str, value: Any, target: torch.Tensor, others: str = "") -> Valu
     elif isinstance(value, torch.Tensor) and _has_no_data(value):
         got += " on the meta device"
     local = target._local_tensor if isinstance(target, DTensor) else target
-    seen = f"global shape: {tuple(target.shape)}   this rank's part: {tuple(local.shape)}"
+    seen = f"global shape: {tuple(target.shape)}   this rank's shard: {tuple(local.shape)}"
     seen += f"\n  likewise: {others}" if others else ""
     hint = "a dense tensor of one of these two shapes, or a DTensor of the global shape, with data"
     return ValueError(explain(f"cannot load {key!r}", f"got a {got}", seen, hint))
@@ -322,14 +322,14 @@ def fit(key: str, value: Any, target: torch.Tensor) -> Any:
         value = (whole_of(value) if isinstance(value, DTensor) else value)[0]
     if not isinstance(target, DTensor):
         return whole_of(value) if isinstance(value, DTensor) else value
-    return dtensor_like(_part(value.detach(), target), target)
+    return dtensor_like(_shard_of(value.detach(), target), target)
 
 
-def _part(value: torch.Tensor, target: DTensor) -> torch.Tensor:
-    """This rank's part of ``value``; communicates only for a DTensor that is laid out otherwise."""
+def _shard_of(value: torch.Tensor, target: DTensor) -> torch.Tensor:
+    """This rank's shard of ``value``; communicates only for a DTensor that is laid out otherwise."""
     held = target._local_tensor
     if not isinstance(value, DTensor):
-        # Also right where the two shapes are the same: then this rank holds the whole parameter.
+        # Also right where the two shapes are the same: then this rank holds the unsharded parameter.
         return value if value.shape == held.shape else _cut(value, target)
     if value.device_mesh == target.device_mesh and value._spec.placements == target._spec.placements:
         return value._local_tensor
@@ -342,10 +342,10 @@ def _part(value: torch.Tensor, target: DTensor) -> torch.Tensor:
 
 
 def _cut(whole: torch.Tensor, target: DTensor) -> torch.Tensor:
-    """This rank's part of what it has whole: a view."""
+    """This rank's shard of what it has whole: a view."""
     try:
         rows = Layout.of(target).local_slice(target.shape)
-    except ValueError:  # strided parts, of which no layout speaks
+    except ValueError:  # strided shards, of which no layout speaks
         return distribute_by_torch(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
     return whole[rows]
 
@@ -359,7 +359,7 @@ def whole_of(value: DTensor) -> torch.Tensor:
 
 
 def _on_its_mesh(value: DTensor) -> DTensor:
-    """``value`` where its mesh can send it: parts may have been kept on the host."""
+    """``value`` where its mesh can send it: shards may have been kept on the host."""
     local = value._local_tensor
     if local.is_meta or local.device.type == _device_of(value).type:
         return value

@@ -27,7 +27,12 @@ from hyper_parallel.core.fully_shard.build import (
     refuse_gradients,
 )
 from hyper_parallel.core.fully_shard.module import ManagedModule, wrapped_class
-from hyper_parallel.core.fully_shard.placement import DataParallelMesh, Home, kept_home, plain_home
+from hyper_parallel.core.fully_shard.placement import (
+    DataParallelMesh,
+    ParameterPlacement,
+    kept_placement,
+    plain_placement,
+)
 from hyper_parallel.core.fully_shard.policy import (
     FullyShardParamMode,
     MixedPrecisionPolicy,
@@ -60,7 +65,7 @@ class HSDPCell(ManagedModule):
         """Whether the next backwards end a cycle of accumulation: their gradients are reduced over all ranks.
 
         True at first. False: gradients add up. Without ``enable_grad_accumulation`` nothing is communicated, and each
-        rank keeps its own whole gradients; with it, ``param.acc_grad`` shows what has added up, and at level2 and
+        rank keeps its own unsharded gradients; with it, ``param.acc_grad`` shows what has added up, and at level2 and
         level3 gradients are reduce_scattered in every backward. ``param.grad`` gets the sum in the synced step.
         Reaches all nested cells.
         """
@@ -183,10 +188,10 @@ def hsdp(
     up, and the loss must already be divided by the number of these ranks. A plain parameter is the same data on all
     ranks, a DTensor along the axes on which it is replicated: with tensor parallelism, let all parameters be DTensors.
 
-    Communication per step and parameter of N bytes over n ranks, s of which hold its parts: an all_gather of
+    Communication per step and parameter of N bytes over n ranks, s of which hold its shards: an all_gather of
     N (s - 1) / s received per rank, at level3 two (for the root one, as backward starts with it); then an all_reduce
     of N over all n (level1), or a reduce_scatter of N (s - 1) / s and an all_reduce of N / s over the n / s replicas
-    (level2 and 3). For what stays whole: the all_reduce of N alone. Gathers take all parameters of a cell with one
+    (level2 and 3). For what is replicated: the all_reduce of N alone. Gathers take all parameters of a cell with one
     shard size and dtype at once; a DTensor's all_reduce over all n is one over s and one over n / s ranks.
 
     Parameters of several shard sizes are on several meshes: clip with ``hyper_parallel.clip_grad_norm_``, as torch's
@@ -195,22 +200,22 @@ def hsdp(
     Args:
         cell: A module.
         shard_size: Ranks that a parameter is split over, at most; -1: all that hold the same data. What is used is the
-            largest number up to it that divides both dim 0 and the number of data-parallel ranks. Parts are on
+            largest number up to it that divides both dim 0 and the number of data-parallel ranks. Shards are on
             consecutive ranks. A parameter's attribute ``hsdp_shard_size`` comes first; the outcome is its attribute
             ``hsdp_effective_shard_size``.
-        threshold: Kilobytes (1,024 bytes); parameters that are strictly smaller stay whole, of a DTensor those whose
-            largest part on any rank is.
+        threshold: Kilobytes (1,024 bytes); parameters that are strictly smaller are replicated, of a DTensor those
+            whose largest shard on any rank is.
         optimizer_level: "level1": parameters and optimizer state are split, gradients all_reduced. "level2": gradients
             are split too. "level3": gathered parameters are also freed after forward and gathered again for backward.
             The members of ``OptimizerLevel`` will do.
         enable_grad_accumulation: Show gradients as they add up over micro-steps as ``param.acc_grad``, a DTensor in
-            ``reduce_dtype`` or at least fp32: at level1 whole ones, each rank its own until the synced step; else
-            parts, reduce_scattered in every micro-step and all_reduced over replicas at the synced step. Until then
+            ``reduce_dtype`` or at least fp32: at level1 unsharded ones, each rank its own until the synced step; else
+            shards, reduce_scattered in every micro-step and all_reduced over replicas at the synced step. Until then
             they are ``Partial`` sums, neither averaged nor scaled. See :meth:`HSDPCell.set_requires_grad_sync`.
         use_eager_hook: False: gather and reduce in a form that ``torch.compile`` traces without graph breaks, and that
             takes plain parameters only. Order and fusion of communication are then the compiler's: ``comm_async``,
             ``comm_fusion``, ``bucket_size`` and prefetching have no effect. A parameter is gathered where forward reads
-            it as an attribute (``self.weight``; ``parameters()`` gives parts), so all ranks must read the same ones in
+            it as an attribute (``self.weight``; ``parameters()`` gives shards), so all ranks must read the same ones in
             the same order: a branch that they do not all take mixes up weights, which nothing notices.
         grad_scale: Factor on every gradient.
         reduce_dtype: Dtype in which gradients are reduced; None: that of the parameter.
@@ -241,7 +246,7 @@ def hsdp(
     roots = check_modules(cell, "hsdp")
     found = find_parameters(roots, set(), "hsdp")
     platform = _platform(found, cell)
-    placed = _homes(found, platform, shard_size, threshold * 1024)
+    placed = _placed(found, platform, shard_size, threshold * 1024)
     if not use_eager_hook:
         refuse_dtensors(found)
     options = UnitOptions(
@@ -250,20 +255,20 @@ def hsdp(
         average=not any(map(is_dtensor, found)),
         gradient_scale=grad_scale,
         show_sums=enable_grad_accumulation,
-        finish_late=comm_async,
+        leave_pending=comm_async,
     )
     grouping = Grouping(
         reduce_bytes=(bucket_size * 1024 if bucket_size > 0 else bucket_size) if comm_fusion else 0,
-        whole_gradients=level is OptimizerLevel.SHARD_OPT,
+        unsharded_gradients=level is OptimizerLevel.SHARD_OPT,
     )
     move_buffers(roots, platform)
-    for item, home in placed:
+    for item, placement in placed:
         item.parameter._hyper_parallel_unit_name = item.name  # type: ignore[attr-defined]
-        item.parameter.hsdp_effective_shard_size = home.shard_size  # type: ignore[attr-defined]
+        item.parameter.hsdp_effective_shard_size = placement.shard_size  # type: ignore[attr-defined]
     if use_eager_hook:
         unit = make_unit(roots, placed, Storage(platform), options, grouping)
         install(unit, placed, _cell_class, "hsdp")
-        unit.copied_by = copy_wrapped
+        unit.wrapping.copy = copy_wrapped
     else:
         _install_traced(cell, placed, platform, level, options)
     return cell
@@ -271,7 +276,7 @@ def hsdp(
 
 def _install_traced(
     cell: nn.Module,
-    placed: list[tuple[Found, Home]],
+    placed: list[tuple[Found, ParameterPlacement]],
     platform: Platform,
     level: OptimizerLevel,
     options: UnitOptions,
@@ -360,7 +365,9 @@ def _platform(found: list[Found], cell: nn.Module) -> Platform:
     return get_platform(known[0] if known else None)
 
 
-def _homes(found: list[Found], platform: Platform, shard_size: int, threshold: int) -> list[tuple[Found, Home]]:
+def _placed(
+    found: list[Found], platform: Platform, shard_size: int, threshold: int
+) -> list[tuple[Found, ParameterPlacement]]:
     """Where each parameter goes; one data mesh per shard size, so that what can be gathered together is."""
     _check_alike(found)
     wanted = [_wanted(item, shard_size, threshold) for item in found]  # what is wrong is found before a group is made
@@ -375,12 +382,12 @@ def _homes(found: list[Found], platform: Platform, shard_size: int, threshold: i
         # Whole ones go on the mesh of those that are split as asked: torch's functions want all of them on one.
         mesh = split_world(platform.device_type, size if size > 1 else divisor(shard_size, world, world))
         data = meshes.setdefault(mesh, DataParallelMesh.of(mesh, platform, 2))
-        placed.append((item, plain_home(item.parameter, item.name, data, None, None, whole=size == 1)))
+        placed.append((item, plain_placement(item.parameter, item.name, data, None, None, replicate=size == 1)))
     return placed
 
 
 def _check_alike(found: list[Found]) -> None:
-    """Plain parameters beside DTensors that are split: over whom to add up their gradients, nobody has said."""
+    """Reject plain parameters next to sharded DTensors: the group to reduce their gradients over is ambiguous."""
     plain = [item.name for item in found if not is_dtensor(item)]
     for item in found:
         parameter = item.parameter
@@ -392,14 +399,14 @@ def _check_alike(found: list[Found]) -> None:
             raise ValueError(
                 explain(
                     "hsdp cannot manage plain parameters and split DTensors in one cell",
-                    f"ranks that hold parts of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not",
+                    f"ranks with shards of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not",
                     f"plain: {', '.join(plain)}   {item.name}: {parameter.placements}",
                     "distribute_tensor with Replicate() for the plain ones, or fully_shard(cell, mesh=data_mesh)",
                 )
             )
 
 
-def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | None]:
+def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, ParameterPlacement | None]:
     """Over how many ranks a parameter is split; of a DTensor, also where it is if it is not split further."""
     parameter = item.parameter
     own = getattr(parameter, "hsdp_shard_size", None)
@@ -408,7 +415,7 @@ def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | N
     kept = None
     domain = dist.get_world_size()
     if isinstance(parameter, DTensor):
-        kept = kept_home(parameter, item.name, fused=False, face="hsdp")
+        kept = kept_placement(parameter, item.name, fused=False, api="hsdp")
         domain = math.prod(parameter.device_mesh.size(axis) for axis in kept.reduced_axes)
     rows, numel = _to_split(parameter)
     if parameter.dim() == 0 or numel * parameter.element_size() < threshold:
@@ -417,16 +424,16 @@ def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | N
 
 
 def _to_split(parameter: nn.Parameter) -> tuple[int, int]:
-    """Common divisor of the sizes of dim 0 that ranks hold of it, and the elements of the largest part.
+    """Common divisor of the sizes of dim 0 that ranks hold of it, and the elements of the largest shard.
 
-    Parts of a DTensor that is split unevenly differ, but all ranks must decide alike.
+    Shards of a DTensor that is split unevenly differ, but all ranks must decide alike.
     """
     sizes = [{size} for size in parameter.shape]
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard):
                 ranks = parameter.device_mesh.size(axis)
-                sizes[placement.dim] = {part for size in sizes[placement.dim] for part in _chunks(size, ranks)}
+                sizes[placement.dim] = {rows for size in sizes[placement.dim] for rows in _chunks(size, ranks)}
     return math.gcd(*sizes[0]) if sizes else 1, math.prod(map(max, sizes))
 
 
@@ -437,25 +444,29 @@ def _chunks(size: int, ranks: int) -> set[int]:
 
 
 def _split_further(
-    parameter: DTensor, kept: Home, size: int, platform: Platform, meshes: dict[DeviceMesh, DataParallelMesh]
-) -> Home:
+    parameter: DTensor,
+    kept: ParameterPlacement,
+    size: int,
+    platform: Platform,
+    meshes: dict[DeviceMesh, DataParallelMesh],
+) -> ParameterPlacement:
     """Where a DTensor goes: split over the axes along which it is replicated, or, over one rank, where it is."""
     if size == 1:
         return kept
-    carrier = split_replicated(parameter.device_mesh, kept.reduced_axes, size)
-    data = meshes.setdefault(carrier.mesh, DataParallelMesh.of(carrier.mesh, platform, 2))
+    spmd_mesh = split_replicated(parameter.device_mesh, kept.reduced_axes, size)
+    data = meshes.setdefault(spmd_mesh.mesh, DataParallelMesh.of(spmd_mesh.mesh, platform, 2))
     placements: tuple[Placement, ...] = (
-        *(parameter.placements[axis] for axis in carrier.kept),
+        *(parameter.placements[axis] for axis in spmd_mesh.kept),
         Replicate(),
         Shard(0),
     )
-    return Home(
+    return ParameterPlacement(
         FullyShardParamMode.DTENSOR_UNIFIED,
-        carrier.mesh,
+        spmd_mesh.mesh,
         placements,
         0,
         data,
         parameter.device_mesh,
         tuple(parameter.placements),
-        carrier.shared,
+        spmd_mesh.shared,
     )

@@ -1,15 +1,15 @@
 """Sharded parameters without module hooks: the gather is part of the forward, for ``torch.compile`` to trace.
 
-What optimizers and state dicts see stays registered: the part, a DTensor. While one of a unit's modules runs its
-forward, ``module.weight`` is the whole instead: a property of the module's class gathers it, once per forward, by
+What optimizers and state dicts see stays registered: the shard, a DTensor. While one of a unit's modules runs its
+forward, `module.weight` is unsharded instead: a property of the module's class gathers it, once per forward, by
 functional collectives that have a gradient. Nothing is swapped, so there is nothing for Dynamo to break on. In short:
 
     forward   all_gather over the shard axis
     backward  level1: all_reduce over all data-parallel ranks, then the own rows
               level2, level3: reduce_scatter over the shard axis, then all_reduce over the replicate axis
-    level3    the whole is not kept for backward: it is gathered again
+    level3    the unsharded parameter is not kept for backward: it is gathered again
 
-All of that is in the graph that Dynamo sees. Only accumulation of gradients is not: there the gradient of the whole
+All of that is in the graph that Dynamo sees. Only accumulation of gradients is not: there the unsharded gradient
 goes to a leaf of its own (a *sink*), and what is left to do is done by a hook of that leaf, after the graph's backward.
 """
 
@@ -33,11 +33,11 @@ from torch.utils.checkpoint import checkpoint
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.build import Found
 from hyper_parallel.core.fully_shard.param import ManagedParam
-from hyper_parallel.core.fully_shard.placement import Home
+from hyper_parallel.core.fully_shard.placement import ParameterPlacement
 from hyper_parallel.core.fully_shard.policy import OptimizerLevel
 
 __all__ = [
-    "Ranks",
+    "GroupName",
     "TracedParam",
     "TracedUnit",
     "install",
@@ -47,7 +47,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Ranks:
+class GroupName:
     """A group of ranks in words that fit into a graph.
 
     Attributes:
@@ -61,7 +61,7 @@ class Ranks:
     rank: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Ranks:
+    def of(cls, group: dist.ProcessGroup) -> GroupName:
         """Describe ``group`` as the calling rank sees it."""
         return cls(group.group_name, group.size(), group.rank())
 
@@ -73,33 +73,33 @@ class TracedParam:
     Attributes:
         name: Full name in the module that was wrapped.
         slots: Modules and the names under which they hold it; tied weights have several.
-        parameter: What is registered there: a DTensor with this rank's rows, or of the whole.
-        shard: The ranks that hold the parts of one copy, in equal rows of dim 0; None: whole on every rank.
-        replicas: Groups over which a part's gradient is reduced after the shard axis, one after the other.
-        domain: Groups over which a whole gradient is reduced, one after the other.
+        parameter: What is registered there: a DTensor with this rank's rows, or replicated.
+        shard: The ranks that hold the shards of one copy, in equal rows of dim 0; None: replicated.
+        replicas: Groups over which a shard's gradient is reduced after the shard axis, one after the other.
+        domain: Groups over which an unsharded gradient is reduced, one after the other.
         scale: Factor on the reduced gradient: the user's, over the number of ranks in ``domain``.
     """
 
     name: str
     slots: Sequence[tuple[nn.Module, str]]
     parameter: nn.Parameter
-    shard: Ranks | None
-    replicas: tuple[Ranks, ...]
-    domain: tuple[Ranks, ...]
+    shard: GroupName | None
+    replicas: tuple[GroupName, ...]
+    domain: tuple[GroupName, ...]
     scale: float
 
     @classmethod
     def of(cls, managed: ManagedParam, scale: float) -> TracedParam:
-        """Describe a parameter of the engine that was a plain one, and whose part has been made."""
-        home, data = managed.home, managed.home.data
+        """Describe a parameter of the engine that was a plain one, and whose shard has been made."""
+        placement, data = managed.placement, managed.placement.data
         assert data is not None
         return cls(
             name=managed.name,
             slots=[(slot.module, slot.name) for slot in managed.slots],
             parameter=managed.sharded,
-            shard=None if home.shard_dim is None else Ranks.of(data.shard_group),
-            replicas=() if data.replicate_group is None else (Ranks.of(data.replicate_group),),
-            domain=tuple(Ranks.of(group) for group in home.reduce_groups or data.domain_groups),
+            shard=None if placement.shard_dim is None else GroupName.of(data.shard_group),
+            replicas=() if data.replicate_group is None else (GroupName.of(data.replicate_group),),
+            domain=tuple(GroupName.of(group) for group in placement.reduce_groups or data.domain_groups),
             scale=scale,
         )
 
@@ -122,12 +122,14 @@ def refuse_dtensors(found: Iterable[Found]) -> None:
             )
 
 
-def take_over(placed: Sequence[tuple[Found, Home]], device: torch.device, scale: float) -> list[TracedParam]:
-    """Split parameters and register their parts; all of it or, if one cannot be, nothing.
+def take_over(
+    placed: Sequence[tuple[Found, ParameterPlacement]], device: torch.device, scale: float
+) -> list[TracedParam]:
+    """Split parameters and register their shards; all of it or, if one cannot be, nothing.
 
     Args:
-        placed: Parameters and where they go: along dim 0, in equal parts.
-        device: Where parts are made; those of parameters on the meta device stay there.
+        placed: Parameters and where they go: along dim 0, in equal shards.
+        device: Where shards are made; those of parameters on the meta device stay there.
         scale: As in :class:`TracedParam`.
 
     Raises:
@@ -135,12 +137,12 @@ def take_over(placed: Sequence[tuple[Found, Home]], device: torch.device, scale:
     """
     refuse_dtensors(found for found, _ in placed)
     made = []
-    for found, home in placed:
-        managed = ManagedParam(found.name, list(found.slots), found.parameter, home)
-        whole = found.parameter.detach()
-        part = managed.part_of(whole)
-        part = part.clone() if whole.is_meta else part.to(device, copy=True)
-        managed.make_sharded(part, found.parameter)
+    for found, placement in placed:
+        managed = ManagedParam(found.name, list(found.slots), found.parameter, placement)
+        unsharded = found.parameter.detach()
+        shard = managed.shard_of(unsharded)
+        shard = shard.clone() if unsharded.is_meta else shard.to(device, copy=True)
+        managed.make_sharded(shard, found.parameter)
         made.append((managed, TracedParam.of(managed, scale)))
     for managed, _ in made:
         managed.show(managed.sharded)
@@ -152,16 +154,16 @@ class Recipe:
     """How to reduce one parameter's gradient: what the gather hands to its backward.
 
     Attributes:
-        shard: The ranks that hold the parts; None: there are none to gather from.
+        shard: The ranks that hold the shards; None: there are none to gather from.
         scatter: Reduce_scatter over ``shard`` first.
         groups: All_reduce over these, one after the other.
         scale: Factor on the result; None: leave it, and leave out ``groups``, for the unit does both later.
         dtype: Of the reduction; None: the gradient's own.
     """
 
-    shard: Ranks | None
+    shard: GroupName | None
     scatter: bool
-    groups: tuple[Ranks, ...]
+    groups: tuple[GroupName, ...]
     scale: float | None
     dtype: torch.dtype | None
 
@@ -175,23 +177,23 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 # -- collectives, in the form that is the same in a graph and out of it -----------------------------------------------
 
 
-def _all_gather(rows: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+def _all_gather(rows: torch.Tensor, ranks: GroupName | None) -> torch.Tensor:
     if ranks is None or ranks.size == 1:
         return rows.view_as(rows)
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_gather_into_tensor(rows.contiguous(), ranks.size, ranks.group))
 
 
-def _reduce_scatter(whole: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+def _reduce_scatter(unsharded: torch.Tensor, ranks: GroupName | None) -> torch.Tensor:
     if ranks is None or ranks.size == 1:
-        return whole
+        return unsharded
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(
-        collectives.reduce_scatter_tensor(whole.contiguous(), "sum", ranks.size, ranks.group)
+        collectives.reduce_scatter_tensor(unsharded.contiguous(), "sum", ranks.size, ranks.group)
     )
 
 
-def _all_reduce(tensor: torch.Tensor, groups: Iterable[Ranks]) -> torch.Tensor:
+def _all_reduce(tensor: torch.Tensor, groups: Iterable[GroupName]) -> torch.Tensor:
     collectives = torch.ops._c10d_functional
     for ranks in groups:
         if ranks.size > 1:
@@ -199,11 +201,11 @@ def _all_reduce(tensor: torch.Tensor, groups: Iterable[Ranks]) -> torch.Tensor:
     return tensor
 
 
-def _own_rows(whole: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+def _own_rows(unsharded: torch.Tensor, ranks: GroupName | None) -> torch.Tensor:
     if ranks is None or ranks.size == 1:
-        return whole
-    rows = whole.shape[0] // ranks.size
-    return whole.narrow(0, ranks.rank * rows, rows)
+        return unsharded
+    rows = unsharded.shape[0] // ranks.size
+    return unsharded.narrow(0, ranks.rank * rows, rows)
 
 
 def _reduced(gradient: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -223,17 +225,17 @@ def _reduced(gradient: torch.Tensor, recipe: Recipe) -> torch.Tensor:
         gradient = _own_rows(gradient, recipe.shard)
     if not early and scale != 1.0:
         return gradient * scale
-    return gradient if recipe.scatter else gradient.clone()  # own rows alone, not a view that keeps the whole
+    return gradient if recipe.scatter else gradient.clone()  # own rows alone, not a view that keeps all of it
 
 
-class _Whole(torch.autograd.Function):
-    """``whole``; its gradient is reduced and goes to ``home``: the rows that it was gathered from, or a sink."""
+class _Unsharded(torch.autograd.Function):
+    """``unsharded``; its gradient is reduced and goes to ``source``: the rows that it was gathered from, or a sink."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, home: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    def forward(ctx: Any, unsharded: torch.Tensor, source: torch.Tensor, recipe: Recipe) -> torch.Tensor:
         ctx.recipe = recipe
-        ctx.dtype = home.dtype
-        return whole.view_as(whole)
+        ctx.dtype = source.dtype
+        return unsharded.view_as(unsharded)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -253,11 +255,11 @@ class _Whole(torch.autograd.Function):
 
 
 class TracedUnit:
-    """What the modules of one unit share: its parameters, and the wholes while a forward runs.
+    """What the modules of one unit share: its parameters, and what is gathered while a forward runs.
 
     Attributes:
         params: The parameters, in the order in which modules refer to them.
-        wholes: Whole parameters gathered by the forward under way, outside of graphs; None outside of a forward.
+        gathered: Unsharded parameters gathered by the forward under way, outside of graphs; None outside of a forward.
         synced: Whether accumulated gradients are reduced at the end of the next backward.
     """
 
@@ -269,7 +271,7 @@ class TracedUnit:
         accumulate: bool,
     ) -> None:
         self.params = list(params)
-        self.wholes: dict[tuple[int, bool], tuple[torch.Tensor, nn.Parameter]] | None = None
+        self.gathered: dict[tuple[int, bool], tuple[torch.Tensor, nn.Parameter]] | None = None
         self.synced = True
         self.shows_sums = accumulate
         self.uses_sinks = accumulate
@@ -283,35 +285,35 @@ class TracedUnit:
             self.recipes.append(Recipe(param.shard, scatter, groups, param.scale, reduce_dtype))
             self.sums.append(_Sum(self, param, self.recipes[-1]))
 
-    def whole(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
-        """The whole of a registered parameter, gathered at its first use in a forward."""
-        wholes = self.wholes
-        assert wholes is not None
+    def unsharded(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
+        """A registered parameter, unsharded: gathered at its first use in a forward."""
+        gathered = self.gathered
+        assert gathered is not None
         key = (index, torch.is_grad_enabled())  # one gathered under no_grad has no gradient to give
-        if key not in wholes:
-            wholes[key] = (self.gather(index, parameter), parameter)
-        return wholes[key][0]
+        if key not in gathered:
+            gathered[key] = (self.gather(index, parameter), parameter)
+        return gathered[key][0]
 
     def gather(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
-        """The whole of a registered parameter, with a gradient."""
+        """A registered parameter, unsharded, with a gradient."""
         recipe = self.recipes[index]
         rows: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
         if torch.compiler.is_compiling() and self.gathers_again and recipe.shard is not None:
             # Marks the gather for AOTAutograd to repeat it in backward.
-            whole = checkpoint(_all_gather, rows.detach(), recipe.shard, use_reentrant=False)
+            unsharded = checkpoint(_all_gather, rows.detach(), recipe.shard, use_reentrant=False)
         else:
-            whole = _all_gather(rows.detach(), recipe.shard)
+            unsharded = _all_gather(rows.detach(), recipe.shard)
         if not (parameter.requires_grad and torch.is_grad_enabled()):
-            return whole
+            return unsharded
         if self.uses_sinks:
             total = self.sums[index]
             if total.is_stale(rows):
                 total.refresh()
-            return _Whole.apply(whole, total.sink, total.recipe)
-        return _Whole.apply(whole, rows, recipe)
+            return _Unsharded.apply(unsharded, total.sink, total.recipe)
+        return _Unsharded.apply(unsharded, rows, recipe)
 
     def saving(self) -> AbstractContextManager[Any]:
-        """How tensors are saved for backward during a forward: at level3 wholes are not."""
+        """How tensors are saved for backward during a forward: at level3 unsharded parameters are not."""
         if not self.gathers_again or not torch.is_grad_enabled():
             return nullcontext()
         if _someone_else_saves():  # activation checkpointing: it saves nothing and will gather again by itself
@@ -319,14 +321,14 @@ class TracedUnit:
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | _GatherAgain:
-        if not self.wholes or type(saved) is not torch.Tensor:
+        if not self.gathered or type(saved) is not torch.Tensor:
             return saved
         storage = saved.untyped_storage()._cdata
-        for (index, _), (whole, parameter) in self.wholes.items():
+        for (index, _), (unsharded, parameter) in self.gathered.items():
             shard = self.recipes[index].shard
-            if shard is None or shard.size == 1 or saved.dtype != whole.dtype:
+            if shard is None or shard.size == 1 or saved.dtype != unsharded.dtype:
                 continue
-            if whole.untyped_storage()._cdata == storage:
+            if unsharded.untyped_storage()._cdata == storage:
                 geometry = (saved.shape, saved.stride(), int(saved.storage_offset()))
                 return _GatherAgain(_local(parameter), shard, geometry)
         return saved
@@ -354,7 +356,7 @@ class TracedUnit:
 
     def choose(self) -> None:
         """Whether gradients go to sinks: there what has been accumulated can be added before a reduction."""
-        self.uses_sinks = self.shows_sums or not self.synced or any(total.waiting is not None for total in self.sums)
+        self.uses_sinks = self.shows_sums or not self.synced or any(total.pending is not None for total in self.sums)
 
     def zero_grads(self) -> None:
         """Drop gradients, also those that wait."""
@@ -370,10 +372,10 @@ def _someone_else_saves() -> bool:
 
 @dataclass(frozen=True)
 class _GatherAgain:
-    """In place of a saved whole (or a view of it): where it comes from."""
+    """In place of a saved unsharded parameter (or a view of it): where it comes from."""
 
     rows: torch.Tensor
-    shard: Ranks
+    shard: GroupName
     geometry: tuple[torch.Size, tuple[int, ...], int]
 
 
@@ -389,16 +391,16 @@ class _Sum:
 
     The sink is a leaf without memory of its own (all elements are one zero). Autograd adds to its ``.grad`` and then
     calls the hook, after the graph's backward: so the communication of a synced step is in no graph. Where sums are
-    shown at level2 and 3, the graph has reduce_scattered what arrives here; otherwise it is each rank's own and whole.
+    shown at level2 and 3, the graph has reduce_scattered what arrives here; otherwise it is unsharded, each rank's own.
     """
 
     def __init__(self, unit: TracedUnit, param: TracedParam, full: Recipe) -> None:
         self.unit = unit
         self.param = param
         self.full = full
-        self.is_whole = not (full.scatter and unit.shows_sums)
-        self.recipe = Recipe(full.shard, not self.is_whole, (), None, None if self.is_whole else full.dtype)
-        self.waiting: torch.Tensor | None = None
+        self.is_unsharded = not (full.scatter and unit.shows_sums)
+        self.recipe = Recipe(full.shard, not self.is_unsharded, (), None, None if self.is_unsharded else full.dtype)
+        self.pending: torch.Tensor | None = None
         self._make_sink()
 
     @property
@@ -423,9 +425,9 @@ class _Sum:
         if local.is_floating_point():
             self.sum_dtype = self.full.dtype or torch.promote_types(local.dtype, torch.float32)
         shape = list(local.shape)
-        if self.is_whole and self.param.shard is not None:
+        if self.is_unsharded and self.param.shard is not None:
             shape[0] *= self.param.shard.size
-        zero = torch.zeros((), dtype=local.dtype if self.is_whole else self.sum_dtype, device=local.device)
+        zero = torch.zeros((), dtype=local.dtype if self.is_unsharded else self.sum_dtype, device=local.device)
         self.sink = zero.expand(shape).requires_grad_()
         me = weakref.ref(self)  # what such a hook refers to is never collected if it refers to the sink
 
@@ -442,23 +444,23 @@ class _Sum:
         assert gradient is not None
         sink.grad = None
         gradient = gradient.to(self.sum_dtype)
-        self.waiting = gradient if self.waiting is None else self.waiting.add_(gradient)
+        self.pending = gradient if self.pending is None else self.pending.add_(gradient)
         if self.unit.synced:
             self.reduce()
             self.unit.reduce_the_rest_later()
         else:
-            self._show(self.waiting, Partial())
+            self._show(self.pending, Partial())
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Give the parameter what has added up."""
-        total, self.waiting = self.waiting, None
+        total, self.pending = self.pending, None
         if total is None:
             return
         if self.unit.shows_sums:
             total = _all_reduce(total, self.full.groups) * self.param.scale
             self._show(total, Replicate())
-            rows = (_own_rows(total, self.param.shard) if self.is_whole else total).clone()
+            rows = (_own_rows(total, self.param.shard) if self.is_unsharded else total).clone()
         else:
             rows = _reduced(total, self.full)
         self._add(rows)
@@ -482,7 +484,7 @@ class _Sum:
         """Show what has added up; ``instead`` says of the axes over which it is not split what it is there."""
         if self.unit.shows_sums:
             parameter = self.parameter
-            placements = [p if p.is_shard() and not self.is_whole else instead for p in parameter.placements]
+            placements = [p if p.is_shard() and not self.is_unsharded else instead for p in parameter.placements]
             parameter.acc_grad = self._laid_out(total, placements)
 
     def _laid_out(self, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
@@ -491,7 +493,7 @@ class _Sum:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
     def clear(self) -> None:
-        self.waiting = self.sink.grad = None
+        self.pending = self.sink.grad = None
         parameter = self.parameter
         if getattr(parameter, "acc_grad", None) is not None:
             parameter.acc_grad = None
@@ -508,7 +510,7 @@ def install(
     reduce_dtype: torch.dtype | None = None,
     accumulate: bool = False,
 ) -> TracedUnit:
-    """Let the modules of a unit see whole parameters while they run, in a way that ``torch.compile`` can trace.
+    """Let the modules of a unit see unsharded parameters while they run, in a way that ``torch.compile`` can trace.
 
     Each module below ``roots`` that has something to do with ``params`` gets a class of its own, derived from the one
     that it has, with the same name. Its state is unchanged: ``named_parameters()``, ``state_dict()`` and, outside of a
@@ -563,18 +565,18 @@ def _above(roots: Sequence[nn.Module], owners: dict[int, nn.Module]) -> list[nn.
 
 @cache  # one class for all layers that are alike, so that they can share a graph
 def _traced_class(base: Any, names: tuple[str, ...]) -> Any:
-    """A subclass of ``base`` whose forward opens the unit and whose parameters ``names`` then read as wholes."""
+    """A subclass of ``base`` whose forward opens the unit and whose parameters ``names`` then read unsharded."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._hsdp_unit
-        if torch.compiler.is_compiling() or unit.wholes is not None:
+        if torch.compiler.is_compiling() or unit.gathered is not None:
             return super(traced, self).forward(*args, **kwargs)
-        unit.wholes = {}
+        unit.gathered = {}
         try:
             with unit.saving():
                 return super(traced, self).forward(*args, **kwargs)
         finally:
-            unit.wholes = None
+            unit.gathered = None
 
     members: dict[str, Any] = {name: _reader(name) for name in names}
     members |= {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
@@ -596,11 +598,11 @@ def _reader(name: str) -> property:
         if torch.compiler.is_compiling():
             # Once per use, for a graph cannot change what is outside of it where a part of it is checkpointed.
             return unit.gather(index, parameter)
-        return parameter if unit.wholes is None else unit.whole(index, parameter)
+        return parameter if unit.gathered is None else unit.unsharded(index, parameter)
 
     return property(read)
 
 
 def _flat_weights(self: Any) -> list[Any]:
-    """Recurrent modules read their weights from a list, which must not be one of parts."""
+    """Recurrent modules read their weights from a list, which must not be one of shards."""
     return [getattr(self, name, None) for name in self._flat_weights_names]

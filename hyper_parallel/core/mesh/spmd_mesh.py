@@ -1,4 +1,4 @@
-"""The mesh that carries a sharded parameter, where the parameter has a mesh of its own already.
+"""The SPMD mesh of a sharded parameter that has a mesh of its own already.
 
 A tensor-parallel weight lies on a mesh of its own, and is split further over the data-parallel ranks. One DTensor must
 then tell both splits, on one mesh. With the axes of that mesh in the order of the splits, the parameter's own first,
@@ -26,8 +26,8 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import group_of
 
 __all__ = [
-    "Carrier",
-    "carrier_of",
+    "SpmdMesh",
+    "spmd_mesh_of",
     "divisor",
     "split_replicated",
     "split_world",
@@ -46,7 +46,7 @@ _LOCK = threading.Lock()
 _WORLD_MESHES = WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[tuple[str, int], DeviceMesh]]()
 
 
-class Carrier(NamedTuple):
+class SpmdMesh(NamedTuple):
     """The mesh of a sharded parameter, and where the axes of the parameter's first mesh are on it.
 
     Attributes:
@@ -61,12 +61,12 @@ class Carrier(NamedTuple):
     shared: tuple[int, ...]
 
 
-def carrier_of(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> Carrier:
+def spmd_mesh_of(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
     """Return the mesh over the axes of two meshes; no group is made, and nothing is communicated.
 
         root = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-        carrier_of(root["tp"], root["dp"])  # mesh: tp=2, dp=4; kept: (0,), shared: ()
-        carrier_of(root, root["dp"])        # mesh: tp=2, dp=4; kept: (1,), shared: (0,)
+        spmd_mesh_of(root["tp"], root["dp"])  # mesh: tp=2, dp=4; kept: (0,), shared: ()
+        spmd_mesh_of(root, root["dp"])        # mesh: tp=2, dp=4; kept: (1,), shared: (0,)
 
     Axes are told apart by their ranks. One whose ranks are all on the data mesh is shared, be it one axis of that, a
     part of a flattened one, or all of several. An axis of one rank is shared if an axis of one rank on the data mesh
@@ -84,7 +84,7 @@ def carrier_of(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> Carrier:
     made = _made_with(data_mesh)
     key = (param_mesh, data_mesh)
     if key not in made:
-        made[key] = _carrier(param_mesh, data_mesh)
+        made[key] = _spmd_mesh(param_mesh, data_mesh)
     return made[key]
 
 
@@ -115,7 +115,7 @@ def split_world(device_type: str, shard_size: int) -> DeviceMesh:
     return mesh
 
 
-def split_replicated(param_mesh: DeviceMesh, replicated: Sequence[int], shard_size: int) -> Carrier:
+def split_replicated(param_mesh: DeviceMesh, replicated: Sequence[int], shard_size: int) -> SpmdMesh:
     """Return the mesh that splits a parameter further, over some axes of its own mesh along which it is replicated.
 
         root = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
@@ -143,7 +143,7 @@ def split_replicated(param_mesh: DeviceMesh, replicated: Sequence[int], shard_si
         sizes = [param_mesh.size(axis) for axis in kept]
         cube = _ranks(param_mesh).transpose(*kept, *shared).reshape(*sizes, -1)
         mesh = _split(cube, shard_size, param_mesh.device_type, param_mesh, kept)
-        made[key] = Carrier(mesh, kept, shared)
+        made[key] = SpmdMesh(mesh, kept, shared)
     return made[key]
 
 
@@ -163,10 +163,10 @@ def divisor(shard_size: int, rows: int, domain: int) -> int:
     return next(size for size in range(min(most, common), 0, -1) if common % size == 0)
 
 
-# How a carrier is put together
+# How an SPMD mesh is put together
 
 
-def _carrier(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> Carrier:
+def _spmd_mesh(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
     asked, seen = "cannot put a parameter's mesh and the data mesh together", _both(param_mesh, data_mesh)
     if param_mesh.device_type != data_mesh.device_type:
         blame = f"one is of {param_mesh.device_type!r}, the other of {data_mesh.device_type!r}"
@@ -177,12 +177,12 @@ def _carrier(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> Carrier:
     shared = tuple(axis for axis in range(param.ndim) if _is_shared(param_mesh, data_mesh, axis, param, data))
     kept = tuple(axis for axis in range(param.ndim) if axis not in shared)
     if not kept:
-        return Carrier(data_mesh, kept, shared)
+        return SpmdMesh(data_mesh, kept, shared)
     own = _line(param, *kept)
     ranks = _cross(own, data, param_mesh, data_mesh)
     names = [*(_name(param_mesh, axis) for axis in kept), *(_name(data_mesh, axis) for axis in range(data.ndim))]
     groups = [*(param_mesh.get_group(axis) for axis in kept), *(data_mesh.get_group(a) for a in range(data.ndim))]
-    return Carrier(_mesh(ranks, names, groups, data_mesh.device_type), kept, shared)
+    return SpmdMesh(_mesh(ranks, names, groups, data_mesh.device_type), kept, shared)
 
 
 def _is_shared(param_mesh: DeviceMesh, data_mesh: DeviceMesh, axis: int, param: Ranks, data: Ranks) -> bool:
@@ -280,17 +280,17 @@ def _mesh(ranks: Ranks, names: Sequence[str | None], groups: list[dist.ProcessGr
 # Meshes as numbers
 
 
-class _Made(OrderedDict[Any, Carrier]):
-    """Carriers by what they were made of, kept at the root mesh; left behind when that is copied or pickled."""
+class _MadeMeshes(OrderedDict[Any, SpmdMesh]):
+    """SPMD meshes by what they were made of, kept at the root mesh; left behind when that is copied or pickled."""
 
     def __reduce__(self) -> Any:
         return (OrderedDict, ())
 
 
-def _made_with(mesh: DeviceMesh) -> _Made:
-    # Slices come and go, and equal ones must get the same carrier; the root lives as long as any of them, and each rank
-    # has its own.
-    return _root_of(mesh).__dict__.setdefault("_hyper_parallel_carriers", _Made())
+def _made_with(mesh: DeviceMesh) -> _MadeMeshes:
+    # Slices come and go, and equal ones must get the same SPMD mesh; the root lives as long as any of them, and each
+    # rank has its own.
+    return _root_of(mesh).__dict__.setdefault("_hyper_parallel_spmd_meshes", _MadeMeshes())
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Carrier meshes against brute force: coordinates counted out one by one, divisors tried one by one."""
+"""SPMD meshes against brute force: coordinates counted out one by one, divisors tried one by one."""
 
 from itertools import product
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import sim
-from hyper_parallel.core.mesh.spmd_mesh import carrier_of, divisor, split_replicated
+from hyper_parallel.core.mesh.spmd_mesh import divisor, split_replicated, spmd_mesh_of
 
 SETTINGS = settings(max_examples=60, deadline=None)
 
@@ -69,7 +69,7 @@ def test_ranks_are_those_counted_out(drawn):
         data_mesh = slice_of(root, data)
         if flat and len(data) > 1:
             data_mesh = data_mesh._flatten("flat")
-        carrier = carrier_of(slice_of(root, param), data_mesh)
+        carrier = spmd_mesh_of(slice_of(root, param), data_mesh)
         # Of an axis of one rank, only its name tells that it is a data axis; a flattened one has lost the name.
         named = not flat or len(data) == 1
         shared = [axis for axis in param if axis in data and (sizes[axis] > 1 or named)]

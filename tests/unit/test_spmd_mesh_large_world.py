@@ -1,4 +1,4 @@
-"""Carrier meshes of a world of 1,024 ranks, as seen from one of them, under torch's fake backend."""
+"""SPMD meshes of a world of 1,024 ranks, as seen from one of them, under torch's fake backend."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hyper_parallel.core.mesh.spmd_mesh import carrier_of, split_replicated, split_world
+from hyper_parallel.core.mesh.spmd_mesh import split_replicated, split_world, spmd_mesh_of
 
 
 @pytest.fixture(params=[0, 1021])
@@ -20,7 +20,7 @@ def rank(request):
 def test_ranks_and_groups(rank):
     root = init_device_mesh("cpu", (16, 8, 8), mesh_dim_names=("replicate", "shard", "tp"))
     made = len(c10d._world.pg_names)
-    carrier = carrier_of(root["tp"], root["replicate", "shard"])
+    carrier = spmd_mesh_of(root["tp"], root["replicate", "shard"])
     assert torch.equal(carrier.mesh.mesh, torch.arange(1024, dtype=torch.int32).view(16, 8, 8).permute(2, 0, 1))
     assert carrier.mesh.get_coordinate() == (rank % 8, rank // 64, rank // 8 % 8)
     assert len(c10d._world.pg_names) == made

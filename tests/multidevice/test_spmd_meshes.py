@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import sim
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.core.mesh.spmd_mesh import carrier_of, split_replicated, split_world
+from hyper_parallel.core.mesh.spmd_mesh import split_replicated, split_world, spmd_mesh_of
 
 NO_GLOO = ("sim", "gpu", "npu")
 SIM = ("sim",)
@@ -39,7 +39,7 @@ def ranks_of(group):
 
 def check_part_of_part(root, data_mesh, rows, device):
     """A weight that tp has split, split further: chunk of chunk on each rank, and whole again."""
-    carrier = carrier_of(root["tp"], data_mesh)
+    carrier = spmd_mesh_of(root["tp"], data_mesh)
     whole = torch.arange(rows * 3, dtype=torch.float32, device=device).reshape(rows, 3)
     mine = part(whole, root.get_local_rank("tp"), root["tp"].size())
     mine = part(mine, data_mesh.get_local_rank(), data_mesh.size())
@@ -124,12 +124,12 @@ def test_flattened_data_axis(ctx):
         (root["cp", "tp"], (1,), (0,)),
         (root["tp"], (0,), ()),
     ):
-        carrier = carrier_of(param_mesh, fsdp)
+        carrier = spmd_mesh_of(param_mesh, fsdp)
         assert (carrier.kept, carrier.shared) == (kept, shared)
-        assert carrier.mesh == carrier_of(root["tp"], fsdp).mesh
+        assert carrier.mesh == spmd_mesh_of(root["tp"], fsdp).mesh
         assert carrier.mesh.mesh_dim_names == ("tp", "fsdp")
         assert carrier.mesh.mesh.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert carrier_of(root["dp_shard", "cp"], fsdp) == (fsdp, (), (0, 1))
+    assert spmd_mesh_of(root["dp_shard", "cp"], fsdp) == (fsdp, (), (0, 1))
     assert groups_made() == made
 
 
@@ -142,18 +142,18 @@ def test_meshes_of_parallel_dims(ctx):
             (dims.get_mesh("dp"), [[0, 2, 4, 6], [1, 3, 5, 7]]),
             (root["dp_replicate", "dp_shard"], [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
         ):
-            carrier = carrier_of(param_mesh, data_mesh)
+            carrier = spmd_mesh_of(param_mesh, data_mesh)
             assert carrier.mesh.mesh.tolist() == expected
             assert (carrier.kept, carrier.shared) == (kept, shared)
     first = ctx.rank // 4 * 4
-    stage = carrier_of(dims.get_mesh("tp"), dims.get_mesh("fsdp"))  # fsdp is another name of dp_shard
+    stage = spmd_mesh_of(dims.get_mesh("tp"), dims.get_mesh("fsdp"))  # fsdp is another name of dp_shard
     assert stage.mesh.mesh.tolist() == [[first, first + 2], [first + 1, first + 3]]
 
 
 @sim.ranks(8, arms=NO_GLOO)
 def test_two_data_axes(ctx):
     root = init_device_mesh(ctx.device_type, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    carrier = carrier_of(root["tp"], root["replicate", "shard"])
+    carrier = spmd_mesh_of(root["tp"], root["replicate", "shard"])
     assert carrier.mesh.mesh_dim_names == ("tp", "replicate", "shard")
     assert carrier.mesh.get_all_groups() == [root.get_group(name) for name in ("tp", "replicate", "shard")]
     whole = torch.arange(7.0, device=ctx.device)
@@ -161,14 +161,14 @@ def test_two_data_axes(ctx):
     mine = part(part(whole, root.get_local_rank("tp"), 2), root.get_local_rank("shard"), 2)
     assert torch.equal(split.to_local(), mine)
     dp = root["replicate", "shard"]._flatten("dp")  # the parameter's axis is the product of both
-    assert carrier_of(dp, root["replicate", "shard"]) == (root["replicate", "shard"], (), (0,))
+    assert spmd_mesh_of(dp, root["replicate", "shard"]) == (root["replicate", "shard"], (), (0,))
 
 
 @sim.ranks(8, arms=SIM)
 def test_pipeline_stage_has_a_mesh_of_its_own(ctx):
     root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     first = 0 if ctx.rank < 4 else 4
-    carrier = carrier_of(root["dp", "tp"], root["dp"])
+    carrier = spmd_mesh_of(root["dp", "tp"], root["dp"])
     assert carrier.mesh.mesh.tolist() == [[first, first + 2], [first + 1, first + 3]]
     made = groups_made()
     stage = split_replicated(root["dp", "tp"], (0,), 2)  # the shards are the ranks of dp: only groups of one are made
@@ -182,19 +182,19 @@ def test_meshes_that_were_made_apart(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     twin = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     expected = [[0, 2], [1, 3]]
-    assert carrier_of(twin["tp"], root["dp"]).mesh.mesh.tolist() == expected
+    assert spmd_mesh_of(twin["tp"], root["dp"]).mesh.mesh.tolist() == expected
     # Slices that are meshes of their own, whose root knows nobody else.
     alone = DeviceMesh.from_group(root.get_group("tp"), "cpu")
-    carrier = carrier_of(alone, root["dp"])
+    carrier = spmd_mesh_of(alone, root["dp"])
     assert carrier.mesh.mesh.tolist() == expected
     assert carrier.mesh.mesh_dim_names == ("axis_0", "dp")
-    assert carrier_of(root["tp"], DeviceMesh.from_group(root.get_group("dp"), "cpu")).mesh.mesh.tolist() == expected
+    assert spmd_mesh_of(root["tp"], DeviceMesh.from_group(root.get_group("dp"), "cpu")).mesh.mesh.tolist() == expected
     # A carrier carries on.
-    again = carrier_of(carrier_of(root["tp"], root["dp"]).mesh, root["dp"])
+    again = spmd_mesh_of(spmd_mesh_of(root["tp"], root["dp"]).mesh, root["dp"])
     assert (again.mesh.mesh.tolist(), again.kept, again.shared) == (expected, (0,), (1,))
     # Axes are told apart by ranks, not by names: these two are both called "dp".
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "dp"))
-    crossed = carrier_of(other["dp"], root["dp"])
+    crossed = spmd_mesh_of(other["dp"], root["dp"])
     assert crossed.mesh.mesh.tolist() == expected
     assert crossed.mesh.mesh_dim_names == ("dp", "dp_1")
 
@@ -202,19 +202,19 @@ def test_meshes_that_were_made_apart(ctx):
 @sim.ranks(2, arms=SIM)
 def test_axes_of_one_rank(ctx):
     root = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "tp", "cp"))
-    assert carrier_of(root["cp"], root["dp"])[1:] == ((0,), ())  # another axis, though of the same rank
-    assert carrier_of(root["dp"], root["dp"])[1:] == ((), (0,))
-    assert carrier_of(root, root["dp"])[1:] == ((1, 2), (0,))
-    assert carrier_of(root, root["tp"])[1:] == ((0, 2), (1,))
+    assert spmd_mesh_of(root["cp"], root["dp"])[1:] == ((0,), ())  # another axis, though of the same rank
+    assert spmd_mesh_of(root["dp"], root["dp"])[1:] == ((), (0,))
+    assert spmd_mesh_of(root, root["dp"])[1:] == ((1, 2), (0,))
+    assert spmd_mesh_of(root, root["tp"])[1:] == ((0, 2), (1,))
 
 
 @sim.ranks(4, arms=SIM)
 def test_the_same_carrier_every_time(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    first = carrier_of(root["tp"], root["dp"])
+    first = spmd_mesh_of(root["tp"], root["dp"])
     gc.collect()  # the slices above are gone
-    assert carrier_of(root["tp"], root["dp"]) is first
-    assert carrier_of(root["dp"], root["tp"]) is not first
+    assert spmd_mesh_of(root["tp"], root["dp"]) is first
+    assert spmd_mesh_of(root["dp"], root["tp"]) is not first
     assert split_replicated(root, (0,), 2) is split_replicated(root, [0], 2)
     assert split_replicated(root, (0,), 2) is not split_replicated(root, (0,), 1)
 
@@ -223,24 +223,24 @@ def test_the_same_carrier_every_time(ctx):
 def test_modes_that_change_tensors(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with FakeTensorMode():
-        carrier = carrier_of(root["tp"], root["dp"])
+        carrier = spmd_mesh_of(root["tp"], root["dp"])
     assert carrier.mesh.mesh.tolist() == [[0, 2], [1, 3]]
     with torch.device("meta"):
         assert split_replicated(root, (0,), 1).mesh.mesh.tolist() == [[[0], [2]], [[1], [3]]]
         assert split_world("cpu", 2).mesh.tolist() == [[0, 1], [2, 3]]
     with torch.inference_mode():
-        assert carrier_of(root["dp"], root["tp"]).mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert spmd_mesh_of(root["dp"], root["tp"]).mesh.mesh.tolist() == [[0, 1], [2, 3]]
 
 
 @sim.ranks(4, arms=SIM)
 def test_copies_and_pickles_leave_carriers_behind(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     weight = distribute_tensor(torch.arange(6.0), root["tp"], (Shard(0),))
-    carrier_of(root["tp"], root["dp"])
+    spmd_mesh_of(root["tp"], root["dp"])
     bare = pickle.loads(pickle.dumps(root))
     assert bare == root
-    assert not bare.__dict__["_hyper_parallel_carriers"]
-    assert carrier_of(copy.deepcopy(root)["tp"], root["dp"]).mesh.mesh.tolist() == [[0, 2], [1, 3]]
+    assert not bare.__dict__["_hyper_parallel_spmd_meshes"]
+    assert spmd_mesh_of(copy.deepcopy(root)["tp"], root["dp"]).mesh.mesh.tolist() == [[0, 2], [1, 3]]
     file = io.BytesIO()
     torch.save(weight, file)
     file.seek(0)
@@ -279,7 +279,7 @@ def test_split_replicated_over_several_axes(ctx):
 def half_of_an_axis():
     root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     dp = root["dp_replicate", "dp_shard"]._flatten("dp")
-    carrier_of(dp, root["dp_shard"])
+    spmd_mesh_of(dp, root["dp_shard"])
 
 
 def no_common_root():
@@ -290,17 +290,17 @@ def no_common_root():
     if dist.get_rank() >= 4:
         across = [rank + 4 for rank in across]
     other = DeviceMesh.from_group(dist.new_group(across, use_local_synchronization=True), "cpu", mesh_dim_names=("dp",))
-    carrier_of(alone, other)
+    spmd_mesh_of(alone, other)
 
 
 def two_device_types():
-    carrier_of(DeviceMesh.from_group(dist.group.WORLD, "cuda"), init_device_mesh("cpu", (8,)))
+    spmd_mesh_of(DeviceMesh.from_group(dist.group.WORLD, "cuda"), init_device_mesh("cpu", (8,)))
 
 
 def no_common_numbering():
     root = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     ranks = torch.tensor([[0, 5], [2, 7], [4, 1], [6, 3]])  # the pairs are no rows of the other mesh
-    carrier_of(DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))["b"], root["dp"])
+    spmd_mesh_of(DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))["b"], root["dp"])
 
 
 def does_not_divide():
@@ -337,9 +337,9 @@ def test_a_rank_that_is_not_on_the_mesh():
         few = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
         if dist.get_rank() >= 2:
             with pytest.raises(ValueError, match=r"the calling rank is not on the parameter's mesh\n.*tp=2"):
-                carrier_of(few, mesh)
+                spmd_mesh_of(few, mesh)
             with pytest.raises(ValueError, match=r"the calling rank is not on the data mesh\n.*tp=2"):
-                carrier_of(mesh, few)
+                spmd_mesh_of(mesh, few)
             with pytest.raises(ValueError, match=r"the calling rank is not on the parameters' mesh\n.*tp=2"):
                 split_replicated(few, (0,), 2)
 
@@ -354,7 +354,7 @@ def test_numbering_that_differs_elsewhere_only():
         ranks = torch.tensor([[0, 1], [2, 3], [4, 6], [5, 7]])
         other = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "tp"))
         with pytest.raises(ValueError, match="number the ranks differently"):
-            carrier_of(other["tp"], root["dp"])
+            spmd_mesh_of(other["tp"], root["dp"])
 
     sim.run(check, world_size=8)
 
@@ -366,12 +366,12 @@ def test_a_mesh_of_one_axis_that_was_unflattened():
         line = init_device_mesh("cpu", (12,), mesh_dim_names=("world",))
         grid = line._unflatten(0, (2, 3, 2), ("pp", "dp", "tp"))
         first = dist.get_rank() // 6 * 6
-        carrier = carrier_of(grid["tp"], grid["dp"])
+        carrier = spmd_mesh_of(grid["tp"], grid["dp"])
         assert carrier.mesh.mesh.tolist() == [[first, first + 2, first + 4], [first + 1, first + 3, first + 5]]
         threes = line._unflatten(0, (4, 3), ("a", "b"))["b"]
         pairs = line._unflatten(0, (3, 2, 2), ("x", "y", "z"))["y"]
         with pytest.raises(ValueError, match=r"do not cross|are on the data mesh"):
-            carrier_of(threes, pairs)
+            spmd_mesh_of(threes, pairs)
 
     sim.run(check, world_size=12)
 
@@ -379,7 +379,7 @@ def test_a_mesh_of_one_axis_that_was_unflattened():
 def test_nothing_outlives_the_world():
     def body():
         root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        carrier_of(root["tp"], root["dp"])
+        spmd_mesh_of(root["tp"], root["dp"])
         split_replicated(root, (0,), 2)
         mesh = split_world("cpu", 4)  # holds the default group
         return weakref.ref(root), weakref.ref(mesh), weakref.ref(dist.group.WORLD)
