@@ -128,8 +128,8 @@ def _check_even(asked: str, layout: Layout, shape: Sequence[int]) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _torch_form(layout: Layout, shape: torch.Size) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
-    """Return the placements of a DTensor, and the order of axes that they are for if it is not the mesh's own."""
+def torch_form(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
+    """Return torch's placements for a layout, and the order of axes that they are for if it is not the mesh's own."""
     plain = in_split_order(layout, len(shape))
     try:
         return None, to_placements(layout, shape)
@@ -139,14 +139,9 @@ def _torch_form(layout: Layout, shape: torch.Size) -> tuple[tuple[str, ...] | No
         return plain.alias_name, to_placements(plain, shape)
 
 
-def torch_form(layout: Layout, shape: Sequence[int]) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
-    """Return torch's placements for a layout, and the order of axes that they are for if it is not the mesh's own."""
-    return _torch_form(layout, torch.Size(shape))
-
-
 def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
     """Return a DTensor of a rank's part; nothing is checked and nothing communicated."""
-    names, placements = torch_form(layout, shape)
+    names, placements = torch_form(layout, tuple(shape))
     mesh = layout.mesh
     assert mesh is not None, "the layout has been given a mesh"
     if names is not None:

@@ -85,9 +85,15 @@ class Layout:
         return cls._make(axes_of(mesh), mesh=mesh)
 
     @classmethod
-    def on(cls, axes: MeshAxes) -> "Layout":
-        """Return the layout of a mesh as a value, without an assignment yet, and without a DeviceMesh."""
-        return cls._make(axes)
+    def from_entries(cls, mesh: DeviceMesh, entries: tuple[Any, ...]) -> "Layout":
+        """Return `Layout.from_device_mesh(mesh)(*entries)`; equal entries are read once.
+
+        Raises:
+            TypeError: entries that cannot be hashed, such as a list among them; otherwise as a call of a layout.
+            ValueError: as a call of a layout.
+        """
+        known = _read_entries(axes_of(mesh), entries)
+        return cls._make(known._axes, known._splits, known._specs, known._partial, mesh)
 
     @classmethod
     def of(cls, x: object) -> "Layout":
@@ -150,6 +156,11 @@ class Layout:
     def axes(self) -> MeshAxes:
         """The mesh as a value: its axes and the ranks on it."""
         return self._axes
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether it says where a tensor goes, and not only on which mesh."""
+        return self._specs is not None
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -485,3 +496,9 @@ def _read_spec(
     """Return the layout that some placements mean, without a DeviceMesh, which the cache would keep alive."""
     splits, reductions = placements.read_dtensor(axes, given, order, shape)
     return Layout._make(axes, splits, ownership.to_specs(axes.sizes, splits), reductions)
+
+
+@lru_cache(maxsize=4096)
+def _read_entries(axes: MeshAxes, entries: tuple[Any, ...]) -> Layout:
+    """Return the layout of some entries, likewise."""
+    return Layout._make(axes)(*entries)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -22,7 +21,6 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.placement_types import Placement, Shard
-from hyper_parallel.core.mesh.axes import MeshAxes
 from hyper_parallel.core.mesh.device_mesh import axes_of, reorder_axes
 from hyper_parallel.core.redistribute.cost import Topology
 from hyper_parallel.core.redistribute.gradients import FromLocal, PendingRedistribute, moved, moving, take_part, unmoved
@@ -329,27 +327,20 @@ def read_layout(
         blame = "entries do not say which mesh they are for"
         raise ValueError(explain(asked, blame, seen, f"a mesh before them, or {_EXAMPLE}"))
     try:
-        assigned = _assigned(axes_of(mesh), tuple(entries))
+        return Layout.from_entries(mesh, tuple(entries))
     except TypeError:  # a list among them, or a mistake, which is then named
         return Layout.from_device_mesh(mesh)(*entries)
-    return assigned.with_mesh(mesh)
-
-
-@lru_cache(maxsize=4096)
-def _assigned(axes: MeshAxes, entries: tuple[Any, ...]) -> Layout:
-    """Return the layout of some entries, without a mesh."""
-    return Layout.on(axes)(*entries)
 
 
 def _read_assigned(asked: str, given: Layout, placements: Sequence[Any] | None, known: DeviceMesh | None) -> Layout:
     if placements is not None:
         seen = f"layout: {given}   placements: {placements!r}"
-        if given.placements is not None:
+        if given.is_assigned:
             blame = "both a layout with an assignment and placements were given"
             raise ValueError(explain(asked, blame, seen, "one of the two"))
         _check_entries(asked, "placements", placements, seen)
         given = given(*placements)
-    if given.placements is None:
+    if not given.is_assigned:
         first = given.alias_name[0]
         blame, hint = "the layout is a mesh without an assignment", f'layout("{first}", "None")'
         raise ValueError(explain(asked, blame, f"layout: {given}", f"{hint}, or layout() for everything replicated"))
@@ -411,7 +402,7 @@ def read_grad_layout(asked: str, grad_layout: LayoutLike | None, layout: Layout,
     if grad_layout is None:
         return None
     wanted = read_layout(f"{asked} with this grad_layout", grad_layout, None, layout.mesh)
-    torch_form(wanted, shape)
+    torch_form(wanted, tuple(shape))
     seen, hint = f"layout: {layout}   grad_layout: {wanted}", "the same splits, and partial={...} where gradients add"
     if sorted(wanted.rank_list) != sorted(layout.rank_list):
         raise ValueError(explain(asked, "grad_layout lies on other ranks than the parts", seen, hint))

@@ -38,14 +38,14 @@ ANY: Terms = (None, None)
 
 def moved(x: DTensor, target: Layout, terms: Terms = ANY) -> DTensor:
     """Return x in another layout, which has a mesh; the arguments have been read."""
-    there = _where_it_is(x, target, terms)
-    return there if there is not None else _started(x, target, terms).wait()
+    return unmoved(x) if _is_there(x, target, terms) else _started(x, target, terms).wait()
 
 
 def moving(x: DTensor, target: Layout, terms: Terms = ANY) -> PendingRedistribute:
     """Return the same as soon as the first collective is under way."""
-    there = _where_it_is(x, target, terms)
-    return PendingRedistribute(x, None, target, there) if there is not None else _started(x, target, terms)
+    if _is_there(x, target, terms):
+        return PendingRedistribute(x, None, target, unmoved(x))
+    return _started(x, target, terms)
 
 
 def unmoved(x: DTensor) -> DTensor:
@@ -53,14 +53,14 @@ def unmoved(x: DTensor) -> DTensor:
     return _Unmoved.apply(x) if torch.is_grad_enabled() and x.requires_grad else x
 
 
-def _where_it_is(x: DTensor, target: Layout, terms: Terms) -> DTensor | None:
-    """Return x if it is in that layout already, else None."""
+def _is_there(x: DTensor, target: Layout, terms: Terms) -> bool:
+    """Return whether x is in that layout already, and nothing else was asked for."""
     mesh = x.device_mesh
     if target.mesh is not mesh:
         _check_slices("cannot redistribute", mesh, target)
+        return False
     names, wanted = torch_form(target, x.shape)
-    is_there = names is None and target.mesh is mesh and x.placements == wanted and mesh.get_coordinate() is not None
-    return unmoved(x) if is_there and terms == ANY else None
+    return names is None and x.placements == wanted and terms == ANY and mesh.get_coordinate() is not None
 
 
 def _started(x: DTensor, target: Layout, terms: Terms) -> PendingRedistribute:
