@@ -49,7 +49,7 @@ MISTAKES = {
     "fn that cannot be called": (
         lambda g: g.made("double", DP, DP),
         TypeError,
-        ("cannot run str on local parts", "fn is a str, which cannot be called", "a function of local tensors"),
+        ("cannot run str on local parts", "fn is a str, not something to call", "a function of local tensors"),
     ),
     "no mesh": (
         lambda g: custom_shard(double, "mesh", DP, DP),
@@ -203,13 +203,13 @@ W = torch.ones(2, requires_grad=True)
 
 # fn, weights and sens; what is to blame.
 WRONG = {
-    "fn that cannot be called": ((3, W), "fn is a int, which cannot be called"),
-    "a generator of weights": ((fail, iter([W])), "not a tensor or a list or tuple"),
+    "fn that cannot be called": ((3, W), "fn is a int, not something to call"),
+    "a generator of weights": ((fail, iter([W])), "not a tensor or a list"),
     "a dict of weights": ((fail, {"w": W}), "weights is a dict"),
     "no weights": ((fail, []), "weights is empty"),
     "nested weights": ((fail, [W, [W]]), "weights[1] is a list, not a tensor"),
     "a weight without gradient": ((fail, (W, W.detach())), "weights[1] wants no gradient"),
-    "sens as a number": ((fail, W, 1.0), "sens is a float, not a list or tuple"),
+    "sens as a number": ((fail, W, 1.0), "sens is a float, not a list"),
     "sens as a tensor": ((fail, W, torch.ones(2)), "sens is a Tensor"),
     "sens of strings": ((fail, W, ["1"]), "sens[0] is a str, not a float"),
     "sens of bools": ((fail, W, [1.0, True]), "sens[1] is a bool, not a float"),

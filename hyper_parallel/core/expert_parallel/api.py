@@ -88,11 +88,7 @@ def expert_parallel(
 
 def _sizes(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, int]:
     """Return the number of ranks for each of the roles."""
-    given: object = mesh
-    if not isinstance(given, DeviceMesh):
-        blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
-        hint = 'init_device_mesh("npu", (2, 4), mesh_dim_names=("dp_shard", "ep"))'
-        raise TypeError(explain(_ASKED, blame, f"mesh: {mesh!r}", hint))
+    check(_ASKED, "mesh", mesh=mesh)
     axes = axes_of(mesh)
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
     for word, name in names.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -157,14 +158,12 @@ def _part(asked: str, value: torch.Tensor, layout: Layout | None) -> torch.Tenso
     return part.contiguous()
 
 
-def _check_layout(given: object, layout: object) -> None:
+def _check_layout(given: object, layout: Any) -> None:
     asked = "cannot pass values between stages"
     if layout is None:
         return
     hint = 'boundary=Layout.from_device_mesh(mesh["tp"])("None", "tp", "None")'
-    if not isinstance(layout, Layout):
-        blame = f"boundary is a {type(layout).__name__}, not a Layout"
-        raise TypeError(explain(asked, blame, f"boundary: {given!r}", hint))
+    check(asked, Layout, hint, boundary=layout)
     if layout.mesh is None or layout.tensor_map is None or layout.is_partial():
         lacks = "has a reduction pending" if layout.is_partial() else "has no mesh"
         lacks = "has no entries for dims" if layout.tensor_map is None else lacks

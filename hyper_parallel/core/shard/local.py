@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.core.common.checks import check_shape
+from hyper_parallel.core.common.checks import check, check_shape
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -91,7 +91,7 @@ def custom_shard(
             gradient that is refused; outputs built otherwise than their layouts, or of another shape than declared.
     """
     asked = f"cannot run {_name(fn)} on local parts"
-    _check_callable(asked, fn)
+    check(asked, "callable", "a function of local tensors", fn=fn)
     base = layout_on(device_mesh)
     outs = _own(read_layouts(f"{asked} (out_layouts)", out_layouts, base))
     ins = _read_inputs(asked, Arguments.of(fn), base, in_layouts, in_grad_layouts, list(leaves(outs)))
@@ -325,12 +325,6 @@ def _left_alone(value: Any, tree: LayoutTree) -> Iterator[Any]:
     elif isinstance(tree, tuple) and isinstance(value, (list, tuple)):
         for each, part in zip(value, tree):  # noqa: B905 - of different lengths, they are refused right after
             yield from _left_alone(each, part)
-
-
-def _check_callable(asked: str, fn: object) -> None:
-    if not callable(fn):
-        blame = f"fn is a {type(fn).__name__}, which cannot be called"
-        raise TypeError(explain(asked, blame, f"fn: {fn!r}", "a function of local tensors"))
 
 
 def _name(fn: object) -> str:
