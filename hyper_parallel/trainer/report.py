@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hyper_parallel.core.common.errors import explain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 KEPT = 10_000
 """Records that a rank keeps: a run of months takes no more memory than one of hours."""
@@ -400,6 +404,30 @@ def readable_bytes(amount: float) -> str:
     return f"{amount:.1f} GiB"
 
 
+def blank_figure(width: float, height: float, dpi: int = 120) -> Figure | None:
+    """Return an empty picture, None when matplotlib is not installed.
+
+    Args:
+        width: inches.
+        height: inches.
+        dpi: pixels per inch.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    # Figure and canvas directly: pyplot keeps global state and looks for a display.
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _quiet(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
     """Draw training and validation losses of several runs into one picture.
 
@@ -411,14 +439,9 @@ def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
     Returns:
         False when matplotlib is not installed; nothing is written then.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = blank_figure(8, 4.5)
+    if figure is None:
         return False
-    # Figure and canvas directly: pyplot keeps global state and looks for a display.
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     styles = [("tab:blue", "-", 3.0, 0.45), ("black", "--", 1.0, 1.0)]
     for (name, run), (color, dash, width, alpha) in zip(runs.items(), styles, strict=False):
@@ -436,9 +459,8 @@ def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
         )
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.set_xlim(0, None)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    _quiet(axes)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return True
@@ -462,16 +484,12 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     if not runs:
         blame = "there is no log to draw"
         raise ValueError(explain("cannot plot", blame, "logs: none", "the file that train.log names, out/train.jsonl"))
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = blank_figure(8, 8)
+    if figure is None:
         return False
     path = Path(path)
     names = [Path(log).stem for log in runs]
     unique = len(set(names)) == len(names)
-    figure = Figure(figsize=(8, 8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     losses, norms, speeds = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
     for place, (log, records) in enumerate(runs.items()):
         steps, label, color = [record.step for record in records], Path(log).stem if unique else log, f"C{place}"
@@ -487,8 +505,7 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     speeds.set(ylabel="tokens/s", xlabel="step", ylim=(0, None))
     speeds.xaxis.get_major_locator().set_params(integer=True)
     for axes in (losses, norms, speeds):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        _quiet(axes)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
