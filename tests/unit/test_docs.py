@@ -153,3 +153,37 @@ def test_a_picture_of_another_layout_is_noticed(monkeypatch):
 def test_every_picture_is_shown():
     shown = set(re.findall(r"!\[[^]]+\]\(\.\./pictures/(\w+)\.svg\)", (DOCS / "design" / "pictures.md").read_text()))
     assert shown == set(pictures().PICTURES) == {path.stem for path in (DOCS / "pictures").glob("*.svg")}
+
+
+def prose(page):
+    return _BLOCK.sub("", page.read_text())
+
+
+def stands_for_something(dotted):
+    """Return whether a dotted name can be imported, or is an attribute of what can."""
+    parts = dotted.split(".")
+    for size in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:size]))
+        except ImportError:
+            continue
+        for name in parts[size:]:
+            found = getattr(found, name, None)
+        return found is not None
+    return False
+
+
+WRITTEN = [page for page in [*PAGES, ROOT / "CONTRIBUTING.md"] if page.name != "validation.md"]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_id)
+def test_names_and_files_in_the_prose_exist(page):
+    for dotted in re.findall(r"`((?:hyper_parallel|sim)(?:\.(?!py\b)\w+)+)", prose(page)):
+        assert stands_for_something(dotted), dotted
+    for path in re.findall(r"`((?:hyper_parallel|sim|tests|benchmarks|examples|docs)/[\w/.]+\w)(?=[` ])", prose(page)):
+        assert (ROOT / path).exists(), path
+
+
+def test_a_name_that_has_moved_is_noticed():
+    assert stands_for_something("hyper_parallel.core.redistribute.plan")
+    assert not stands_for_something("hyper_parallel.core.redistribute.schemes")
