@@ -75,10 +75,10 @@ class Tile(NamedTuple):
 
 def tiles(layout: hp.Layout) -> list[Tile]:
     """Return the parts into which a layout cuts the matrix, as `Layout.slices` says."""
-    held: dict[tuple[int, ...], list[int]] = {}
+    held: dict[tuple[int, int, int, int], list[int]] = {}
     for rank, ((top, bottom), (left, right)) in enumerate(layout.slices(SHAPE).tolist()):
         held.setdefault((top, left, bottom - top, right - left), []).append(rank)
-    return [Tile(*place, tuple(ranks)) for place, ranks in held.items()]
+    return [Tile(*place, ranks=tuple(ranks)) for place, ranks in held.items()]
 
 
 def matrix(layout: hp.Layout, x: float, y: float, side: float) -> Iterator[str]:
@@ -223,7 +223,8 @@ def life() -> list[Done]:
         log = world.run(step)[0]
     events = world.trace.of_rank(0)
     begins, *marks = [event.issued for event in events if event.group == (0,)][-1 - 2 * len(log) :]
-    found = [Done(*what, start, end) for what, start, end in zip(log, marks[::2], marks[1::2], strict=True)]
+    times = zip(log, marks[::2], marks[1::2], strict=True)
+    found = [Done(unit, kind, start, end) for (unit, kind), start, end in times]
     received = {unit: 2 * 8 * inner * 4 * 3 / 4 for unit, inner in UNITS.items()}  # bytes: three of the four shards
     for event in events:
         if event.op in ("all_gather", "reduce_scatter") and event.issued >= begins:

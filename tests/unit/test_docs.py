@@ -95,6 +95,10 @@ def test_the_index_links_every_page():
     assert linked == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"index.md"}
 
 
+def split_name(dotted):
+    return dotted.rpartition(".")
+
+
 def listed():
     """Return the names of the reference: those with an entry made from their docstring, and those named in a text."""
     text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
@@ -107,15 +111,16 @@ def listed():
 )
 def test_the_reference_lists_every_public_name(package):
     entries, mentioned = listed()
-    names = set(importlib.import_module(package).__all__)
-    missing = [name for name in names - mentioned if not {f"{package}.{name}", f"hyper_parallel.{name}"} & entries]
+    module = importlib.import_module(package)
+    documented = {id(getattr(importlib.import_module(home), name)) for home, _, name in map(split_name, entries)}
+    missing = [name for name in set(module.__all__) - mentioned if id(getattr(module, name)) not in documented]
     assert sorted(missing) == []
 
 
 def test_the_reference_lists_only_what_exists():
     entries, _ = listed()
     for entry in sorted(entries):
-        module, _, name = entry.rpartition(".")
+        module, _, name = split_name(entry)
         found = importlib.import_module(module)
         assert hasattr(found, name), entry
 
@@ -153,3 +158,37 @@ def test_a_picture_of_another_layout_is_noticed(monkeypatch):
 def test_every_picture_is_shown():
     shown = set(re.findall(r"!\[[^]]+\]\(\.\./pictures/(\w+)\.svg\)", (DOCS / "design" / "pictures.md").read_text()))
     assert shown == set(pictures().PICTURES) == {path.stem for path in (DOCS / "pictures").glob("*.svg")}
+
+
+def prose(page):
+    return _BLOCK.sub("", page.read_text())
+
+
+def stands_for_something(dotted):
+    """Return whether a dotted name can be imported, or is an attribute of what can."""
+    parts = dotted.split(".")
+    for size in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:size]))
+        except ImportError:
+            continue
+        for name in parts[size:]:
+            found = getattr(found, name, None)
+        return found is not None
+    return False
+
+
+WRITTEN = [page for page in [*PAGES, ROOT / "CONTRIBUTING.md"] if page.name != "validation.md"]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_id)
+def test_names_and_files_in_the_prose_exist(page):
+    for dotted in re.findall(r"`((?:hyper_parallel|sim)(?:\.(?!py\b)\w+)+)", prose(page)):
+        assert stands_for_something(dotted), dotted
+    for path in re.findall(r"`((?:hyper_parallel|sim|tests|benchmarks|examples|docs)/[\w/.]+\w)(?=[` ])", prose(page)):
+        assert (ROOT / path).exists(), path
+
+
+def test_a_name_that_has_moved_is_noticed():
+    assert stands_for_something("hyper_parallel.core.redistribute.plan")
+    assert not stands_for_something("hyper_parallel.core.redistribute.schemes")
