@@ -81,8 +81,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # hypothesis and pytest are extras: what needs them is imported when it is used.
-    if name == "strategies":
-        return import_module("sim.strategies")
+    if name in ("strategies", "threads"):
+        return import_module(f"sim.{name}")
     if name in ("RankTest", "ranks"):
         return getattr(import_module("sim.testing.ranks"), name)
     raise AttributeError(f"module 'sim' has no attribute {name!r}")

@@ -61,9 +61,26 @@ class MemoryGone(Exception):
 
 
 class Call:
-    """One rank's call of a collective: the contract it assumes, its tensors, and where it came from."""
+    """One rank's call of a collective: the contract it assumes, its tensors, and where it came from.
 
-    __slots__ = ("contract", "factor", "inputs", "line", "outputs", "recv_bytes", "send_bytes", "splits")
+    Attributes:
+        axis: The name under which the rank knows the group: the axis of a mesh, say.
+        digest: The fingerprint of what it gives, where an observer makes one.
+        line: The user's source line.
+    """
+
+    __slots__ = (
+        "axis",
+        "contract",
+        "digest",
+        "factor",
+        "inputs",
+        "line",
+        "outputs",
+        "recv_bytes",
+        "send_bytes",
+        "splits",
+    )
 
     def __init__(
         self,
@@ -83,7 +100,7 @@ class Call:
         self.splits = splits  # rows sent to and received from each rank (all_to_all)
         self.send_bytes = send_bytes
         self.recv_bytes = recv_bytes
-        self.line = ""
+        self.line = self.axis = self.digest = ""
 
 
 _OP_NAMES = {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sim.explain.errors import SimError
 
-if TYPE_CHECKING:
-    from sim.world import World
-
-__all__ = ["DISPATCHER_SEAMS", "Dispatched", "seen_by_modes"]
+__all__ = ["Dispatched", "replace_kernels", "seen_by_modes"]
 
 
 class _Crossing:
-    """An operation on its way through the dispatcher: what its kernel is told and cannot see, and what it has made."""
+    """An operation on its way through the dispatcher: what its kernel needs and cannot see, and what it has made."""
 
     def __init__(self, reduce_op: Any) -> None:
         self.reduce_op = reduce_op  # the operator's arguments lack the factor of PREMUL_SUM
         self.work: dist.Work | None = None
-        self.held: dist.Work | None = None  # the same, as torch got it
+        self.held: dist.Work | None = None  # the same work, as torch got it
 
 
 class Dispatched(dist.ProcessGroup):
@@ -171,8 +168,8 @@ def _meta_kernel(name: str, schema: Any) -> Callable[..., Any]:
     return lambda *args: kernel(keys, *args)
 
 
-def _operators(world: World) -> Callable[[], None]:
-    """Whatever calls an operator of ``c10d`` on a simulated group reaches the other ranks."""
+def replace_kernels() -> Callable[[], None]:
+    """Let the kernels of ``c10d`` call simulated groups; returns how to undo that."""
     if not _CAN_REPLACE:
         return lambda: None
     kernels = _kernels()
@@ -283,7 +280,3 @@ def _work_of(result: Any, crossing: _Crossing) -> Any:
         return None
     work = dist.Work.unbox(boxed)
     return crossing.work if work is crossing.held else work
-
-
-DISPATCHER_SEAMS: tuple[Callable[[World], Callable[[], None]], ...] = (_operators,)
-"""What is changed of torch's dispatcher; the list of all seams is in ``sim/torch_seams.py``."""

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from sim.explain.errors import CollectiveMismatch, ranks_phrase, short_ranks_phrase, table
-from sim.explain.handling import being_handled
 from sim.explain.lines import user_line
 
-if TYPE_CHECKING:
-    from sim.world import World
-
-__all__ = ["GroupsMade", "group_mismatch"]
+__all__ = ["GroupsMade", "Key"]
 
 # The rank's default group (how often the ranks that were left, and how often it, had made one), and the group's number.
 Key = tuple[int, int, int]
@@ -39,7 +34,7 @@ def _has_several(asked: _Asked) -> bool:
 class GroupsMade:
     """What the ranks of a world have asked for.
 
-    torch numbers the groups that a rank is told of, whether it is in them or not, and makes them when all ranks have
+    torch numbers the groups that a rank learns of, whether it is in them or not, and makes them when all ranks have
     come; simulated ranks do not wait there. Groups made with ``use_local_synchronization`` have no number.
 
     Attributes:
@@ -79,65 +74,3 @@ class GroupsMade:
     def of(self, key: Key, rank: int) -> _Asked:
         """What ``rank`` has asked for, which has made the group; who is not in it has asked for what the first has."""
         return self._members.get((key, rank)) or self._first[key]._replace(line="")
-
-
-def made_by_rank(world: World) -> dict[int, Key]:
-    """The number of the next group, by rank; without ranks that are lost, or have no default group."""
-    return {
-        context.rank: (context.generation, context.inits, context.c10d.group_count)
-        for context in world.contexts
-        if context.rank not in world.faults.losses.by_rank and context.c10d.default_pg is not None
-    }
-
-
-def group_mismatch(world: World, *, at_end: bool = False) -> CollectiveMismatch | None:
-    """The error for a group on whose members the ranks do not agree, if there is one.
-
-    Args:
-        world: The world.
-        at_end: Whether all ranks have come to the end of their function, so that a group may be missing, too.
-    """
-    made = made_by_rank(world)
-    keys = world.groups_made.differing()
-    if at_end and not world.faults.losses.by_rank:
-        keys += [fewest for fewest in made.values() if any(fewest[:2] == m[:2] and fewest < m for m in made.values())]
-    if not keys:
-        return None
-    key = min(keys)
-    by_rank = {rank: key < counted for rank, counted in made.items() if counted[:2] == key[:2]}
-    return _error(world, key, by_rank, at_end)
-
-
-def _error(world: World, key: Key, made: dict[int, bool], at_end: bool) -> CollectiveMismatch:
-    by_members: dict[tuple[int, ...], list[int]] = {}
-    asked = {rank: world.groups_made.of(key, rank) for rank, has in made.items() if has}
-    for rank, found in asked.items():
-        by_members.setdefault(found.members, []).append(rank)
-    missing = [rank for rank, has in made.items() if not has] if at_end else []
-    parts = [*by_members.values(), *([missing] if missing else [])]
-    usual = max(parts, key=len)
-    is_clear = [len(ranks) for ranks in parts].count(len(usual)) == 1
-    rows: list[tuple[str, ...]] = []
-    marked: list[int] = []
-    for rank in sorted((*asked, *missing)):
-        if is_clear and rank not in usual:
-            marked.append(len(rows))
-        if rank in missing:
-            rows.append((f"rank {rank}", "has not made it", "", ""))
-            continue
-        found = asked[rank]
-        axis = f"axis {found.axis!r}" if found.axis else ""
-        rows.append((f"rank {rank}", f"of {short_ranks_phrase(found.members)}", axis, found.line))
-    differs = [f"{short_ranks_phrase(m)} on {ranks_phrase(who)}" for m, who in by_members.items()]
-    differs += [f"none on {ranks_phrase(missing)}"] if missing else []
-    handled = being_handled(world)
-    return handled.chained(
-        CollectiveMismatch(
-            f"the ranks do not agree on the members of the group that they made as number {key[2]}\n"
-            f"{table(rows, marked=marked)}\n"
-            f"{handled.lines}"
-            f"  differs: group ({', '.join(differs)})\n"
-            "  try: let every rank make the same groups and meshes, of the same ranks, in the same order\n"
-            f"  replay: {world.replay}"
-        )
-    )

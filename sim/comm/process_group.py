@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,11 @@ from torch.futures import Future
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, reduce_op_name
 from sim.comm.dispatcher import Dispatched, seen_by_modes
+from sim.comm.endpoint import Endpoint
 from sim.comm.group import Group, Message, deliver, without_modes
 from sim.explain.errors import SimError
 from sim.explain.lines import user_line
-from sim.explain.mismatch import not_reduced
-from sim.kernel.scheduler import Waitable
-
-if TYPE_CHECKING:
-    from sim.world import RankContext
+from sim.kernel.waiting import Waitable
 
 __all__ = ["SimProcessGroup", "SimWork"]
 
@@ -36,29 +33,28 @@ Tensors = Sequence[torch.Tensor]
 class SimWork(dist.Work):
     """The handle of a call: ``wait`` lets other ranks run until all of them have arrived."""
 
-    def __init__(self, context: RankContext, waitables: Sequence[Waitable], outputs: Tensors) -> None:
+    def __init__(self, endpoint: Endpoint, waitables: Sequence[Waitable], outputs: Tensors) -> None:
         super().__init__()
-        self._world = context.world
-        self._rank = context.rank
-        self._flights = context.flights
+        self._endpoint = endpoint
+        self._scheduler = endpoint.scheduler
         self._waitables = waitables
         self._outputs = outputs
         self._asked_at = -1.0
 
     def wait(self, timeout: Any = None) -> bool:
         del timeout  # time is virtual: a wait that cannot end is a Deadlock at once
-        block = self._world.scheduler.block
+        block = self._scheduler.block
         try:
             for waitable in self._waitables:
                 block(waitable)
         finally:
-            self._land()
+            self._note_waited()
         return True
 
-    def _land(self) -> None:
-        if self._flights is not None:
+    def _note_waited(self) -> None:
+        for waited in self._endpoint.network.waited:
             for waitable in self._waitables:
-                self._flights.land(waitable)
+                waited(self._endpoint, waitable)
 
     def describe(self) -> str:
         """Name the operations whose end it tells."""
@@ -68,15 +64,15 @@ class SimWork(dist.Work):
         if self._is_lost():
             return True  # as a real one is that has failed; ``wait`` raises
         if not self._is_ready():
-            self._world.scheduler.poll()  # a loop that asks until it is done lets the others do their part
+            self._scheduler.poll()  # a loop that asks until it is done lets the others do their part
         if not (self._is_ready() and self._is_over()):
             return False
-        self._land()
+        self._note_waited()
         return True
 
     def _is_over(self) -> bool:
         """Whether it ends before the rank's virtual now; a rank that only asks and asks waits for it that way."""
-        scheduler, ends = self._world.scheduler, max((waitable.at for waitable in self._waitables), default=0.0)
+        scheduler, ends = self._scheduler, max((waitable.at for waitable in self._waitables), default=0.0)
         now = scheduler.now
         if ends > now and self._asked_at != now:
             self._asked_at = now
@@ -102,7 +98,7 @@ class SimWork(dist.Work):
 
     def exception(self) -> BaseException | None:
         lost = [waitable for waitable in self._waitables if waitable.lost is not None and not waitable.ready]
-        return lost[0].lost(lost[0], self._rank) if lost and lost[0].lost is not None else None
+        return lost[0].lost(lost[0], self._endpoint.rank) if lost and lost[0].lost is not None else None
 
     def synchronize(self) -> None:
         self.wait()
@@ -122,14 +118,6 @@ class SimWork(dist.Work):
         return future
 
     getFuture = get_future  # noqa: N815 - torch's spelling
-
-
-def _memory(call: Call, member: int) -> tuple[Tensors, Tensors]:
-    """What a call only reads, and what it writes: a root's own data and what is reduced elsewhere stay as they are."""
-    op, root = call.contract.op, call.contract.root
-    if (op == "broadcast" and root == member) or (op == "reduce" and root != member):
-        return (*call.inputs, *call.outputs), ()
-    return call.inputs, call.outputs
 
 
 def _numels(tensors: Tensors) -> str:
@@ -187,27 +175,27 @@ def _unsupported(name: str) -> Callable[..., Any]:
 class SimProcessGroup(Dispatched):
     """One rank's end of a group. torch calls its methods, by old and new names alike."""
 
-    def __init__(self, context: RankContext, group: Group, member: int) -> None:
+    def __init__(self, endpoint: Endpoint, group: Group, member: int) -> None:
         super().__init__(member, len(group.ranks))
-        self._alive: RankContext | None = context
+        self._alive: Endpoint | None = endpoint
         self._group = group
         self._member = member
         self._size = len(group.ranks)
         self._coalescing: list[Waitable] | None = None
         self._label: str | None = None
-        self._backend = context.world.backend
+        self._backend = endpoint.network.backend
         self.line = ""  # the user's line that has made it
 
     # -- plumbing ----------------------------------------------------------------------------------------------
 
     @property
-    def _context(self) -> RankContext:
+    def _endpoint(self) -> Endpoint:
         if self._alive is None:
             raise SimError(f"the world of {self!r} has ended\n  try: use the group inside of the rank's function")
         return self._alive
 
     def end(self) -> None:
-        """Let go of the world: torch's caches may hold this group longer than the world lives."""
+        """Release the world: torch's caches may hold this group longer than the world lives."""
         self._alive = None
         self._group = Group(None, self._group.name, self._group.ranks)
 
@@ -244,7 +232,7 @@ class SimProcessGroup(Dispatched):
     def _axis(self) -> str:
         """The mesh axis (or other name) under which this group is reported; known once torch has named it."""
         if self._label is None:
-            self._label = self._context.axis_of(self._group.name, self.group_desc, self._group.ranks)
+            self._label = self._endpoint.axis_of(self._group.name, self.group_desc, self._group.ranks)
             self._group.label = self._label
         return self._label
 
@@ -294,15 +282,15 @@ class SimProcessGroup(Dispatched):
 
     def _check_reduces(self, op: str, reduce_op: str, tensors: Tensors) -> None:
         """Refuse what the backend that the world stands for does not reduce; groups under another name take all."""
-        context = self._context
-        backend = context.world.backend
-        if backend == "sim" or backend not in str(context.c10d.pg_map[self][0]):
+        endpoint = self._endpoint
+        network, backend = endpoint.network, endpoint.network.backend
+        if backend == "sim" or backend not in str(endpoint.c10d.pg_map[self][0]):
             return
         reductions = reductions_of(backend)
         # Where a backend reduces complex numbers, torch has made pairs of real ones of them.
         refused = next((t for t in tensors if t.is_complex() or not reductions.takes(t.dtype, reduce_op, op)), None)
         if refused is not None:
-            raise not_reduced(backend, op, reduce_op, refused, self._title())
+            raise network.explain.not_reduced(backend, op, reduce_op, refused, self._title())
 
     def _check_no_gaps(self, op: str, tensors: Tensors) -> None:
         """Refuse what nccl refuses, and where gloo writes into the elements between: it moves plain memory."""
@@ -342,27 +330,23 @@ class SimProcessGroup(Dispatched):
                 )
 
     def _issue(self, call: Call, outputs: Tensors = ()) -> SimWork:
-        context = self._context
-        world = context.world
-        context.check_caller()
-        if world.scheduler.fatal is not None:
-            raise world.scheduler.end_of_rank()
+        endpoint = self._endpoint
+        network = endpoint.network
+        endpoint.check_caller()
+        if network.scheduler.fatal is not None:
+            raise network.scheduler.end_of_rank()
         call.line = user_line()
-        axis = self._axis()
-        if context.faults is not None:
-            context.faults.on_collective(context, self._group, call)
+        call.axis = self._axis()
+        for issuing in network.issuing:
+            issuing(endpoint, self._group, call)
         slot = self._group.enter(self._member, call)
-        context.record(call, axis, slot)
-        if context.flights is not None:
-            reads, writes = _memory(call, self._member)
-            context.flights.take_off(slot, slot.describe(), call.line, reads, writes)
-        if context.partials is not None:
-            context.partials.forget(call.outputs)
+        for issued in network.issued:
+            issued(endpoint, slot, call)
         if slot.arrived == self._size and slot.lost is None:
             self._group.carry_out(slot)
         if self._coalescing is not None:
             self._coalescing.append(slot)
-        return SimWork(context, (slot,), outputs)
+        return SimWork(endpoint, (slot,), outputs)
 
     def _start_coalescing(self, device: Any = None) -> None:
         del device
@@ -371,15 +355,15 @@ class SimProcessGroup(Dispatched):
     def _end_coalescing(self, device: Any = None) -> SimWork:
         del device
         waitables, self._coalescing = self._coalescing or [], None
-        return SimWork(self._context, waitables, ())
+        return SimWork(self._endpoint, waitables, ())
 
     def _together(self, works: list[SimWork], outputs: Tensors) -> SimWork:
-        return SimWork(self._context, [w for work in works for w in work._waitables], outputs)
+        return SimWork(self._endpoint, [w for work in works for w in work._waitables], outputs)
 
     def shutdown(self) -> None:
-        """Leave the group, as `destroy_process_group` does; the world lets go of it when all members have."""
+        """Leave the group, as `destroy_process_group` does; the network forgets it when all members have."""
         if self._alive is not None:
-            self._alive.world.leave(self._group, self._member)
+            self._alive.network.leave(self._group, self._member)
 
     def abort(self) -> None:
         """Nothing is in flight when a rank runs."""
@@ -394,8 +378,8 @@ class SimProcessGroup(Dispatched):
         """Accepted and without effect: the trace has the times of all operations."""
 
     def get_group_store(self) -> dist.Store:
-        context = self._context
-        return context.c10d.pg_map[self][1] if self in context.c10d.pg_map else context.store
+        endpoint = self._endpoint
+        return endpoint.c10d.pg_map[self][1] if self in endpoint.c10d.pg_map else endpoint.store
 
     # -- reductions --------------------------------------------------------------------------------------------
 
@@ -730,32 +714,28 @@ class SimProcessGroup(Dispatched):
 
     def _meet(self, tensor: torch.Tensor, sender: int | None, receiver: int, tag: int, *, sending: bool) -> SimWork:
         """Pair a send with its receive, first come first served; the data moves when both are there."""
-        context, group = self._context, self._group
-        context.check_caller()
-        scheduler = context.world.scheduler
+        endpoint, group = self._endpoint, self._group
+        endpoint.check_caller()
+        network, scheduler = endpoint.network, endpoint.scheduler
         if scheduler.fatal is not None:
             raise scheduler.end_of_rank()
         message = Message(group, sender, receiver, tag, tensor, sending)
         message.line = user_line()
-        axis = self._axis()
-        if context.faults is not None:
-            context.faults.on_message(context, message)
+        message.axis = self._axis()
+        for issuing in network.issuing:
+            issuing(endpoint, group, message)
         other = group.meet(message)
-        if other is not None:
-            message.span = other.span
-        context.record_message(message, axis)
-        if context.flights is not None:
-            reads, writes = ((tensor,), ()) if sending else ((), (tensor,))
-            context.flights.take_off(message, message.describe(), message.line, reads, writes)
-        if context.partials is not None and not sending:
-            context.partials.forget([tensor])
-        if context.faults is not None and context.faults.keep_apart(message, other):
-            pass
+        for issued in network.issued:
+            issued(endpoint, message, None)
+        if message.dropped:
+            scheduler.complete(message)
+        if other is not None and (message.dropped or other.dropped):
+            message.dropped = other.dropped = True
         elif other is not None:
             source, target = (message, other) if sending else (other, message)
-            ends = without_modes(partial(deliver, context.world, source, target))
+            ends = without_modes(partial(deliver, network, source, target))
             scheduler.complete(other, ends)
             scheduler.complete(message, ends)
         if self._coalescing is not None:
             self._coalescing.append(message)
-        return SimWork(context, (message,), [tensor])
+        return SimWork(endpoint, (message,), [tensor])

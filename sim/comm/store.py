@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from sim.kernel.scheduler import Waitable
+from sim.kernel.scheduler import Scheduler
+from sim.kernel.waiting import Waitable
 
-if TYPE_CHECKING:
-    from sim.world import World
-
-__all__ = ["RankStore", "SharedStore"]
+__all__ = ["RankStore", "SharedStore", "WaitedKey"]
 
 
 class WaitedKey(Waitable):
@@ -30,18 +28,18 @@ class WaitedKey(Waitable):
 class SharedStore:
     """The data of the store, one for all ranks of a world."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
         self.data: dict[str, bytes] = {}
         self.awaited: dict[str, WaitedKey] = {}
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key and let those that wait for it run on."""
-        self.world.scheduler.check_alive()
+        self.scheduler.check_alive()
         self.data[key] = value
         waitable = self.awaited.pop(key, None)
         if waitable is not None:
-            self.world.scheduler.complete(waitable)
+            self.scheduler.complete(waitable)
 
     def until_set(self, key: str) -> None:
         """Let other ranks run until the key exists."""
@@ -49,7 +47,7 @@ class SharedStore:
             waitable = self.awaited.get(key)
             if waitable is None:
                 waitable = self.awaited[key] = WaitedKey(key)
-            self.world.scheduler.block(waitable)
+            self.scheduler.block(waitable)
 
 
 class RankStore(dist.Store):
@@ -70,7 +68,7 @@ class RankStore(dist.Store):
     def add(self, key: str, amount: int) -> int:
         value = int(self._shared.data.get(key, b"0")) + amount
         if amount == 0 and self._last_seen == (key, value):  # looks at a counter again and again: let others count
-            self._shared.world.scheduler.poll()
+            self._shared.scheduler.poll()
             value = int(self._shared.data.get(key, b"0"))
         self._last_seen = (key, value) if amount == 0 else None
         self._shared.put(key, str(value).encode())
@@ -97,7 +95,7 @@ class RankStore(dist.Store):
 
     def check(self, keys: list[str]) -> bool:
         if not all(key in self._shared.data for key in keys):
-            self._shared.world.scheduler.poll()  # a loop that asks until a key is there lets others set it
+            self._shared.scheduler.poll()  # a loop that asks until a key is there lets others set it
         return all(key in self._shared.data for key in keys)
 
     def delete_key(self, key: str) -> bool:

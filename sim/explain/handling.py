@@ -7,13 +7,11 @@ its own exception is the likely cause.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from sim.explain.errors import RankStopped, SimError, ranks_phrase, said
 from sim.explain.lines import raised_at
-
-if TYPE_CHECKING:
-    from sim.world import World
+from sim.kernel.scheduler import Scheduler
 
 __all__ = ["Handled", "being_handled"]
 
@@ -53,14 +51,14 @@ class Handled:
         return error
 
 
-def being_handled(world: World) -> Handled:
+def being_handled(scheduler: Scheduler, world_size: int) -> Handled:
     """Ask every thread of every rank for the exception in whose ``except`` or ``finally`` it is.
 
     Those that never left a library, such as torch's or the simulator's own, are nobody's concern.
     """
     found: dict[str, tuple[list[int], BaseException]] = {}
     current: dict[int, Any] = sys._current_exceptions()
-    for thread in sorted((*world.scheduler.ranks, *world.scheduler.helpers), key=lambda thread: thread.rank):
+    for thread in sorted((*scheduler.ranks, *scheduler.helpers), key=lambda thread: thread.rank):
         error = current.get(thread.ident) if not thread.finished else None
         if isinstance(error, tuple):  # Python 3.10 and 3.11: as sys.exc_info() has it
             error = error[1]
@@ -69,4 +67,4 @@ def being_handled(world: World) -> Handled:
         line = raised_at(error)
         if line:
             found.setdefault(f"{said(error)}  {line}", ([], error))[0].append(thread.rank)
-    return Handled(found, world.world_size)
+    return Handled(found, world_size)

@@ -1,26 +1,24 @@
-"""The texts of what the simulator finds: one line per rank, sorted by rank, the minority marked."""
+"""The texts of calls that do not fit together: one line per rank, sorted by rank, the minority marked."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import torch
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, MemoryGone, Problem, sizes_of
-from sim.explain.errors import CollectiveMismatch, SimError, short_ranks_phrase, table
+from sim.comm.group import Message, Network, Slot
+from sim.comm.membership import Key
+from sim.explain.errors import CollectiveMismatch, SimError, ranks_phrase, short_ranks_phrase, table
 from sim.explain.handling import being_handled
-
-if TYPE_CHECKING:
-    from sim.comm.group import Message, Slot
-    from sim.world import World
 
 __all__ = [
     "call_row",
     "cannot_carry_out",
     "collective_mismatch",
+    "group_mismatch",
     "message_mismatch",
     "message_without_memory",
     "not_reduced",
@@ -28,8 +26,12 @@ __all__ = [
 ]
 
 
-def collective_mismatch(world: World, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
-    """Describe a collective on which the ranks of a group do not agree."""
+def collective_mismatch(network: Network, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
+    """Describe a collective on which the ranks of a group do not agree, or why they met in it at all."""
+    return group_mismatch(network) or _collective_mismatch(network, slot, problem)
+
+
+def _collective_mismatch(network: Network, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
     ranks = slot.group.ranks
     present = [(rank, call) for rank, call in zip(ranks, slot.calls, strict=True) if call is not None]
     hint = "let every rank of the group call the same operation, with the same arguments, in the same order"
@@ -47,7 +49,7 @@ def collective_mismatch(world: World, slot: Slot, problem: Problem | None) -> Co
             marked.append(index)
     if problem is not None:
         marked += problem.blamed
-    handled = being_handled(world)
+    handled = being_handled(network.scheduler, network.world_size)
     return handled.chained(
         CollectiveMismatch(
             f"the ranks of group {slot.group.title!r} do not agree on its operation #{slot.seq}\n"
@@ -55,41 +57,41 @@ def collective_mismatch(world: World, slot: Slot, problem: Problem | None) -> Co
             f"{handled.lines}"
             f"  differs: {'; '.join(differs)}\n"
             f"  try: {handled.advice or hint}\n"
-            f"  replay: {world.replay}"
+            f"  replay: {network.replay}"
         )
     )
 
 
-def cannot_carry_out(world: World, slot: Slot, cause: Exception) -> SimError:
+def cannot_carry_out(network: Network, slot: Slot, cause: Exception) -> SimError:
     """Describe a collective on which all ranks agree, but which torch cannot compute."""
     rows = [call_row(rank, call, slot) for rank, call in zip(slot.group.ranks, slot.calls, strict=True)]
     if isinstance(cause, MemoryGone):
-        return _memory_gone(world, slot.describe(), rows, slot.group.ranks[cause.member], cause)
+        return _memory_gone(network, slot.describe(), rows, slot.group.ranks[cause.member], cause)
     return SimError(
         f"{slot.describe()} cannot be computed\n"
         f"{table(rows)}\n"
         f"  because: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}\n"
         "  try: a dtype and a reduce op that torch can compute on the CPU\n"
-        f"  replay: {world.replay}"
+        f"  replay: {network.replay}"
     )
 
 
-def _memory_gone(world: World, what: str, rows: list[tuple[str, ...]], rank: int, cause: MemoryGone) -> SimError:
-    """Describe an operation on a tensor whose storage has been given back."""
+def _memory_gone(network: Network, what: str, rows: list[tuple[str, ...]], rank: int, cause: MemoryGone) -> SimError:
+    """Describe an operation on a tensor whose storage has been released."""
     return SimError(
         f"{what} cannot be carried out: a tensor of rank {rank} has lost its memory\n"
         f"{table(rows, marked=[index for index, row in enumerate(rows) if row[0] == f'rank {rank}'])}\n"
         f"  because: {cause.what}\n"
         "  try: to wait for the work that the operation returned before its storage is resized, and to resize it back "
         "before the next one\n"
-        f"  replay: {world.replay}"
+        f"  replay: {network.replay}"
     )
 
 
-def message_without_memory(world: World, source: Message, target: Message, cause: MemoryGone) -> SimError:
-    """Describe a send or a receive of a tensor whose storage has been given back."""
+def message_without_memory(network: Network, source: Message, target: Message, cause: MemoryGone) -> SimError:
+    """Describe a send or a receive of a tensor whose storage has been released."""
     own = source if cause.member == source.sender else target
-    return _memory_gone(world, own.describe(), _message_rows(source, target), own.group.ranks[own.member], cause)
+    return _memory_gone(network, own.describe(), _message_rows(source, target), own.group.ranks[own.member], cause)
 
 
 def not_reduced(backend: str, op: str, reduce_op: str, tensor: torch.Tensor, group: str) -> Exception:
@@ -161,14 +163,14 @@ def _differences(present: list[tuple[int, Call]]) -> list[str]:
     return found
 
 
-def message_mismatch(world: World, source: Message, target: Message) -> CollectiveMismatch:
+def message_mismatch(network: Network, source: Message, target: Message) -> CollectiveMismatch:
     """Describe a send and a receive of different dtype or size."""
     ranks = source.group.ranks
     assert source.sender is not None
     sender, receiver = ranks[source.sender], ranks[target.receiver]
     what = "device" if source.tensor.is_meta != target.tensor.is_meta else "dtype and size"
     rows = _message_rows(source, target)
-    handled = being_handled(world)
+    handled = being_handled(network.scheduler, network.world_size)
     return handled.chained(
         CollectiveMismatch(
             f"a send from rank {sender} does not fit the recv on rank {receiver} "
@@ -176,7 +178,7 @@ def message_mismatch(world: World, source: Message, target: Message) -> Collecti
             f"{table(rows)}\n"
             f"{handled.lines}"
             f"  try: receive into a tensor of the {what} that is sent\n"
-            f"  replay: {world.replay}"
+            f"  replay: {network.replay}"
         )
     )
 
@@ -193,3 +195,59 @@ def tensor_text(message: Message) -> str:
     """Dtype and shape of what a message carries."""
     device = " on meta" if message.tensor.is_meta else ""
     return f"{str(message.tensor.dtype).removeprefix('torch.')} {list(message.tensor.shape)}{device}"
+
+
+# -- groups of one number that are not of the same ranks everywhere ------------------------------------------------
+
+
+def group_mismatch(network: Network, *, at_end: bool = False) -> CollectiveMismatch | None:
+    """The error for a group on whose members the ranks do not agree, if there is one.
+
+    Args:
+        network: Of the ranks.
+        at_end: Whether all ranks have come to the end of their function, so that a group may be missing, too.
+    """
+    made = network.groups_by_rank()
+    keys = network.groups_made.differing()
+    if at_end and not network.lost:
+        keys += [fewest for fewest in made.values() if any(fewest[:2] == m[:2] and fewest < m for m in made.values())]
+    if not keys:
+        return None
+    key = min(keys)
+    by_rank = {rank: key < counted for rank, counted in made.items() if counted[:2] == key[:2]}
+    return _group_error(network, key, by_rank, at_end)
+
+
+def _group_error(network: Network, key: Key, made: dict[int, bool], at_end: bool) -> CollectiveMismatch:
+    by_members: dict[tuple[int, ...], list[int]] = {}
+    asked = {rank: network.groups_made.of(key, rank) for rank, has in made.items() if has}
+    for rank, found in asked.items():
+        by_members.setdefault(found.members, []).append(rank)
+    missing = [rank for rank, has in made.items() if not has] if at_end else []
+    parts = [*by_members.values(), *([missing] if missing else [])]
+    usual = max(parts, key=len)
+    is_clear = [len(ranks) for ranks in parts].count(len(usual)) == 1
+    rows: list[tuple[str, ...]] = []
+    marked: list[int] = []
+    for rank in sorted((*asked, *missing)):
+        if is_clear and rank not in usual:
+            marked.append(len(rows))
+        if rank in missing:
+            rows.append((f"rank {rank}", "has not made it", "", ""))
+            continue
+        found = asked[rank]
+        axis = f"axis {found.axis!r}" if found.axis else ""
+        rows.append((f"rank {rank}", f"of {short_ranks_phrase(found.members)}", axis, found.line))
+    differs = [f"{short_ranks_phrase(m)} on {ranks_phrase(who)}" for m, who in by_members.items()]
+    differs += [f"none on {ranks_phrase(missing)}"] if missing else []
+    handled = being_handled(network.scheduler, network.world_size)
+    return handled.chained(
+        CollectiveMismatch(
+            f"the ranks do not agree on the members of the group that they made as number {key[2]}\n"
+            f"{table(rows, marked=marked)}\n"
+            f"{handled.lines}"
+            f"  differs: group ({', '.join(differs)})\n"
+            "  try: let every rank make the same groups and meshes, of the same ranks, in the same order\n"
+            f"  replay: {network.replay}"
+        )
+    )

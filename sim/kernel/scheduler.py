@@ -1,4 +1,4 @@
-"""One rank runs at a time; where it would block, the seed says who runs next.
+"""The scheduler: one rank runs at a time, and where it would block, the seed says who runs next.
 
 The scheduler knows nothing of torch. A rank is a thread that holds the *baton* while it runs. It hands it on
 when it waits for something (:class:`Waitable`) or ends. Since exactly one thread ever runs, the seed fixes the
@@ -8,111 +8,30 @@ known at once and not after a timeout.
 
 from __future__ import annotations
 
-import _thread
 import heapq
 import math
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from sim.explain.errors import RankLost, RankStopped, SimError, ranks_phrase, said
 from sim.explain.lines import raised_at
 from sim.kernel import watchdog
 from sim.kernel.threads import Worker
-from sim.kernel.unscheduled import Outsiders
+from sim.kernel.unscheduled import UnscheduledThreads
+from sim.kernel.waiting import Lost, RankThread, Waitable
 
-__all__ = ["Lost", "RankThread", "Scheduler", "Waitable"]
+__all__ = ["Scheduler"]
 
 # So many times in a row may ranks ask whether something has happened while nothing does, before they count as stuck;
 # a sleep counts for less, since it makes time pass.
 _MAX_IDLE_POLLS = 10_000
 _IDLE_SLEEP = 0.01
 _IDLE_TIMEOUT = 0.1
-
-
-Lost: TypeAlias = "Callable[[Waitable, int], BaseException]"
-
-
-class Waitable:
-    """Something a rank can wait for: it becomes ready once and stays so.
-
-    Attributes:
-        ready: Whether it has happened.
-        at: The virtual time at which it did.
-        lost: It never will be: makes the error for each rank that waits for it. None: it may be.
-    """
-
-    __slots__ = ("at", "lost", "ready", "waiters")
-    is_global = True  # other ranks have a part in it
-
-    def __init__(self) -> None:
-        self.ready = False
-        self.at = 0.0
-        self.lost: Lost | None = None
-        self.waiters: list[RankThread] = []
-
-    def describe(self) -> str:
-        """Say what is being waited for, as in "waits in all_reduce ..."."""
-        return "something"
-
-    def missing(self) -> list[int]:
-        """Name the ranks that have to act before this can become ready."""
-        return []
-
-
-class RankThread:
-    """One thread of a rank, its own or a helper: its baton, what it waits for, how it ended.
-
-    Attributes:
-        name: Of a helper thread; "" for the rank's own.
-        resumed: Called on the thread when it runs on, if there is something to catch up with.
-        by_itself: While set, waiting is not the scheduler's affair.
-    """
-
-    __slots__ = (
-        "alarm",
-        "asked_at",
-        "baton",
-        "by_itself",
-        "context",
-        "daemon",
-        "ended",
-        "finished",
-        "ident",
-        "name",
-        "polls",
-        "rank",
-        "refusals",
-        "result",
-        "resumed",
-        "since",
-        "told",
-        "waiting",
-    )
-
-    def __init__(self, rank: int, context: Any) -> None:
-        self.rank = rank
-        self.context = context  # whatever the world keeps for the rank; switched in and out with it
-        self.baton = _thread.allocate_lock()  # a real one, also when a rank makes it
-        self.baton.acquire()
-        self.ident = 0  # of its thread
-        self.asked_at = -1.0
-        self.finished = False
-        self.polls = False  # it gave up its turn without waiting for anything
-        self.told = False  # it has got the error that ended the world
-        self.refusals = 0  # how often it has got what ends it, and gone on
-        self.waiting: Waitable | None = None
-        self.since = 0  # the number of the turn in which it began to wait
-        self.alarm: tuple[float, int, RankThread] | None = None  # when it stops waiting
-        self.result: Any = None
-        self.name = ""
-        self.daemon = False
-        self.ended: Waitable | None = None  # of a helper thread, for who joins it
-        self.by_itself = False
-        self.resumed: Callable[[], None] | None = None
 
 
 class Scheduler:
@@ -138,11 +57,18 @@ class Scheduler:
         clocks: list[float] | None = None,
         schedule: Iterator[int] | None = None,
     ) -> None:
-        self._draw = random.Random(seed).random
         self._schedule = schedule
         self._leave = leave
         self._enter = enter
         self._stuck = stuck
+        self.pid = os.getpid()  # in a process that a rank has forked off, nobody takes turns
+        self.clocks = clocks if clocks is not None else []
+        self.rescue: Callable[[float | None, bool], bool] | None = None  # lets time pass where faults hold ranks up
+        self.restart(seed)
+
+    def restart(self, seed: int) -> None:
+        """Forget the last run: the next one begins with an interleaving of its own; clocks and rescue stay."""
+        self._draw = random.Random(seed).random
         self._ready: list[RankThread] = []
         self._asleep: list[tuple[float, int, RankThread]] = []  # a heap: until when, who went to sleep first, who
         self._sleeps = 0
@@ -151,13 +77,11 @@ class Scheduler:
         self._turns = 0
         self._all_done = threading.Lock()
         self.helpers: list[RankThread] = []  # the threads that ranks have started and that have not ended
-        self.outsiders = Outsiders(self)
-        self.clocks = clocks if clocks is not None else []
+        self.unscheduled = UnscheduledThreads(self)
         self.ranks: list[RankThread] = []
         self.running: RankThread | None = None
         self.fatal: BaseException | None = None  # set once; ends every rank at its next step
         self.failed_rank: int | None = None  # whose function raised it
-        self.rescue: Callable[[float | None, bool], bool] | None = None  # lets time pass where faults hold ranks up
         self.gone: set[int] = set()  # the ranks that count as dead, and only unwind
 
     # -- called from outside -------------------------------------------------------------------------------
@@ -263,14 +187,14 @@ class Scheduler:
         """Complete what threads of this process wait for; any thread may do so, at any time."""
         me = self.running
         if me is None or me.ident != threading.get_ident():
-            self.outsiders.arrived.append(waitable)
+            self.unscheduled.arrived.append(waitable)
             return
         self._turn_off_alarms(waitable)
         own = all(waiter.rank == me.rank for waiter in waitable.waiters)  # not so when garbage of another rank goes
         self.complete(waitable, None if own else 0.0)
 
-    def tell(self, waitable: Waitable) -> None:
-        """Complete what a thread outside of the world has done; that takes no virtual time."""
+    def complete_unscheduled(self, waitable: Waitable) -> None:
+        """Complete what an unscheduled thread has done; that takes no virtual time."""
         self._turn_off_alarms(waitable)
         self.complete(waitable, 0.0)
 
@@ -296,7 +220,7 @@ class Scheduler:
             me is not None
             and me.ident == threading.get_ident()
             and not me.by_itself
-            and not self.outsiders.are_waited_for_by(me)
+            and not self.unscheduled.are_waited_for_by(me)
         )
 
     def adopt(self, helper: RankThread) -> None:
@@ -423,7 +347,7 @@ class Scheduler:
         if self.fatal is None:
             self.fatal = error
         if self.running is not None:
-            self.running.told = True
+            self.running.notified = True
 
     def end_of_rank(self) -> BaseException:
         """The exception that ends the calling rank now that the world has failed.
@@ -435,8 +359,8 @@ class Scheduler:
         if me is not None:
             me.refusals += 1
         of_the_world = not isinstance(fatal, RankLost)  # which is a rank's own affair
-        if isinstance(fatal, SimError) and of_the_world and me is not None and not me.told:
-            me.told = True
+        if isinstance(fatal, SimError) and of_the_world and me is not None and not me.notified:
+            me.notified = True
             return type(fatal)(*fatal.args)  # a copy: each rank has a traceback of its own
         return RankStopped("the world has ended")
 
@@ -494,8 +418,8 @@ class Scheduler:
         ready = self._ready
         if self.helpers and self._unfinished == 0:
             self._stop_idle_helpers()
-        if not ready and self.outsiders:
-            self.outsiders.listen()
+        if not ready and self.unscheduled:
+            self.unscheduled.listen()
         if not ready and self._asleep and not self._is_rescued(polling=False):
             self._wake_one()
         if not ready and self.fatal is None:

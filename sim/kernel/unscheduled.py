@@ -1,4 +1,4 @@
-"""Threads of ranks that run by themselves: those with which ``multiprocessing`` talks to other processes.
+"""Unscheduled threads of ranks: those with which ``multiprocessing`` talks to other processes.
 
 What another process answers comes when it comes. A rank that waits for that keeps its turn, so that the seed goes on
 fixing the interleaving. Only a rank that also has helper threads gives its turn up, and is woken when nobody else can
@@ -11,28 +11,43 @@ import math
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from sim.kernel.scheduler import RankThread, Scheduler, Waitable
+from sim.kernel.waiting import RankThread, Waitable
 
-__all__ = ["Outsiders"]
+__all__ = ["UnscheduledThreads"]
 
 _sleep_for_real = time.sleep
 _is_alive = threading.Thread.is_alive
 _IDLE_S = 5.0
 
 
-class Outsiders:
+class _Turns(Protocol):
+    """The scheduler, as far as these threads need it."""
+
+    ranks: list[RankThread]
+    helpers: list[RankThread]
+
+    def complete_unscheduled(self, waitable: Waitable) -> None:
+        """Complete what an unscheduled thread has done."""
+
+    def may_go_on(self) -> bool:
+        """Whether some thread can run."""
+
+    def somebody_sleeps(self) -> bool:
+        """Whether some thread goes on by itself as time passes."""
+
+
+class UnscheduledThreads:
     """The threads of a world's ranks that do not take turns.
 
     Attributes:
-        arrived: What they have completed and nobody has been told of, in the order in which it came.
+        arrived: What they have completed and the scheduler has not passed on, in the order in which it came.
     """
 
     __slots__ = ("_scheduler", "_threads", "arrived")
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: _Turns) -> None:
         self._scheduler = scheduler
         self._threads: list[tuple[int, threading.Thread]] = []
         self.arrived: deque[Waitable] = deque()
@@ -54,18 +69,18 @@ class Outsiders:
         )
 
     def listen(self) -> None:
-        """When nobody can run: let those run whom an outsider has woken, if need be after a wait for real."""
+        """When nobody can run: let those run whom an unscheduled thread has woken, if need be after a wait for real."""
         scheduler, since = self._scheduler, time.monotonic()
         while True:
             while self.arrived:
-                scheduler.tell(self.arrived.popleft())
+                scheduler.complete_unscheduled(self.arrived.popleft())
             patience = 0.0 if scheduler.may_go_on() else self._patience()
             if time.monotonic() - since >= patience:
                 return
             _sleep_for_real(0.002)
 
     def _patience(self) -> float:
-        """For so many seconds an outsider may take to wake somebody."""
+        """For so many seconds an unscheduled thread may take to wake somebody."""
         alive = {rank for rank, thread in self._threads if _is_alive(thread)}
         waiting = [
             thread

@@ -11,10 +11,8 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sim.kernel.scheduler import RankThread
+from sim.kernel.waiting import RankThread
 
 __all__ = ["COMPUTES_S", "INTERRUPT_S", "LIMIT_S", "REFUSALS", "Watchdog"]
 
@@ -34,7 +32,7 @@ class Watchdog:
         self._began = 0.0  # that turn
         self._since = 0.0  # it has not computed
         self._computed = 0.0
-        self._told = False
+        self._reported = False
         self._named: set[tuple[str, _Thread]] = set()  # who has been reported once, and for what
 
     def look(self, thread: RankThread, turn: int, failure: str, *, alone: bool = False) -> None:
@@ -47,16 +45,16 @@ class Watchdog:
         who: _Thread = (thread.rank, thread.name)
         if self._turn != (who, turn):
             self._turn, self._began, self._since = (who, turn), now, now
-            self._computed, self._told = -1.0, False
+            self._computed, self._reported = -1.0, False
         if thread.refusals >= REFUSALS:
             if self._is_first("refuses", who):
                 report_refusal(_words(who), thread.refusals, failure, stack_of(thread.ident))
         elif now - self._began > COMPUTES_S and not alone and self._is_first("computes", who):
             report_long_turn(_words(who), now - self._began, failure, stack_of(thread.ident))
         if self._has_computed(thread.ident):
-            self._since, self._told = now, False
-        elif now - self._since > LIMIT_S and not self._told:
-            self._told = True
+            self._since, self._reported = now, False
+        elif now - self._since > LIMIT_S and not self._reported:
+            self._reported = True
             self._named.add(("computes", who))
             report(_words(who), now - self._since, stack_of(thread.ident))
 

@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sim.comm.collectives import Call
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Message, Slot
+from sim.comm.observer import Observer
 from sim.explain.callables import name_of
 from sim.explain.errors import SimError
 from sim.explain.lines import belongs_to_a_library, user_line
@@ -186,7 +190,7 @@ def _made_at(code: CodeType, name: str) -> str:
 # -- while ranks run ---------------------------------------------------------------------------------------------
 
 
-class CapturedObjects:
+class CapturedObjects(Observer):
     """Follows the captured objects of one run."""
 
     def __init__(self, captured: Sequence[Captured]) -> None:
@@ -230,14 +234,14 @@ class CapturedObjects:
         nn.Module.named_modules = named_modules  # type: ignore[assignment, method-assign]
         self._undos.append(lambda: setattr(nn.Module, "named_modules", original))
 
-    def note_outputs(self, tensors: Sequence[torch.Tensor], slot: object) -> None:
+    def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
         """Note that the calling rank's part in a collective writes to tensors.
 
         Ranks that write to the same one in the same collective are a mismatch in any case.
         """
-        for tensor in tensors:
+        for tensor in call.outputs if call is not None else ():
             storage = _storage(tensor) or 0
-            if storage in self._storages and self._written.setdefault(storage, slot) is not slot:
+            if storage in self._storages and self._written.setdefault(storage, what) is not what:
                 self._storages[storage].use(changes=True)
             elif storage in self._storages:
                 self._storages[storage].use()

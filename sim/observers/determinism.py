@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sim.comm.collectives import Call
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Message, Slot
+from sim.comm.observer import Observer, observe
 from sim.comm.trace import Event
 from sim.explain.errors import NonDeterminism, RankFailed, SimError, said, table
 from sim.world import world
@@ -114,12 +118,25 @@ def _run(
 ) -> _RecordedRun:
     results, failure = list[Any](), None
     with world(world_size, seed=seed, init=init, keep_events=None) as w:
-        w.digest = _digest
+        observe(w.network, Digests(), first=True)  # before what they give enters the trace
         try:
             results = w.run(fn, args, kwargs)
         except Exception as error:
             failure = error
         return _RecordedRun(seed, w.trace.in_order(), results, failure)
+
+
+class Digests(Observer):
+    """Fingerprints of what ranks give, for the events of the trace."""
+
+    def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
+        """Note the fingerprint; a broadcast's root has no inputs of its own."""
+        if call is not None:
+            contract, root = call.contract, call.contract.root
+            broadcasts = contract.op == "broadcast" and root == what.group.ranks.index(endpoint.rank)
+            call.digest = _digest(call.outputs if broadcasts else call.inputs)
+        elif isinstance(what, Message) and what.who_waits == "send":
+            what.digest = _digest([what.tensor])
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:

@@ -7,17 +7,32 @@ operations; one that is not in it counts as not linear.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_iter
 
-if TYPE_CHECKING:
-    from sim.observers.partials import Mark
+__all__ = ["Mark", "Misuse", "follow"]
 
-__all__ = ["Misuse", "follow"]
 
-MarkOf = Callable[[torch.Tensor], "Mark | None"]
+class Mark(NamedTuple):
+    """What a tensor is a part of: a reduction over axes, and where it was taken."""
+
+    reduction: str
+    axes: tuple[str, ...]
+    ranks: int
+    line: str
+
+    def is_like(self, other: Mark) -> bool:
+        """Whether the sum of the two is a part of the same kind."""
+        return (self.reduction, self.axes, self.ranks) == (other.reduction, other.axes, other.ranks)
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(repr, self.axes))
+        return f"{self.reduction} over {'axis' if len(self.axes) == 1 else 'axes'} {axes} ({self.ranks} ranks)"
+
+
+MarkOf = Callable[[torch.Tensor], Mark | None]
 
 
 class Misuse(Exception):

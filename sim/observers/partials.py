@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,49 +20,33 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from sim.comm.collectives import Call
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Message, Network, Slot
+from sim.comm.observer import Observer
 from sim.explain.errors import ReplicaMismatch
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context
-from sim.observers.linear import Misuse, follow
+from sim.observers.linear import Mark, Misuse, follow
 from sim.observers.spread import axis_names
 
-if TYPE_CHECKING:
-    from sim.world import World
-
-__all__ = ["Mark", "Partials", "follow_when_taken", "watching"]
+__all__ = ["Partials"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _FEWEST_TO_TIDY = 256
 
 
-class Mark(NamedTuple):
-    """What a tensor is a part of: a reduction over axes, and where it was taken."""
-
-    reduction: str
-    axes: tuple[str, ...]
-    ranks: int
-    line: str
-
-    def is_like(self, other: Mark) -> bool:
-        """Whether the sum of the two is a part of the same kind."""
-        return (self.reduction, self.axes, self.ranks) == (other.reduction, other.axes, other.ranks)
-
-    def __str__(self) -> str:
-        axes = ", ".join(map(repr, self.axes))
-        return f"{self.reduction} over {'axis' if len(self.axes) == 1 else 'axes'} {axes} ({self.ranks} ranks)"
-
-
-class Partials:
+class RankPartials:
     """What is partial on one rank.
 
     Args:
-        world: Its world, which a misuse ends.
+        network: Of its world, which a misuse ends.
         rank: Whose tensors these are.
     """
 
-    def __init__(self, world: World, rank: int) -> None:
-        self._world = world
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network = network
         self._rank = rank
         # A storage that is gone is held weakly, so that no other one can take its number before its mark is dropped.
         self._marks: dict[int, tuple[StorageWeakRef, Mark]] = {}
@@ -114,9 +98,9 @@ class Partials:
             f"  partial: {mark}, taken at {mark.line}\n"
             f"  used:    {user_line()}, by {name} on {kind}\n"
             "  try: x.redistribute(placements=[Replicate()]) before x.to_local(), or all_reduce the part first\n"
-            f"  replay: {self._world.replay}"
+            f"  replay: {self._network.replay}"
         )
-        self._world.scheduler.fail(error)
+        self._network.scheduler.fail(error)
         return error
 
 
@@ -137,7 +121,7 @@ def _part_of(x: DTensor) -> Mark | None:
 class _Operations(TorchDispatchMode):
     """Carries the marks along."""
 
-    def __init__(self, partials: Partials) -> None:
+    def __init__(self, partials: RankPartials) -> None:
         super().__init__()
         self._partials = partials
 
@@ -211,31 +195,44 @@ def _covers_its_storage(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
 
 
-@contextmanager
-def watching(partials: Partials | None, *, until_the_end: bool = True) -> Iterator[None]:
-    """Follow what is partial on the calling thread, if there is something to follow it for.
+class Partials(Observer):
+    """Follows what is partial on all ranks of a network."""
 
-    A helper thread's end, unlike that of the rank's function, leaves what other threads hold as it is.
-    """
-    if partials is None:
-        yield
-        return
-    try:
-        with _Operations(partials):
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._partials: dict[int, RankPartials] = {}
+
+    def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
+        """Note that what a rank receives is a part of nothing any more."""
+        if call is not None:
+            self._of(endpoint.rank).forget(call.outputs)
+        elif isinstance(what, Message) and what.who_waits == "recv":
+            self._of(endpoint.rank).forget([what.tensor])
+
+    def ended(self, endpoint: Endpoint) -> None:
+        """Forget all: the rank's function has ended."""
+        self._of(endpoint.rank).clear()
+
+    def _of(self, rank: int) -> RankPartials:
+        partials = self._partials.get(rank)
+        if partials is None:
+            partials = self._partials[rank] = RankPartials(self._network, rank)
+        return partials
+
+    @contextmanager
+    def watching(self, endpoint: Endpoint) -> Iterator[None]:
+        """Follow what is partial on the calling thread, which is one of the rank's."""
+        with _Operations(self._of(endpoint.rank)):
             yield
-    finally:
-        if until_the_end:
-            partials.clear()
 
+    def follow_when_taken(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """``DTensor.to_local`` that marks parts of reductions."""
 
-def follow_when_taken(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``DTensor.to_local`` that marks parts of reductions."""
+        def to_local(x: DTensor, *args: Any, **options: Any) -> torch.Tensor:
+            local = original(x, *args, **options)
+            context = current_context()
+            if context is not None and context.network is self._network:
+                self._of(context.rank).take(x, local)
+            return local
 
-    def to_local(self: DTensor, *args: Any, **options: Any) -> torch.Tensor:
-        local = original(self, *args, **options)
-        context = current_context()
-        if context is not None and context.partials is not None:
-            context.partials.take(self, local)
-        return local
-
-    return to_local
+        return to_local

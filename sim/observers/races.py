@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,14 +17,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from sim.comm.collectives import Call
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Message, Network, Slot
+from sim.comm.observer import Observer, memory_of
 from sim.explain.errors import InFlightBufferRace
 from sim.explain.lines import user_line
-from sim.kernel.scheduler import Waitable
+from sim.kernel.waiting import Waitable
 
-if TYPE_CHECKING:
-    from sim.world import World
-
-__all__ = ["Flights", "watching"]
+__all__ = ["Races"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -50,16 +51,16 @@ class Flights:
     """What is in flight on one rank.
 
     Args:
-        world: Its world, which a race ends.
+        network: Of its world, which a race ends.
         rank: Whose operations these are.
     """
 
-    def __init__(self, world: World, rank: int) -> None:
-        self._world = world
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network = network
         self._rank = rank
         self._flights: dict[Waitable, _Flight] = {}
 
-    def take_off(
+    def issue(
         self, what: Waitable, name: str, line: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         """Note an operation that begins now; it must not touch what another one in flight writes, either."""
@@ -67,7 +68,7 @@ class Flights:
         self.check(name, given, taken, line)
         self._flights[what] = _Flight(name, line, given, taken)
 
-    def land(self, what: Waitable) -> None:
+    def complete(self, what: Waitable) -> None:
         """Note that the rank has waited for an operation."""
         self._flights.pop(what, None)
 
@@ -97,9 +98,9 @@ class Flights:
             f"  issued:  {flight.line}\n"
             f"  touched: {line}, by {name} on {shape}\n"
             f"  try: {hint}{', or write to another tensor' if kept == 'reads' else ''}\n"
-            f"  replay: {self._world.replay}"
+            f"  replay: {self._network.replay}"
         )
-        self._world.scheduler.fail(error)
+        self._network.scheduler.fail(error)
         raise error
 
 
@@ -199,18 +200,35 @@ class _Looks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def watching(flights: Flights | None, *, until_the_end: bool = True) -> Iterator[None]:
-    """Watch the operations of the calling thread, if there is something to watch them for.
+class Races(Observer):
+    """Looks for races on all ranks of a network."""
 
-    What is in flight then is forgotten ``until_the_end`` of a rank's function, not of a helper thread's.
-    """
-    if flights is None:
-        yield
-        return
-    try:
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._flights: dict[int, Flights] = {}
+
+    def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
+        """Note what a rank must not touch from now on."""
+        line = what.line_of(endpoint.rank)
+        self._of(endpoint.rank).issue(what, what.describe(), line, *memory_of(endpoint, what, call))
+
+    def waited(self, endpoint: Endpoint, what: Waitable) -> None:
+        """Release the memory of an operation."""
+        self._of(endpoint.rank).complete(what)
+
+    def ended(self, endpoint: Endpoint) -> None:
+        """Forget what is still in flight: the rank's function has ended."""
+        self._of(endpoint.rank).clear()
+
+    def _of(self, rank: int) -> Flights:
+        flights = self._flights.get(rank)
+        if flights is None:
+            flights = self._flights[rank] = Flights(self._network, rank)
+        return flights
+
+    @contextmanager
+    def watching(self, endpoint: Endpoint) -> Iterator[None]:
+        """Watch the operations of the calling thread, which is one of the rank's."""
+        flights = self._of(endpoint.rank)
         with _Accesses(flights), _Looks(flights):
             yield
-    finally:
-        if until_the_end:
-            flights.clear()

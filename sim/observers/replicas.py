@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Network, without_modes
 from sim.explain.errors import ReplicaMismatch
 from sim.explain.lines import user_line
 from sim.kernel.context import current_context
-from sim.kernel.scheduler import Waitable
+from sim.kernel.waiting import Waitable
 from sim.observers.copies import GRADIENT, Copy, disagreement, first_failure
 from sim.observers.spread import Leaf, leaves, named, of_optimizer, spread_of, spread_of_group
 
-if TYPE_CHECKING:
-    from sim.world import RankContext, World
-
-__all__ = ["Meeting", "check_at_steps", "check_replicas", "check_when_made"]
+__all__ = ["Meeting", "Replicas", "check_at_steps", "check_replicas", "check_when_made"]
 
 
 class Meeting(Waitable):
@@ -60,11 +60,22 @@ class Meeting(Waitable):
         """Name the ranks that have not come."""
         return [rank for rank in self.ranks if rank not in self.brought]
 
+    def line_of(self, rank: int) -> str:
+        """Name the user's line in which ``rank`` has come."""
+        return self.lines.get(rank, "")
 
-class Meetings:
-    """The meetings of a world that not all of their ranks have come to, and how many each rank has been to."""
 
-    def __init__(self) -> None:
+class Replicas:
+    """The meetings of a world that not all of their ranks have come to, and how many each rank has been to.
+
+    Args:
+        network: Of the world, which copies that differ end.
+        by_itself: Whether copies are compared at each optimizer step, too, and wherever a DTensor is made.
+    """
+
+    def __init__(self, network: Network, *, by_itself: bool) -> None:
+        self.network = network
+        self.by_itself = by_itself
         self._open: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._been: dict[tuple[tuple[int, ...], int], int] = {}
 
@@ -137,20 +148,21 @@ def check_replicas(
             "  try: rtol=0, atol=0, which compares the bits"
         )
     spread = None if group is None else spread_of_group(context, group)
-    compare(context, named(list(leaves(context, things, spread))), (rtol, atol))
+    _compare(context.replicas, context, named(list(leaves(context, things, spread))), (rtol, atol))
 
 
 # -- the meeting ---------------------------------------------------------------------------------------------------
 
 
-def compare(
-    context: RankContext,
+def _compare(
+    replicas: Replicas,
+    endpoint: Endpoint,
     tensors: Mapping[str, Leaf],
     tolerance: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Meet the ranks of every mesh that these tensors are on; plain ones count whose spread is known."""
-    context.check_caller()
-    scheduler, world = context.world.scheduler, context.world
+    endpoint.check_caller()
+    scheduler = endpoint.scheduler
     if scheduler.fatal is not None:
         raise scheduler.end_of_rank()
     together: dict[tuple[int, ...], dict[str, Copy]] = {}
@@ -163,10 +175,10 @@ def compare(
         copy = Copy(local, shape, how.ranks, how.sizes, how.names, how.replicated, how.layout, tolerance)
         together.setdefault(tuple(sorted(how.ranks)), {})[name] = copy
     line = user_line()
-    meetings = [world.meetings.join(ranks, context.rank, copies, line) for ranks, copies in together.items()]
+    meetings = [replicas.join(ranks, endpoint.rank, copies, line) for ranks, copies in together.items()]
     for meeting in meetings:
         if meeting.is_full:
-            _hold(world, meeting)
+            _hold(replicas.network, meeting)
     for meeting in meetings:
         scheduler.block(meeting)
 
@@ -177,40 +189,37 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return wait() if wait is not None else local
 
 
-def _hold(world: World, meeting: Meeting) -> None:
+def _hold(network: Network, meeting: Meeting) -> None:
     """Compare what all ranks have brought, on the thread of the one that came last."""
-    from sim.comm.group import without_modes
-
     found = disagreement(meeting.brought) or without_modes(lambda: first_failure(meeting.brought))
     if found is not None:
-        error = ReplicaMismatch(found.text(meeting.lines, world.replay))
-        world.scheduler.fail(error)
+        error = ReplicaMismatch(found.text(meeting.lines, network.replay))
+        network.scheduler.fail(error)
         raise error
     meeting.brought = {rank: {} for rank in meeting.ranks}  # the tensors are the ranks' own again
-    world.scheduler.complete(meeting, 0.0)  # at no time at all: no clock moves
+    network.scheduler.complete(meeting, 0.0)  # at no time at all: no clock moves
 
 
 # -- chosen by the world ---------------------------------------------------------------------------------------------
 
 
-def _watched_context() -> RankContext | None:
-    """The calling rank, if its world compares replicas by itself and the caller is the rank's own thread."""
+def _own_thread() -> Any:
+    """The calling rank's context, on the rank's own thread: a helper's steps may come in another order on each rank."""
     context = current_context()
-    if context is None or not context.world.check_replicas:
+    if context is None or not context.replicas.by_itself:
         return None
-    running = context.world.scheduler.running  # a helper thread's steps need not come in the same order on all ranks
+    running = context.scheduler.running
     own = running is not None and running.ident == threading.get_ident() and not running.name
     return context if own else None
 
 
 def check_at_steps() -> Callable[[], None]:
     """Compare the parameters and gradients of every optimizer before each of its steps; returns how to undo that."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        context = _watched_context()
+        context = _own_thread()
         if context is not None:
-            compare(context, named(list(of_optimizer(optimizer))))
+            _compare(context.replicas, context, named(list(of_optimizer(optimizer))))
 
     return register_optimizer_step_pre_hook(before_step).remove
 
@@ -220,11 +229,11 @@ def check_when_made(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
 
     def from_local(*args: Any, **options: Any) -> DTensor:
         made = original(*args, **options)
-        context = _watched_context()
+        context = _own_thread()
         if context is not None:
             in_backward = torch._C._current_graph_task_id() != -1
             name = GRADIENT if in_backward else "the tensor given to from_local"
-            compare(context, {name: Leaf(name, made)})
+            _compare(context.replicas, context, {name: Leaf(name, made)})
         return made
 
     return from_local

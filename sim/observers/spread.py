@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from sim.world import RankContext
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import without_modes
 
 __all__ = ["Leaf", "Spread", "axis_names", "leaves", "named", "of_optimizer", "spread_of", "spread_of_group"]
 
@@ -44,12 +44,10 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    from sim.comm.group import without_modes
-
     return tuple(without_modes(lambda: mesh.mesh.flatten().tolist()))
 
 
-def spread_of_group(context: RankContext, group: dist.ProcessGroup | DeviceMesh) -> Spread:
+def spread_of_group(endpoint: Endpoint, group: dist.ProcessGroup | DeviceMesh) -> Spread:
     """How a plain tensor is spread of which all ranks of a group or a mesh hold copies.
 
     Raises:
@@ -60,15 +58,15 @@ def spread_of_group(context: RankContext, group: dist.ProcessGroup | DeviceMesh)
         sizes, names, ranks = tuple(group.shape), axis_names(group), _ranks_of(group)
     elif isinstance(group, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(group))
-        sizes, names = (len(ranks),), (context.axis_of(group.group_name, group.group_desc, ranks),)
+        sizes, names = (len(ranks),), (endpoint.axis_of(group.group_name, group.group_desc, ranks),)
     else:
         raise TypeError(
             f"cannot compare replicas over a {type(group).__name__}\n  group: a process group or a mesh\n"
             "  try: group=mesh['dp'], or group=dist.group.WORLD"
         )
-    if context.rank not in ranks:
+    if endpoint.rank not in ranks:
         raise ValueError(
-            f"cannot compare replicas over a group that rank {context.rank} is not in\n"
+            f"cannot compare replicas over a group that rank {endpoint.rank} is not in\n"
             f"  group: ranks {list(ranks)}\n  try: call it on the ranks of the group only"
         )
     layout = ", ".join(f"{name}={size}: equal copies" for name, size in zip(names, sizes, strict=True))
@@ -83,17 +81,17 @@ class Leaf(NamedTuple):
     spread: Spread | None = None
 
 
-def leaves(context: RankContext, things: Sequence[Any], spread: Spread | None) -> Iterator[Leaf]:
+def leaves(endpoint: Endpoint, things: Sequence[Any], spread: Spread | None) -> Iterator[Leaf]:
     """Every tensor of the arguments that says how it is spread, or that the group says it for.
 
     Raises:
         TypeError: Of a tensor, or of all of a module or an optimizer, nobody says how it is spread.
     """
     for place, thing in enumerate(things):
-        yield from _walk(context, thing, "", f"argument {place}", spread)
+        yield from _walk(endpoint, thing, "", f"argument {place}", spread)
 
 
-def _walk(context: RankContext, thing: Any, path: str, fallback: str, spread: Spread | None) -> Iterator[Leaf]:
+def _walk(endpoint: Endpoint, thing: Any, path: str, fallback: str, spread: Spread | None) -> Iterator[Leaf]:
     if thing is None:
         return
     if isinstance(thing, torch.Tensor):
@@ -105,16 +103,16 @@ def _walk(context: RankContext, thing: Any, path: str, fallback: str, spread: Sp
             )
         yield from _with_grad(path or fallback, thing, spread)
     elif isinstance(thing, torch.nn.Module):
-        found = list(_of_module(context, thing, f"{path}." if path else "", spread))
+        found = list(_of_module(endpoint, thing, f"{path}." if path else "", spread))
         yield from _known(found, thing, path or fallback)
     elif isinstance(thing, torch.optim.Optimizer):
         yield from _known(list(of_optimizer(thing, spread)), thing, path or fallback)
     elif isinstance(thing, Mapping):
         for key, value in thing.items():
-            yield from _walk(context, value, f"{path}.{key}" if path else str(key), fallback, spread)
+            yield from _walk(endpoint, value, f"{path}.{key}" if path else str(key), fallback, spread)
     elif isinstance(thing, (list, tuple)):
         for place, value in enumerate(thing):
-            yield from _walk(context, value, f"{path or fallback}[{place}]", fallback, spread)
+            yield from _walk(endpoint, value, f"{path or fallback}[{place}]", fallback, spread)
     else:
         raise TypeError(
             f"cannot compare the copies of {path or fallback!r}\n  seen: {type(thing).__name__}\n"
@@ -122,13 +120,13 @@ def _walk(context: RankContext, thing: Any, path: str, fallback: str, spread: Sp
         )
 
 
-def _of_module(context: RankContext, module: torch.nn.Module, prefix: str, spread: Spread | None) -> Iterator[Leaf]:
+def _of_module(endpoint: Endpoint, module: torch.nn.Module, prefix: str, spread: Spread | None) -> Iterator[Leaf]:
     """The tensors of a module; a ``DistributedDataParallel`` in it knows whose copies its own are."""
     parallel: dict[int, Spread] = {}  # by what its process group keeps equal
     left_out: set[int] = set()
     for each in module.modules():
         if isinstance(each, DistributedDataParallel):
-            over = spread_of_group(context, each.process_group)
+            over = spread_of_group(endpoint, each.process_group)
             ignored = {f"module.{name}" for name in each.parameters_to_ignore}
             for name, parameter in each.named_parameters():
                 if name in ignored:

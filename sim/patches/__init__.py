@@ -1,1 +1,6 @@
-"""Patches of Python while a world is alive; ``sim/torch_seams.py`` lists them and patches torch."""
+"""Everything that is changed in torch and in Python while a world is alive.
+
+install -> process_groups, dtensor, devices, process -> rank -> messages, torch_modules
+install -> helper_threads -> rank_thread -> devices
+install -> event_loops -> locks
+"""

@@ -16,21 +16,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from hyper_parallel import platform
+from hyper_parallel.platform import Platform
 from sim.explain.errors import SimError
-
-if TYPE_CHECKING:
-    from sim.world import RankContext
+from sim.kernel.context import current_context
+from sim.patches.rank import Host, RankContext, Undo
 
 __all__ = [
     "ACCELERATOR_ANSWERS",
     "ANSWERS",
     "CLASSES",
+    "DEVICE_PATCHES",
     "KINDS",
     "MapDevice",
     "answer",
@@ -161,7 +164,7 @@ def _zero(*args: Any, **options: Any) -> int:
 
 def _set_device(context: RankContext, device: Any) -> None:
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
-    size = context.world.world_size
+    size = context.network.world_size
     if index is not None and not 0 <= int(index) < size:
         raise ValueError(
             f"rank {context.rank} asked for device {device}, but {size} simulated ranks have {size} devices\n"
@@ -182,7 +185,7 @@ def _use_device(context: RankContext, device: Any) -> Iterator[None]:
 
 
 def _device_name(context: RankContext, device: Any = None) -> str:
-    return f"simulated {context.world.map_device}"
+    return f"simulated {context.host.map_device}"
 
 
 _MEMORY = 80 << 30  # bytes of a simulated device; what is really used is the host's
@@ -212,7 +215,7 @@ def _set_rng_state(context: RankContext, state: torch.Tensor, device: Any = None
 
 _OF_BOTH: dict[str, Callable[..., Any]] = {
     "is_available": _always(True),
-    "device_count": lambda context: context.world.world_size,
+    "device_count": lambda context: context.network.world_size,
     "current_stream": lambda context, *args, **options: Stream(),
     "get_device_capability": _always(_CAPABILITY),
     "memory_stats": lambda context, *args, **options: defaultdict(int),
@@ -255,7 +258,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
 # What torch.accelerator answers.
 ACCELERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
     **_OF_BOTH,
-    "current_accelerator": lambda context, check_available=False: torch.device(context.world.map_device),
+    "current_accelerator": lambda context, check_available=False: torch.device(context.host.map_device),
     "device_index": _use_device,
     "get_memory_info": _always((_MEMORY, _MEMORY)),
     "empty_host_cache": _nothing,
@@ -308,7 +311,7 @@ def answer(
 
 
 def _not_mapped(context: RankContext, name: str) -> SimError:
-    kind = context.world.map_device
+    kind = context.host.map_device
     return SimError(
         f"rank {context.rank} called {name}, which is not among what is mapped from {kind} to the CPU\n"
         f"  mapped: docs/sim.md has the list\n"
@@ -341,3 +344,111 @@ def device_module(kind: str) -> ModuleType:
         sys.modules.setdefault("torch_npu", package)
     module: ModuleType = found
     return module
+
+
+# -- the patches ---------------------------------------------------------------------------------------------------
+
+
+def _provide(device_type: str | None) -> Platform | None:
+    """The simulated device for a rank that asks for the default, ``cpu``, or what is mapped to it; else None."""
+    context = current_context()
+    if context is None or device_type not in (None, "cpu", context.host.map_device):
+        return None
+    found: Platform = context.host.platform()
+    return found
+
+
+def _device_guard(host: Host) -> Undo:
+    """A CUDA build without a GPU (torch 2.11) crashes when DTensor sets up its device guard off the main thread."""
+    name = "_ensureCUDADeviceGuardSet"
+    original = getattr(torch._C, name, None)
+    if original is None or torch.cuda.is_available():
+        return lambda: None
+    setattr(torch._C, name, lambda: None)
+    return lambda: setattr(torch._C, name, original)
+
+
+def _platform(host: Host) -> Undo:
+    """``hyper_parallel.get_platform`` answers with the simulator's device on a rank's thread."""
+    platform.register_provider(_provide)
+    return lambda: platform.unregister_provider(_provide)
+
+
+def _mapped_device(host: Host) -> Undo:
+    """With ``--map-device``, torch answers as if each rank had a device; what names it gets the CPU."""
+    kind = host.map_device
+    if kind is None:
+        return lambda: None
+    module = device_module(kind)
+    missing = object()
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, vars(owner).get(name, missing)))
+        setattr(owner, name, value)
+
+    for name, standing_in in CLASSES.items():
+        replace(module, name, standing_in)
+    for owner, answers in ((module, ANSWERS), (torch.accelerator, ACCELERATOR_ANSWERS)):
+        for name in dict.fromkeys((*answers, *documented(owner))):
+            if owner is module or hasattr(owner, name):
+                title = f"{owner.__name__}.{name}"
+                original = getattr(owner, name, None)
+                replace(owner, name, answer(name, original, current_context, answers, title))
+    replace(DistributedDataParallel, "__init__", _without_device_ids(DistributedDataParallel.__init__))
+    replace(torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, kind, "device_type"))
+    replace(torch.amp.GradScaler, "__init__", _on_cpu(torch.amp.GradScaler.__init__, kind, "device", default="cpu"))
+    replace(torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, kind, "device"))
+    replace(torch, "load", _loads_on_cpu(torch.load, kind))
+
+    def undo() -> None:
+        for owner, name, value in reversed(replaced):
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+    return undo
+
+
+def _without_device_ids(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *rest: Any, **more: Any
+    ) -> None:
+        if current_context() is not None:
+            device_ids = output_device = None
+        original(self, module, device_ids, output_device, *rest, **more)
+
+    return init
+
+
+def _on_cpu(original: Callable[..., Any], kind: str, name: str, default: str | None = None) -> Callable[..., Any]:
+    """``original`` with its first argument, a device called ``name``, exchanged, or ``default`` if not given."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        if current_context() is not None:
+            if args:
+                args = (mapped(args[0], kind), *args[1:])
+            elif name in options or default is not None:
+                options[name] = mapped(options.get(name, default), kind)
+        return original(self, *args, **options)
+
+    return method
+
+
+def _loads_on_cpu(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *rest: Any, **more: Any) -> Any:
+        if current_context() is not None and isinstance(map_location, dict):
+            map_location = {mapped(k, kind): mapped(v, kind) for k, v in map_location.items()}
+        elif current_context() is not None:
+            map_location = mapped(map_location, kind)
+        return original(f, map_location, *rest, **more)
+
+    return load
+
+
+DEVICE_PATCHES = (_device_guard, _platform, _mapped_device)
+"""What torch and the library answer on ranks that ask for devices."""

@@ -12,16 +12,13 @@ import selectors
 import threading
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sim.kernel.context import current_context
+from sim.kernel.context import Context, current_context
+from sim.kernel.scheduler import Scheduler
 from sim.patches.locks import Local, exchange
 
-if TYPE_CHECKING:
-    from sim.kernel.scheduler import Scheduler
-    from sim.world import RankContext, World
-
-__all__ = ["EVENT_LOOP_SEAMS", "RankSelector"]
+__all__ = ["EVENT_LOOP_PATCHES", "RankSelector"]
 
 _GRACE_S, _SLICE_S = 0.05, 0.002  # what comes from outside comes in real time
 
@@ -43,7 +40,7 @@ class RankSelector(selectors.DefaultSelector):
         context: The rank.
     """
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__()
         self._context = context
         self._wakening: tuple[Scheduler, _Wakening] | None = None
@@ -51,7 +48,7 @@ class RankSelector(selectors.DefaultSelector):
     @property
     def now(self) -> float:
         """The rank's virtual clock."""
-        return self._context.world.scheduler.clocks[self._context.rank]
+        return self._context.scheduler.clocks[self._context.rank]
 
     def wake(self) -> None:
         """Let the loop run on; any thread may ask for that."""
@@ -93,14 +90,14 @@ class RankSelector(selectors.DefaultSelector):
 def _scheduler_of_turn() -> Scheduler | None:
     """The scheduler, if the calling thread is the one that it lets run."""
     context = current_context()
-    if context is None or context.world.pid != os.getpid():
+    if context is None or context.scheduler.pid != os.getpid():
         return None
-    me = context.world.scheduler.running
+    me = context.scheduler.running
     has_turn = me is not None and me.ident == threading.get_ident() and not me.by_itself
-    return context.world.scheduler if has_turn else None
+    return context.scheduler if has_turn else None
 
 
-def _event_loops(world: World) -> Callable[[], None]:
+def _event_loops(host: object) -> Callable[[], None]:
     """An event loop that a rank makes waits in virtual time, and lets others run meanwhile."""
     init, write_to_self = BaseSelectorEventLoop.__init__, vars(BaseSelectorEventLoop)["_write_to_self"]
     time = asyncio.BaseEventLoop.time
@@ -130,5 +127,4 @@ def _event_loops(world: World) -> Callable[[], None]:
     )
 
 
-EVENT_LOOP_SEAMS = (_event_loops,)
-"""What of asyncio changes; the list of all seams is in ``sim/torch_seams.py``."""
+EVENT_LOOP_PATCHES = (_event_loops,)

@@ -14,17 +14,15 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sim.explain.errors import RankStopped, SimError
-from sim.kernel.scheduler import RankThread
+from sim.kernel.scheduler import Scheduler
+from sim.kernel.waiting import RankThread
 from sim.patches.locks import Local, exchange, my_scheduler
+from sim.patches.rank_thread import catch_up, on_helper_thread
 
-if TYPE_CHECKING:
-    from sim.kernel.scheduler import Scheduler
-    from sim.world import World
-
-__all__ = ["HELPER_SEAMS"]
+__all__ = ["HELPER_PATCHES"]
 
 # What they start talks to other processes, by ways that the scheduler does not see.
 _RUN_BY_THEMSELVES = (
@@ -33,7 +31,7 @@ _RUN_BY_THEMSELVES = (
 )
 
 
-def _threads(world: World) -> Callable[[], None]:
+def _threads(host: object) -> Callable[[], None]:
     """A thread that a rank starts takes part; to wait for its end yields the turn."""
     start, join, is_alive = threading.Thread.start, threading.Thread.join, threading.Thread.is_alive
     init = threading.Thread.__init__
@@ -63,12 +61,12 @@ def _threads(world: World) -> Callable[[], None]:
         finally:
             me.by_itself = False
         if helper is None:
-            scheduler.outsiders.add(me.rank, thread)
+            scheduler.unscheduled.add(me.rank, thread)
         else:
             for ended in [each for each, its in helpers.items() if its.finished and not is_alive(each)]:
                 del helpers[ended]
             helpers[thread] = helper
-            me.resumed = me.context.world.catch_up
+            me.resumed = catch_up
             scheduler.adopt(helper)
 
     def join_on_rank(thread: threading.Thread, timeout: float | None = None) -> None:
@@ -89,7 +87,7 @@ def _threads(world: World) -> Callable[[], None]:
                 join(thread)
         return is_alive(thread)
 
-    put_back = exchange(
+    restore = exchange(
         [
             (threading.Thread, "__init__", init_on_rank),
             (threading.Thread, "start", start_on_rank),
@@ -99,7 +97,7 @@ def _threads(world: World) -> Callable[[], None]:
     )
 
     def undo() -> None:
-        put_back()
+        restore()
         for thread in helpers:
             thread.join(_CLEARING_UP_S)
 
@@ -125,7 +123,7 @@ def _run(scheduler: Scheduler, helper: RankThread, thread: threading.Thread, run
     helper.name = thread.name
     if scheduler.fatal is None:
         try:
-            with helper.context.world.on_helper_thread(helper):
+            with on_helper_thread(helper):
                 _call(scheduler, run, thread)
         except BaseException as error:  # none of the thread's own; without its baton the others would sleep for ever
             if scheduler.fatal is None:
@@ -152,7 +150,7 @@ class _InOrder(list[Any]):
     add = list.append
 
 
-def _futures(world: World) -> Callable[[], None]:
+def _futures(host: object) -> Callable[[], None]:
     """What goes through sets of futures and threads does so in one order, and not by where they lie in memory.
 
     Also, a loop that asks a future until it is done lets others run, and an executor's thread ends without an outcry.
@@ -189,7 +187,7 @@ def _futures(world: World) -> Callable[[], None]:
 
     logger = concurrent.futures._base.LOGGER
     logger.addFilter(is_no_end_of_a_rank)
-    put_back = exchange(
+    restore = exchange(
         [
             (concurrent.futures.Future, "__init__", init_on_rank),
             (concurrent.futures.Future, "__hash__", number),
@@ -199,11 +197,10 @@ def _futures(world: World) -> Callable[[], None]:
     )
 
     def undo() -> None:
-        put_back()
+        restore()
         logger.removeFilter(is_no_end_of_a_rank)
 
     return undo
 
 
-HELPER_SEAMS = (_threads, _futures)
-"""What of Python the helper threads change; the list of all seams is in ``sim/torch_seams.py``."""
+HELPER_PATCHES = (_threads, _futures)

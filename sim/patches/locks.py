@@ -18,16 +18,14 @@ import types
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sim.explain.lines import user_line
 from sim.kernel.context import current_context
-from sim.kernel.scheduler import Waitable
+from sim.kernel.scheduler import Scheduler
+from sim.kernel.waiting import RankThread, Waitable
 
-if TYPE_CHECKING:
-    from sim.kernel.scheduler import RankThread, Scheduler
-    from sim.world import World
-
-__all__ = ["LOCK_SEAMS", "OURS", "Local", "Lock", "exchange", "my_scheduler", "where"]
+__all__ = ["LOCK_PATCHES", "OURS", "Local", "Lock", "exchange", "my_scheduler", "where"]
 
 _real_lock = _thread.allocate_lock
 _real_monotonic = time.monotonic
@@ -39,9 +37,9 @@ OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 def my_scheduler() -> Scheduler | None:
     """The scheduler, if the calling thread is the one that it lets run; None where waiting is Python's own affair."""
     context = current_context()
-    if context is None or context.world.pid != os.getpid():  # or a process that a rank has forked off
+    if context is None or context.scheduler.pid != os.getpid():  # or a process that a rank has forked off
         return None
-    scheduler = context.world.scheduler
+    scheduler: Scheduler = context.scheduler
     return scheduler if scheduler.may_wait() else None
 
 
@@ -58,8 +56,6 @@ class Local(Waitable):
 
 def where(thread: RankThread) -> tuple[str, str]:
     """What a thread that waits for another one has called ("Queue.get"), and the user's line that called it."""
-    from sim.explain.lines import user_line
-
     frame = sys._current_frames().get(thread.ident)
     call = "a lock"
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
@@ -190,7 +186,7 @@ class _TimeModule(types.ModuleType):
         return getattr(time, name)
 
 
-def _locks(world: World) -> Callable[[], None]:
+def _locks(host: object) -> Callable[[], None]:
     """Locks that ranks make, and with them conditions, events, semaphores, queues and futures, yield the turn."""
     original_rlock = threading.RLock
 
@@ -208,7 +204,7 @@ def _locks(world: World) -> Callable[[], None]:
     return exchange(replacements)
 
 
-def _timeouts(world: World) -> Callable[[], None]:
+def _timeouts(host: object) -> Callable[[], None]:
     """Timeouts of what waits on a rank are in virtual time, like the waiting."""
     return exchange(
         [
@@ -220,19 +216,19 @@ def _timeouts(world: World) -> Callable[[], None]:
 
 
 def exchange(replacements: list[tuple[Any, str, Any]]) -> Callable[[], None]:
-    """Set attributes of modules and classes; returns what sets them back."""
+    """Set attributes of modules and classes; returns how to undo that."""
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     for owner, name, value in replacements:
         setattr(owner, name, value)
 
     def undo() -> None:
-        for owner, name, value in originals:
+        for owner, name, value in reversed(originals):
             setattr(owner, name, value)
 
     return undo
 
 
-def _compile_lock(world: World) -> Callable[[], None]:
+def _compile_lock(host: object) -> Callable[[], None]:
     """The lock under which torch.compile compiles yields the turn: the compiler waits for processes, and so yields it.
 
     It was made when torch._dynamo was imported, which may have been before the ranks began.
@@ -248,5 +244,4 @@ def _yielding_rlock() -> Any:
     return lock
 
 
-LOCK_SEAMS = (_locks, _timeouts, _compile_lock)
-"""What of Python the locks change; the list of all seams is in ``sim/torch_seams.py``."""
+LOCK_PATCHES = (_locks, _timeouts, _compile_lock)

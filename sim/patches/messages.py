@@ -9,14 +9,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sim.kernel.context import current_context
 
-if TYPE_CHECKING:
-    from sim.world import World
-
-__all__ = ["MESSAGE_SEAMS", "copy_of_filters", "enter_filters", "leave_filters"]
+__all__ = ["MESSAGE_PATCHES", "copy_of_filters", "enter_filters", "leave_filters"]
 
 Undo = Callable[[], None]
 Filters = tuple[Any, Any, Any]
@@ -54,7 +51,7 @@ def _prefixed(text: str) -> str:
     return "".join(f"[rank {context.rank}] {line}" for line in text.splitlines(keepends=True))
 
 
-def _warning_prefix(world: World) -> Undo:
+def _warning_prefix(host: object) -> Undo:
     """A warning that is shown says which rank it comes from; one that is recorded stays as it is."""
     original = warnings.formatwarning
 
@@ -73,7 +70,7 @@ def _warning_prefix(world: World) -> Undo:
     return undo
 
 
-def _logging_prefix(world: World) -> Undo:
+def _logging_prefix(host: object) -> Undo:
     """What a handler writes of a record says which rank it comes from; the record itself stays as it is."""
     original = logging.Handler.format
 
@@ -88,5 +85,4 @@ def _logging_prefix(world: World) -> Undo:
     return undo
 
 
-MESSAGE_SEAMS: tuple[Callable[[World], Undo], ...] = (_warning_prefix, _logging_prefix)
-"""What of Python's messages is changed; the list of all seams is in ``sim/torch_seams.py``."""
+MESSAGE_PATCHES: tuple[Callable[[object], Undo], ...] = (_warning_prefix, _logging_prefix)

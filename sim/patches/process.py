@@ -1,13 +1,14 @@
-"""Patches of Python itself while a world is alive, next to those of torch.
+"""Patches of Python itself, and of the process: environment, memory, time, random generators, imports, signals ...
 
 Random generators are each rank's own in every world. A world that runs a script also has a ``ProcessView`` per rank,
-which these seams put in place. The list of all seams is in ``sim/torch_seams.py``.
+which these patches put in place.
 """
 
 from __future__ import annotations
 
 import _posixsubprocess
 import atexit
+import ctypes
 import functools
 import logging
 import multiprocessing
@@ -17,72 +18,37 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
 from importlib import _bootstrap
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch.multiprocessing
 
 from sim.explain.errors import SimError
+from sim.kernel.clock import sleep
 from sim.kernel.context import current_context
-from sim.patches.locks import my_scheduler
+from sim.patches.locks import exchange, my_scheduler
+from sim.patches.rank import Host, RankContext, Undo
 from sim.script.modules import RankFinder, RankLocks
-from sim.script.process_view import SLOTS, ForwardToRank
+from sim.script.process_view import SLOTS, ForwardToRank, ProcessView
 
-if TYPE_CHECKING:
-    from sim.script.process_view import ProcessView
-    from sim.world import RankContext, World
+__all__ = ["PROCESS_PATCHES"]
 
-__all__ = ["PROCESS_SEAMS", "Generators"]
-
-Undo = Callable[[], None]
 Replacement = tuple[Any, str, Any]
 
 
-class Generators:
-    """One rank's default generators of ``random`` and of numpy, made when they are first used.
-
-    >>> Generators(7).python.random() == random.Random(7).random()
-    True
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    @cached_property
-    def python(self) -> random.Random:
-        """What ``random.random()`` and the others draw from."""
-        return random.Random(self._seed)
-
-    @cached_property
-    def numpy(self) -> np.random.RandomState:
-        """What ``np.random.rand()`` and the others draw from."""
-        return np.random.RandomState(np.random.MT19937(self._seed))
-
-
 def _context() -> RankContext | None:
-    return current_context()
+    context: RankContext | None = current_context()
+    return context
 
 
 def _view() -> ProcessView | None:
     context = _context()
     return None if context is None else context.view
-
-
-def _replace(replacements: list[Replacement]) -> Undo:
-    """Set attributes, and return what sets them back."""
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        setattr(owner, name, value)
-
-    def undo() -> None:
-        for owner, name, value in reversed(originals):
-            setattr(owner, name, value)
-
-    return undo
 
 
 # -- in every world ----------------------------------------------------------------------------------------------
@@ -116,34 +82,35 @@ def _numpy_draws() -> list[Replacement]:
     return [(np.random, name, _dispatch(getattr(np.random, name), "numpy", to)) for name, to in methods.items()]
 
 
-def _python_random(world: World) -> Undo:
+def _python_random(host: Host) -> Undo:
     """``random.random`` and the others draw from the rank's own generator."""
-    return _replace(_python_draws())
+    return exchange(_python_draws())
 
 
-def _numpy_random(world: World) -> Undo:
+def _numpy_random(host: Host) -> Undo:
     """``np.random.rand`` and the others draw from the rank's own generator."""
-    return _replace(_numpy_draws())
+    return exchange(_numpy_draws())
 
 
-def _process_exit(world: World) -> Undo:
+def _process_exit(host: Host) -> Undo:
     """``os._exit`` would end every rank; a process that a rank has started may call it."""
     original = os._exit
 
     def refuse_on_ranks(status: int) -> Any:
         context = _context()
-        if context is None or os.getpid() != context.world.pid:
+        if context is None or os.getpid() != context.scheduler.pid:
             original(status)
         raise SimError(
-            f"rank {context.rank} called os._exit({status}), which would end all {world.world_size} simulated ranks\n"
+            f"rank {context.rank} called os._exit({status}), which would end all "
+            f"{host.network.world_size} simulated ranks\n"
             "  seen: every rank is a thread of this one process\n"
             "  try: sys.exit(status), which ends the calling rank alone"
         )
 
-    return _replace([(os, "_exit", refuse_on_ranks)])
+    return exchange([(os, "_exit", refuse_on_ranks)])
 
 
-def _spawn(world: World) -> Undo:
+def _spawn(host: Host) -> Undo:
     """``torch.multiprocessing.spawn`` starts ranks of its own, with which simulated ranks cannot communicate."""
     module = sys.modules["torch.multiprocessing.spawn"]
     original = torch.multiprocessing.start_processes
@@ -156,18 +123,18 @@ def _spawn(world: World) -> Undo:
         name = getattr(fn, "__name__", "main")
         raise SimError(
             f"rank {context.rank} called torch.multiprocessing.spawn({name}, ...): it starts processes as ranks, but "
-            f"the {world.world_size} simulated ranks run already\n"
+            f"the {host.network.world_size} simulated ranks run already\n"
             f"  fn: {name}\n"
             f"  try: under torchrun and here alike, call {name}(int(os.environ['LOCAL_RANK']), ...) instead; or in a "
-            f"program of your own: sim.run(lambda: {name}(dist.get_rank(), ...), world_size={world.world_size})"
+            f"program of your own: sim.run(lambda: {name}(dist.get_rank(), ...), world_size={host.network.world_size})"
         )
 
-    return _replace(
+    return exchange(
         [(module, "start_processes", start_processes), (torch.multiprocessing, "start_processes", start_processes)]
     )
 
 
-def _start_method(world: World) -> Undo:
+def _start_method(host: Host) -> Undo:
     """``set_start_method`` may be called by every rank: each would call it once in a process of its own."""
     default: Any = multiprocessing.get_context.__self__  # type: ignore[attr-defined]
     original, before = multiprocessing.set_start_method, default._actual_context
@@ -184,9 +151,9 @@ def _start_method(world: World) -> Undo:
                 f"multiprocessing.get_context({method!r})"
             )
 
-    if world.contexts[0].view is None:
+    if host.contexts[0].view is None:
         default._actual_context = None  # as in a new process
-    set_back = _replace(
+    set_back = exchange(
         [
             (multiprocessing, "set_start_method", set_start_method),
             (torch.multiprocessing, "set_start_method", set_start_method),
@@ -200,7 +167,7 @@ def _start_method(world: World) -> Undo:
     return undo
 
 
-def _child_environment(world: World) -> Undo:
+def _child_environment(host: Host) -> Undo:
     """A process that a rank starts inherits the rank's environment, as the rank's ``os.environ`` has it."""
     original: Callable[..., int] = _posixsubprocess.fork_exec
     environment_at = 5  # among the arguments, which have no names
@@ -215,7 +182,7 @@ def _child_environment(world: World) -> Undo:
     replacements: list[Replacement] = [(_posixsubprocess, "fork_exec", fork_exec)]
     if hasattr(subprocess, "_fork_exec"):  # Python 3.11 and later
         replacements.append((subprocess, "_fork_exec", fork_exec))
-    return _replace(replacements)
+    return exchange(replacements)
 
 
 def _is_fork_server(command: Sequence[Any]) -> bool:
@@ -226,11 +193,11 @@ def _is_fork_server(command: Sequence[Any]) -> bool:
 # -- where a script runs -----------------------------------------------------------------------------------------
 
 
-def _process_view(world: World) -> Undo:
+def _process_view(host: Host) -> Undo:
     """``__main__``, ``sys.argv``, streams and what else a script finds in its process: one copy per rank."""
-    if world.contexts[0].view is None:
+    if host.contexts[0].view is None:
         return lambda: None
-    restore = _replace([(owner, name, getattr(owner, name)) for owner, name in SLOTS])
+    restore = exchange([(owner, name, getattr(owner, name)) for owner, name in SLOTS])
     main, root, forward = sys.modules["__main__"], logging.root, ForwardToRank()
     root.addHandler(forward)
 
@@ -242,18 +209,18 @@ def _process_view(world: World) -> Undo:
     return undo
 
 
-def _imports(world: World) -> Undo:
+def _imports(host: Host) -> Undo:
     """What a rank imports of user code and of some packages becomes its own; Python's locks by module name do, too."""
-    finder = RankFinder(world.folder)
+    finder = RankFinder(host.folder)
     place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
     sys.meta_path.insert(place, finder)
     locks = RankLocks(vars(_bootstrap)["_module_locks"])
     lock: Any = vars(_bootstrap)["_ModuleLock"]
-    restore = _replace([(_bootstrap, "_module_locks", locks), (lock, "acquire", _acquire_import(lock.acquire))])
-    world.references.begin()
+    restore = exchange([(_bootstrap, "_module_locks", locks), (lock, "acquire", _acquire_import(lock.acquire))])
+    host.references.begin()
 
     def undo() -> None:
-        world.references.end()
+        host.references.end()
         restore()
         sys.meta_path.remove(finder)
 
@@ -274,7 +241,7 @@ def _acquire_import(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return acquire
 
 
-def _exit_calls(world: World) -> Undo:
+def _exit_calls(host: Host) -> Undo:
     """What a script registers with ``atexit`` runs when its rank ends."""
     register, unregister = atexit.register, atexit.unregister
 
@@ -292,10 +259,10 @@ def _exit_calls(world: World) -> Undo:
         else:
             view.at_exit = [call for call in view.at_exit if getattr(call, "func", None) != func]
 
-    return _replace([(atexit, "register", register_on_rank), (atexit, "unregister", unregister_on_rank)])
+    return exchange([(atexit, "register", register_on_rank), (atexit, "unregister", unregister_on_rank)])
 
 
-def _signals(world: World) -> Undo:
+def _signals(host: Host) -> Undo:
     """A script may set signal handlers, which Python allows on the main thread only; no signal reaches a rank."""
     set_handler, get_handler = signal.signal, signal.getsignal
 
@@ -311,10 +278,82 @@ def _signals(world: World) -> Undo:
         view = _view()
         return view.signals[number] if view is not None and number in view.signals else get_handler(number)
 
-    return _replace([(signal, "signal", set_on_rank), (signal, "getsignal", get_on_rank)])
+    return exchange([(signal, "signal", set_on_rank), (signal, "getsignal", get_on_rank)])
 
 
-PROCESS_SEAMS: tuple[Callable[[World], Undo], ...] = (
+class _PerRankEnvironment(MutableMapping[bytes, bytes]):
+    """The data behind ``os.environ``: the calling rank's copy, or the process's."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.touched: set[bytes] = set()
+
+    def _data(self) -> Any:
+        context = current_context()
+        return self.real if context is None else context.environment
+
+    def __getitem__(self, key: bytes) -> bytes:
+        return self._data()[key]
+
+    def __setitem__(self, key: bytes, value: bytes) -> None:
+        self.touched.add(key)
+        self._data()[key] = value
+
+    def __delitem__(self, key: bytes) -> None:
+        self.touched.add(key)
+        del self._data()[key]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(list(self._data()))
+
+    def __len__(self) -> int:
+        return len(self._data())
+
+
+def _environment(host: Host) -> Undo:
+    """``os.environ`` is the rank's own; what ranks have set does not outlive the world."""
+    real = os.environ._data  # type: ignore[attr-defined]
+    data = _PerRankEnvironment(real)
+    os.environ._data = data  # type: ignore[attr-defined]
+    os.environb._data = data  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        os.environ._data = real  # type: ignore[attr-defined]
+        os.environb._data = real  # type: ignore[attr-defined]
+        for key in sorted(data.touched):  # a rank's os.environ also reached the C library's environment
+            if key in real:
+                os.putenv(key, real[key])
+            else:
+                os.unsetenv(key)
+
+    return undo
+
+
+def _allocator(host: Host) -> Undo:
+    """glibc keeps freed memory for the next rank instead of giving it back to the system page by page.
+
+    One arena is enough, since one rank runs at a time. glibc cannot tell its former settings, so they stay.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            m_trim_threshold, m_top_pad, m_mmap_threshold, m_arena_max = -1, -2, -3, -8
+            mallopt(m_arena_max, 1)
+            mallopt(m_mmap_threshold, 32 << 20)
+            mallopt(m_trim_threshold, 256 << 20)
+            mallopt(m_top_pad, 64 << 20)
+    return lambda: None
+
+
+def _time_sleep(host: Host) -> Undo:
+    """``time.sleep`` on a rank takes virtual time, and others run meanwhile."""
+    return exchange([(time, "sleep", sleep)])
+
+
+PROCESS_PATCHES: tuple[Callable[[Host], Undo], ...] = (
+    _environment,
+    _allocator,
+    _time_sleep,
     _python_random,
     _numpy_random,
     _process_exit,
@@ -332,9 +371,9 @@ def _stop_ranks_in_child() -> None:
     """In a process that a rank has forked off: it is no rank, and would wait for ever for the others."""
     context = _context()
     if context is not None:
-        context.world.scheduler.fatal = SimError(
+        context.scheduler.fatal = SimError(
             f"a process that rank {context.rank} started used one of the rank's process groups\n"
-            f"  seen: process {os.getpid()}, forked off process {context.world.pid}\n"
+            f"  seen: process {os.getpid()}, forked off process {context.scheduler.pid}\n"
             "  try: communicate from the rank itself, and let its processes load or compute only"
         )
 

@@ -28,7 +28,7 @@ from sim.testing.processes import (
     take_device,
     who_left,
 )
-from sim.testing.ranks import RankTest
+from sim.testing.rank_test import RankTest
 from sim.world import world
 
 __all__ = ["run_body"]

@@ -43,7 +43,7 @@ from hyper_parallel.platform import get_platform
 from sim.explain.callables import check_result
 from sim.explain.errors import ranks_phrase
 from sim.explain.lines import belongs_to_a_library, user_line
-from sim.testing.ranks import RankTest
+from sim.testing.rank_test import RankTest
 
 __all__ = [
     "DEVICE_TYPES",

@@ -76,7 +76,7 @@ class Meter(TorchDispatchMode):
 
 def sent(run):
     """What this rank has communicated so far."""
-    return current_context().world.trace.of_rank(run.ctx.rank)
+    return current_context().network.trace.of_rank(run.ctx.rank)
 
 
 def allowed(run, model):

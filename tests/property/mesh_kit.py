@@ -54,7 +54,7 @@ def alone(
             yield
 
     world = LoneWorld(world_size, rank, listener)
-    world.map_device = stands_for
+    world.host.map_device = stands_for
     with world:
         result = world.run_alone(body, mode)
         return Seen(result, world.trace.of_rank(rank))

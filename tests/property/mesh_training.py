@@ -116,7 +116,7 @@ def own_events() -> list[Event]:
     """What the calling rank has communicated so far."""
     context = current_context()
     assert context is not None
-    return context.world.trace.of_rank(context.rank)
+    return context.network.trace.of_rank(context.rank)
 
 
 def only_steps(seen: Seen) -> Seen:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import sim
 from sim.kernel import watchdog
-from sim.kernel.scheduler import RankThread
+from sim.kernel.waiting import RankThread
 
 pytestmark = pytest.mark.sim
 

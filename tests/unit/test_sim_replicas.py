@@ -678,8 +678,8 @@ def test_marks_go_with_their_tensors():
         scheduler = None
         replay = ""
 
-    found = partials.Partials(Watched(), 0)
-    mark = partials.Mark("sum", ("tp",), 2, "here")
+    found = partials.RankPartials(Watched(), 0)
+    mark = linear.Mark("sum", ("tp",), 2, "here")
     kept = torch.ones(3)
     found.put([kept], mark)
     for _ in range(2_000):

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import sim
 from sim.kernel import threads, watchdog
-from sim.kernel.scheduler import Scheduler, Waitable
+from sim.kernel.scheduler import Scheduler
+from sim.kernel.waiting import Waitable
 
 pytestmark = pytest.mark.sim
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.errors import explain
 from sim.comm.collectives import Call
-from sim.kernel.scheduler import Waitable
+from sim.kernel.waiting import Waitable
 from sim.mesh.program import (
     COMPUTE,
     Alloc,

@@ -3,8 +3,7 @@
 >>> Kill(2, at=3)
 sim.faults.Kill(2, at=3)
 
-    hooks -> corruption, losses -> triggers -> plan
-    hooks -> reform
+    hooks -> losses -> triggers -> plan
     swarm -> plan
 """
 

@@ -7,16 +7,19 @@ A fault is a value (``sim.faults.Kill(2, at=3)``), given to ``sim.run`` and ``si
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from sim.comm.collectives import Call, Problem
+from sim.comm.collectives import Call
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Group, Message, Network
+from sim.comm.observer import Observer, observe
+from sim.comm.pricing import CommPricing
 from sim.explain.lines import user_line
-from sim.kernel.clock import CommPricing
-from sim.observers.faults.corruption import draw_flips, execute_flipped, flipped, given_by
-from sim.observers.faults.losses import Losses
+from sim.observers.faults.losses import Losses, Reform
 from sim.observers.faults.plan import (
     At,
     Corrupt,
@@ -28,12 +31,15 @@ from sim.observers.faults.plan import (
     SlowLink,
     check_ranks,
 )
-from sim.observers.faults.reform import Reform
-from sim.observers.faults.triggers import Flip, Happening, Trigger
-
-if TYPE_CHECKING:
-    from sim.comm.group import Group, Message
-    from sim.world import RankContext, World
+from sim.observers.faults.triggers import (
+    Flip,
+    Happening,
+    Trigger,
+    draw_flips,
+    execute_flipped,
+    flipped,
+    given_by,
+)
 
 __all__ = ["Faults", "Operation"]
 
@@ -48,7 +54,7 @@ class Operation(NamedTuple):
     receiver: int | None = None
 
 
-class Faults:
+class Faults(Observer):
     """The faults of a world: ``world.faults``.
 
     >>> import torch, torch.distributed as dist
@@ -73,18 +79,19 @@ class Faults:
         reform: Where ranks meet that make the default group anew.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, network: Network, seed: int) -> None:
+        self._network = network
+        self._seed = seed
         self.plan: tuple[Fault, ...] = ()
         self.log: list[Happening] = []
-        self.losses = Losses(world)
-        self.reform = Reform(world)
+        self.losses = Losses(network)
+        self.reform = Reform(network)
         self.flips: dict[Call, tuple[Flip, ...]] = {}  # of the collectives under way
         self._triggers: list[Trigger] = []
         self._by_rank: list[list[Trigger]] = []
         self._begun: list[int] = []  # operations by rank
         self._pace: dict[int, list[Trigger]] = {}
-        self._bare_replay = self._replay = world.replay
+        self._bare_replay = self._replay = network.replay
 
     # -- adding ------------------------------------------------------------------------------------------------
 
@@ -119,32 +126,37 @@ class Faults:
             ValueError: A rank that the world does not have.
             TypeError: Something that is no fault.
         """
-        world = self._world
+        network = self._network
         for fault in faults:
-            check_ranks(fault, world.world_size)
+            check_ranks(fault, network.world_size)
         if faults and not self.plan:
             self._begin()
         for fault in faults:
-            trigger = Trigger(fault, Random(f"{world.seed}, fault {len(self.plan)}"))
+            trigger = Trigger(fault, Random(f"{self._seed}, fault {len(self.plan)}"))
             self.plan += (fault,)
             self._triggers.append(trigger)
             if isinstance(fault, Slow):
                 self._pace.setdefault(fault.rank, []).append(trigger)
             elif isinstance(fault, SlowLink):
-                world.pricing = SlowedPricing(world.pricing, trigger, self)
+                network.pricing = SlowedPricing(network.pricing, trigger, self)
             else:
                 self._by_rank[fault.involved()[0]].append(trigger)
-        if world.replay == self._replay and self.plan:
-            self._replay = world.replay = f"{self._bare_replay[:-1]}, faults={list(self.plan)!r})"
+        if network.replay == self._replay and self.plan:
+            self._replay = network.replay = f"{self._bare_replay[:-1]}, faults={list(self.plan)!r})"
 
     def _begin(self) -> None:
         """Let the ranks ask here before each operation: the first fault has come."""
-        world = self._world
-        self._by_rank = [[] for _ in range(world.world_size)]
-        self._begun = [world.trace.count(rank) for rank in range(world.world_size)]
-        world.scheduler.rescue = self.losses.rescue
-        for context in world.contexts:
-            context.faults = self
+        network = self._network
+        self._by_rank = [[] for _ in range(network.world_size)]
+        self._begun = [network.trace.count(rank) for rank in range(network.world_size)]
+        network.scheduler.rescue = self.losses.rescue
+        network.lost = self.losses.by_rank
+        network.execute = partial(execute_flipped, flips=self.flips)
+        network.rejoin = self.reform.join
+        for endpoint in network.endpoints:
+            endpoint.stretch = partial(self._stretch, endpoint.rank)
+        observe(network, self)
+        observe(network, self.losses)
 
     @property
     def pending(self) -> list[Fault]:
@@ -153,26 +165,24 @@ class Faults:
 
     # -- what the ranks ask ------------------------------------------------------------------------------------
 
-    def on_collective(self, context: RankContext, group: Group, call: Call) -> None:
-        """Called before a rank enters a collective; does not return if the rank is lost."""
-        gives = given_by(call, group.ranks.index(context.rank))
-        flips, _ = self._strike(context, Operation(call.contract.op, group.label, call.line, gives))
+    def issuing(self, endpoint: Endpoint, group: Group, what: Call | Message) -> None:
+        """Let happen what is due before a rank begins an operation; does not return if the rank is lost."""
+        if isinstance(what, Call):
+            gives = given_by(what, group.ranks.index(endpoint.rank))
+            flips, _ = self._strike(endpoint, Operation(what.contract.op, group.label, what.line, gives))
+            if flips:
+                self.flips[what] = flips
+            return
+        sending = what.who_waits == "send"
+        receiver = group.ranks[what.receiver] if sending else None
+        operation = Operation(what.who_waits, group.label, what.line, [what.tensor] if sending else [], receiver)
+        flips, what.dropped = self._strike(endpoint, operation)
         if flips:
-            self.flips[call] = flips
+            what.tensor = flipped([what.tensor], flips)[0]
 
-    def on_message(self, context: RankContext, message: Message) -> None:
-        """Called before a message meets its other side; may change what it carries."""
-        sending = message.who_waits == "send"
-        gives = [message.tensor] if sending else []
-        receiver = message.group.ranks[message.receiver] if sending else None
-        operation = Operation(message.who_waits, message.group.label, message.line, gives, receiver)
-        flips, message.dropped = self._strike(context, operation)
-        if flips:
-            message.tensor = flipped(gives, flips)[0]
-
-    def _strike(self, context: RankContext, operation: Operation) -> tuple[tuple[Flip, ...], bool]:
+    def _strike(self, endpoint: Endpoint, operation: Operation) -> tuple[tuple[Flip, ...], bool]:
         """Let happen what is due; returns the bits to flip, and whether the message is lost."""
-        scheduler, rank = self._world.scheduler, context.rank
+        scheduler, rank = self._network.scheduler, endpoint.rank
         self._check_rank(rank)
         number = self._begun[rank]
         self._begun[rank] = number + 1
@@ -182,7 +192,7 @@ class Faults:
             fault = trigger.fault
             if isinstance(fault, Drop) and fault.receiver != operation.receiver:
                 continue
-            if (trigger.happened and not trigger.recurs) or not trigger.is_due(context.regions, scheduler.now):
+            if (trigger.happened and not trigger.recurs) or not trigger.is_due(endpoint.regions, scheduler.now):
                 continue
             found: tuple[Flip, ...] = ()
             if isinstance(fault, Corrupt):
@@ -202,7 +212,7 @@ class Faults:
 
     def _check_rank(self, rank: int) -> None:
         """Let no thread of a rank go on that is dead or frozen."""
-        self._world.scheduler.check_alive()
+        self._network.scheduler.check_alive()
         if rank in self.losses.by_rank:
             self.losses.hang()
 
@@ -210,35 +220,18 @@ class Faults:
         self, trigger: Trigger, rank: int, number: int, operation: Operation, flips: tuple[Flip, ...] = ()
     ) -> Happening:
         trigger.happened = True
-        time = self._world.scheduler.now
+        time = self._network.scheduler.now
         happening = Happening(trigger.fault, rank, number, operation.op, operation.group, operation.line, time, flips)
         self.log.append(happening)
         return happening
 
-    def keep_apart(self, message: Message, other: Message | None) -> bool:
-        """Whether a message must not reach its other side, or has none that could still come."""
-        if other is None:
-            if message.dropped:
-                self._world.scheduler.complete(message)
-            else:
-                self.losses.note_message(message)
-            return True
-        if message.dropped:
-            self._world.scheduler.complete(message)
-        message.dropped = other.dropped = message.dropped or other.dropped
-        return message.dropped
-
-    def execute(self, calls: list[Call]) -> Problem | None:
-        """Carry out a collective, with bits flipped where they have to be."""
-        return execute_flipped(calls, self.flips)
-
-    def stretch(self, context: RankContext, seconds: float, op: str) -> float:
+    def _stretch(self, rank: int, seconds: float, op: str) -> float:
         """How long ``seconds`` of a rank's own time take."""
-        self._check_rank(context.rank)
-        for trigger in self._pace.get(context.rank, ()):
+        self._check_rank(rank)
+        for trigger in self._pace.get(rank, ()):
             assert isinstance(trigger.fault, Slow)
             if not trigger.happened and seconds:
-                self._note(trigger, context.rank, -1, Operation(op, "", user_line(), ()))
+                self._note(trigger, rank, -1, Operation(op, "", user_line(), ()))
             seconds *= trigger.fault.factor
         return seconds
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import sim
 from hyper_parallel import platform
 from sim.comm.process_group import SimProcessGroup
-from sim.patches import devices, torch_seams
+from sim.patches import devices, install, process_groups
 from sim.script.output import RankStream
 from sim.script.process_view import SLOTS, ProcessView
 
@@ -69,13 +69,13 @@ def places() -> dict[str, object]:
 
 
 def seam(name: str):
-    found = {each.__name__: each for each in torch_seams.SEAMS}
+    found = {each.__name__: each for each in install.PATCHES}
     return found[name]
 
 
 def test_every_seam_has_a_test():
     tested = {name.removeprefix("test_seam") for name in globals() if name.startswith("test_seam_")}
-    assert tested == {each.__name__ for each in torch_seams.SEAMS}
+    assert tested == {each.__name__ for each in install.PATCHES}
 
 
 def test_everything_is_taken_back():
@@ -106,17 +106,17 @@ def test_everything_is_taken_back_after_a_failure():
     assert places() == before
 
 
-@pytest.mark.parametrize("broken", range(len(torch_seams.SEAMS)))
+@pytest.mark.parametrize("broken", range(len(install.PATCHES)))
 def test_what_is_in_place_is_taken_back_when_a_seam_cannot_be_made(broken, monkeypatch):
     before = places()
 
     def fails(world):
         raise AttributeError("torch has moved it")
 
-    seams = list(torch_seams.SEAMS)
+    seams = list(install.PATCHES)
     seams[broken] = fails
     with monkeypatch.context() as patch:
-        patch.setattr(torch_seams, "SEAMS", tuple(seams))
+        patch.setattr(install, "PATCHES", tuple(seams))
         with pytest.raises(AttributeError, match="torch has moved it"):
             sim.run(dist.barrier, 2)
     assert places() == before
@@ -132,9 +132,9 @@ def test_the_others_are_taken_back_when_one_cannot(monkeypatch):
 
         return undo
 
-    middle = len(torch_seams.SEAMS) // 2
+    middle = len(install.PATCHES) // 2
     with monkeypatch.context() as patch:
-        patch.setattr(torch_seams, "SEAMS", (*torch_seams.SEAMS[:middle], stubborn, *torch_seams.SEAMS[middle:]))
+        patch.setattr(install, "PATCHES", (*install.PATCHES[:middle], stubborn, *install.PATCHES[middle:]))
         with pytest.raises(RuntimeError, match="cannot be undone"):
             sim.run(dist.barrier, 2)
     assert places() == before
@@ -159,7 +159,7 @@ def test_seam_error_log():
 
 def test_seam_c10d_state():
     """Every attribute that torch's own state has, a rank's has too, and none of its dictionaries is shared."""
-    real, mine = c10d._world, torch_seams.new_c10d_state()
+    real, mine = c10d._world, process_groups.new_c10d_state()
     names = [n for n in dir(type(real)) + list(vars(real)) if not n.startswith("__") and n != "pg_config_info"]
     for name in names:
         assert hasattr(mine, name), name
@@ -432,7 +432,7 @@ def test_seam_warning_prefix(capsys):
         sim.run(body, 2, schedule=())
         warnings.warn("of nobody", stacklevel=1)
     shown = capsys.readouterr().err
-    assert "test_seams.py" in shown
+    assert "test_patches.py" in shown
     assert all(f"[rank {rank}]" in shown and f"UserWarning: of {rank}\n" in shown for rank in range(2))
     assert all(line.startswith("[rank") for line in shown[: shown.index("of 1")].splitlines())
     assert "[rank" not in shown[shown.index("of nobody") :]
@@ -573,9 +573,7 @@ def test_seam_mapped_device(tmp_path):
     before = changed()
     with sim.world(2):
         assert changed() == before, "only where it was asked for"
-    made = sim.world(2)
-    made.map_device = "cuda"
-    with made as world:
+    with sim.world(2, map_device="cuda") as world:
         assert not any(now is then for now, then in zip(changed(), before, strict=True))
         assert world.run(body) == [(True, 2, rank, "cpu", torch.bfloat16, "cpu", True) for rank in range(2)]
         assert torch.cuda.device_count() == 0 or torch.cuda.is_available(), "this thread is no rank"
@@ -664,7 +662,7 @@ def test_seam_child_environment():
 def script_world(world_size: int, folder: str = "") -> sim.World:
     """A world as it is made for a script."""
     made = sim.world(world_size)
-    made.folder = folder
+    made.host.folder = folder
     for context in made.contexts:
         streams = RankStream(None, "", like=sys.stdout), RankStream(None, "", like=sys.stderr)
         context.view = ProcessView(["x.py"], sys.path, *streams)

@@ -1,45 +1,140 @@
-"""DTensor's sharding propagation, done by one rank of a world for all of them.
-
-Before the first call of an operator torch works out how its outputs are sharded: it runs the operator on fake tensors
-and prices what each sharding of the arguments would cost to reach. That takes milliseconds for a matrix product, and
-15 seconds for an attention that has to be decomposed. torch keeps the result per thread, hence per rank. But ranks have
-to agree on it, or their collectives would not match. So the first rank's result is kept without its meshes, and each
-other rank gets a copy on its own meshes.
-
-What does depend on the rank is still worked out by each rank: sizes of uneven shards (`view` is called with local
-sizes), and placements with a state of their own (the mask of an embedding whose rows are sharded). Errors are not kept.
-
-Tried on torch 2.13.
-"""
+"""Patches of DTensor: its propagation of shardings, its boundary, its dispatch per rank, and torch's caches by mesh."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed._functional_collectives import _are_we_tracing
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _utils
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils, _redistribute, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 
 from hyper_parallel.core.dtensor.placements import STRIDED
 from sim.kernel.context import current_context
+from sim.observers import replicas
 from sim.patches.locks import exchange
+from sim.patches.rank import Host, Undo, use_op_handlers
 
-if TYPE_CHECKING:
-    from sim.world import World
+__all__ = ["DTENSOR_PATCHES", "clear_thread_caches", "thread_has_caches"]
 
-__all__ = ["SHARDING_SEAMS"]
+
+def _caches(host: Host) -> Undo:
+    """torch's process-wide caches by mesh are cleared when the world, and with it the meshes, has ended."""
+
+    def undo() -> None:
+        for cached in (
+            getattr(_redistribute, "_gen_transform_infos", None),
+            getattr(_collective_utils.MeshTopoInfo, "build_from_mesh", None),
+        ):
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+        clear = getattr(_redistribute, "clear_redistribute_planner_cache", None)
+        if clear is not None:
+            clear()
+
+    return undo
+
+
+def _dtensor_boundary(host: Host) -> Undo:
+    """With ``check_replicas``, what enters and leaves DTensors is compared and followed."""
+    partials = host.partials
+    if partials is None:
+        return lambda: None
+    from_local, to_local = DTensor.from_local, DTensor.to_local
+    DTensor.from_local = staticmethod(replicas.check_when_made(from_local))
+    DTensor.to_local = partials.follow_when_taken(to_local)
+
+    def undo() -> None:
+        DTensor.from_local, DTensor.to_local = staticmethod(from_local), to_local
+
+    return undo
+
+
+def _loss_parallel(host: Host) -> Undo:
+    """``loss_parallel`` is the calling rank's own; torch enters its operators into the one table of the process."""
+    from torch.distributed.tensor.parallel import loss
+
+    dispatcher = DTensor._op_dispatcher
+    plain = dispatcher._custom_op_handlers
+    enable, disable = loss._enable_custom_loss_ops, loss._disable_custom_loss_ops
+
+    def enable_on_rank() -> None:
+        context = current_context()
+        if context is None:
+            enable()
+            return
+        context.op_handlers = {**dispatcher._custom_op_handlers, **loss.customized_loss_ops}
+        use_op_handlers(context)
+
+    def disable_on_rank() -> None:
+        context = current_context()
+        if context is None:
+            disable()
+            return
+        context.op_handlers = None
+        dispatcher._custom_op_handlers = plain
+
+    host.op_handlers = plain
+    loss._enable_custom_loss_ops, loss._disable_custom_loss_ops = enable_on_rank, disable_on_rank
+
+    def undo() -> None:
+        loss._enable_custom_loss_ops, loss._disable_custom_loss_ops = enable, disable
+        dispatcher._custom_op_handlers = plain
+
+    return undo
+
+
+def _optimizer_steps(host: Host) -> Undo:
+    """With ``check_replicas``, every optimizer compares its parameters and gradients before a step."""
+    if host.partials is None:
+        return lambda: None
+    return replicas.check_at_steps()
+
+
+def thread_has_caches() -> bool:
+    """Whether torch has cached on this thread how DTensors of this world's meshes are dispatched."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return False
+    propagator = tensor.DTensor._op_dispatcher.sharding_propagator
+    native = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", lambda: (0, 0))()
+    return bool(propagator.propagate_op_sharding.cache_info().currsize or any(native))
+
+
+def clear_thread_caches() -> None:
+    """Empty these caches, which would otherwise keep the meshes of worlds that have ended."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+
+
+# -- sharding propagation, done by one rank of a world for all of them --------------------------------------------
+#
+# Before the first call of an operator torch works out how its outputs are sharded: it runs the operator on fake
+# tensors and prices what each sharding of the arguments would cost to reach. That takes milliseconds for a matrix
+# product, and 15 seconds for an attention that has to be decomposed. torch keeps the result per thread, hence per
+# rank. But ranks have to agree on it, or their collectives would not match. So the first rank's result is kept
+# without its meshes, and each other rank gets a copy on its own meshes.
+#
+# What does depend on the rank is still worked out by each rank: sizes of uneven shards (`view` is called with local
+# sizes), and placements with a state of their own (the mask of an embedding whose rows are sharded). Errors are not
+# kept.
+#
+# Tried on torch 2.13.
 
 _COMPUTE, _LOCAL_SHAPE = "propagate_op_sharding_non_cached", "_compute_local_shape_and_global_offset"
 
 
-def _sharding_propagation(world: World) -> Callable[[], None]:
+def _sharding_propagation(host: Host) -> Undo:
     """The sharding of an operator's outputs is worked out once per world, not once per rank."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     owner = type(propagator)
@@ -169,5 +264,11 @@ def _splits_evenly(shape: Any, mesh_shape: Any, placements: Any) -> bool:
     return True
 
 
-SHARDING_SEAMS: tuple[Callable[[World], Callable[[], None]], ...] = (_sharding_propagation,)
-"""What is changed of DTensor's sharding propagation; the list of all seams is in ``sim/torch_seams.py``."""
+DTENSOR_PATCHES = (
+    _caches,
+    _dtensor_boundary,
+    _loss_parallel,
+    _optimizer_steps,
+    _sharding_propagation,
+)
+"""What of DTensor is changed."""
