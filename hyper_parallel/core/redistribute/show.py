@@ -20,7 +20,7 @@ from hyper_parallel.core.redistribute.holdings import Intervals, Located, Part
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.steps import Step, program
 
-__all__ = ["draw_mesh", "draw_parts", "draw_receipt", "draw_transfers", "readable", "show", "torch_plan"]
+__all__ = ["draw_mesh", "draw_parts", "draw_receipt", "draw_svg", "draw_transfers", "readable", "show", "torch_plan"]
 
 _LOCAL = ("slice", "copy")
 _WIDTH = 200  # of the console that tables are drawn on: wide enough that no cell is ever folded
@@ -272,12 +272,12 @@ def draw_receipt(step: Step, rank: int) -> str:
     >>> from hyper_parallel.core.redistribute.plan import plan
     >>> mesh = Layout((2,), ("tp",))
     >>> print(draw_receipt(plan(mesh("tp", "None"), mesh("None", "tp"), (8, 6), torch.float32).steps[0], rank=1))
-          3:6
-         +---+
-    0:4  | 0 |
-         +---+
-    4:8  | 1 |
-         +---+
+           3:6
+         +-----+
+    0:4  |  0  |
+         +-----+
+    4:8  |  1  |
+         +-----+
 
     Args:
         step: a step that communicates, in one round.
@@ -291,21 +291,61 @@ def draw_receipt(step: Step, rank: int) -> str:
     return _blocks(step.after.holding.shape, found, " + " if step.reduces else " ", need)
 
 
+def draw_svg(panels: Sequence[tuple[str, Located]]) -> str:
+    """Return drawings of one tensor side by side as an SVG: in each block the ranks that hold it, in the colour of one.
+
+    Args:
+        panels: a title, and what each rank holds, from left to right.
+    """
+    size, margin = 240, 24
+    ranks = sorted({rank for _, at in panels for rank in at.ranks})
+    width, height = len(panels) * (size + margin) + margin, size + 2 * margin + 8
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="monospace">']
+    for place, (title, at) in enumerate(panels):
+        left, top = margin + place * (size + margin), margin + 8
+        lines.append(f'<text x="{left}" y="{margin - 4}" font-size="14" fill="#888">{title}</text>')
+        parts = [(rank, part) for rank in at.ranks if (part := at.part_of(rank)) is not None]
+        (rows, columns), cells = _cells(at.holding.shape, [(str(rank), part) for rank, part in parts])
+        scale = [size / max(stop for _, stop in intervals) for intervals in (rows, columns)]
+        for row, names in zip(rows, cells, strict=True):
+            for column, held in zip(columns, names, strict=True):
+                x, y = left + column[0] * scale[1], top + row[0] * scale[0]
+                across, down = (column[1] - column[0]) * scale[1], (row[1] - row[0]) * scale[0]
+                hue = 360 * ranks.index(int(held[0])) // len(ranks) if held else 0
+                lines.append(
+                    f'<rect x="{x:g}" y="{y:g}" width="{across:g}" height="{down:g}" stroke="#333" '
+                    f'fill="hsl({hue}, 70%, {80 if held else 100}%)"/>'
+                    f'<text x="{x + across / 2:g}" y="{y + down / 2 + 5:g}" font-size="14" text-anchor="middle">'
+                    f"{' '.join(held)}</text>"
+                )
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def _blocks(shape: tuple[int, ...], parts: Sequence[tuple[str, Part]], between: str, within: Part | None = None) -> str:
     """Return a grid of a tensor, or of a part of it, with the names of the parts that each block lies in."""
-    _check_two("dims", shape)
-    full = [*([((0, 1),)] if len(shape) == 1 else []), *(within or tuple(((0, size),) for size in shape))]
-    both = [(name, [*([((0, 1),)] if len(shape) == 1 else []), *part]) for name, part in parts if all(part)]
-    edges = [_edges(full[dim], [part[dim] for _, part in both]) for dim in range(2)]
-    rows = [
-        [
-            between.join(name for name, part in both if _has(part[0], row) and _has(part[1], column))
-            for column in edges[1]
-        ]
-        for row in edges[0]
-    ]
+    edges, cells = _cells(shape, parts, within)
     labels = [[f"{start}:{stop}" for start, stop in intervals] for intervals in edges]
+    rows = [[between.join(names) for names in row] for row in cells]
     return _grid(labels[0] if len(shape) == 2 else [""], labels[1], rows)
+
+
+def _cells(
+    shape: tuple[int, ...], parts: Sequence[tuple[str, Part]], within: Part | None = None
+) -> tuple[list[list[tuple[int, int]]], list[list[list[str]]]]:
+    """Return the intervals of rows and of columns, and for each block the names of the parts that it lies in.
+
+    A tensor of one dim is one row.
+    """
+    _check_two("dims", shape)
+    row: list[Intervals] = [((0, 1),)] if len(shape) == 1 else []
+    full = [*row, *(within or tuple(((0, size),) for size in shape))]
+    both = [(name, [*row, *part]) for name, part in parts if all(part)]
+    edges = [_edges(full[dim], [part[dim] for _, part in both]) for dim in range(2)]
+    cells = [
+        [[name for name, part in both if _has(part[0], down) and _has(part[1], across)] for across in edges[1]]
+        for down in edges[0]
+    ]
+    return edges, cells
 
 
 def _edges(whole: Intervals, cuts: Sequence[Intervals]) -> list[tuple[int, int]]:
