@@ -467,7 +467,7 @@ def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
                 ValueError, match=rf"cannot load '{name}': got {got}\n  global shape: {shapes[name]}\n  try: "
             ):
                 model.load_state_dict(moving | {name: value})
-    with pytest.raises(ValueError, match=r"part: .*\n  likewise: 'blocks.1.plain', 'blocks.1.steps'\n"):
+    with pytest.raises(ValueError, match=r"shard: .*\n  likewise: 'blocks.1.plain', 'blocks.1.steps'\n"):
         model.load_state_dict(moving | {"blocks.1.plain": 1, "blocks.1.steps": 1, "scale": 1})
     with pytest.raises(TypeError, match=r"cannot read its argument: .*\n  got: a list\n  try: "):
         model.load_state_dict([1])
