@@ -686,7 +686,7 @@ CALLS = {
         {"local_plan": {"": ROWS}},
         lambda x: distribute_tensor(WHOLE, mesh_of(), ROWS, src_data_rank=None),
         1,
-        "cannot take the output of the model as a local part: it is a DTensor already",
+        "cannot take the output of the model as a local shard: it is a DTensor already",
         "layout: (dp, -)",
         "no local_plan for a module that returns DTensors",
     ),
@@ -694,9 +694,9 @@ CALLS = {
         {"local_plan": {"": ("tp", "None")}},
         lambda x: x[: 1 + 2 * (torch.distributed.get_rank() % 2)],
         1,
-        "cannot take the output of the model as a local part: the parts add up to (4, 8), of which rank 0 would have",
+        "cannot take the output of the model as a local shard: the shards add up to (4, 8), of which rank 0 would have",
         "rank 1: (3, 8)",
-        "a layout that the parts have, with dims split as torch.chunk does it",
+        "a layout that the shards have, with dims split as torch.chunk does it",
     ),
 }
 

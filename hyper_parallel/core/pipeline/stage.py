@@ -127,12 +127,12 @@ class Stage(PipelineStage):
             output = self.submod(*given, **kwargs)
             if self.is_last:
                 return self._detachable(plain_loss(self.loss_fn(output, self.targets[self._micro_batch])))
-            parts = self.boundary.outgoing(self.stage_index, output)
-            self._check_sent(self.boundary.metas(output, parts))
+            shards = self.boundary.outgoing(self.stage_index, output)
+            self._check_sent(self.boundary.metas(output, shards))
         except Exception as error:
             self.error = error
             raise
-        return tuple(map(self._detachable, parts))
+        return tuple(map(self._detachable, shards))
 
     def _detachable(self, output: torch.Tensor) -> torch.Tensor:
         """Losses, and outputs where backwards are split, are detached in place later, which views cannot be."""

@@ -41,11 +41,11 @@ class ShardingPlan:
         plan: parameter path -> layout. What is not named stays as it is.
         input_plan: "<module path>.input", of the model itself "input" -> layouts of the arguments.
         output_plan: "<module path>.output", of the model itself "output" -> layouts of what it returns.
-        return_local_tensor: paths of modules whose DTensors are returned as this rank's parts; "" is the model itself.
-        wrap_inputs: take a plain tensor at a declared input as that layout's local part.
+        return_local_tensor: paths of modules whose DTensors are returned as this rank's shards; "" is the model itself.
+        wrap_inputs: take a plain tensor at a declared input as that layout's local shard.
         local_plan: module path -> layouts of what the module's own code returns when it computes on local tensors. In
             such a module DTensor arguments, once in the layouts of `input_plan`, and all parameters are this rank's
-            parts; what it returns is taken as a part of the layout given here, and then brought to that of
+            parts; what it returns is taken as a shard of the layout given here, and then brought to that of
             `output_plan`. Torch's dispatch of DTensors, some 20 us per operation, does not take place inside.
     """
 

@@ -15,13 +15,13 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.convert import layout_of
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["LocalShard", "shards_of"]
 
 BETWEEN = "|"  # between a tensor's name and what tells its boxes, or the ranks that have one each, apart
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalShard:
     """This rank's box of a tensor.
 
     Attributes:
@@ -63,10 +63,10 @@ def key_in_file(key: str, whole: Sequence[int], offsets: Sequence[int], sizes: S
     return key if tuple(sizes) == tuple(whole) else f"{key}{BETWEEN}{','.join(map(str, offsets))}"
 
 
-def parts_of(
+def shards_of(
     asked: str, tensors: Mapping[str, Any], per_rank: Mapping[str, Any] | None, rank: int, global_rank: int
-) -> dict[str, Part]:
-    """Return the parts that this rank has, by name; nothing is communicated or copied.
+) -> dict[str, LocalShard]:
+    """Return the shards that this rank has, by name; nothing is communicated or copied.
 
     Args:
         asked: the start of an error message, "cannot ...".
@@ -84,9 +84,9 @@ def parts_of(
     found = {}
     for name, tensor in tensors.items():
         _check(asked, name, tensor)
-        part = _part(asked, name, tensor, global_rank)
-        if part is not None:
-            found[name] = part
+        shard = _shard(asked, name, tensor, global_rank)
+        if shard is not None:
+            found[name] = shard
     for name, tensor in (per_rank or {}).items():
         _check(asked, name, tensor)
         if isinstance(tensor, DTensor):
@@ -115,7 +115,7 @@ def _check(asked: str, name: Any, tensor: Any) -> None:
         raise ValueError(explain(asked, blame, f"shape: {tuple(tensor.shape)}", close))
 
 
-def _part(asked: str, name: str, tensor: torch.Tensor, rank: int) -> Part | None:
+def _shard(asked: str, name: str, tensor: torch.Tensor, rank: int) -> LocalShard | None:
     if not isinstance(tensor, DTensor):
         return _whole(tensor)
     coordinates = tensor.device_mesh.get_coordinate()
@@ -134,19 +134,19 @@ def _part(asked: str, name: str, tensor: torch.Tensor, rank: int) -> Part | None
         local = tensor.to_local().detach()
     box = layout.local_slice(shape, rank)
     if tuple(local.shape) != tuple(side.stop - side.start for side in box):
-        blame = f"this rank's part of {name!r} is not the one that its layout says"
-        seen = f"layout: {layout}\n  part: {tuple(local.shape)}, of {shape}: should be {box}"
+        blame = f"this rank's shard of {name!r} is not the one that its layout says"
+        seen = f"layout: {layout}\n  shard: {tuple(local.shape)}, of {shape}: should be {box}"
         raise ValueError(explain(asked, blame, seen, "a DTensor that from_local(..., shape=...) has checked"))
     if not tensor.numel():
-        return Part(shape, tensor.dtype, (0,) * len(shape), local.new_empty(shape))
+        return LocalShard(shape, tensor.dtype, (0,) * len(shape), local.new_empty(shape))
     split = {axis for axes in layout.splits(len(shape)) for axis in axes}
     pick = zlib.crc32(name.encode())  # so that replicas write about as much each
     writes = all(
         axis in split or at == pick % size
         for axis, (at, size) in enumerate(zip(coordinates, layout.mesh_shape, strict=True))
     )
-    return Part(shape, tensor.dtype, tuple(side.start for side in box), local, writes)
+    return LocalShard(shape, tensor.dtype, tuple(side.start for side in box), local, writes)
 
 
-def _whole(tensor: torch.Tensor) -> Part:
-    return Part(tuple(tensor.shape), tensor.dtype, (0,) * tensor.dim(), tensor.detach())
+def _whole(tensor: torch.Tensor) -> LocalShard:
+    return LocalShard(tuple(tensor.shape), tensor.dtype, (0,) * tensor.dim(), tensor.detach())
