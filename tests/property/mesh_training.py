@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,13 @@ from sim.trace import Event
 
 
 def steps_of(
-    config: Config, world_size: int, steps: int = 2, routing: Routing | None = None, *, numbers: bool = True
+    config: Config,
+    world_size: int,
+    steps: int = 2,
+    routing: Routing | None = None,
+    *,
+    numbers: bool = True,
+    counts_flops: bool = True,
 ) -> Any:
     """A body that builds the model and trains some steps, and tells the shapes and layouts of what comes of it.
 
@@ -43,6 +50,7 @@ def steps_of(
         steps: of the optimizer.
         routing: how tokens go to experts.
         numbers: add up tokens and losses over ranks, as the trainer does to log them.
+        counts_flops: count the FLOPs of each step; that goes through Python for each operation.
     """
     dims = plan_run(config, world_size)
 
@@ -63,9 +71,9 @@ def steps_of(
             begins, flops, gradients = [], [], 0
             for _ in range(steps):
                 begins.append(len(own_events()))
-                with Flops() as counted:
+                with Flops() if counts_flops else nullcontext() as counted:
                     gradients = one_step(model, optimizer, share, ranks, config, numbers=numbers)
-                flops.append(counted.total)
+                flops.append(counted.total if counted else 0)
             begins.append(len(own_events()))
             state = [(len(entry), describe(entry["exp_avg"])) for entry in optimizer.state.values()]
             memory = {
@@ -87,7 +95,7 @@ class Built(NamedTuple):
         told: shapes and layouts of parameters and of the optimizer's state.
         begins: numbers of the first events of its steps, and of what comes after them.
         losses: numbers of the first events of losses, and of those after them.
-        flops: of each step.
+        flops: of each step; 0 where they are not counted.
         memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from training_kit import (
     PROBLEMS,
     STEPS,
     Arrangement,
+    Outcome,
     Problem,
     arrangements,
     folder,
@@ -171,6 +173,12 @@ def untied(monkeypatch):
     monkeypatch.setattr(Parallelized, "__init__", without)
 
 
+@cache
+def without_a_fault(problem: Problem, arrangement: Arrangement) -> Outcome:
+    with folder() as keep:
+        return run(arrangement.of(problem), arrangement.world_size, keep)
+
+
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize(
     ("fault", "arrangement"),
@@ -184,8 +192,7 @@ def untied(monkeypatch):
 def test_a_fault_in_training_is_found(fault, arrangement, precision, monkeypatch):
     problem = Problem("dense, tied, tokens ignored", precision)
     expected = reference(problem)
-    with folder() as keep:
-        expected.check(run(arrangement.of(problem), arrangement.world_size, keep))
+    expected.check(without_a_fault(problem, arrangement))
     fault(monkeypatch)
     with folder() as keep, pytest.raises(AssertionError, match=r"bounds|different numbers"):
         expected.check(run(arrangement.of(problem), arrangement.world_size, keep))
