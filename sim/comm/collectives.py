@@ -21,7 +21,7 @@ from sim.explain.errors import ranks_phrase
 __all__ = ["Call", "Contract", "MemoryGone", "Problem", "check_memory", "execute", "reduce_op_name", "sizes_of"]
 
 _MANY = 32  # ranks from which on n * n copies of small parts cost more than anything else
-_TOLD = 4  # pairs of ranks that an error names
+_NAMED = 4  # pairs of ranks that an error names
 _LOOKED_AT = 8  # tensors of a list whose memory is looked at: a look costs as much as a small copy
 _SMALL = 8 * 1024  # elements of a part under which it is not worth a view of its own
 _PIECE = 32 * 1024  # elements worked on at a time, 128 KiB of fp32: a fraction of a core's L2 cache
@@ -438,13 +438,13 @@ class _Pair(NamedTuple):
 
 def _unequal(pairs: list[_Pair], calls: list[Call]) -> Problem:
     def what(ranks: Sequence[int]) -> str:
-        told = [
+        named = [
             f"rank {ranks[pair.source]} sends {pair.sent} elements to rank {ranks[pair.target]}, which expects "
             f"{pair.expected} from it"
-            for pair in pairs[:_TOLD]
+            for pair in pairs[:_NAMED]
         ]
-        more = [f"and {len(pairs) - _TOLD} more such pairs"] if len(pairs) > _TOLD else []
-        return "; ".join([*told, *more])
+        more = [f"and {len(pairs) - _NAMED} more such pairs"] if len(pairs) > _NAMED else []
+        return "; ".join([*named, *more])
 
     if all(call.splits is not None for call in calls):
         hint = "let the output split of each rank be what the others' input splits send to it"

@@ -119,7 +119,7 @@ def call_on(workers: list[Worker], fn: Callable[[], None]) -> None:
 
 
 def release(workers: list[Worker]) -> None:
-    """Give leased threads back; one that still runs, or that carries something over, is let go instead."""
+    """Return leased threads to the pool; one that still runs, or that carries something over, ends instead."""
     kept = [worker for worker in workers if worker.reusable and not worker.busy]
     with _lock:
         _idle.extend(reversed(kept))

@@ -153,7 +153,7 @@ def _start_method(host: Host) -> Undo:
 
     if host.contexts[0].view is None:
         default._actual_context = None  # as in a new process
-    set_back = exchange(
+    restore = exchange(
         [
             (multiprocessing, "set_start_method", set_start_method),
             (torch.multiprocessing, "set_start_method", set_start_method),
@@ -161,7 +161,7 @@ def _start_method(host: Host) -> Undo:
     )
 
     def undo() -> None:
-        set_back()
+        restore()
         default._actual_context = before
 
     return undo
