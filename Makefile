@@ -9,7 +9,7 @@ PYTEST_OPTIONS ?=
 # Some images switch byte code off: then every process of every test compiles all sources and rewrites all tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo check test full deep lint types bench compat clean
+.PHONY: help venv demo check test full deep lint types docs bench compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -30,7 +30,7 @@ check: venv lint ## while editing, under a minute: ruff and every test of less t
 test: venv lint ## minutes: also the simulated ranks, processes, and drawn inputs with few examples
 	$(PYTEST) --tier test
 
-full: venv lint types ## everything that needs no accelerator, with all examples: what CI runs
+full: venv lint types docs ## everything that needs no accelerator, with all examples: what CI runs
 	$(PYTEST) --tier full
 	$(PYTEST) --tier full -m npu --sim-backend hccl tests/multidevice  # what hccl does not reduce is refused
 
@@ -43,6 +43,9 @@ lint: venv
 
 types: venv
 	$(BIN)/mypy
+
+docs: venv ## the site of docs/ in out/site, its reference pages made from docstrings
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: venv ## side by side with torch: engine, redistribution, simulator; the tables for docs/benchmarks.md
 	$(BIN)/python -m benchmarks

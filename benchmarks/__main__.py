@@ -73,7 +73,10 @@ def _counts() -> dict[str, str]:
 
 
 def _wrapping() -> dict[str, str]:
-    return {"wrapping": f"{_conditions()}.\n\n{wrapping.table()}"}
+    return {
+        "wrapping": f"{_conditions()}.\n\n{wrapping.table()}",
+        "filling": f"{_conditions()}.\n\n{wrapping.filling_table()}",
+    }
 
 
 def _shard() -> dict[str, str]:

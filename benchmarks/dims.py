@@ -40,8 +40,7 @@ from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.data import load_corpus, rank_part, samples
-from hyper_parallel.trainer.place import RankPlace
-from hyper_parallel.trainer.trainer import Trainer
+from hyper_parallel.trainer.loop import RankPlace, Trainer
 
 RANKS, SEQUENCES, LENGTH, CHECKED_STEPS = 4, 8, 128, 3
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant")

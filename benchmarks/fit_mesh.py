@@ -179,7 +179,8 @@ def _write(file: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
     lines = [
         "# Written by `python -m benchmarks.fit_mesh --write`: what published runs tell of figures that tables of",
         "# kernels and links leave open. Each is fitted to the rows that bear on it, none of them held out (see",
-        "# benchmarks/published/data/held_out.toml), by the mean of |log(predicted / published seconds)|, which counts as 0.4 at most.",
+        "# benchmarks/published/data/held_out.toml), by the mean of |log(predicted / published seconds)|, which counts",
+        "# as 0.4 at most.",
     ]
     for path, said in found.items():
         section, _, name = path.rpartition(".")
@@ -203,9 +204,7 @@ def import_rows(source: str | Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_mesh", description=__doc__)
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder to keep traces in")
-    parser.add_argument(
-        "--rows", type=Path, help="copy the rows of this file into benchmarks/published/data, and fit nothing"
-    )
+    parser.add_argument("--rows", type=Path, help="copy the rows of this file, and fit nothing")
     parser.add_argument("--most", type=int, default=16, help="rows that a figure is fitted to")
     parser.add_argument("--write", action="store_true", help="write both files")
     options = parser.parse_args()

@@ -40,8 +40,7 @@ from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.data import load_corpus
-from hyper_parallel.trainer.place import RankPlace
-from hyper_parallel.trainer.trainer import Trainer
+from hyper_parallel.trainer.loop import RankPlace, Trainer
 from sim.mesh.estimate import Estimate, estimate
 from sim.mesh.hardware import Hardware, find_hardware, hardware_names
 from sim.mesh.pricing.measure import measure

@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 import hyper_parallel as hp
 import sim
 from hyper_parallel.core.redistribute import lower_bound, plan, topology
-from hyper_parallel.core.redistribute.show import torch_plan
+from hyper_parallel.core.redistribute.bounds import torch_plan
 
 MESHES = ((2, 4), (2, 2, 2), (4, 2, 2))
 SHAPES = {(2, "even"): (32, 48), (2, "uneven"): (33, 19), (3, "even"): (16, 32, 16), (3, "uneven"): (17, 9, 13)}

@@ -1,7 +1,12 @@
-"""Write the parallel plan of a PyTorch model once; run it on a laptop, on NPUs or on GPUs.
+"""Parallel training in PyTorch: write the plan of a model once; run it on a laptop, on NPUs or on GPUs.
 
-This file is the table of contents of the public API. ``DTensor``, ``DeviceMesh`` and the placements are torch's
-own, so optimizers, checkpoints and other libraries keep working with them.
+    cli -> trainer -> models -> core.pipeline, core.context_parallel, core.expert_parallel, core.checkpoint, core.hsdp
+    core.checkpoint -> core.hsdp -> core.fully_shard -> core.redistribute
+    core.pipeline, core.context_parallel, core.expert_parallel -> core.shard -> core.init, core.redistribute
+    core.redistribute -> core.dtensor -> core.mesh, core.common, platform
+
+This file is the table of contents of the public API: the verbs of a training script. `DTensor`, `DeviceMesh` and the
+placements are torch's own, so optimizers, checkpoints and other libraries keep working with them.
 """
 
 from importlib import import_module
@@ -13,8 +18,11 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import get_process_group_ranks, init_process_group, split_group
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
+    from hyper_parallel.core.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
+    from hyper_parallel.core.context_parallel import context_parallel
     from hyper_parallel.core.dtensor import DTensor, Layout, Partial, Replicate, Shard, flatten_axes
     from hyper_parallel.core.dtensor.dtensor import SkipDTensorDispatch, distribute_module
+    from hyper_parallel.core.expert_parallel import expert_parallel, update_expert_bias
     from hyper_parallel.core.fully_shard import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -32,17 +40,12 @@ if TYPE_CHECKING:
     )
     from hyper_parallel.core.hsdp import HSDPCell, hsdp, hsdp_sync_stream
     from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+    from hyper_parallel.core.pipeline import Pipeline, TiedWeights, stage_slices
     from hyper_parallel.core.redistribute import distribute_tensor, from_local, full_tensor, redistribute, to_local
     from hyper_parallel.core.shard.api import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        PrepareModuleOutput,
-        RowwiseParallel,
-        SequenceParallel,
         ShardingPlan,
         custom_shard,
         init_parameters,
-        parallelize_module,
         parallelize_value_and_grad,
         shard_module,
     )
@@ -63,26 +66,19 @@ __all__ = [
     "Partial",
     "Replicate",
     "Shard",
-    # From one layout to another, and between a rank's part and the whole
+    # From one layout to another, and between local and full tensors
     "distribute_tensor",
     "from_local",
     "full_tensor",
     "redistribute",
     "to_local",
-    # The layouts of a whole model
+    # The layouts of a model
     "ShardingPlan",
     "custom_shard",
     "init_parameters",
     "parallelize_value_and_grad",
     "shard_module",
     "vocab_parallel_cross_entropy",
-    # torch's tensor-parallel styles, which can be mixed with a plan
-    "ColwiseParallel",
-    "PrepareModuleInput",
-    "PrepareModuleOutput",
-    "RowwiseParallel",
-    "SequenceParallel",
-    "parallelize_module",
     # Sharded parameters
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -100,6 +96,17 @@ __all__ = [
     "register_forward_method",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    # Layers, sequences and experts over ranks
+    "Pipeline",
+    "TiedWeights",
+    "context_parallel",
+    "expert_parallel",
+    "stage_slices",
+    "update_expert_bias",
+    # Checkpoints
+    "Checkpointer",
+    "load_checkpoint",
+    "save_checkpoint",
     # Devices
     "get_platform",
     # torch's own, and what has no effect: names that users of the existing library import from here
@@ -114,7 +121,7 @@ __all__ = [
 
 # Where each name comes from. It is imported when it is first used: torch takes seconds to import, and a command's
 # --help, or a pytest that only finds this package installed, needs nothing of it.
-_HOMES = MappingProxyType(
+_NAMES_OF = MappingProxyType(
     {
         "torch.distributed.device_mesh": (
             "DeviceMesh",
@@ -123,6 +130,10 @@ _HOMES = MappingProxyType(
         "torch.distributed.distributed_c10d": ("get_process_group_ranks", "init_process_group", "split_group"),
         "torch.distributed.pipelining": ("PipelineStage", "ScheduleInterleaved1F1B"),
         "hyper_parallel.core.dtensor.dtensor": ("SkipDTensorDispatch", "distribute_module"),
+        "hyper_parallel.core.checkpoint": ("Checkpointer", "load_checkpoint", "save_checkpoint"),
+        "hyper_parallel.core.context_parallel": ("context_parallel",),
+        "hyper_parallel.core.expert_parallel": ("expert_parallel", "update_expert_bias"),
+        "hyper_parallel.core.pipeline": ("Pipeline", "TiedWeights", "stage_slices"),
         "hyper_parallel.core.dtensor": (
             "DTensor",
             "Layout",
@@ -159,15 +170,9 @@ _HOMES = MappingProxyType(
             "to_local",
         ),
         "hyper_parallel.core.shard.api": (
-            "ColwiseParallel",
-            "PrepareModuleInput",
-            "PrepareModuleOutput",
-            "RowwiseParallel",
-            "SequenceParallel",
             "ShardingPlan",
             "custom_shard",
             "init_parameters",
-            "parallelize_module",
             "parallelize_value_and_grad",
             "shard_module",
         ),
@@ -176,15 +181,15 @@ _HOMES = MappingProxyType(
         "hyper_parallel.core.mesh.parallel_dims": ("ParallelDims",),
     }
 )
-_HOME = MappingProxyType({name: module for module, names in _HOMES.items() for name in names})
+_MODULE_OF = MappingProxyType({name: module for module, names in _NAMES_OF.items() for name in names})
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_MODULE_OF})

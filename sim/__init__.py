@@ -13,11 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sim import faults
-from sim.checks.determinism import check_determinism
-from sim.checks.replicas import check_replicas
-from sim.clock import advance
-from sim.current import current_rank
-from sim.errors import (
+from sim.explain.errors import (
     CollectiveMismatch,
     Deadlock,
     InFlightBufferRace,
@@ -27,12 +23,16 @@ from sim.errors import (
     ReplicaMismatch,
     SimError,
 )
-from sim.faults.plan import at_time
-from sim.faults.swarm import SwarmFailed, swarm
-from sim.faults.triggers import region
-from sim.oracle import gather_full, scatter_full
+from sim.kernel.clock import advance
+from sim.kernel.context import current_rank
+from sim.observers.determinism import check_determinism
+from sim.observers.faults.plan import at_time
+from sim.observers.faults.swarm import SwarmFailed, swarm
+from sim.observers.faults.triggers import region
+from sim.observers.replicas import check_replicas
 from sim.prove.infer import infer_layout
 from sim.prove.verify import verify_plan
+from sim.testing.oracle import gather_full, scatter_full
 from sim.trace import Event, Row, Span, Trace
 from sim.world import World, run, world
 
@@ -81,8 +81,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # hypothesis and pytest are extras: what needs them is imported when it is used.
-    if name == "strategies":
-        return import_module("sim.strategies")
+    if name in ("strategies", "threads"):
+        return import_module(f"sim.{name}")
     if name in ("RankTest", "ranks"):
         return getattr(import_module("sim.testing.ranks"), name)
     raise AttributeError(f"module 'sim' has no attribute {name!r}")

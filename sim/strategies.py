@@ -15,11 +15,11 @@ except ImportError as missing:
         "sim.strategies needs hypothesis, which is not installed\n  try: pip install 'hyper_parallel[test]'"
     ) from missing
 
-from hyper_parallel.core.dtensor.forms import REDUCTIONS
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import count_parts
+from hyper_parallel.core.dtensor.ownership import count_parts
+from hyper_parallel.core.dtensor.spelling import REDUCTIONS
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, at_time
+from sim.observers.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, at_time
 
 AXIS_NAMES = ("dp", "tp", "cp", "pp", "ep", "a", "b", "c")
 """Names of drawn axes, in mesh order."""

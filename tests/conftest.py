@@ -11,8 +11,11 @@ import gc
 import json
 import resource
 import signal
+import subprocess
+import sys
+import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ FILE = Path(__file__).with_name("tiers.json")
 COST = "cpu_s"
 RANKS_COST = "ranks_cpu_s"  # of the processes that ran a body, see sim/testing/processes.py
 TIER = pytest.StashKey[str]()
-STARTED = pytest.StashKey[float]()
+STARTED = pytest.StashKey[tuple[float, float]]()
 
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)  # the same for all who change code
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=EXAMPLES["test"])
@@ -42,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--write-tiers", action="store_true", help=f"place items anew in {FILE.name}, by what they cost now"
     )
+    group.addoption("--costs", metavar="FILE", help="write what each item costs to FILE, and judge none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -114,10 +118,10 @@ def pytest_collection_finish() -> None:
 # -- what items cost -------------------------------------------------------------------------------------------------
 
 
-def cpu_s() -> float:
-    """Return the CPU time of this process and of those that it has waited for."""
-    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def cpu_s() -> tuple[float, float]:
+    """Return the CPU time of this process, and that of the processes that it has waited for."""
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime, children.ru_utime + children.ru_stime
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -131,7 +135,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     if report.when == "teardown":
         ranks = sum(value for name, value in item.user_properties if name == RANKS_COST)
-        report.user_properties.append((COST, cpu_s() - item.stash[STARTED] + ranks))
+        own, children = (now - then for now, then in zip(cpu_s(), item.stash[STARTED], strict=True))
+        report.user_properties.append((COST, (own, children + ranks)))
         drawn = bool(getattr(getattr(item, "obj", None), "is_hypothesis_test", False))
         report.user_properties.append(("placed", (item.stash[TIER], drawn)))
     return report
@@ -157,18 +162,47 @@ def place(costs: dict[str, float], known: dict[str, dict[str, list[str]]]) -> di
     return placed
 
 
+def written(cost: Sequence[float]) -> str:
+    """Return the CPU time of an item as it is reported.
+
+    >>> written((0.5, 19.1))
+    '19.6 CPU-s (0.5 its own, 19.1 of processes)'
+    """
+    return f"{sum(cost):.1f} CPU-s ({cost[0]:.1f} its own, {cost[1]:.1f} of processes)"
+
+
+def cost_alone(name: str, config: pytest.Config) -> list[float]:
+    """Return the CPU time of one item, its own and that of its processes, in a process that runs no other item.
+
+    An item can be charged with what an earlier one left behind: a process that is only now waited for, a thread.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "costs.json")
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", f"--costs={file}", name]
+        for option in ("--tier", "--sim-backend"):
+            if value := config.getoption(option, None):
+                command.append(f"{option}={value}")
+        subprocess.run(command, cwd=config.rootpath, stdout=subprocess.DEVNULL, check=False)
+        costs = json.loads(file.read_text()) if file.exists() else {}
+        return costs.get(name, [float("inf"), 0.0])  # where it does not even run, the first verdict stands
+
+
 class Costs:
     """What the items of a run have cost, and which of them cost more than their tier allows.
 
-    A test with drawn inputs is placed by what it costs at the number of examples of the tier `test`.
+    A test with drawn inputs is placed by what it costs at the number of examples of the tier `test`. The run fails by
+    what is too slow for its tier when it runs alone, too.
     """
 
     def __init__(self, config: pytest.Config) -> None:
+        self.config = config
         self.tier: str | None = config.getoption("--tier")
         self.writes: bool = config.getoption("--write-tiers")
-        self.costs: dict[str, float] = {}
+        self.file: str | None = config.getoption("--costs")
+        self.costs: dict[str, Sequence[float]] = {}
         self.scaled: dict[str, float] = {}  # to the examples of the tier `test`
-        self.too_slow: list[str] = []
+        self.limits: dict[str, tuple[str, float]] = {}  # tier and limit of what costs more
+        self.alone: dict[str, Sequence[float]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = dict(report.user_properties)
@@ -176,29 +210,42 @@ class Costs:
             return
         (tier, drawn), cost = found["placed"], found[COST]
         at_full_examples = drawn and self.tier not in ("check", "test")
-        if cost > TOO_SLOW.get("full" if at_full_examples and tier != "deep" else tier, float("inf")):
-            self.too_slow.append(f"{report.nodeid}: {cost:.1f} CPU-s, in {tier!r}: {LIMITS.get(tier)}")
+        limit = TOO_SLOW.get("full" if at_full_examples and tier != "deep" else tier, float("inf"))
+        if sum(cost) > limit and not self.file:
+            self.limits[report.nodeid] = tier, limit
         share = EXAMPLES["test"] / EXAMPLES["full"] if at_full_examples else 1.0
         self.costs[report.nodeid] = cost
-        self.scaled[report.nodeid] = cost * share
+        self.scaled[report.nodeid] = sum(cost) * share
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.writes:
+        if self.file:
+            Path(self.file).write_text(json.dumps(self.costs))
+        elif self.writes:
             FILE.write_text(json.dumps(place(self.scaled, read_tiers()), indent=1) + "\n")
-        elif self.too_slow and self.tier == "full" and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        elif self.tier == "full" and session.exitstatus == pytest.ExitCode.OK:
+            self.alone = {name: cost_alone(name, self.config) for name in self.limits}
+            if any(sum(cost) > self.limits[name][1] for name, cost in self.alone.items()):
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.tier is None or not self.costs:
             return
         files: Counter[str] = Counter()
         for name, cost in self.costs.items():
-            files[name.partition("::")[0]] += cost
+            files[name.partition("::")[0]] += sum(cost)
         total = sum(files.values())
         ten = sum(cost for _, cost in files.most_common(10))
         terminalreporter.section(f"CPU time of tier {self.tier}")
         terminalreporter.write_line(f"{len(self.costs)} items, {total:.0f} CPU-s, ten slowest files {ten / total:.0%}")
         for name, cost in files.most_common(10):
             terminalreporter.write_line(f"{cost:8.1f}  {name}")
-        for row in self.too_slow:
-            terminalreporter.write_line(f"too slow for its tier (tests/{FILE.name}): {row}")
+        for name in self.limits:
+            terminalreporter.write_line(self.verdict(name))
+
+    def verdict(self, name: str) -> str:
+        tier, limit = self.limits[name]
+        row = f"(tests/{FILE.name}): {name}: {written(self.costs[name])}, in {tier!r}: {LIMITS.get(tier)}"
+        if name not in self.alone:
+            return f"too slow for its tier {row}"
+        kind = "too slow for its tier" if sum(self.alone[name]) > limit else "slow among others, not alone"
+        return f"{kind} {row}; alone {written(self.alone[name])}"

@@ -10,7 +10,7 @@ import typer
 
 from benchmarks.published import page
 from benchmarks.published.compare import CACHE, Outcome
-from hyper_parallel.cli_kit import check_can_write, mistakes_as_messages, stderr_console, stdout_console
+from hyper_parallel.cli.kit import check_can_write, mistakes_as_messages, stderr_console, stdout_console
 from hyper_parallel.core.common.errors import explain
 
 app = typer.Typer(add_completion=False)

@@ -1,4 +1,4 @@
-"""Predictions of published runs by the simulator; traces are kept, and what depends on the device is worked out anew."""
+"""Predictions of published runs by the simulator; traces are kept, and prices are worked out anew."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sim.mesh.tracing.trace import trace
 __all__ = ["Simulator", "hardware_of", "job_of", "load_figures", "prediction_of", "programs_of", "seconds_of"]
 
 _TRACED = ("custom.py", "job.py", "models.py", "program.py", "recipe.py", "routing.py", "spec.py", "tracing", "zoo")
-"""What of `sim.mesh` a trace depends on, beside the hooks of this folder: files, and folders with all that is in them."""
+"""What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
 _HOOKS = ("gpt.py", "megatron.py")
 
 

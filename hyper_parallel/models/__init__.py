@@ -1,7 +1,7 @@
 """Small, readable reference models, and ready plans for them and for models of transformers.
 
 huggingface, moe_plan -> plans -> llama
-hf_import -> hf_export -> hf_names -> moe -> llama
+hf_weights -> hf_names -> moe -> llama
 """
 
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface, load_huggingface

@@ -76,7 +76,7 @@ def place_of(name: str, shape: tuple[int, ...]) -> Place:
 
     Args:
         name: in our model.
-        shape: of the whole tensor.
+        shape: of the full tensor.
     """
     found = re.fullmatch(r"layers\.([0-9]+)\.(.+)", name)
     if found is None:
@@ -227,41 +227,41 @@ def config_to_json(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def config_from_json(told: Any, asked: str) -> LlamaConfig:
+def config_from_json(settings: Any, asked: str) -> LlamaConfig:
     """Return the config of our model that computes the same; what training alone needs keeps its default.
 
     >>> config_from_json(config_to_json(LlamaConfig(), torch.float32), "") == LlamaConfig()
     True
 
     Args:
-        told: the content of a config.json.
+        settings: the content of a config.json.
         asked: the start of an error message, "cannot ...".
 
     Raises:
         ValueError: none of our models computes what it says, or something is missing.
     """
-    if not isinstance(told, Mapping):
-        blame = f"config.json holds a {type(told).__name__}, not an object with keys"
-        raise ValueError(explain(asked, blame, f"config.json: {told!r}"[:200], '{"model_type": "llama", ...}'))
-    kind = told.get("model_type")
+    if not isinstance(settings, Mapping):
+        blame = f"config.json holds a {type(settings).__name__}, not an object with keys"
+        raise ValueError(explain(asked, blame, f"config.json: {settings!r}"[:200], '{"model_type": "llama", ...}'))
+    kind = settings.get("model_type")
     if kind not in (_LLAMA, _MOE):
         blame = f"there is no model here for model_type {kind!r}"
-        seen = f"architectures: {told.get('architectures')}"
+        seen = f"architectures: {settings.get('architectures')}"
         raise ValueError(explain(asked, blame, seen, f"a folder with model_type {_LLAMA!r} or {_MOE!r}"))
     keys = _KEYS + (_MOE_KEYS if kind == _MOE else ())
-    values = {ours: _value(asked, told, ours, theirs, default) for ours, theirs, default in keys}
+    values = {ours: _value(asked, settings, ours, theirs, default) for ours, theirs, default in keys}
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    values["num_key_value_heads"] = _value(asked, told, "num_key_value_heads", "num_key_value_heads", heads)
-    head_dim = _value(asked, told, "hidden_size", "head_dim", hidden // heads)
-    rope = told.get("rope_parameters") or told.get("rope_scaling") or {}
+    values["num_key_value_heads"] = _value(asked, settings, "num_key_value_heads", "num_key_value_heads", heads)
+    head_dim = _value(asked, settings, "hidden_size", "head_dim", hidden // heads)
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         blame, hint = "its rotary positions are no object with keys", '{"rope_type": "default", "rope_theta": 10000.0}'
         raise ValueError(explain(asked, blame, f"config.json: {rope!r}"[:200], hint))
-    theta = told.get("rope_theta", 10_000.0)
+    theta = settings.get("rope_theta", 10_000.0)
     values["rope_theta"] = float(_value(asked, {"rope_theta": theta, **rope}, "rope_theta", "rope_theta", None))
     wanted = dict(_FIXED + (_MOE_FIXED if kind == _MOE else ())) | {"partial_rotary_factor": 1.0}
-    found = {name: told.get(name, value) for name, value in wanted.items()}
-    fraction = told.get("partial_rotary_factor", 0.5 if kind == _MOE else 1.0)
+    found = {name: settings.get(name, value) for name, value in wanted.items()}
+    fraction = settings.get("partial_rotary_factor", 0.5 if kind == _MOE else 1.0)
     found["partial_rotary_factor"] = rope.get("partial_rotary_factor", fraction)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "llama3":
@@ -281,19 +281,19 @@ def config_from_json(told: Any, asked: str) -> LlamaConfig:
         raise ValueError(explain(asked, "config.json describes no model that can be", f"seen: {error}", hint)) from None
 
 
-def _value(asked: str, told: Mapping[str, Any], ours: str, theirs: str, default: Any) -> Any:
+def _value(asked: str, settings: Mapping[str, Any], ours: str, theirs: str, default: Any) -> Any:
     """Return a value of config.json that is of the kind of our field, and within bounds.
 
     Args:
         asked: the start of an error message.
-        told: what has the value.
+        settings: what has the value.
         ours: the field of our config.
         theirs: the key in config.json.
         default: what is meant where it is left out or null; None: it must be there.
     """
-    value = default if told.get(theirs) is None else told[theirs]
+    value = default if settings.get(theirs) is None else settings[theirs]
     if value is None:
-        raise ValueError(explain(asked, f"config.json has no {theirs}", f"keys: {sorted(told)}", "a whole one"))
+        raise ValueError(explain(asked, f"config.json has no {theirs}", f"keys: {sorted(settings)}", "a complete one"))
     (kind,) = (str(field.type) for field in dataclasses.fields(MoEConfig) if field.name == ours)
     try:
         check(asked, kind, **{theirs: value})
@@ -302,5 +302,5 @@ def _value(asked: str, told: Mapping[str, Any], ours: str, theirs: str, default:
     least = 0 if theirs in ("n_shared_experts", "first_k_dense_replace") or kind == "float" else 1
     if kind != "bool" and not least <= value <= (_MOST if kind == "int" else sys.float_info.max):
         blame = f"{theirs} must be from {least} to {_MOST}" if kind == "int" else f"{theirs} must be finite, from 0 up"
-        raise ValueError(explain(asked, blame, f"config.json: {theirs} = {value!r}"[:200], "a whole one"))
+        raise ValueError(explain(asked, blame, f"config.json: {theirs} = {value!r}"[:200], "a complete one"))
     return value

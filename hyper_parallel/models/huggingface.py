@@ -17,8 +17,7 @@ from hyper_parallel.core.common.checks import check, check_choice
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.api import redistribute
-from hyper_parallel.core.redistribute.boundary import from_local, to_local
+from hyper_parallel.core.redistribute.api import from_local, redistribute, to_local
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import LOGITS, MeshLike, Streams, add_entries, check_heads

@@ -1,6 +1,6 @@
 """A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Read it top to bottom. The model knows nothing about ranks. What a parallelism changes from outside are three seams:
+Read it top to bottom. The model knows nothing about ranks. A parallelism changes three things from outside:
 `Attention.attend` (context parallelism computes it over all ranks), `Llama.positions` (which positions the tokens of
 this rank have), and `Llama.keep` (a pipeline stage keeps only some of the layers).
 """

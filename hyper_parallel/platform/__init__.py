@@ -1,4 +1,4 @@
-"""The one seam for devices: streams, events, memory statistics and backend names of cpu, cuda and npu.
+"""The one place for devices: streams, events, memory statistics and backend names of cpu, cuda and npu.
 
 registry -> cuda, npu -> accelerator -> base -> reductions
 registry -> cpu -> base

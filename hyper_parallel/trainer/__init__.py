@@ -1,1 +1,13 @@
-"""Train a model: degrees, configuration, data, the loop. `trainer.train` is the one function every rank calls."""
+"""Training of a model: `loop.train` is the one function that every rank calls.
+
+    loop -> preflight, saving, optimizer, watchdog, metrics, report
+    loop -> parallelize_llama -> parallelize -> data, config
+    preflight -> saving, report
+    saving -> parallelize, guards
+    optimizer -> parallelize
+    watchdog -> guards
+
+`config` is what a run is asked to do. `preflight` refuses what cannot work, before any rank starts. `parallelize_llama`
+applies the parallelisms in their order, `loop` takes the steps, `saving` keeps them, and `report` shows them. `guards`
+and `watchdog` end a run that cannot go on.
+"""

@@ -1,20 +1,39 @@
-"""The configuration of a training run: plain dataclasses, one for each section of the file.
+"""The configuration of a training run: plain dataclasses, one for each section of its TOML file.
 
-`config_file.load_config` reads them from a TOML file; `hyper-parallel train` changes single keys by flags.
+    [model]
+    hidden_size = 256
+
+    [train]
+    steps = 200
+
+    [parallel]
+    dp_replicate = 2        # dp_shard is inferred from the number of ranks
+
+`load_config` reads the file, with messages that point at the mistake. `hyper-parallel train` changes single keys by
+flags.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
+import json
 import math
+import re
+import sys
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
+
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 MODELS = ("llama", "moe")
 STUCK_AFTER_S = 900.0
@@ -85,27 +104,28 @@ class TrainConfig:
     """How long, how much at once, and where to.
 
     Args:
-        model: "llama", or "moe" for the same with experts, see `ExpertsConfig`.
+        model: "llama", or "moe": the same with experts. See `ExpertsConfig`.
         steps: optimizer steps.
-        batch_size: sequences per step over all ranks together.
+        batch_size: sequences per step, over all ranks together.
         seq_len: tokens per sequence.
-        accumulate: each rank cuts its sequences into this many backward passes per step; with a pipeline these are its
+        accumulate: backward passes per step, into which each rank cuts its sequences; with a pipeline its
             micro-batches.
-        seed: of the weights and of the order of the text.
-        device: "cpu", "cuda", "npu"; None takes the platform's default.
-        eval_every: steps between validations; 0 means only after the last step.
+        seed: of weights, of the order of the text, and of simulated interleaving.
+        device: "cpu", "cuda" or "npu"; None: what the machine has.
+        eval_every: steps between validations; 0: only after the last step.
         eval_sequences: sequences per validation over all ranks together.
-        log: JSONL file that the first rank writes as it goes; None writes none.
-        memory_limit_gb: refuse to start when the estimate is above this (GiB); None takes what the machine has free.
+        log: JSONL file with a line per step, written anew unless the run goes on; the command's default:
+            "out/train.jsonl". None writes none.
+        memory_limit_gb: refuse to start when the estimate is above this (GiB); None: what the machine has free.
         start_from: folder of transformers with the weights to start with, of the model that [model] describes; None:
             fresh ones.
-        tensorboard: folder for TensorBoard's event files; None writes none.
-        on_nonfinite: what to do when the loss or the gradient is inf or NaN. "stop": raise, the weights are those of
-            the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
+        tensorboard: folder for TensorBoard's event files. None writes none.
+        on_nonfinite: what inf or NaN in loss or gradient does: stop, skip, or dump and stop. "stop": raise, the weights
+            are those of the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
         max_skips: with "skip", stop after this many such steps in a row.
-        stuck_after_s: when a rank makes no progress for so long, its stack is printed and the run ends (seconds, 0:
-            never): longer than any step, load or save. None: 900 where there are several ranks. Simulated ranks need
-            none: the simulator knows when nobody can go on.
+        stuck_after_s: seconds without progress until the run ends and says who is stuck; 0: never. Longer than any
+            step, load or save. None: 900 where there are several ranks. Simulated ranks need none: the simulator knows
+            when nobody can go on.
     """
 
     model: str = "llama"
@@ -142,21 +162,23 @@ class ParallelConfig:
 
     Args:
         dp_replicate: ranks that hold copies of the same shards.
-        dp_shard: ranks that each weight is split over; None is inferred from the number of ranks.
-        cp: context-parallel degree.
+        dp_shard: ranks that each weight is split over; None: all that are left.
+        cp: ranks that split each sequence, by context parallelism.
         ulysses_degree: the part of cp that splits heads, the rest is a ring; None: all of it.
-        tp: tensor-parallel degree.
-        pp: pipeline degree.
-        ep: expert-parallel degree.
-        etp: tp inside of experts, the same or 1; None: the same.
-        schedule: of the pipeline, a name of `hyper_parallel.core.pipeline.SCHEDULES`.
+        tp: ranks that split each layer, by tensor parallelism.
+        pp: ranks of the pipeline.
+        ep: ranks that split the experts.
+        etp: ranks that split each expert, tp or 1; None: tp.
+        schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble" or "zbv". See
+            `hyper_parallel.core.pipeline.SCHEDULES`.
         stages_per_rank: pipeline stages of each rank; None: as many as the schedule needs.
-        layers_per_stage: numbers of layers, such as "1,2,1"; None: balanced, embedding and head counted as layers.
-        engine: "fully_shard", or "hsdp" where only data and context are parallel.
+        layers_per_stage: layers of each pipeline stage, such as "1,2,1"; None: balanced. Embedding and head count as
+            layers.
+        engine: what splits weights: "fully_shard", or "hsdp" where only data and context are parallel.
         reshard_after_forward: free gathered weights after forward and gather them again for backward.
         param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
-        checkpointing: what backward computes again: "none", "full" blocks, "selective": all but matrix products and
-            attention, or "alternate": every other matrix product as well.
+        checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
+            "selective": all but matrix products and attention; "alternate": every other matrix product as well.
         compile: let torch.compile make one kernel of what lies between matrix products.
     """
 
@@ -208,11 +230,11 @@ class CheckpointConfig:
     """Where a run keeps what it needs to go on.
 
     Args:
-        folder: holds one folder per saved step; None saves nothing.
-        every: steps between saves; 0: only at the end, and when the run is asked to stop.
-        keep: how many of the last ones to keep.
-        background: write while training goes on.
-        resume: go on from the newest complete one in the folder, if there is any; False: start anew.
+        folder: folder of checkpoints, from the newest of which a run goes on. None saves nothing.
+        every: steps between checkpoints; 0: only at the end, and when the run is asked to stop.
+        keep: how many of the last checkpoints to keep.
+        background: write checkpoints while training goes on.
+        resume: go on from the newest complete checkpoint, if there is any, or start anew.
         resume_step: go back to this step in place of the newest. The newer ones are renamed to undone-step-... when the
             next one is complete. A restart by torchrun goes on from the newest that has been saved since.
     """
@@ -234,7 +256,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `Config()` trains a small model on the Python standard library, for as many ranks as there are.
+    """A run. `Config()` trains a small model on the Python standard library, for as many ranks as there are.
 
     >>> Config(train=TrainConfig(steps=20)).train.batch_size
     16
@@ -319,3 +341,171 @@ def _at_least(section: str, values: object, least: int, *names: str) -> None:
         value = getattr(values, name)
         if not (value >= least and math.isfinite(value)):
             raise ValueError(f"{section}.{name} must be a number >= {least}, got {value}")
+
+
+# -- TOML files --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The text of a config file, to point at."""
+
+    path: Path
+    lines: tuple[str, ...]
+
+    def error(self, message: str, section: str | None = None, key: str | None = None, hint: str = "") -> ValueError:
+        """Build the error; it shows the line of `key` in `section` when the key stands on a line of its own."""
+        number = self._find(section, key)
+        return self._at(number, key or section or "", message, hint)
+
+    def syntax_error(self, error: ValueError) -> ValueError:
+        """Build the error for text that is not TOML."""
+        place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        reason = str(error).split(" (at ")[0]
+        number, column = (int(place[1]), int(place[2]) - 1) if place else (None, 0)
+        return self._at(number, "", f"not valid TOML: {reason[:1].lower()}{reason[1:]}", "", column)
+
+    def _at(self, number: int | None, word: str, message: str, hint: str, column: int | None = None) -> ValueError:
+        where, text = str(self.path), ""
+        if number is not None and number <= len(self.lines):
+            line = self.lines[number - 1].rstrip()
+            begin = line.find(word) if column is None else column
+            text = f"\n    {line}\n    {' ' * begin}{'^' * max(len(word), 1)}"
+            where += f":{number}"
+        return ValueError(f"{where}: {message}{text}{hint and f'{chr(10)}  {hint}'}")
+
+    def _find(self, section: str | None, key: str | None) -> int | None:
+        current = None
+        for number, line in enumerate(self.lines, start=1):
+            header = re.match(r"\s*\[\s*([^\]]+?)\s*\]", line)
+            if header:
+                current = header[1].strip("\"'")
+                if key is None and current == section:
+                    return number
+            elif key is not None and current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
+                return number
+        return None
+
+
+def load_config(path: str | Path) -> Config:
+    """Read a TOML file into a `Config`; what the file leaves out keeps its default.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: the file is missing or is not TOML, an unknown section or key (with the closest name), a value of
+            the wrong type or out of range. The message points at the line.
+        TypeError: no path.
+    """
+    check("cannot read a config", "path", path=path)
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
+        near = difflib.get_close_matches(path.name, sorted(p.name for p in path.parent.glob("*.toml")), n=1)
+        hint = f"\n  did you mean '{path.with_name(near[0])}'?" if near else ""
+        raise ValueError(f"cannot read the config '{path}': {reason}{hint}") from None
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"cannot read the config '{path}': it is not UTF-8 text") from None
+    source = _Source(path, tuple(text.splitlines()))
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise source.syntax_error(error) from None
+    return _build_config(table, source)
+
+
+def config_text(config: Config) -> str:
+    """Return the TOML file of a `Config`, with all keys that have a value; `load_config` reads it.
+
+    >>> print(config_text(Config()).splitlines()[0])
+    [model]
+
+    Args:
+        config: of a run.
+    """
+    check("cannot write a config", Config, config=config)
+    sections = []
+    for section in _sections():
+        values = dataclasses.asdict(getattr(config, section)).items()
+        lines = [f"{key} = {_toml(value)}" for key, value in values if value is not None]
+        sections.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _toml(value: bool | int | float | str) -> str:
+    return repr(value) if type(value) in (int, float) else json.dumps(value, ensure_ascii=False)
+
+
+def _build_config(table: dict[str, Any], source: _Source) -> Config:
+    sections = _sections()
+    built: dict[str, Any] = {}
+    for name, values in table.items():
+        if isinstance(values, dict) and name in sections:
+            built[name] = _build_section(sections[name], name, values, source)
+        elif isinstance(values, dict):
+            raise source.error(
+                f"unknown section [{name}]", section=name, hint=_closest(name, list(sections), "sections")
+            )
+        else:
+            raise source.error(
+                f"'{name}' stands outside of a section", key=name, hint=_section_of(name, sections) or _all(sections)
+            )
+    return Config(**built)
+
+
+def _sections() -> dict[str, type]:
+    return {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config)}
+
+
+def _build_section(cls: type, section: str, values: dict[str, Any], source: _Source) -> Any:
+    known = typing.get_type_hints(cls)
+    for key, value in values.items():
+        if key not in known:
+            hint = _section_of(key, _sections()) or _closest(key, list(known), f"keys of [{section}]")
+            raise source.error(f"unknown key '{key}' in [{section}]", section, key, hint)
+        if not _fits(value, known[key]):
+            got = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise source.error(f"'{key}' in [{section}] must be {_type_name(known[key])}, got {got}", section, key)
+        if float in _members(known[key]):
+            values = {**values, key: float(value)}
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        # The dataclass names the key in its message; find it to show the line.
+        blamed = next((key for key in values if re.search(rf"\b{key}\b", str(error))), None)
+        message, _, hint = str(error).partition("\n")
+        raise source.error(message, section, blamed, hint.strip()) from None
+
+
+def _closest(word: str, names: list[str], what: str) -> str:
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else f"{what}: {', '.join(names)}"
+
+
+def _section_of(key: str, sections: dict[str, type]) -> str:
+    found = [name for name, cls in sections.items() if key in typing.get_type_hints(cls)]
+    return f"try: put it under [{found[0]}]" if found else ""
+
+
+def _all(sections: dict[str, type]) -> str:
+    return f"sections: {', '.join(sections)}"
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Tell whether a TOML value has the annotated type; an int is a float too, a bool is not an int."""
+    allowed = _members(hint)
+    return type(value) in allowed or (type(value) is int and float in allowed)
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a string in quotes", bool: "true or false"}
+    return next(names[member] for member in _members(hint) if member in names)

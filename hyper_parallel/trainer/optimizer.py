@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
-from hyper_parallel.trainer.steps import Parallelized
+from hyper_parallel.trainer.parallelize import Parallelized
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:

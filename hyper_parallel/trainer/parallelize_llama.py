@@ -1,18 +1,24 @@
-"""The Llama on many ranks: each parallelism, in the order in which they are applied. Read it top to bottom."""
+"""The Llama on many ranks, dense and with experts: each parallelism, in the order in which they are applied.
+
+Read each function top to bottom.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from hyper_parallel.core.expert_parallel.balance import set_aux_scale, update_expert_bias
 from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models.llama import Llama
+from hyper_parallel.models.moe import MoEConfig, MoELlama
+from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
 from hyper_parallel.models.plans import llama_plan
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.loss import ShareOfLoss
-from hyper_parallel.trainer.steps import (
+from hyper_parallel.trainer.parallelize import (
     Parallelized,
+    ShareOfLoss,
     build_pipeline,
     checkpoint_blocks,
     compile_blocks,
@@ -71,3 +77,61 @@ def parallelize_llama(run: Config, dims: ParallelDims, device: torch.device, los
 
     pipeline = build_pipeline(models, stages, run, dims, loss)
     return Parallelized(list(models), pipeline, context, tie_stages(pipeline, run))
+
+
+def parallelize_moe(run: Config, dims: ParallelDims, device: torch.device, loss: ShareOfLoss) -> Parallelized:
+    """Build this rank's part of a Llama with experts, with the same weights in it whatever the degrees.
+
+    Args:
+        run: the model's shape, and how to arrange the ranks.
+        dims: the degrees; the mesh is built, unless all of them are 1.
+        device: where the weights go.
+        loss: what ends the last stage of a pipeline.
+
+    Raises:
+        ValueError: heads, experts, layers or a width that the degrees do not divide.
+    """
+    config, parallel = run.shape(), run.parallel
+    assert isinstance(config, MoEConfig), "the config of a model with experts"
+
+    # 1. Pipeline: each stage keeps some of the layers. Nothing takes memory yet: the weights come last, when each rank
+    #    knows which are its own.
+    stages = own_stages(run, dims)
+    with without_memory():
+        models = [MoELlama(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
+    for model in models:
+        kept_in(model, parallel.param_dtype)
+
+    for model in models:
+        # 2. Expert, tensor and sequence parallelism: give each rank some of the experts, split what is inside of the
+        #    other layers, and the stream between them.
+        if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
+            split_layers_and_experts(model, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None)
+
+    # 3. Context parallelism: each rank has a part of every sequence.
+    context = split_context(models, dims)
+
+    for model in models:
+        # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again.
+        checkpoint_blocks(model, parallel.checkpointing)
+
+        # 5. Compile: what lies between two communications.
+        compile_blocks(model, parallel.compile)
+
+        # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
+        shard_blocks(model, dims, parallel)
+
+        # Now the weights: each rank fills its own part of the same values, whatever the degrees.
+        init_parameters(model, run.train.seed, device=device)
+
+        # The auxiliary loss is a mean over the sequences of the global batch, as the loss is one over its tokens.
+        set_aux_scale(model, 1 / run.train.batch_size)
+
+    tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")
+
+    def balance(taken: bool) -> None:
+        for model in models:
+            update_expert_bias(model, [] if tokens is None else [tokens], forget=not taken)
+
+    pipeline = build_pipeline(models, stages, run, dims, loss)
+    return Parallelized(list(models), pipeline, context, tie_stages(pipeline, run), balance)

@@ -19,8 +19,8 @@ from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
 from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import check_length, load_corpus
+from hyper_parallel.trainer.report import check_tensorboard
 from hyper_parallel.trainer.saving import run_to_go_on_from
-from hyper_parallel.trainer.tensorboard import check_tensorboard
 
 GB = 2**30
 
@@ -201,7 +201,7 @@ class MemoryEstimate:
     """Bytes that one rank needs, by what they are for.
 
     Args:
-        gathered: whole weights of two blocks, and of what is outside of blocks, with their gradients; of all blocks
+        gathered: unsharded weights of two blocks, and of what is outside of blocks, with their gradients; of all blocks
             where they are not freed after forward. Weights that are not split need no such copy.
         state: shards of weights, gradients and two AdamW moments, 16 bytes per parameter.
         activations: what a backward pass keeps of its forward.

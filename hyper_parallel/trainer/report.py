@@ -1,16 +1,312 @@
-"""Compare two runs side by side, for people: tables for the terminal, a picture of the losses."""
+"""The report of a run: a record per step, its logs, the display in a terminal, tables and pictures for people."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.trainer.record import StepRecord, TrainResult, read_log
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KEPT = 10_000
+"""Records that a rank keeps: a run of months takes no more memory than one of hours."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as every rank sees it.
+
+    Args:
+        step: number of the step, from 1.
+        loss: mean cross-entropy over the global batch, before the step; nats per token.
+        lr: learning rate.
+        grad_norm: norm of the gradient over all parameters, before clipping.
+        seconds: time this step took, validation left out.
+        tokens_per_s: tokens of the global batch by that time.
+        valid_loss: mean cross-entropy on the held-back text after the step, where it was measured.
+        mfu: the model's FLOPs by the peak of all devices, 0 to 1; None where the peak is not known.
+        memory_bytes: the most that live tensors of the first rank have taken in this step; see `metrics.memory_bytes`.
+        tokens: tokens of the global batch that the loss counts.
+        skipped: the optimizer's step was left out, because loss or gradient were not finite.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    tokens_per_s: float
+    valid_loss: float | None = None
+    mfu: float | None = None
+    memory_bytes: int | None = None
+    tokens: int | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished run, or one that was asked to stop.
+
+    Args:
+        steps: one record per step, those before a resumption left out; of a long run the last `KEPT`, the log has all.
+        valid_loss: mean cross-entropy on the held-back text at the end, nats per token; None for a run that stopped.
+        parameters: weights in the model.
+        layout: one line that says how the ranks were arranged.
+        device: what computed it.
+        stopped: what asked the run to stop before its last step, such as "SIGTERM".
+        first_step: number of the first step, more than 1 for a run that went on from a checkpoint.
+        save_failures: what went wrong with checkpoints; training went on.
+        safe_step: of the last checkpoint that is complete, also of one that the run went on from; None: there is none.
+        last_save_failed: what was trained after `safe_step` is lost.
+    """
+
+    steps: tuple[StepRecord, ...]
+    valid_loss: float | None
+    parameters: int
+    layout: str
+    device: str
+    stopped: str | None = None
+    first_step: int = 1
+    save_failures: tuple[str, ...] = ()
+    safe_step: int | None = None
+    last_save_failed: bool = False
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of each step."""
+        return [record.loss for record in self.steps]
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on these steps, validation left out."""
+        return sum(record.seconds for record in self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens by the time these steps took; 0 for no steps."""
+        tokens = sum(record.tokens_per_s * record.seconds for record in self.steps)
+        return tokens / self.seconds if self.steps else 0.0
+
+
+class JsonlLog:
+    """A JSONL file with one line per step, on disk as soon as the step is done: a run that is cut short keeps its log.
+
+    A field that does not apply is left out of its line. A disk that is full ends the log, with a warning, and not the
+    run.
+
+    Args:
+        path: file to write, its folder is made; None writes nothing.
+        keep_steps: of a log that is there already, keep the lines up to this step, as a run does that goes on from a
+            checkpoint; 0 starts anew.
+    """
+
+    def __init__(self, path: str | None, keep_steps: int = 0) -> None:
+        self._path, self._file = path, None
+        if path is None:
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        earlier = read_log(path) if keep_steps and Path(path).exists() else []
+        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by __exit__
+        for record in earlier:
+            if record.step <= keep_steps:
+                self.write(record)
+
+    def write(self, record: StepRecord) -> None:
+        """Add one line."""
+        if self._file is not None:
+            fields = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+            if not record.skipped:
+                del fields["skipped"]
+            try:
+                self._file.write(json.dumps(fields) + "\n")
+            except OSError as error:
+                warnings.warn(f"the log {self._path} ends before step {record.step}: {error.strerror}", stacklevel=2)
+                self._close()
+
+    def __enter__(self) -> JsonlLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # a warning has said what could not be written
+                file.close()
+
+
+def read_log(path: str | Path) -> list[StepRecord]:
+    """Read a JSONL log back; a last line that a killed run has left unfinished is passed over.
+
+    Args:
+        path: file that a run wrote, or is writing.
+    """
+    with open(path, encoding="utf-8") as file:
+        return [StepRecord(**json.loads(line)) for line in file if line.endswith("\n")]
+
+
+# -- TensorBoard -------------------------------------------------------------------------------------------------------
+
+_CURVES = (
+    ("train/loss", "loss"),
+    ("train/grad_norm", "grad_norm"),
+    ("train/lr", "lr"),
+    ("valid/loss", "valid_loss"),
+    ("speed/tokens_per_s", "tokens_per_s"),
+    ("speed/seconds", "seconds"),
+    ("speed/mfu", "mfu"),
+    ("memory/bytes", "memory_bytes"),
+)
+
+
+def check_tensorboard() -> None:
+    """Check that TensorBoard is installed, before ranks start.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if find_spec("tensorboard") is None:
+        asked, blame = "cannot write a TensorBoard log", "the package tensorboard is not installed"
+        hint = "pip install 'hyper_parallel[tensorboard]'; or leave it out: the JSONL log has the same numbers"
+        raise ValueError(explain(asked, blame, "find_spec('tensorboard') is None", hint))
+
+
+class TensorBoardLog:
+    """Writes the records of a run as TensorBoard's scalars; a context, used by the first rank alone.
+
+        with TensorBoardLog("out/tensorboard") as log:
+            log.write(record)
+
+    Args:
+        folder: for TensorBoard's event files; None writes nothing.
+
+    Raises:
+        ValueError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self._writer = None
+        if folder is not None:
+            check_tensorboard()
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder))
+
+    def write(self, record: StepRecord) -> None:
+        """Add one step."""
+        if self._writer is None:
+            return
+        for curve, name in _CURVES:
+            value = getattr(record, name)
+            if value is not None:
+                self._writer.add_scalar(curve, value, record.step)
+
+    def __enter__(self) -> TensorBoardLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+# -- the display in a terminal -----------------------------------------------------------------------------------------
+
+
+class TrainingDisplay:
+    """A context that shows the steps of one run; pass its `on_step` to `train`.
+
+    >>> import sys
+    >>> with TrainingDisplay(Console(file=sys.stdout), "one device", steps=1) as display:
+    ...     display.on_step(StepRecord(step=1, loss=5.5, lr=0.1, grad_norm=1.0, seconds=0.5, tokens_per_s=2_000.0))
+    one device: step 1/1  loss 5.500  2,000 tokens/s  grad 1.00
+
+    Behind that stand MFU and memory, where the record has them, and the validation loss. It starts no thread of its
+    own. Where the console is no terminal, it prints the first, every tenth part, and the last step instead of drawing a
+    bar.
+
+    Args:
+        console: where to draw.
+        title: name of the run.
+        steps: how many there will be.
+    """
+
+    def __init__(self, console: Console, title: str, steps: int) -> None:
+        self.console, self.title, self.steps = console, title, steps
+        self.last: StepRecord | None = None
+        self._seconds = self._tokens = 0.0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s{task.fields[rest]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            auto_refresh=False,  # no thread: drawn once per step
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=steps, loss="-", speed="-", rest="")
+
+    def on_step(self, record: StepRecord) -> None:
+        """Show one more step."""
+        self.last = record
+        if record.step > 1 or self.steps == 1:  # the first step warms caches up
+            self._seconds += record.seconds
+            self._tokens += record.tokens_per_s * record.seconds
+        average = self._tokens / self._seconds if self._seconds else record.tokens_per_s
+        loss, speed, rest = f"{record.loss:.3f}", f"{average:,.0f}", _rest(record)
+        if self.console.is_terminal:
+            self._bar.update(self._task, completed=record.step, loss=loss, speed=speed, rest=rest, refresh=True)
+        elif record.step in (1, self.steps) or record.step * 10 // self.steps > (record.step - 1) * 10 // self.steps:
+            rest += "" if record.valid_loss is None else f"  validation {record.valid_loss:.3f}"
+            self.console.print(f"{self.title}: step {record.step}/{self.steps}  loss {loss}  {speed} tokens/s{rest}")
+            self.console.file.flush()
+
+    def __enter__(self) -> TrainingDisplay:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def _rest(record: StepRecord) -> str:
+    """What stands behind the speed: norm of the gradient, and what the record has besides."""
+    parts = [f"grad {record.grad_norm:.2f}"]
+    if record.mfu is not None:
+        parts.append(f"MFU {record.mfu:.1%}")
+    if record.memory_bytes is not None:
+        parts.append(readable_bytes(record.memory_bytes))
+    if record.skipped:
+        parts.append("skipped")
+    return "".join(f"  {part}" for part in parts)
+
+
+# -- two runs side by side ---------------------------------------------------------------------------------------------
 
 
 class Traffic(Protocol):
@@ -108,6 +404,30 @@ def readable_bytes(amount: float) -> str:
     return f"{amount:.1f} GiB"
 
 
+def blank_figure(width: float, height: float, dpi: int = 120) -> Figure | None:
+    """Return an empty picture, None when matplotlib is not installed.
+
+    Args:
+        width: inches.
+        height: inches.
+        dpi: pixels per inch.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    # Figure and canvas directly: pyplot keeps global state and looks for a display.
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _quiet(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
     """Draw training and validation losses of several runs into one picture.
 
@@ -119,14 +439,9 @@ def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
     Returns:
         False when matplotlib is not installed; nothing is written then.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = blank_figure(8, 4.5)
+    if figure is None:
         return False
-    # Figure and canvas directly: pyplot keeps global state and looks for a display.
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     styles = [("tab:blue", "-", 3.0, 0.45), ("black", "--", 1.0, 1.0)]
     for (name, run), (color, dash, width, alpha) in zip(runs.items(), styles, strict=False):
@@ -144,9 +459,8 @@ def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
         )
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.set_xlim(0, None)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    _quiet(axes)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return True
@@ -156,7 +470,7 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     """Draw the JSONL logs of runs, finished or not: loss, norm of the gradient, and tokens per second over the steps.
 
     Args:
-        logs: files that runs have written; two with the same name are told apart by their folders.
+        logs: files that runs have written; two with the same name are distinguished by their folders.
         path: PNG file to write; its folder is made.
 
     Returns:
@@ -170,16 +484,12 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     if not runs:
         blame = "there is no log to draw"
         raise ValueError(explain("cannot plot", blame, "logs: none", "the file that train.log names, out/train.jsonl"))
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = blank_figure(8, 8)
+    if figure is None:
         return False
     path = Path(path)
     names = [Path(log).stem for log in runs]
     unique = len(set(names)) == len(names)
-    figure = Figure(figsize=(8, 8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     losses, norms, speeds = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
     for place, (log, records) in enumerate(runs.items()):
         steps, label, color = [record.step for record in records], Path(log).stem if unique else log, f"C{place}"
@@ -195,8 +505,7 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     speeds.set(ylabel="tokens/s", xlabel="step", ylim=(0, None))
     speeds.xaxis.get_major_locator().set_params(integer=True)
     for axes in (losses, norms, speeds):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        _quiet(axes)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: weights, optimizer, random generators, and the position in the data."""
+"""Checkpoints of a run: weights, optimizer, random generators, position in the data; and folders of transformers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.checkpoint.api import read_metadata
+from hyper_parallel.core.checkpoint.api import load_checkpoint, read_metadata
 from hyper_parallel.core.checkpoint.checkpointer import Checkpointer, Saved
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_targets, optimizer_tensors
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.models.llama import LlamaConfig
+from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.moe import ExpertsConfig, MoEConfig, MoELlama
 from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.nonfinite import NonFiniteError
-from hyper_parallel.trainer.place import RankPlace
-from hyper_parallel.trainer.steps import Parallelized
+from hyper_parallel.trainer.guards import NonFiniteError
+from hyper_parallel.trainer.parallelize import Parallelized
 
 _HEAD, _TABLE = "head.weight", "embed.weight"
 
@@ -52,8 +53,9 @@ class Saver:
         config: says where to, and how many to keep.
         model: this rank's part.
         optimizer: of its parameters.
-        place: which rank this is.
         device: of the model.
+        rank: of the caller.
+        world_size: number of ranks.
 
     Attributes:
         failures: what went wrong so far; the run goes on.
@@ -66,10 +68,13 @@ class Saver:
         config: Config,
         model: Parallelized,
         optimizer: torch.optim.Optimizer,
-        place: RankPlace,
         device: torch.device,
+        *,
+        rank: int,
+        world_size: int,
     ) -> None:
-        self.config, self.model, self.optimizer, self.place, self.device = config, model, optimizer, place, device
+        self.config, self.model, self.optimizer, self.device = config, model, optimizer, device
+        self.rank, self.world_size = rank, world_size
         self.failures: tuple[str, ...] = ()
         self.safe_step: int | None = None
         self.last_failed = False
@@ -97,7 +102,7 @@ class Saver:
     def _load(self, files: Checkpointer) -> Progress | None:
         failure: CheckpointError | None = None
         found: tuple[Path | None, bool] = (None, False)
-        if self.place.rank == 0:
+        if self.rank == 0:
             try:
                 found = _to_go_on_from(self.config, files)
             except CheckpointError as error:
@@ -109,7 +114,7 @@ class Saver:
         metadata = _checked(self.config, path)
         state = optimizer_targets(self.model.parts, self.optimizer, self._with_both_names(metadata))
         tensors, twins = self._by_one_name({**model_tensors(self.model.parts), **state})
-        generators = self._generators() if metadata.world_size == self.place.world_size else {}
+        generators = self._generators() if metadata.world_size == self.world_size else {}
         extra = files.load(tensors, **which, per_rank=generators)
         with torch.no_grad():
             for table, head in twins:
@@ -200,13 +205,13 @@ class Saver:
 def run_to_go_on_from(config: Config) -> tuple[int, list[str]] | None:
     """Find, before any rank starts, the checkpoint that a run goes on from: its step, and what is not as it was then.
 
-    Weights and optimizer do not depend on what is told, but the text does: another seed draws it anew.
+    Weights and optimizer do not depend on what is returned, but the text does: another seed draws it anew.
 
     Args:
         config: the run.
 
     Returns:
-        Step and changes, such as ``seed: 0 then, 7 now``; None if there is nothing to go on from.
+        Step and changes, such as "seed: 0 then, 7 now"; None if there is nothing to go on from.
 
     Raises:
         ValueError: it is of another model, or of none; the run is to start anew in a folder that holds another one's.
@@ -262,8 +267,8 @@ def _checked(config: Config, path: Path) -> CheckpointMetadata:
         if key == "qk_norm" or key.startswith("rope_")
     }
     saved = {**added, **extra["model"]}
-    told = ("kind",) if saved.get("kind") != mine["kind"] else tuple(mine)
-    different = [key for key in told if saved.get(key) != mine[key]]
+    compared = ("kind",) if saved.get("kind") != mine["kind"] else tuple(mine)
+    different = [key for key in compared if saved.get(key) != mine[key]]
     if different:
         seen = "\n  ".join(f"{key}: {saved.get(key)!r} there, {mine[key]!r} here" for key in different)
         hint = "the [model] and [experts] it was saved with, or another folder"
@@ -273,8 +278,12 @@ def _checked(config: Config, path: Path) -> CheckpointMetadata:
 
 def _is_progress(extra: dict[str, Any]) -> bool:
     """Whether a checkpoint says how far the run had come, in numbers."""
-    told, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
-    return isinstance(told, dict) and set(told) == known and all(type(n) is int and n >= 0 for n in told.values())
+    progress, known = extra.get("progress"), {field.name for field in dataclasses.fields(Progress)}
+    return (
+        isinstance(progress, dict)
+        and set(progress) == known
+        and all(type(n) is int and n >= 0 for n in progress.values())
+    )
 
 
 def _shape(config: Config) -> dict[str, Any]:
@@ -288,3 +297,104 @@ def _text(config: Config) -> dict[str, Any]:
     """Return what the place of a sample in the text depends on."""
     place = {"seq_len": config.train.seq_len, "seed": config.train.seed, "order": "shuffled"}
     return {**dataclasses.asdict(config.data), **place}
+
+
+# -- checkpoints as folders of transformers, and such folders as the start of a run ------------------------------------
+
+_FREE = frozenset({"max_seq_len", "init_std", "bias_update_rate", "aux_loss_weight"})
+"""What two models may differ in and compute the same with the same weights."""
+
+
+def export_checkpoint(checkpoint: str | Path, folder: str | Path, dtype: torch.dtype | None = None) -> LlamaConfig:
+    """Write the weights of a checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+        export_checkpoint("out/run", "out/hf", torch.bfloat16)
+
+    By one process, whatever ranks have saved it, with the whole model in its memory.
+
+    Args:
+        checkpoint: one of a run of this trainer, or the folder of a run, whose newest complete one is taken.
+        folder: made if it is not there; refused if it has weights.
+        dtype: to write weights in. Default: as they are.
+
+    Returns:
+        The model's shape.
+
+    Raises:
+        ValueError: no checkpoint of this trainer; see also `export_huggingface`.
+        CheckpointError: it is damaged.
+    """
+    path = _newest(Path(checkpoint))
+    metadata = read_metadata(path)
+    extra = metadata.extra
+    shape = extra.get("model") if isinstance(extra, dict) else None
+    if not isinstance(shape, dict):
+        blame = "it does not say which model it is of"
+        hint = "a checkpoint of hyper-parallel train, or load_checkpoint and export_huggingface"
+        raise ValueError(explain(f"cannot export {path}", blame, f"extra: {extra!r}"[:200], hint))
+    kind, precision = shape.pop("kind"), shape.pop("precision")
+    config = MoEConfig(**shape) if kind == "moe" else LlamaConfig(**shape)
+    with torch.device("meta"):
+        model: Llama = MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
+    model = model.to(torch.float64 if precision == "fp64" else torch.float32).to_empty(device="cpu")
+    tensors = model_tensors(model)
+    if config.tie_embeddings:
+        tensors.pop("model.head.weight", None)
+    if lacking := [name for name in tensors if name not in metadata.tensors]:
+        blame = f"it has no {lacking[0]!r}, nor {len(lacking) - 1} others of its model"
+        hint = "the checkpoint of a whole model"
+        raise ValueError(explain(f"cannot export {path}", blame, f"tensors: {len(metadata.tensors)}", hint))
+    load_checkpoint(path, tensors, strict=False)  # the optimizer's state stays there
+    if config.tie_embeddings and model.head is not None and model.embed is not None:
+        model.head.weight = model.embed.weight
+    export_huggingface(model.state_dict(), config, folder, dtype=dtype)
+    return config
+
+
+def _newest(path: Path) -> Path:
+    """Return the newest checkpoint of a run's folder, or the folder itself if it is one."""
+    with Checkpointer(path) as run:
+        return run.latest() or path
+
+
+def with_shape_of(run: Config, folder: str | Path) -> Config:
+    """Return a run of the model whose weights are in a folder of transformers.
+
+    Args:
+        run: how to train it.
+        folder: see `import_huggingface`.
+
+    Raises:
+        ValueError: as `import_huggingface`.
+    """
+    config, _ = import_huggingface(folder)
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    dense = LlamaConfig(**{field.name: values[field.name] for field in dataclasses.fields(LlamaConfig)})
+    changed: dict[str, Any] = {"model": dense}
+    kind = "llama"
+    if isinstance(config, MoEConfig):
+        kind = "moe"
+        changed["experts"] = ExpertsConfig(
+            **{field.name: values[field.name] for field in dataclasses.fields(ExpertsConfig)}
+        )
+    return dataclasses.replace(run, **changed).with_changes("train", {"model": kind, "start_from": str(folder)})
+
+
+def check_start(run: Config) -> None:
+    """Refuse to start from weights of a model that computes something else with them, though their shapes may fit.
+
+    Args:
+        run: with `train.start_from`.
+
+    Raises:
+        ValueError: as `import_huggingface`; the model of the folder is not the run's.
+    """
+    assert run.train.start_from is not None, "the caller looks"
+    theirs, _ = import_huggingface(run.train.start_from)
+    there, here = dataclasses.asdict(theirs), dataclasses.asdict(run.shape())
+    unlike = [name for name in {**here, **there} if name not in _FREE and there.get(name) != here.get(name)]
+    if unlike:
+        blame = f"its model has another {unlike[0]} than the run's"
+        seen = "\n  ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in unlike)
+        hint = "with_shape_of(config, folder), or the [model] and [experts] of the folder"
+        raise ValueError(explain(f"cannot start from {run.train.start_from}", blame, seen, hint))

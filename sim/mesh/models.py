@@ -34,8 +34,8 @@ _FILE = Path(__file__).parent / "data" / "models.toml"
 _ABOUT = ("kind", "source", "like", "parameters", "active")
 
 Model: TypeAlias = "str | LlamaConfig | Custom | ModelSpec"
-"""A name of `model_names()`, a config (`MoEConfig` is a `LlamaConfig`), any module as a `Custom`, or a `ModelSpec`: what
-was found, or one of your own."""
+"""A name of `model_names()`, a config (`MoEConfig` is a `LlamaConfig`), any module as a `Custom`, or a
+`ModelSpec`: what was found, or one of your own."""
 
 
 def model_names() -> tuple[str, ...]:

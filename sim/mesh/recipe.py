@@ -98,24 +98,26 @@ class Recipe:
     bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; selective checkpointing; adamw
 
     Args:
-        param_dtype: that weights are gathered and computed in: "bf16", "fp16", "fp32", or torch's.
-        reduce_dtype: that gradients are reduced in.
+        param_dtype: what weights are gathered and computed in: "bf16", "fp16" or "fp32". Torch's own names work, too.
+        reduce_dtype: what gradients are reduced in.
         master: "fp32": weights are kept in float32, beside those that are computed in. "none": there are only those.
-        checkpointing: what backward computes again: "none"; "full" blocks; "selective": all but matrix products and
-            attention; "alternate": every other matrix product as well.
-        checkpoint_layers: how many of the layers are checkpointed, the first ones of each stage; None: all.
-        compile: one kernel for what lies between matrix products.
+        checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
+            "selective": all but matrix products and attention; "alternate": every other matrix product as well.
+        checkpoint_layers: how many layers are checkpointed, the first ones of each stage; None: all.
+        compile: one kernel, by torch.compile, for what lies between matrix products.
         optimizer: "adamw" (fused), "adamw-foreach" or "sgd".
-        fused_loss: head and loss are computed for one chunk of the tokens at a time: all logits are never there.
+        fused_loss: head and loss for one chunk of the tokens at a time: all logits are never there.
         float8: matrix products of blocks in float8.
-        schedule: of the pipeline; see `hyper_parallel.core.pipeline.SCHEDULES`.
+        schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" ... See
+            `hyper_parallel.core.pipeline.SCHEDULES`.
         microbatches: parts that a step's batch is cut into; None: one, or with a pipeline one for each sequence.
-        stages_per_rank: of the pipeline; None: as the schedule has it.
-        zero: 3, 2 (`reshard_after_forward=False`), 1 (weights replicated and optimizer state sharded over data-parallel
-            ranks: Rajbhandari et al. 2020, section 5.1) or 0 (replicated, as DDP).
+        stages_per_rank: stages on each rank of the pipeline; None: as the schedule has it.
+        zero: 3, 2 (gathered until backward), 1 or 0 (weights replicated). 2 is `reshard_after_forward=False`; 1 shards
+            the optimizer state over data-parallel ranks (Rajbhandari et al. 2020, section 5.1); 0
+            is DDP.
         sequence_parallel: with tensor parallelism, what lies between split modules is split over the sequence.
-        attention: "flash"; "math": scores and their softmax are made and kept; "math-recomputed": made, and made again
-            in backward (selective recomputation of Korthikanti et al. 2022, section 5).
+        attention: "flash", "math" or "math-recomputed". "math": scores and their softmax are made and kept; the last:
+            made, and made again in backward (selective recomputation of Korthikanti et al. 2022, section 5).
         norm: "fused": one kernel; "eager": one for each operation, with float32 copies.
         loss: "library": as `hyper_parallel.vocab_parallel_cross_entropy` and the trainer compute it; "eager":
             `F.cross_entropy` of a float32 copy of the logits; "eager-kept": and the logits live through backward;

@@ -165,12 +165,12 @@ def _terms(op: AtenCall) -> int | None:
 
 
 def _along_dim(op: AtenCall) -> int:
-    whole = op.tensor(0)
+    full = op.tensor(0)
     dims = op.arguments.get("dim")
     dims = [dims] if isinstance(dims, int) else dims
-    if not dims or not whole.ndim or not isinstance(dims, Sequence) or isinstance(dims, str):
+    if not dims or not full.ndim or not isinstance(dims, Sequence) or isinstance(dims, str):
         return _largest(op)
-    return math.prod(whole.shape[dim] for dim in dims)
+    return math.prod(full.shape[dim] for dim in dims)
 
 
 def _indices(op: AtenCall) -> int:

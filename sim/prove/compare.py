@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.errors import ranks_phrase
+from sim.explain.errors import ranks_phrase
 from sim.prove.infer import Order, furthest, order_of
 from sim.prove.judge import (
     CUT_OFF,
@@ -35,7 +35,7 @@ from sim.prove.judge import (
 from sim.prove.randomness import masks_problem
 from sim.prove.record import Declarations, Entry, Key, spread_layout
 from sim.prove.report import Report, ReportRow
-from sim.prove.runs import Bounds, Side, Task, largest
+from sim.prove.runs import Bounds, Run, Task, largest
 
 __all__ = ["Comparison"]
 
@@ -43,21 +43,21 @@ _MOST_ADDENDS = 16
 
 
 class Comparison:
-    """Judges everything once all sides have computed.
+    """Judges everything once all runs have computed.
 
     Args:
         task: what was computed.
-        base: the plain run on one device.
+        reference: the plain run on one device.
         bounds: how far rounding can go.
-        sides: what each rank did.
+        runs: what each rank did.
         declared: what was said about plain tensors.
         judge: finds layouts.
     """
 
     def __init__(
-        self, task: Task, base: Side, bounds: Bounds, sides: Sequence[Side], declared: Declarations, judge: Judge
+        self, task: Task, reference: Run, bounds: Bounds, runs: Sequence[Run], declared: Declarations, judge: Judge
     ) -> None:
-        self.task, self.base, self.bounds, self.sides = task, base, bounds, sides
+        self.task, self.reference, self.bounds, self.runs = task, reference, bounds, runs
         self.declared, self.judge = declared, judge
         self.notes: list[str] = []
         self._memo: dict[Any, Finding] = {}
@@ -77,14 +77,14 @@ class Comparison:
     def value(self, key: Key) -> Finding | None:
         """Judge what stands at a boundary; None where no rank has such a boundary."""
         if key not in self._forward:
-            mine = self.base.recorder.entries[key]
+            mine = self.reference.recorder.entries[key]
             held = {
-                rank: side.recorder.entries[key] for rank, side in enumerate(self.sides) if key in side.recorder.entries
+                rank: run.recorder.entries[key] for rank, run in enumerate(self.runs) if key in run.recorder.entries
             }
             if not held:
                 return None
-            if len(held) < len(self.sides):
-                self._forward[key] = absent(list(held), range(len(self.sides)))
+            if len(held) < len(self.runs):
+                self._forward[key] = absent(list(held), range(len(self.runs)))
             else:
                 self._forward[key] = self._value(mine, held)
         return self._forward[key]
@@ -97,14 +97,20 @@ class Comparison:
         shapes = {entry.shape for entry in held.values() if entry.layout is not None and len(entry.known) == every}
         if len(shapes) == 1 and shapes != {mine.shape}:
             found = self._judge(parts, mine.value, bound, {}, None)
-            told = f"the ranks take it for parts of a tensor of shape {shapes.pop()}, and that has {mine.shape}"
+            sentence = f"the ranks take it for parts of a tensor of shape {shapes.pop()}, and that has {mine.shape}"
             declared = next(spread_layout(entry.layout, entry.known) for entry in held.values() if entry.layout)
             hint = f"declare {spelling(found.found)}" if found.found is not None else ""
-            whole = [name for name in self.task.inputs if name not in self.task.cuts]
-            if whole and found.found is not None and not any(found.found.splits(mine.value.ndim)):
-                hint += f"; or split it before; or give each rank its part of {whole[0]!r}, by input_layouts"
+            full = [name for name in self.task.inputs if name not in self.task.cuts]
+            if full and found.found is not None and not any(found.found.splits(mine.value.ndim)):
+                hint += f"; or split it before; or give each rank its part of {full[0]!r}, by input_layouts"
             return replace(
-                found, status="wrong", declared=declared, sentence=told, suggestion=hint, error=math.inf, ratio=math.inf
+                found,
+                status="wrong",
+                declared=declared,
+                sentence=sentence,
+                suggestion=hint,
+                error=math.inf,
+                ratio=math.inf,
             )
         layout = self.declared.of(mine.key, mine.title)
         return self._judge(parts, mine.value, bound, said, layout, lambda: self._addends(mine))
@@ -115,7 +121,7 @@ class Comparison:
             return {}
         prefix = f"{mine.key.path}." if mine.key.path else ""
         found: dict[int, tuple[str, torch.Tensor]] = {}
-        for key, entry in self.base.recorder.entries.items():
+        for key, entry in self.reference.recorder.entries.items():
             within = key.path == mine.key.path or key.path.startswith(prefix)
             if key.side == "input" and within and entry.shape == mine.shape and entry.value.is_floating_point():
                 found.setdefault(id(entry.value), (f"the input of {key.path or 'the model'}", entry.value))
@@ -130,8 +136,8 @@ class Comparison:
         parameters are not, once the mean over the ranks has been taken.
         """
         sizes = dict(zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True))
-        if self.base.loss is None:
-            return math.prod(sizes[name] for name in self.task.data_axes) if self.sides[0].averages else 1.0
+        if self.reference.loss is None:
+            return math.prod(sizes[name] for name in self.task.data_axes) if self.runs[0].averages else 1.0
         found = self.loss().found
         return math.prod(sizes[name] for name, kind in found.partial.items() if kind == "avg") if found else 1.0
 
@@ -143,30 +149,30 @@ class Comparison:
             return None
         if found.status in ("right", "pending"):
             return found.found
-        said = self.sides[0].recorder.entries.get(key)
+        said = self.runs[0].recorder.entries.get(key)
         return (said.layout if said is not None else None) or found.found
 
     def loss(self) -> Finding:
         """Judge the loss; over ranks with different data it may be the part of a sum or of a mean."""
-        assert self.base.loss is not None
-        whole = self.base.loss.detach()
-        parts = {rank: side.loss.detach() for rank, side in enumerate(self.sides) if side.loss is not None}
-        if len(parts) < len(self.sides):
-            return absent(list(parts), range(len(self.sides)))
-        found = self._judge(parts, whole, self.bounds.of("loss", whole), {}, None)
+        assert self.reference.loss is not None
+        full = self.reference.loss.detach()
+        parts = {rank: run.loss.detach() for rank, run in enumerate(self.runs) if run.loss is not None}
+        if len(parts) < len(self.runs):
+            return absent(list(parts), range(len(self.runs)))
+        found = self._judge(parts, full, self.bounds.of("loss", full), {}, None)
         spread = found.found is not None and set(found.found.partial) <= set(self.task.input_axes)
         if found.status == "pending" and spread:
             return replace(found, status="right", sentence="")
         if found.status == "unexplained" and self.task.input_axes:
-            told = "neither the mean nor the sum of the ranks' losses is that of the whole batch"
+            sentence = "neither the mean nor the sum of the ranks' losses is that of the whole batch"
             hint = "weigh each rank's loss by its share of the data: a mean over unequal parts is no mean over all"
-            return replace(found, sentence=told, suggestion=hint)
+            return replace(found, sentence=sentence, suggestion=hint)
         return found
 
     def _judge(
         self,
         parts: Mapping[int, torch.Tensor],
-        whole: torch.Tensor,
+        full: torch.Tensor,
         bound: float,
         said: Mapping[int, tuple[Layout | None, tuple[str, ...]]],
         layout: Layout | None,
@@ -179,21 +185,21 @@ class Comparison:
             odd = [rank for rank, each in spoken.items() if each[0] != first[0]]
             if odd:
                 one, other = (str(spoken[rank][0]).partition(" on ")[0] for rank in (min(spoken), odd[0]))
-                told = f"rank {min(spoken)} {one}, {ranks_phrase(odd)} {other}"
+                sentence = f"rank {min(spoken)} {one}, {ranks_phrase(odd)} {other}"
                 return Finding(
-                    "wrong", None, one, math.inf, math.inf, bound, f"the ranks declare different layouts: {told}"
+                    "wrong", None, one, math.inf, math.inf, bound, f"the ranks declare different layouts: {sentence}"
                 )
             layout, known = first
         else:
             known = self.task.mesh.alias_name
-        memo = (id(whole), tuple(id(parts[rank]) for rank in sorted(parts)), layout, known if layout else ())
+        memo = (id(full), tuple(id(parts[rank]) for rank in sorted(parts)), layout, known if layout else ())
         if memo not in self._memo:
             found = (
-                self.judge.declared(parts, whole, bound, layout, known)
+                self.judge.declared(parts, full, bound, layout, known)
                 if layout is not None
-                else self.judge.undeclared(parts, whole, bound, addends)
+                else self.judge.undeclared(parts, full, bound, addends)
             )
-            self._memo[memo] = replace(found, is_zero=largest(whole) <= bound)
+            self._memo[memo] = replace(found, is_zero=largest(full) <= bound)
         return self._memo[memo]
 
     @cached_property
@@ -207,7 +213,7 @@ class Comparison:
     def forward_events(self) -> list[Judged]:
         """Judge all boundaries, in program order."""
         events, left = [], 0
-        for key, entry in self.base.recorder.entries.items():
+        for key, entry in self.reference.recorder.entries.items():
             found = self.value(key)
             if found is None or (self.stopped and found.status == "absent"):
                 left += 1
@@ -221,8 +227,8 @@ class Comparison:
             self.notes.append(
                 f"{left} tensors of modules that the ranks do not have, or do not call, were not compared"
             )
-        if self.base.loss is not None and self.task.loss_fn is not None and not self.stopped:
-            node = self.base.loss.grad_fn
+        if self.reference.loss is not None and self.task.loss_fn is not None and not self.stopped:
+            node = self.reference.loss.grad_fn
             events.append(Judged("", "loss", "forward", self.loss(), (node,) if node else (), True))
         return events
 
@@ -233,39 +239,39 @@ class Comparison:
         there = (entry.key.path, entry.key.call, "output")
         return tuple(
             other.node
-            for key, other in self.base.recorder.entries.items()
+            for key, other in self.reference.recorder.entries.items()
             if key[:3] == there and other.node is not None
         )
 
     def _batch_norm(self, key: Key, found: Finding) -> Finding:
         """Say what is the matter with a batch norm that sees only a rank's own rows."""
-        module = self.base.recorder.modules.get(key.path)
+        module = self.reference.recorder.modules.get(key.path)
         if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or found.status != "unexplained":
             return found
         given = self.value(key._replace(side="input", name="0"))
-        count = self.base.recorder.entries[key].value.ndim
+        count = self.reference.recorder.entries[key].value.ndim
         rows = given.found.splits(count)[0] if given is not None and given.found is not None else ()
         if not module.training or not rows:
             return found
         axes = " and ".join(self.task.mesh.alias_name[axis] for axis in rows)
-        told = f"each rank along {axes} normalises with the mean and the variance of its own rows, not of all"
-        return replace(found, sentence=told, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
+        sentence = f"each rank along {axes} normalises with the mean and the variance of its own rows, not of all"
+        return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
 
     def _is_split_loss(self, key: Key, found: Finding) -> bool:
-        scalar = self.base.recorder.entries[key].value.dim() == 0
+        scalar = self.reference.recorder.entries[key].value.dim() == 0
         return scalar and found.found is not None and set(found.found.partial) <= set(self.task.input_axes)
 
     def random_rows(self) -> Iterator[ReportRow]:
         """Compare the states of the generators with which the ranks drew random numbers."""
-        drawn = [_by_place(side) for side in self.sides]
-        for place, draw in _by_place(self.base).items():
-            ranks = [side[place] for side in drawn if place in side]
-            if len(ranks) < len(self.sides):
+        drawn = [_by_place(run) for run in self.runs]
+        for place, draw in _by_place(self.reference).items():
+            ranks = [run[place] for run in drawn if place in run]
+            if len(ranks) < len(self.runs):
                 continue
             found = next(
                 (
                     self.value(key)
-                    for key in self.base.recorder.entries
+                    for key in self.reference.recorder.entries
                     if key.path == draw.path and key.side == "input"
                 ),
                 None,
@@ -291,7 +297,7 @@ class Comparison:
                 "is the mean over its own data"
             )
         groups: dict[int, list[Entry]] = {}
-        for entry in self.base.recorder.entries.values():
+        for entry in self.reference.recorder.entries.values():
             if entry.grad is not None:
                 groups.setdefault(entry.grad_order, []).append(entry)
         events = []
@@ -302,43 +308,43 @@ class Comparison:
         return events + list(self._parameter_gradients())
 
     def _gradient(self, entry: Entry, scale: float) -> Finding | None:
-        held = [side.recorder.entries.get(entry.key) for side in self.sides]
+        held = [run.recorder.entries.get(entry.key) for run in self.runs]
         there = {rank: each for rank, each in enumerate(held) if each is not None}
         grads = {rank: each.grad for rank, each in there.items() if each.grad is not None}
-        if len(there) < len(self.sides):
+        if len(there) < len(self.runs):
             return None  # forward has said so
         if not grads:
             return Finding("missing", sentence="no rank computes it")
         if len(grads) < len(there):
             return absent(list(grads), list(there))
         assert entry.grad is not None
-        whole = entry.grad if scale == 1 else entry.grad * scale
+        full = entry.grad if scale == 1 else entry.grad * scale
         bound = self.bounds.of(("grad", entry.key), entry.grad) * scale
         said = {rank: (each.grad_layout, each.grad_known) for rank, each in there.items()}
         if any(layout is None for layout, _ in said.values()):
             forward = self.value(entry.key)
             declared = self.declared.of(entry.key, entry.title)
             if declared is not None and forward is not None and forward.status == "right":
-                found = self._judge(grads, whole, bound, {}, declared.reset_partial())
+                found = self._judge(grads, full, bound, {}, declared.reset_partial())
                 if found.status == "right":
                     return found
-        found = self._judge(grads, whole, bound, said, None)
+        found = self._judge(grads, full, bound, said, None)
         if found.status == "unexplained" and entry.key in self._private:  # as its value was
             return replace(found, status="private")
         return found
 
     def _parameter_gradients(self) -> Iterator[Judged]:
-        for name, mine in self.base.gradients.items():
+        for name, mine in self.reference.gradients.items():
             layout = self._parameters.get(name)
             if layout is None:
                 continue  # there is no such parameter, as was said before
-            grads = {rank: self._held(side, side.gradients, name) for rank, side in enumerate(self.sides)}
+            grads = {rank: self._held(run, run.gradients, name) for rank, run in enumerate(self.runs)}
             there = {rank: grad for rank, grad in grads.items() if grad is not None}
             yield Judged(
                 *_split_name(name),
                 "gradient",
                 self._parameter_gradient(name, mine, there, layout),
-                leaf(self.base.leaves[name]),
+                leaf(self.reference.leaves[name]),
                 True,
             )
 
@@ -368,11 +374,11 @@ class Comparison:
         bound = self.bounds.of(("gradient", name), mine) if mine is not None else 0.0
         if made.status == "absent" and mine is not None:
             return self._of_owners(name, there, mine, bound)
-        if len(there) < len(self.sides):
-            return replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
+        if len(there) < len(self.runs):
+            return replace(absent(list(there), range(len(self.runs)), made.declared), status="wrong")
         if name in self._orders:
             return self._in_order(name, there, mine, bound)
-        said = {rank: side.grad_layouts[side.same.get(name, name)] for rank, side in enumerate(self.sides)}
+        said = {rank: run.grad_layouts[run.same.get(name, name)] for rank, run in enumerate(self.runs)}
         layout = made.found.reset_partial() if made.found is not None else None
         if all(each[0] is not None for each in said.values()):
             found = self._judge(there, mine, bound, said, None)
@@ -382,7 +388,9 @@ class Comparison:
                 return found  # else it is a part of a sum, along an axis that the gradient says nothing of
         found = self._judge(there, mine, bound, {}, layout)
         if found.status == "wrong" and found.found is not None and not found.found.is_partial():
-            return replace(found, status="right", sentence="", suggestion="")  # whole, or a part: the update will tell
+            return replace(
+                found, status="right", sentence="", suggestion=""
+            )  # replicated, or sharded: the update shows it
         if found.status == "wrong" and found.found is not None:
             axes = " and ".join(found.found.partial)
             sentence = f"{pending_words(found.found)}: nothing adds up the gradients of ranks that share the parameter"
@@ -395,17 +403,17 @@ class Comparison:
     def parameter_events(self) -> list[Judged]:
         """Judge the parameters as they were made."""
         events = []
-        for name, mine in self.base.initial.items():
+        for name, mine in self.reference.initial.items():
             found = self._made(name, mine)
             if found is not None:
                 if found.status in ("right", "pending", "private", "absent"):
                     self._parameters[name] = found
                 events.append(Judged(*_split_name(name), "parameter", found))
-        for name, first in self.base.same.items():
+        for name, first in self.reference.same.items():
             apart = [
                 rank
-                for rank, side in enumerate(self.sides)
-                if name in side.same and first in side.same and side.same[name] != side.same[first]
+                for rank, run in enumerate(self.runs)
+                if name in run.same and first in run.same and run.same[name] != run.same[first]
             ]
             if apart:
                 sentence = f"one tensor with {first} on one device, and a parameter of its own on {ranks_phrase(apart)}"
@@ -416,8 +424,8 @@ class Comparison:
     def buffer_rows(self) -> Iterator[ReportRow]:
         """Judge buffers as they were made; ranks may have their own where their module's forward is right."""
         bug = first_bug(self.forward_rows)
-        for name, mine in self.base.buffers.items():
-            found = self._buffer("buffer", name, mine, [side.buffers for side in self.sides])
+        for name, mine in self.reference.buffers.items():
+            found = self._buffer("buffer", name, mine, [run.buffers for run in self.runs])
             if found is not None:
                 self._buffers[name] = found
                 row = row_of(Judged(*_split_name(name), "buffer", found))
@@ -426,27 +434,27 @@ class Comparison:
 
     def changed_buffer_rows(self) -> Iterator[ReportRow]:
         """Judge buffers that forward has changed, if they were right before it."""
-        for name, mine in self.base.changed_buffers.items():
-            pairs = [(side.buffers.get(name), side.changed_buffers.get(name)) for side in (self.base, *self.sides)]
+        for name, mine in self.reference.changed_buffers.items():
+            pairs = [(run.buffers.get(name), run.changed_buffers.get(name)) for run in (self.reference, *self.runs)]
             changed = any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
             made = self._buffers.get(name)
             if not changed or made is None or made.status != "right":
                 continue
-            found = self._buffer("changed buffer", name, mine, [side.changed_buffers for side in self.sides])
+            found = self._buffer("changed buffer", name, mine, [run.changed_buffers for run in self.runs])
             if found is not None:
                 module, tensor = _split_name(name)
                 yield row_of(Judged(module, f"{tensor} after forward", "buffer", found))
 
     def _buffer(
-        self, kind: str, name: str, mine: torch.Tensor, sides: Sequence[Mapping[str, torch.Tensor]]
+        self, kind: str, name: str, mine: torch.Tensor, runs: Sequence[Mapping[str, torch.Tensor]]
     ) -> Finding | None:
-        parts = {rank: buffers[name] for rank, buffers in enumerate(sides) if name in buffers}
-        if len(parts) < len(sides):
+        parts = {rank: buffers[name] for rank, buffers in enumerate(runs) if name in buffers}
+        if len(parts) < len(runs):
             return None
         return self._judge(parts, mine, self.bounds.of((kind, name), mine), {}, None)
 
     def _made(self, name: str, mine: torch.Tensor) -> Finding:
-        parts = {rank: self._held(side, side.initial, name) for rank, side in enumerate(self.sides)}
+        parts = {rank: self._held(run, run.initial, name) for rank, run in enumerate(self.runs)}
         there = {rank: part for rank, part in parts.items() if part is not None}
         if not there:
             return Finding(
@@ -456,16 +464,16 @@ class Comparison:
                 sentence="the parallel model has no parameter of that name, so nothing is known of it",
                 suggestion="keep the names of the single-device model",
             )
-        if len(there) < len(self.sides):
+        if len(there) < len(self.runs):
             return self._lacking(name, mine, there)
-        said = {rank: side.layouts[side.same[name]] for rank, side in enumerate(self.sides)}
+        said = {rank: run.layouts[run.same[name]] for rank, run in enumerate(self.runs)}
         bound = self.bounds.of(("initial", name), mine)
         found = self._judge(there, mine, bound, said, self.declared.parameters.get(name))
         if found.status != "unexplained":
             return found
-        places = {rank: self._held(side, side.places, name) for rank, side in enumerate(self.sides)}
+        places = {rank: self._held(run, run.places, name) for rank, run in enumerate(self.runs)}
         said_places = {rank: place for rank, place in places.items() if place is not None}
-        if len(said_places) == len(self.sides) and furthest(there, mine, said_places) == 0:
+        if len(said_places) == len(self.runs) and furthest(there, mine, said_places) == 0:
             self._orders[name] = said_places
             return Finding("right", bound=bound)
         order = order_of(there, mine)
@@ -477,48 +485,50 @@ class Comparison:
 
     def _lacking(self, name: str, mine: torch.Tensor, there: Mapping[int, torch.Tensor]) -> Finding:
         """Judge a parameter that some ranks do not have: right for experts, of which each rank calls only its own."""
-        lacking = [rank for rank in range(len(self.sides)) if rank not in there]
-        told = f"{ranks_phrase(lacking)} {'has' if len(lacking) == 1 else 'have'} no such parameter"
+        lacking = [rank for rank in range(len(self.runs)) if rank not in there]
+        sentence = f"{ranks_phrase(lacking)} {'has' if len(lacking) == 1 else 'have'} no such parameter"
         path = _split_name(name)[0]
-        if any(path in self.sides[rank].recorder.calls for rank in lacking):
-            return Finding("wrong", error=math.inf, ratio=math.inf, sentence=told)
+        if any(path in self.runs[rank].recorder.calls for rank in lacking):
+            return Finding("wrong", error=math.inf, ratio=math.inf, sentence=sentence)
         error, bound = _furthest_copy(there, mine), self.bounds.of(("initial", name), mine)
         if not error <= bound:
-            told = f"{ranks_phrase(there)} alone {'has' if len(there) == 1 else 'have'} it, and not with its values"
-            return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=told)
+            sentence = f"{ranks_phrase(there)} alone {'has' if len(there) == 1 else 'have'} it, and not with its values"
+            return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=sentence)
         self._owned.setdefault(path, tuple(there))
-        return Finding("absent", sentence=told)
+        return Finding("absent", sentence=sentence)
 
-    def _of_owners(self, name: str, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float) -> Finding:
+    def _of_owners(self, name: str, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> Finding:
         """Compare what the ranks that have a parameter hold of it, or of its gradient."""
-        error = _furthest_copy(parts, whole)
+        error = _furthest_copy(parts, full)
         if error <= bound:
             return Finding("right", error=error, ratio=error / bound, bound=bound)
-        told = f"it is not that of one device; {ranks_phrase(parts)} alone {'has' if len(parts) == 1 else 'have'} it"
-        return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=told)
+        sentence = (
+            f"it is not that of one device; {ranks_phrase(parts)} alone {'has' if len(parts) == 1 else 'have'} it"
+        )
+        return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=sentence)
 
-    def _in_order(self, name: str, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float) -> Finding:
+    def _in_order(self, name: str, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> Finding:
         """Compare parts of a parameter, or of its gradient, in the order in which the ranks hold it."""
-        error = furthest(parts, whole, self._orders[name])
+        error = furthest(parts, full, self._orders[name])
         if error <= bound:
             return Finding("right", error=error, ratio=error / bound, bound=bound)
-        told = "it is not that of one device, in the order in which the ranks hold the parameter"
-        return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=told)
+        sentence = "it is not that of one device, in the order in which the ranks hold the parameter"
+        return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=sentence)
 
     def update_events(self) -> Iterator[Judged]:
         """Judge the parameters after each step."""
-        for step, update in enumerate(self.base.updates):
+        for step, update in enumerate(self.reference.updates):
             for name, mine in update.items():
                 made = self._parameters.get(name)
                 if made is None:
                     continue
-                parts = {rank: self._held(side, side.updates[step], name) for rank, side in enumerate(self.sides)}
+                parts = {rank: self._held(run, run.updates[step], name) for rank, run in enumerate(self.runs)}
                 there = {rank: part for rank, part in parts.items() if part is not None}
                 bound = self.bounds.of(("update", step, name), mine)
                 if made.status == "absent":
                     found = self._of_owners(name, there, mine, bound)
-                elif len(there) < len(self.sides):
-                    found = replace(absent(list(there), range(len(self.sides)), made.declared), status="wrong")
+                elif len(there) < len(self.runs):
+                    found = replace(absent(list(there), range(len(self.runs)), made.declared), status="wrong")
                 else:
                     found = (
                         self._in_order(name, there, mine, bound)
@@ -526,26 +536,29 @@ class Comparison:
                         else replace(self._judge(there, mine, bound, {}, made.found), declared=made.declared)
                     )
                     if found.status == "wrong" and made.status == "pending":
-                        told = "each rank holds a share of it and took a step on that; the sum is not what it should be"
-                        hint = "hold it whole on every rank, and add up its gradients"
-                        found = replace(found, sentence=told, suggestion=hint)
+                        sentence = "each rank holds a share of it and stepped on that; the sum is not what it should be"
+                        hint = "replicate it on every rank, and add up its gradients"
+                        found = replace(found, sentence=sentence, suggestion=hint)
                     elif found.status == "wrong" and self._unmoved(name, step):
-                        told, hint = "no rank has changed it, and one device has", "a step on the parameters themselves"
-                        found = replace(found, sentence=told, suggestion=hint)
+                        sentence, hint = (
+                            "no rank has changed it, one device has",
+                            "a step on the parameters themselves",
+                        )
+                        found = replace(found, sentence=sentence, suggestion=hint)
                 module, tensor = _split_name(name)
-                title = tensor if len(self.base.updates) == 1 else f"{tensor} after step {step + 1}"
+                title = tensor if len(self.reference.updates) == 1 else f"{tensor} after step {step + 1}"
                 yield Judged(module, title, "update", found)
 
     def _unmoved(self, name: str, step: int) -> bool:
         """Whether a parameter is on all ranks what it was before a step."""
         pairs = []
-        for side in self.sides:
-            before = side.updates[step - 1] if step else side.initial
-            pairs.append((self._held(side, before, name), self._held(side, side.updates[step], name)))
+        for run in self.runs:
+            before = run.updates[step - 1] if step else run.initial
+            pairs.append((self._held(run, before, name), self._held(run, run.updates[step], name)))
         return all(one is not None and other is not None and torch.equal(one, other) for one, other in pairs)
 
-    def _held(self, side: Side, values: Mapping[str, Any], name: str) -> Any:
-        return values.get(side.same.get(name, name))
+    def _held(self, run: Run, values: Mapping[str, Any], name: str) -> Any:
+        return values.get(run.same.get(name, name))
 
     # -- all of it ---------------------------------------------------------------------------------------------------
 
@@ -556,7 +569,7 @@ class Comparison:
         rows += self.forward_rows
         rows += self.changed_buffer_rows()
         rows += self.random_rows()
-        if all(side.gradients for side in self.sides):
+        if all(run.gradients for run in self.runs):
             rows += settle(self.gradient_events(), self._graph.backward)
             rows += [row_of(event) for event in self.update_events()]
         axes = zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True)
@@ -577,7 +590,7 @@ class Comparison:
         right = [event for event in self._events if event.finding.status == "right" and not event.finding.is_zero]
         fine = [event for event in right if event.tensor.startswith("output")]
         for name in self._orders:
-            made = Judged("", "", "parameter", Finding("right"), leaf(self.base.leaves[name]))
+            made = Judged("", "", "parameter", Finding("right"), leaf(self.reference.leaves[name]))
             if not any(self._graph.forward(made, event) for event in fine):
                 odd = (*_split_name(name), "private")  # not those whose DTensors say their order
                 rows = [
@@ -586,10 +599,10 @@ class Comparison:
         return rows
 
     def _note_calls(self) -> None:
-        first = self.sides[0].recorder.calls
-        for rank, side in enumerate(self.sides):
-            if side.recorder.calls != first:
-                pairs = zip([*first, "(the end)"], [*side.recorder.calls, "(the end)"], strict=False)
+        first = self.runs[0].recorder.calls
+        for rank, run in enumerate(self.runs):
+            if run.recorder.calls != first:
+                pairs = zip([*first, "(the end)"], [*run.recorder.calls, "(the end)"], strict=False)
                 at, (one, other) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
                 self.notes.append(
                     f"ranks call modules in different order: call {at} is of {one or '(the model)'} on "
@@ -611,11 +624,11 @@ def _best_named_first(judged: Sequence[tuple[Entry, Finding | None]]) -> Iterato
         yield from ((entry, found) for entry, found in group if entry is not chosen)
 
 
-def _furthest_copy(parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> float:
+def _furthest_copy(parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> float:
     """Return how far copies are from a tensor at most; infinite for a part of it."""
-    if any(part.shape != whole.shape for part in parts.values()):
+    if any(part.shape != full.shape for part in parts.values()):
         return math.inf
-    return max((float((part - whole).abs().max()) for part in parts.values() if part.numel()), default=0.0)
+    return max((float((part - full).abs().max()) for part in parts.values() if part.numel()), default=0.0)
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -628,11 +641,11 @@ def _splitting(layout: Layout) -> list[str]:
     return [name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry) if name != "None"]
 
 
-def _by_place(side: Side) -> dict[tuple[str, str, int], Any]:
+def _by_place(run: Run) -> dict[tuple[str, str, int], Any]:
     """Return the random draws by module, operation and how many there were before."""
     found: dict[tuple[str, str, int], Any] = {}
     count: dict[tuple[str, str], int] = {}
-    for draw in side.draws:
+    for draw in run.draws:
         place = (draw.path, draw.op)
         number = count[place] = count.get(place, -1) + 1
         found[draw.path, draw.op, number] = draw

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits
+from hyper_parallel.core.dtensor.ownership import Splits
 from sim.prove import faults
 from sim.prove.evidence import Bound, Evidence, Mesh, Parts, read
 from sim.prove.faults import Diagnosis
@@ -43,21 +43,21 @@ def diagnose(
 ) -> Diagnosis | None:
     """Look for the usual faults in parts that no layout explains, and say the first that is found.
 
-    >>> whole = torch.arange(1.0, 9.0)
-    >>> print(diagnose([whole * 2, whole * 2], whole, "dp=2"))
+    >>> full = torch.arange(1.0, 9.0)
+    >>> print(diagnose([full * 2, full * 2], full, "dp=2"))
     every part is 2 times what it should be: counted once per rank of 'dp'
-    >>> print(diagnose([whole[4:], whole[:4]], whole, "tp=2"))
+    >>> print(diagnose([full[4:], full[:4]], full, "tp=2"))
     the parts of the ranks along 'tp' are in another order: (1, 0)
-    >>> diagnose([whole, whole], whole, "tp=2") is None
+    >>> diagnose([full, full], full, "tp=2") is None
     True
 
     Args:
         locals: what each rank holds, by rank.
-        reference: the whole tensor.
+        reference: the full tensor.
         mesh: as for `infer_layout`.
         bound: as for `infer_layout`.
         declared: who should hold what. Default: every split that gives parts of the shapes that the ranks hold.
-        addends: whole tensors by name, such as a bias or the input of a residual connection, which broadcast to the
+        addends: full tensors by name, such as a bias or the input of a residual connection, which broadcast to the
             reference; it is checked whether one of them was added once per rank.
 
     Returns:
@@ -73,7 +73,7 @@ def diagnose(
         found = fit(locals, reference, declared, bound)
         if found.problem is not None and likely:
             return Diagnosis("shapes", found.problem)
-        explained, likely = found.fits, likely and [declared.splits(evidence.whole.ndim)]
+        explained, likely = found.fits, likely and [declared.splits(evidence.full.ndim)]
     else:
         explained = bool(explanations(locals, reference, mesh, bound))
     if explained:
@@ -86,13 +86,13 @@ def diagnose(
 def _first(evidence: Evidence, likely: list[Splits], addends: Mapping[str, torch.Tensor]) -> Diagnosis | None:
     for check in _CHECKS:
         for splits in likely:
-            told = check(evidence, splits)
-            if told is not None:
-                return told
+            found = check(evidence, splits)
+            if found is not None:
+                return found
         if check is faults.blocks:
             for name, addend in addends.items():
                 for splits in likely:
-                    told = faults.added_known(evidence, splits, name, addend)
-                    if told is not None:
-                        return told
+                    found = faults.added_known(evidence, splits, name, addend)
+                    if found is not None:
+                        return found
     return None

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from hyper_parallel.core.dtensor.text import parse_mesh
 
 __all__ = [
@@ -149,11 +149,11 @@ _SAFETY = 8
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What the ranks hold and the whole tensor, read once and ready to be compared in many ways."""
+    """What the ranks hold and the full tensor, read once and ready to be compared in many ways."""
 
     mesh: Layout
     parts: list[torch.Tensor]  # by mesh position, last axis fastest
-    whole: torch.Tensor
+    full: torch.Tensor
     bound: float | torch.Tensor | None
     unit: float = field(default=0.0)  # unit roundoff of what is compared; 0 for whole numbers, which must agree exactly
 
@@ -179,8 +179,8 @@ class Evidence:
 
     @cached_property
     def size(self) -> float:
-        """The largest finite magnitude in the whole tensor."""
-        return magnitude(self.whole)
+        """The largest finite magnitude in the full tensor."""
+        return magnitude(self.full)
 
     @cached_property
     def part_sizes(self) -> list[float]:
@@ -225,7 +225,7 @@ class Evidence:
         return divided(total, self.divisor(pending))
 
     def box(self, boxes: npt.NDArray[np.int64], position: int) -> tuple[slice, ...]:
-        """The part of the whole tensor that belongs to a mesh position."""
+        """The part of the full tensor that belongs to a mesh position."""
         return tuple(slice(start, stop) for start, stop in boxes[position].tolist())
 
     def worst(self, splits: Splits, pending: Pending, stop: bool = False) -> Worst:
@@ -233,11 +233,11 @@ class Evidence:
 
         With `stop`, no part is compared after one that does not fit.
         """
-        boxes, limit = all_slices(self.whole.shape, self.sizes, splits), self.limit(pending)
+        boxes, limit = all_slices(self.full.shape, self.sizes, splits), self.limit(pending)
         error, ratio, where = 0.0, 0.0, 0
         for group in self.groups(pending).tolist():
             box = self.box(boxes, group[0])
-            off = gap(self.reduced(group, pending), self.whole[box])
+            off = gap(self.reduced(group, pending), self.full[box])
             found = top(off)
             against = ratio_of(found, limit) if not isinstance(limit, torch.Tensor) else top(ratios(off, limit[box]))
             error = max(error, found)
@@ -258,13 +258,13 @@ def read(asked: str, locals: Parts, reference: torch.Tensor, mesh: Mesh, bound: 
         TypeError, ValueError: as `infer_layout` says.
     """
     layout = read_mesh(asked, mesh)
-    whole = _tensor(asked, reference, "reference")
+    full = _tensor(asked, reference, "reference")
     if isinstance(reference, DTensor):
-        blame = "reference is a DTensor, and should be the whole tensor"
+        blame = "reference is a DTensor, and should be the full tensor"
         raise TypeError(explain(asked, blame, f"reference: {tuple(reference.shape)}", "reference.full_tensor()"))
     parts = [_part(asked, locals, rank, layout) for rank in layout.rank_list]
-    unit = max(unit_roundoff(part.dtype) for part in (whole, *parts))
-    return Evidence(layout, parts, whole, _bound(asked, bound, whole), unit)
+    unit = max(unit_roundoff(part.dtype) for part in (full, *parts))
+    return Evidence(layout, parts, full, _bound(asked, bound, full), unit)
 
 
 def read_mesh(asked: str, mesh: object) -> Layout:
@@ -314,13 +314,13 @@ def _tensor(asked: str, value: object, name: str) -> torch.Tensor:
     return tensor.to(torch.float32) if tensor.dtype.is_floating_point and tensor.element_size() == 1 else tensor
 
 
-def _bound(asked: str, bound: Any, whole: torch.Tensor) -> float | torch.Tensor | None:
+def _bound(asked: str, bound: Any, full: torch.Tensor) -> float | torch.Tensor | None:
     if bound is None:
         return None
-    seen = f"bound: {str(bound)[:60]}   reference: {tuple(whole.shape)}"
+    seen = f"bound: {str(bound)[:60]}   reference: {tuple(full.shape)}"
     if isinstance(bound, torch.Tensor):
         try:
-            limit = bound.detach().to(torch.float64).expand(whole.shape)
+            limit = bound.detach().to(torch.float64).expand(full.shape)
         except RuntimeError:
             blame = f"bound of shape {tuple(bound.shape)} does not broadcast to the reference"
             raise ValueError(explain(asked, blame, seen, "one bound per element, or one number")) from None

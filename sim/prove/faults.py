@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hyper_parallel.core.dtensor.shards import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from sim.prove.evidence import Evidence, Pending, gap
 from sim.prove.infer import free_axes
 
@@ -67,7 +67,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, eq=False)
 class SuspectedSplit:
-    """Evidence, looked at under one way to split the whole tensor, after some sums are taken."""
+    """Evidence, looked at under one way to split the full tensor, after some sums are taken."""
 
     evidence: Evidence
     splits: Splits
@@ -76,7 +76,7 @@ class SuspectedSplit:
     @cached_property
     def boxes(self) -> npt.NDArray[np.int64]:
         """Start and stop of every dim at every mesh position."""
-        return all_slices(self.evidence.whole.shape, self.evidence.sizes, self.splits)
+        return all_slices(self.evidence.full.shape, self.evidence.sizes, self.splits)
 
     @cached_property
     def groups(self) -> list[list[int]]:
@@ -89,7 +89,7 @@ class SuspectedSplit:
 
     def want(self, position: int) -> torch.Tensor:
         """What a mesh position should hold."""
-        return self.evidence.whole[self.evidence.box(self.boxes, position)]
+        return self.evidence.full[self.evidence.box(self.boxes, position)]
 
     def close(self, part: torch.Tensor, want: torch.Tensor, position: int, slack: float = 1.0) -> bool:
         """Whether two tensors that belong to a mesh position agree within `slack` times the bound."""
@@ -118,7 +118,7 @@ def sums(evidence: Evidence, splits: Splits) -> Iterator[SuspectedSplit]:
     """Yield the parts as they are, then their sums over axes that split nothing."""
     yield SuspectedSplit(evidence, splits)
     free = free_axes(evidence, splits)
-    if evidence.whole.dtype == torch.bool:
+    if evidence.full.dtype == torch.bool:
         return
     for count in range(1, len(free) + 1):
         for axes in combinations(free, count):
@@ -161,15 +161,15 @@ def same_values(evidence: Evidence, splits: Splits) -> Diagnosis | None:
     """Ranks along an axis that splits the tensor hold the same."""
     case = SuspectedSplit(evidence, splits)
     for axis in [axis for axes in splits for axis in axes]:
-        told = 0
+        differ = 0
         for group in evidence.groups(((axis, "sum"),)).tolist():
             first, *others = group
             part = evidence.parts[first]
             if not part.numel() or not all(torch.equal(part, evidence.parts[other]) for other in others):
-                told = 0
+                differ = 0
                 break
-            told += not all(torch.equal(case.want(first), case.want(other)) for other in others)
-        if told:
+            differ += not all(torch.equal(case.want(first), case.want(other)) for other in others)
+        if differ:
             name = evidence.names[axis]
             sentence = f"the ranks along {name!r} hold the same values where each should hold its own part"
             if all(case.fits(group[0]) for group in evidence.groups(((axis, "sum"),)).tolist()):
@@ -270,7 +270,7 @@ def blocks(evidence: Evidence, splits: Splits) -> Diagnosis | None:
     for dim, axes in enumerate(splits):
         if len(axes) != 1:
             continue
-        axis, size = axes[0], evidence.whole.shape[dim]
+        axis, size = axes[0], evidence.full.shape[dim]
         ranks, name = evidence.sizes[axis], evidence.names[axis]
         for count in _divisors(size // ranks) if size % ranks == 0 else ():
             if not all(_in_blocks(case, position, dim, axis, count) for position in range(len(evidence.parts))):
@@ -296,30 +296,28 @@ def _in_blocks(case: SuspectedSplit, position: int, dim: int, axis: int, count: 
     ranks, here = evidence.sizes[axis], coordinates(evidence, position)[axis]
     box = list(evidence.box(case.boxes, position))
     box[dim] = slice(None)
-    whole = evidence.whole[tuple(box)].unflatten(dim, (count, ranks, -1)).select(dim + 1, here)
-    return case.close(evidence.parts[position], whole.flatten(dim, dim + 1), position)
+    full = evidence.full[tuple(box)].unflatten(dim, (count, ranks, -1)).select(dim + 1, here)
+    return case.close(evidence.parts[position], full.flatten(dim, dim + 1), position)
 
 
 def shapes(evidence: Evidence) -> Diagnosis:
     """No split gives the ranks parts of the shapes that they hold."""
-    whole, part = tuple(evidence.whole.shape), tuple(evidence.parts[0].shape)
+    full, part = tuple(evidence.full.shape), tuple(evidence.parts[0].shape)
     axes = [(name, size) for name, size in zip(evidence.names, evidence.sizes, strict=True) if size > 1]
-    if len(whole) != len(part):
-        sentence = (
-            f"rank {evidence.ranks[0]} holds {len(part)} dims, {part}, and the reference has {len(whole)}, {whole}"
-        )
+    if len(full) != len(part):
+        sentence = f"rank {evidence.ranks[0]} holds {len(part)} dims, {part}, and the reference has {len(full)}, {full}"
         return Diagnosis("shapes", sentence)
-    for dim, (size, held) in enumerate(zip(whole, part, strict=True)):
+    for dim, (size, held) in enumerate(zip(full, part, strict=True)):
         for name, ranks in axes:
             if size and held == size * ranks:
                 sentence = f"dim {dim} is {ranks} times as long as it should be: gathered once too often over {name!r}"
-                short = [at for at, (one, other) in enumerate(zip(whole, part, strict=True)) if one == other * ranks]
+                short = [at for at, (one, other) in enumerate(zip(full, part, strict=True)) if one == other * ranks]
                 if short:
                     sentence = f"dim {dim} is {ranks} times as long as it should be, and dim {short[0]} 1/{ranks} as"
                     sentence += f" long: gathered over {name!r} along dim {dim} instead of dim {short[0]}"
                 return Diagnosis("gathered", sentence, name)
     equal = all(tuple(each.shape) == part for each in evidence.parts)
-    for dim, (size, held) in enumerate(zip(whole, part, strict=True)):
+    for dim, (size, held) in enumerate(zip(full, part, strict=True)):
         for name, ranks in axes:
             if equal and size % ranks and held == -(-size // ranks):
                 sentence = f"dim {dim} of size {size} does not split evenly over {name!r}, and the last part is padded"
@@ -330,17 +328,17 @@ def shapes(evidence: Evidence) -> Diagnosis:
     held_shapes = {tuple(each.shape): position for position, each in reversed(list(enumerate(evidence.parts)))}
     found = [f"rank {evidence.ranks[position]} holds {shape}" for shape, position in sorted(held_shapes.items())]
     mesh = ", ".join(f"{name}={size}" for name, size in zip(evidence.names, evidence.sizes, strict=True))
-    sentence = f"no split of {whole} over {mesh} gives these parts: {', '.join(found[:4])}"
+    sentence = f"no split of {full} over {mesh} gives these parts: {', '.join(found[:4])}"
     return Diagnosis("shapes", sentence + f" ({math.prod(evidence.sizes)} ranks)")
 
 
 def _pieces(evidence: Evidence) -> Diagnosis | None:
     """Say which piece of one dim each rank holds, where there are not as many pieces as ranks along any axis."""
-    whole, part = evidence.whole, evidence.parts[0]
-    odd = [dim for dim, size in enumerate(part.shape) if size != whole.shape[dim]]
-    if len(odd) != 1 or not part.numel() or whole.shape[odd[0]] % part.shape[odd[0]]:
+    full, part = evidence.full, evidence.parts[0]
+    odd = [dim for dim, size in enumerate(part.shape) if size != full.shape[dim]]
+    if len(odd) != 1 or not part.numel() or full.shape[odd[0]] % part.shape[odd[0]]:
         return None
-    pieces = whole.split(part.shape[odd[0]], odd[0])
+    pieces = full.split(part.shape[odd[0]], odd[0])
     limit = evidence.limit(())
     limit = float(limit.max()) if isinstance(limit, torch.Tensor) else limit
     held: dict[int, list[str]] = {}
@@ -364,8 +362,8 @@ _MANY = 8
 
 
 def not_finite(evidence: Evidence, splits: Splits) -> Diagnosis | None:
-    """NaN or infinity where the whole tensor has finite numbers."""
-    if not bool(evidence.whole.isfinite().all()):
+    """NaN or infinity where the full tensor has finite numbers."""
+    if not bool(evidence.full.isfinite().all()):
         return None
     bad = [position for position, part in enumerate(evidence.parts) if not bool(part.isfinite().all())]
     if not bad:
@@ -382,8 +380,8 @@ def scaled(evidence: Evidence, splits: Splits) -> Diagnosis | None:
 
 def scaled_sums(evidence: Evidence, splits: Splits) -> Diagnosis | None:
     """Every sum of parts is the same multiple of what it should be."""
-    told = (_scaled(case) for case in sums(evidence, splits) if case.pending)
-    return next((each for each in told if each), None)
+    scaled = (_scaled(case) for case in sums(evidence, splits) if case.pending)
+    return next((each for each in scaled if each), None)
 
 
 def _scaled(case: SuspectedSplit) -> Diagnosis | None:
@@ -401,7 +399,7 @@ def coarse(evidence: Evidence, splits: Splits) -> Diagnosis | None:
     if evidence.exact or not own.is_floating_point or not bad:
         return None
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        few = 64 * torch.finfo(dtype).eps * float(evidence.whole.abs().max())
+        few = 64 * torch.finfo(dtype).eps * float(evidence.full.abs().max())
         if dtype.itemsize >= own.itemsize or not all(_is_of(evidence.parts[position], dtype) for position in bad):
             continue
         if sum(len(evidence.parts[position].unique()) for position in bad) < _MANY:  # such as ones, which any dtype has
@@ -440,7 +438,7 @@ def some_ranks(evidence: Evidence, splits: Splits) -> Diagnosis | None:
 
 def added(evidence: Evidence, splits: Splits) -> Diagnosis | None:
     """Every part, or every sum of parts, is off by the same vector in each row, as by a bias."""
-    if evidence.whole.ndim < 2 or evidence.whole.dtype == torch.bool or _rows_agree(evidence.whole, 0.0):
+    if evidence.full.ndim < 2 or evidence.full.dtype == torch.bool or _rows_agree(evidence.full, 0.0):
         return None
     for case in sums(evidence, splits):
         limit = evidence.limit(case.pending)
@@ -464,11 +462,11 @@ def added(evidence: Evidence, splits: Splits) -> Diagnosis | None:
 def added_known(evidence: Evidence, splits: Splits, name: str, addend: torch.Tensor) -> Diagnosis | None:
     """Every part, or every sum of parts, is off by a multiple of a tensor that is known by name."""
     try:
-        whole = addend.detach().to(torch.float64).expand(evidence.whole.shape)
+        full = addend.detach().to(torch.float64).expand(evidence.full.shape)
     except RuntimeError:
         return None  # it does not broadcast, so it was not added
     for case in sums(evidence, splits):
-        times = _factor(case, whole)
+        times = _factor(case, full)
         if times is None or times == 0:
             continue
         copies = math.prod(evidence.sizes[axis] for axis, _ in case.pending)
@@ -528,7 +526,7 @@ def _factor(case: SuspectedSplit, addend: torch.Tensor | None = None) -> Fractio
     """The one number that the reference (or an addend, then besides the reference) is multiplied by in all groups."""
     factor: Fraction | None = None
     evidence = case.evidence
-    if evidence.whole.dtype == torch.bool or evidence.whole.is_complex():
+    if evidence.full.dtype == torch.bool or evidence.full.is_complex():
         return None
     for group in case.groups:
         want, part = case.want(group[0]).to(torch.float64), case.part(group).to(torch.float64)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.forms import REDUCTIONS
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits, all_slices, count_parts, split_points
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices, count_parts, split_points
+from hyper_parallel.core.dtensor.spelling import REDUCTIONS
 from sim.prove.evidence import (
     Bound,
     Evidence,
@@ -47,13 +47,13 @@ __all__ = [
 
 
 def splits_by_shape(evidence: Evidence) -> list[Splits]:
-    """Return every way to split the whole tensor that gives each rank a part of the shape that it holds.
+    """Return every way to split the full tensor that gives each rank a part of the shape that it holds.
 
     Fewer splitting axes come first, then mesh order; axes of one rank split nothing. Each dim is looked at by itself,
     so four axes cost at most 65 ordered choices per dim, of which nearly all fail on the size of one part: rank 0 of
     the mesh holds ceil(size / product of the axes), however they are ordered.
     """
-    shape, sizes = tuple(evidence.whole.shape), evidence.sizes
+    shape, sizes = tuple(evidence.full.shape), evidence.sizes
     if any(part.ndim != len(shape) for part in evidence.parts):
         return []
     held = np.array([tuple(part.shape) for part in evidence.parts], dtype=np.int64).reshape(*sizes, len(shape))
@@ -79,8 +79,8 @@ def pendings(evidence: Evidence, axes: Sequence[int], reductions: Collection[str
     Sums and averages commute, so each axis may have either; of the others all axes have the same.
     """
     yield ()
-    dtype = evidence.whole.dtype
-    if not evidence.whole.numel() or dtype == torch.bool:
+    dtype = evidence.full.dtype
+    if not evidence.full.numel() or dtype == torch.bool:
         return  # nothing is there to reduce
     linear = [kind for kind in ("sum", "avg") if kind in reductions]
     others = [kind for kind in ("max", "min", "prod") if kind in reductions and not dtype.is_complex]
@@ -131,12 +131,12 @@ class Fit:
 
     Args:
         layout: the layout.
-        error: the worst |difference| from the whole tensor; inf where only one of the two is finite.
+        error: the worst |difference| from the full tensor; inf where only one of the two is finite.
         ratio: the worst |difference| / bound; the layout explains the parts when it is 1 or less.
         rank: who holds the worst element; of copies that were reduced first, the first rank.
-        index: where the worst element is in the whole tensor; None, as rank is, if nothing differs.
+        index: where the worst element is in the full tensor; None, as rank is, if nothing differs.
         seen: what the ranks hold there, reduced where a reduction is pending.
-        expected: what the whole tensor holds there.
+        expected: what the full tensor holds there.
         problem: why nothing could be compared, such as a part of another shape.
     """
 
@@ -167,15 +167,15 @@ def fit(locals: Parts, reference: torch.Tensor, layout: Layout, bound: Bound = N
     """Measure how well one layout explains what the ranks hold; pending reductions are taken first.
 
     >>> dp = Layout((2,), ("dp",))
-    >>> whole = torch.tensor([1.0, 2.0])
-    >>> print(fit([torch.tensor([1.0]), torch.tensor([2.5])], whole, dp("dp")))
+    >>> full = torch.tensor([1.0, 2.0])
+    >>> print(fit([torch.tensor([1.0]), torch.tensor([2.5])], full, dp("dp")))
     rank 1 holds 2.5 at (1,), not 2: off by 5.00e-01, 2.6e+05 x the bound
-    >>> print(fit([whole, whole], whole, dp("dp")))
+    >>> print(fit([full, full], full, dp("dp")))
     rank 0 holds shape (2,) where dp gives it (1,)
 
     Args:
         locals: what each rank holds, by rank.
-        reference: the whole tensor.
+        reference: the full tensor.
         layout: who should hold what.
         bound: as for `infer_layout`.
 
@@ -183,8 +183,8 @@ def fit(locals: Parts, reference: torch.Tensor, layout: Layout, bound: Bound = N
         TypeError: a value of the wrong type.
         ValueError: a layout without an assignment or with more entries than dims, a rank without a tensor.
     """
-    evidence = read("cannot compare parts with a whole tensor", locals, reference, layout, bound)
-    splits = layout.splits(evidence.whole.ndim)
+    evidence = read("cannot compare parts with a full tensor", locals, reference, layout, bound)
+    splits = layout.splits(evidence.full.ndim)
     names = layout.alias_name
     pending = tuple((names.index(name), kind) for name, kind in layout.partial.items())
     kinds = {kind for axis, kind in pending if evidence.sizes[axis] > 1}
@@ -192,7 +192,7 @@ def fit(locals: Parts, reference: torch.Tensor, layout: Layout, bound: Bound = N
         problem = f"{' and '.join(sorted(kinds))} are pending, and the order in which to take them is nowhere said"
         return Fit(layout, math.inf, math.inf, problem=problem)
     pending = tuple((axis, kind) for axis, kind in pending if evidence.sizes[axis] > 1)
-    boxes = all_slices(evidence.whole.shape, evidence.sizes, splits)
+    boxes = all_slices(evidence.full.shape, evidence.sizes, splits)
     shapes = (boxes[..., 1] - boxes[..., 0]).tolist()
     for rank, part, shape in zip(evidence.ranks, evidence.parts, shapes, strict=True):
         if tuple(part.shape) != tuple(shape):
@@ -211,13 +211,13 @@ def measured(evidence: Evidence, layout: Layout, splits: Splits, pending: Pendin
         return Fit(layout, error, ratio)
     limit = evidence.limit(pending)
     group = next(group for group in evidence.groups(pending).tolist() if group[0] == where)
-    box = evidence.box(all_slices(evidence.whole.shape, evidence.sizes, splits), where)
+    box = evidence.box(all_slices(evidence.full.shape, evidence.sizes, splits), where)
     part = evidence.reduced(group, pending)
-    off = gap(part, evidence.whole[box])
+    off = gap(part, evidence.full[box])
     off = ratios(off, limit[box]) if isinstance(limit, torch.Tensor) else off
     at = tuple(int(i) for i in np.unravel_index(int(off.argmax()), tuple(off.shape)))
     index = tuple(i + piece.start for i, piece in zip(at, box, strict=True))
-    return Fit(layout, error, ratio, evidence.ranks[where], index, part[at].item(), evidence.whole[index].item())
+    return Fit(layout, error, ratio, evidence.ranks[where], index, part[at].item(), evidence.full[index].item())
 
 
 LIKELY = ("sum", "avg")
@@ -230,25 +230,25 @@ _SAMPLE = 64
 
 
 def infer_layout(locals: Parts, reference: torch.Tensor, mesh: Mesh, *, bound: Bound = None) -> list[Layout]:
-    """Return every layout that explains what the ranks hold of a whole tensor, the simplest first.
+    """Return every layout that explains what the ranks hold of a full tensor, the simplest first.
 
-    >>> whole = torch.arange(8.0).reshape(4, 2)
-    >>> infer_layout([whole[:2], whole[:2], whole[2:], whole[2:]], whole, "dp=2,tp=2")
+    >>> full = torch.arange(8.0).reshape(4, 2)
+    >>> infer_layout([full[:2], full[:2], full[2:], full[2:]], full, "dp=2,tp=2")
     [Layout((2, 2), ('dp', 'tp'))('dp', 'None')]
-    >>> infer_layout([whole - 1, whole - 1, torch.ones(4, 2), torch.ones(4, 2)], whole, {"dp": 2, "tp": 2})
+    >>> infer_layout([full - 1, full - 1, torch.ones(4, 2), torch.ones(4, 2)], full, {"dp": 2, "tp": 2})
     [Layout((2, 2), ('dp', 'tp'))('None', 'None', partial={'dp': 'sum'})]
-    >>> infer_layout([whole, whole.flip(0)], whole, "dp=2")  # nothing does
+    >>> infer_layout([full, full.flip(0)], full, "dp=2")  # nothing does
     []
 
     Values cannot tell everything: zeros are also a sum of zeros, and both layouts are listed. What would be listed for
     any tensor is not: a pending "avg", "max" or "min" of equal copies (a "prod" of equal ones), a reduction of parts
     without elements, a split over an axis of one rank. Sums and averages may be pending over different axes, of other
-    reductions only one kind. Costs no communication: it compares each part with its piece of the whole, after a
+    reductions only one kind. Costs no communication: it compares each part with its shard of the full tensor, after a
     comparison of 64 elements that rules out most candidates.
 
     Args:
         locals: what each rank holds, by rank; the results of `sim.run` are. DTensors count as their local parts.
-        reference: the whole tensor, all reductions taken. Other dtypes than the parts' are converted.
+        reference: the full tensor, all reductions taken. Other dtypes than the parts' are converted.
         mesh: a `Layout`, whose assignment does not matter, a DeviceMesh, {"dp": 2, "tp": 4} or "dp=2,tp=4".
         bound: how far an element may be off: a number, or a tensor that broadcasts to the reference. Whole numbers
             and booleans must agree exactly, whatever the bound. Default: 8 n u s, where u is the unit roundoff of the
@@ -281,10 +281,10 @@ def explanations(
 ) -> list[Fit]:
     """Return what `infer_layout` does, with the worst error of each layout and where it is.
 
-    >>> whole = torch.arange(4.0)
-    >>> infer_layout([whole, whole + 1], whole, "dp=2")  # true, but a wrong copy is more likely
+    >>> full = torch.arange(4.0)
+    >>> infer_layout([full, full + 1], full, "dp=2")  # true, but a wrong copy is more likely
     [Layout((2,), ('dp',))('None', partial={'dp': 'min'})]
-    >>> explanations([whole, whole + 1], whole, "dp=2")
+    >>> explanations([full, full + 1], full, "dp=2")
     []
 
     Args:
@@ -294,7 +294,7 @@ def explanations(
     evidence = read("cannot infer a layout", locals, reference, mesh, bound)
     found: list[tuple[Splits, Pending, Worst]] = []
     for splits in splits_by_shape(evidence):
-        if not evidence.whole.numel():  # nothing to compare, and nothing to reduce
+        if not evidence.full.numel():  # nothing to compare, and nothing to reduce
             found.append((splits, (), (0.0, 0.0, 0)))
             continue
         accepted: list[Pending] = []
@@ -340,7 +340,7 @@ class _Sample:
         count = math.prod(shape)
         picked = np.linspace(0, max(count - 1, 0), min(count, _SAMPLE)).astype(np.int64)
         at = tuple(map(torch.from_numpy, np.unravel_index(picked, shape))) if shape else ()
-        self.want = evidence.whole[at] if at else evidence.whole.reshape(1)
+        self.want = evidence.full[at] if at else evidence.full.reshape(1)
         rows = [evidence.parts[int(place)][at] if at else evidence.parts[int(place)].reshape(1) for place in first.flat]
         wide = torch.float64 if rows[0].dtype.is_floating_point else rows[0].dtype
         self.held = torch.stack(rows).to(wide).reshape(*first.shape, -1)
@@ -366,24 +366,24 @@ def _reduce(value: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
 
 
 Order: TypeAlias = Mapping[int, torch.Tensor]
-"""For each rank, where each of its elements is in the whole tensor, flattened."""
+"""For each rank, where each of its elements is in the full tensor, flattened."""
 
 
 # -- parameters in an order that no layout says, such as fused weights cut one by one ----------------------------------
 
 
-def order_of(parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> Order | None:
-    """Return where each rank's elements come from, if all are elements of the whole tensor and none of it is missing.
+def order_of(parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> Order | None:
+    """Return where each rank's elements come from, if all are elements of the full tensor and none of it is missing.
 
-    >>> whole = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    >>> order_of({0: torch.tensor([1.0, 3.0]), 1: torch.tensor([2.0, 4.0])}, whole)
+    >>> full = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> order_of({0: torch.tensor([1.0, 3.0]), 1: torch.tensor([2.0, 4.0])}, full)
     {0: tensor([0, 2]), 1: tensor([1, 3])}
-    >>> order_of({0: torch.tensor([1.0, 3.0]), 1: torch.tensor([1.0, 3.0])}, whole) is None
+    >>> order_of({0: torch.tensor([1.0, 3.0]), 1: torch.tensor([1.0, 3.0])}, full) is None
     True
 
     Elements are recognised by their values, so these must be different from each other.
     """
-    flat, order = whole.flatten().sort()
+    flat, order = full.flatten().sort()
     if not flat.numel() or not bool((flat.diff() > 0).all()):
         return None
     found, covered = {}, torch.zeros(flat.numel(), dtype=torch.bool)
@@ -398,7 +398,7 @@ def order_of(parts: Mapping[int, torch.Tensor], whole: torch.Tensor) -> Order | 
 
 
 def order_said(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
-    """Return where a rank's part of a DTensor is in the whole tensor, flattened, by its own mesh; None: unknown."""
+    """Return where a rank's part of a DTensor is in the full tensor, flattened, by its own mesh; None: unknown."""
     try:
         layout = Layout.of(tensor) if isinstance(tensor, DTensor) else None
     except ValueError:  # placements that no layout can say
@@ -409,12 +409,12 @@ def order_said(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
     return places[layout.local_slice(tensor.shape, rank)].flatten()
 
 
-def furthest(parts: Mapping[int, torch.Tensor], whole: torch.Tensor, order: Order) -> float:
-    """Return the worst difference of parts from a whole tensor, taken in an order."""
+def furthest(parts: Mapping[int, torch.Tensor], full: torch.Tensor, order: Order) -> float:
+    """Return the worst difference of parts from a full tensor, taken in an order."""
     worst = 0.0
     for rank, part in parts.items():
         if part.numel() != order[rank].numel():
             return math.inf
         if part.numel():
-            worst = max(worst, float(gap(part.flatten(), whole.flatten()[order[rank]]).max()))
+            worst = max(worst, float(gap(part.flatten(), full.flatten()[order[rank]]).max()))
     return worst

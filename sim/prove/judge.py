@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.errors import ranks_phrase
+from sim.explain.errors import ranks_phrase
 from sim.prove.diagnose import diagnose
 from sim.prove.infer import Fit, explanations, fit
 from sim.prove.record import Entry, ranks_along, spread_layout
@@ -76,7 +76,7 @@ class Finding:
 
 
 class Judge:
-    """Compares parts with whole tensors; remembers which layouts were found, as the next tensor often has the same.
+    """Compares parts with full tensors; remembers which layouts were found, as the next tensor often has the same.
 
     Args:
         mesh: the axes of all ranks.
@@ -88,33 +88,33 @@ class Judge:
         self._recent: dict[int, list[Layout]] = {}
 
     def declared(
-        self, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float, layout: Layout, known: Sequence[str]
+        self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, layout: Layout, known: Sequence[str]
     ) -> Finding:
         """Measure a declared layout, and say what the parts are if it is not true.
 
         Args:
             parts: what the ranks hold.
-            whole: what one device holds.
+            full: what one device holds.
             bound: what rounding can do to an element.
             layout: the declaration.
             known: the axes that it speaks of; over the others any layout will do.
         """
         with suppress(ValueError):  # one entry per dim
-            layout = layout.placement_to_tensor_map(whole.ndim)
+            layout = layout.placement_to_tensor_map(full.ndim)
         text = spread_layout(layout, known)
         best: Fit | None = None
-        for full in self._extended(layout, known, whole.ndim):
-            found = self._fit(parts, whole, full, bound)
+        for extended in self._extended(layout, known, full.ndim):
+            found = self._fit(parts, full, extended, bound)
             if found is not None and found.fits:
-                self._remember(whole.ndim, full)
-                return Finding("right", full, text, found.error, found.ratio, bound)
+                self._remember(full.ndim, extended)
+                return Finding("right", extended, text, found.error, found.ratio, bound)
             best = found if best is None or (found is not None and found.ratio < best.ratio) else best
         if best is None:
-            sentence = f"the declaration is for more dims than the tensor's {whole.ndim}"
+            sentence = f"the declaration is for more dims than the tensor's {full.ndim}"
             return Finding("wrong", None, text, math.inf, math.inf, bound, sentence)
         return self._explain_wrong(
             parts,
-            whole,
+            full,
             bound,
             layout,
             known,
@@ -124,7 +124,7 @@ class Judge:
     def undeclared(
         self,
         parts: Mapping[int, torch.Tensor],
-        whole: torch.Tensor,
+        full: torch.Tensor,
         bound: float,
         addends: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> Finding:
@@ -132,25 +132,25 @@ class Judge:
 
         Args:
             parts: what the ranks hold.
-            whole: what one device holds.
+            full: what one device holds.
             bound: what rounding can do to an element.
-            addends: returns whole tensors by name, of which one may have been added once per rank.
+            addends: returns full tensors by name, of which one may have been added once per rank.
         """
-        for layout in self._recent.get(whole.ndim, []):
-            found = self._fit(parts, whole, layout, bound)
+        for layout in self._recent.get(full.ndim, []):
+            found = self._fit(parts, full, layout, bound)
             if found is not None and found.fits:
-                self._remember(whole.ndim, layout)
+                self._remember(full.ndim, layout)
                 return Finding("right", layout, "", found.error, found.ratio, bound)
-        fits = explanations(parts, whole, self.mesh, bound)
+        fits = explanations(parts, full, self.mesh, bound)
         if fits:
             best = fits[0]
             if not best.layout.is_partial():
-                self._remember(whole.ndim, best.layout)
+                self._remember(full.ndim, best.layout)
                 return Finding("right", best.layout, "", best.error, best.ratio, bound)
             sentence = f"the ranks hold {pending_words(best.layout)}"
             alike = self._alike(parts)
             return Finding("pending", best.layout, "", best.error, best.ratio, bound, sentence, alike=alike)
-        return self._unexplained(parts, whole, bound, addends())
+        return self._unexplained(parts, full, bound, addends())
 
     def _alike(self, parts: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
         """Return the axes along which all ranks hold the same, to the last bit."""
@@ -163,18 +163,18 @@ class Judge:
     def _unexplained(
         self,
         parts: Mapping[int, torch.Tensor],
-        whole: torch.Tensor,
+        full: torch.Tensor,
         bound: float,
         addends: Mapping[str, torch.Tensor],
     ) -> Finding:
-        near = self._nearest(parts, whole, bound)
-        told = diagnose(parts, whole, self.mesh, bound, addends=addends)
+        near = self._nearest(parts, full, bound)
+        diagnosis = diagnose(parts, full, self.mesh, bound, addends=addends)
         shapes = sorted({tuple(part.shape) for part in parts.values()})
-        if told is not None:
-            sentence = told.sentence
+        if diagnosis is not None:
+            sentence = diagnosis.sentence
         elif near is None:
             held = ", ".join(map(str, shapes[:4]))
-            sentence = f"no layout gives the ranks parts of shape {held} of a tensor of shape {tuple(whole.shape)}"
+            sentence = f"no layout gives the ranks parts of shape {held} of a tensor of shape {tuple(full.shape)}"
         else:
             agree = all(size == 1 or name in self._alike(parts) for name, size in self._sizes.items())
             what = "all ranks hold the same, and it is wrong" if agree else "no layout explains what the ranks hold"
@@ -185,26 +185,26 @@ class Judge:
     def _explain_wrong(
         self,
         parts: Mapping[int, torch.Tensor],
-        whole: torch.Tensor,
+        full: torch.Tensor,
         bound: float,
         layout: Layout,
         known: Sequence[str],
         finding: Finding,
     ) -> Finding:
         """Say what the parts are instead of what was declared."""
-        fits = explanations(parts, whole, self.mesh, bound)
+        fits = explanations(parts, full, self.mesh, bound)
         alike = self._alike(parts)  # equal copies of 1/n are rather divided once too often than parts of a sum
         fits = [each for each in fits if not any(name in alike for name in each.layout.partial)]
         if not fits:
-            full = layout if set(known) == set(self._sizes) else None
-            told = diagnose(parts, whole, self.mesh, bound, declared=full)
-            return replace(finding, sentence=told.sentence) if told is not None else finding
-        found = min(fits, key=lambda each: self._distance(each.layout, layout, known, whole.ndim)).layout
+            complete = layout if set(known) == set(self._sizes) else None
+            diagnosis = diagnose(parts, full, self.mesh, bound, declared=complete)
+            return replace(finding, sentence=diagnosis.sentence) if diagnosis is not None else finding
+        found = min(fits, key=lambda each: self._distance(each.layout, layout, known, full.ndim)).layout
         sentences, hints = [], []
         for name in known:
-            was, truly = use_of(layout, name, whole.ndim), use_of(found, name, whole.ndim)
+            was, truly = use_of(layout, name, full.ndim), use_of(found, name, full.ndim)
             if was != truly:
-                sentences.append(f"declared {was} over {name}, but the ranks hold {_held(found, name, whole.ndim)}")
+                sentences.append(f"declared {was} over {name}, but the ranks hold {_held(found, name, full.ndim)}")
                 hints.append(_hint(was, truly, name))
         if not sentences and len(known) < len(self._sizes):  # true, and over the other axes no usual split
             return replace(finding, status="right", found=found, error=0.0, ratio=0.0, sentence="")
@@ -222,18 +222,18 @@ class Judge:
     def _distance(self, found: Layout, declared: Layout, known: Sequence[str], ndim: int) -> int:
         return sum(use_of(found, name, ndim) != use_of(declared, name, ndim) for name in known)
 
-    def _nearest(self, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, bound: float) -> Fit | None:
+    def _nearest(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> Fit | None:
         """Return how well the likeliest layout does that at least has the right shapes."""
         best: Fit | None = None
-        for layout in [*self._recent.get(whole.ndim, []), *self._extended(self.mesh(), (), whole.ndim)]:
-            found = None if layout.is_partial() else self._fit(parts, whole, layout, bound)
+        for layout in [*self._recent.get(full.ndim, []), *self._extended(self.mesh(), (), full.ndim)]:
+            found = None if layout.is_partial() else self._fit(parts, full, layout, bound)
             if found is not None and found.problem is None and (best is None or found.ratio < best.ratio):
                 best = found
         return best
 
-    def _fit(self, parts: Mapping[int, torch.Tensor], whole: torch.Tensor, layout: Layout, bound: float) -> Fit | None:
+    def _fit(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, layout: Layout, bound: float) -> Fit | None:
         try:
-            return _close(parts, whole, layout, bound) or fit(parts, whole, layout, bound)
+            return _close(parts, full, layout, bound) or fit(parts, full, layout, bound)
         except ValueError:  # more entries than dims
             return None
 
@@ -266,13 +266,13 @@ class Judge:
         recent.insert(0, layout)
 
 
-def _close(parts: Mapping[int, torch.Tensor], whole: torch.Tensor, layout: Layout, bound: float) -> Fit | None:
+def _close(parts: Mapping[int, torch.Tensor], full: torch.Tensor, layout: Layout, bound: float) -> Fit | None:
     """Return the fit of a layout that explains the parts, in one pass; None: look closer."""
-    if layout.is_partial() or not whole.is_floating_point():
+    if layout.is_partial() or not full.is_floating_point():
         return None
     error = 0.0
-    for rank, box in zip(layout.rank_list, layout.slices(whole.shape).tolist(), strict=True):
-        wanted, part = whole[tuple(slice(start, stop) for start, stop in box)], parts[rank]
+    for rank, box in zip(layout.rank_list, layout.slices(full.shape).tolist(), strict=True):
+        wanted, part = full[tuple(slice(start, stop) for start, stop in box)], parts[rank]
         if part.shape != wanted.shape:
             return None
         if part.numel():
@@ -347,8 +347,8 @@ def spelling(layout: Layout) -> str:
 
 def pending_words(layout: Layout) -> str:
     """Say which reductions are still to be taken."""
-    told = [f"{_WORDS.get(kind, f'parts of a {kind}')} over {name}" for name, kind in layout.partial.items()]
-    return " and ".join(told)
+    parts = [f"{_WORDS.get(kind, f'parts of a {kind}')} over {name}" for name, kind in layout.partial.items()]
+    return " and ".join(parts)
 
 
 def _held(found: Layout, axis: str, ndim: int) -> str:
@@ -458,8 +458,8 @@ def settle(events: Sequence[Judged], later: Callable[[Judged, Judged], bool]) ->
     """
     rows = [row_of(event) for event in events]
     # What is zero, but for rounding, comes out right whatever went wrong before it.
-    told = [not event.finding.is_zero and not event.given for event in events]
-    right = [at for at, event in enumerate(events) if event.finding.status == "right" and told[at]]
+    speaks = [not event.finding.is_zero and not event.given for event in events]
+    right = [at for at, event in enumerate(events) if event.finding.status == "right" and speaks[at]]
     ends = [event.finding.status for event in events if event.final]
     ends_well = bool(ends) and all(status == "right" for status in ends)
     for at, event in enumerate(events):
@@ -527,8 +527,8 @@ def _to_blame(event: Judged, row: ReportRow, harmed: Judged) -> ReportRow:
         if event.finding.status == "absent" and event.kind == "forward":
             called = f"{event.module or 'the model'} on all ranks"
             hint = f"call {called}; or, if each has modules of its own, look at how {harmed.place} is made of all"
-        told = f"{event.finding.sentence}, and {harmed.place} is wrong"
-        return replace(row, verdict="bug", sentence=told, suggestion=hint)
+        sentence = f"{event.finding.sentence}, and {harmed.place} is wrong"
+        return replace(row, verdict="bug", sentence=sentence, suggestion=hint)
     axes = " and ".join(found.partial)
     op = "all_reduce (or reduce_scatter)"
     sentence = f"the ranks hold {pending_words(found)}, and nothing reduced it before {harmed.place}"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.errors import ranks_phrase
+from sim.explain.errors import ranks_phrase
 from sim.prove.record import ranks_along
 
 __all__ = ["Draw", "NoRandomness", "masks_problem"]
@@ -70,7 +70,7 @@ class NoRandomness(TorchDispatchMode):
 
 
 def masks_problem(
-    draws: Sequence[Draw], whole: tuple[int, ...], mesh: Layout, split: Sequence[str]
+    draws: Sequence[Draw], full: tuple[int, ...], mesh: Layout, split: Sequence[str]
 ) -> tuple[str, str] | None:
     """Say what is wrong with the random numbers that the ranks drew at one place, and what to do; None: nothing.
 
@@ -84,11 +84,11 @@ def masks_problem(
 
     Args:
         draws: one per rank.
-        whole: the shape of what one device draws there.
+        full: the shape of what one device draws there.
         mesh: all ranks.
         split: the axes over which the module's input is split, as far as that is known.
     """
-    parts = _split_axes(draws[0].shape, whole, mesh, split)
+    parts = _split_axes(draws[0].shape, full, mesh, split)
     if parts is None:
         return None
     for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True):
@@ -107,13 +107,13 @@ def masks_problem(
 
 
 def _split_axes(
-    local: tuple[int, ...], whole: tuple[int, ...], mesh: Layout, split: Sequence[str]
+    local: tuple[int, ...], full: tuple[int, ...], mesh: Layout, split: Sequence[str]
 ) -> tuple[str, ...] | None:
     """Return the axes over which a tensor of some local size is split; None where that is not certain."""
     sizes = {name: size for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True) if size > 1}
     if not math.prod(local):
         return None
-    times = math.prod(whole) / math.prod(local)
+    times = math.prod(full) / math.prod(local)
     fits = [
         chosen
         for number in range(len(sizes) + 1)

@@ -372,7 +372,9 @@ def _own(value: Any, views: dict[int, torch.Tensor]) -> Any:
             return value
         if id(value) not in views:
             views[id(value)] = view = value.view_as(value)
-            view.__dict__.update(value.__dict__)  # what a module has written on it, such as which part of a whole it is
+            view.__dict__.update(
+                value.__dict__
+            )  # what a module has written on it, such as which part of a tensor it is
         return views[id(value)]
     if type(value) in (tuple, list):
         return type(value)(_own(entry, views) for entry in value)
@@ -428,7 +430,7 @@ def named_inputs(asked: str, model: nn.Module, inputs: Any) -> dict[str, Any]:
         return dict(inputs)
     if not isinstance(inputs, (tuple, list)):
         blame = f"inputs is a {type(inputs).__name__}, not a tuple of arguments or a dict by name"
-        raise TypeError(explain(asked, blame, "inputs: the whole arguments of the model", "(x,), with the comma"))
+        raise TypeError(explain(asked, blame, "inputs: the full arguments of the model", "(x,), with the comma"))
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -453,11 +455,11 @@ def read_declared(
         last = str(key).rpartition(".")[2]
         parts[last if last in ("input", "output") and key not in parameters else "parameter"][key] = value
     own = ShardingPlan(parts["parameter"], parts["input"], parts["output"])
-    told = read_plan(f"{asked}: declared", own, mesh, modules, parameters)
-    outputs = dict(told.outputs)
+    given = read_plan(f"{asked}: declared", own, mesh, modules, parameters)
+    outputs = dict(given.outputs)
     if reading is not None:  # a plain tensor is a part of what the plan says, where the plan takes it out of a DTensor
         outputs = {**{path: tree for path, tree in reading.outputs.items() if path in reading.returned}, **outputs}
-    return reading, Declarations(told.inputs, outputs, told.parameters)
+    return reading, Declarations(given.inputs, outputs, given.parameters)
 
 
 def read_cuts(
@@ -474,7 +476,7 @@ def read_cuts(
     for name, tree in cuts.items():
         for layout in leaves(tree):
             if layout.is_partial():
-                blame = f"a reduction is pending in the layout of {name!r}, and inputs are whole"
+                blame = f"a reduction is pending in the layout of {name!r}, and inputs are full tensors"
                 raise ValueError(explain(f"{asked}: input_layouts", blame, f"layout: {layout}", "a split or nothing"))
         if isinstance(tree, Layout) and isinstance(values[name], torch.Tensor):
             try:

@@ -27,7 +27,7 @@ class ReportRow:
             "random", "gradient" or "update".
         declared: the layout that it should have; "" where nobody said.
         found: the layout that explains what the ranks hold; "" where none does.
-        error: worst |difference| from the whole tensor on one device, in that layout.
+        error: worst |difference| from the full tensor on one device, in that layout.
         bound: what rounding can make of it.
         ratio: error / bound at the worst element; rounding explains the difference up to 1.
         verdict: "exact", "rounding", "pending" (parts of a sum that was taken later), "private" (no layout explains
@@ -121,15 +121,16 @@ class Report:
         return self
 
     def _headline(self) -> str:
-        counts = Counter(row.verdict for row in self.rows)
-        told = ", ".join(f"{number} {verdict}" for verdict, number in counts.most_common())
+        verdicts = Counter(row.verdict for row in self.rows)
+        counts = ", ".join(f"{number} {verdict}" for verdict, number in verdicts.most_common())
         worst = max((row.ratio for row in self.rows if row.verdict == "rounding"), default=0.0)
         if self.ok:
             return (
-                f"the model on {self.mesh} computes what it computes on one device: {told} of {len(self.rows)} tensors"
+                f"the model on {self.mesh} computes what it computes on one device: "
+                f"{counts} of {len(self.rows)} tensors"
                 + (f"; the worst rounding is {worst:.2g} of its bound" if worst else "")
             )
-        return f"the model on {self.mesh} does not compute what it computes on one device ({told})"
+        return f"the model on {self.mesh} does not compute what it computes on one device ({counts})"
 
 
 def _wrapped(line: str, width: int) -> str:

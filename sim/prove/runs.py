@@ -1,4 +1,4 @@
-"""The two sides of a proof: the model on one device, and the parallel model on simulated ranks."""
+"""The two runs of a proof: the model on one device, and the parallel model on simulated ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
-from sim.errors import RankFailed, SimError
+from sim.explain.errors import RankFailed, SimError
 from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, unit_roundoff
 from sim.prove.infer import order_said
@@ -36,7 +36,7 @@ from sim.prove.record import (
 )
 from sim.world import World
 
-__all__ = ["ASKED", "Bounds", "Ranks", "Side", "Task", "cotangents", "cut", "largest", "run_reference"]
+__all__ = ["ASKED", "Bounds", "Ranks", "Run", "Task", "cotangents", "cut", "largest", "run_reference"]
 
 ASKED = "cannot verify a plan"
 
@@ -45,10 +45,10 @@ _MOST_HELD = 8  # parameters that a message lists
 
 @dataclass(frozen=True)
 class Task:
-    """What is computed, on both sides.
+    """What is computed, in both runs.
 
     Attributes:
-        inputs: whole values, by name or position.
+        inputs: full values, by name or position.
         positional: the inputs are positional.
         apply: makes a model parallel, on the calling rank.
         cuts: which part of each input a rank is given.
@@ -92,7 +92,7 @@ class Task:
 
 
 @dataclass
-class Side:
+class Run:
     """What one device, or one rank, has computed.
 
     Attributes:
@@ -131,15 +131,15 @@ class Side:
     def held(self, path: str) -> list[str]:
         """Say which parts of a module's parameters the rank has, in as many lines as one reads."""
         prefix = f"{path}." if path else ""
-        told = []
+        rows = []
         for name, part in self.initial.items():
             if not name.startswith(prefix):
                 continue
-            (layout, known), whole = self.layouts[name], tuple(self.leaves[name].shape)
-            said = "" if layout is None else spread_layout(layout.placement_to_tensor_map(len(whole)), known)
-            split = said and f" of {whole}, declared {said}"
-            told.append(f"{name.removeprefix(prefix)}: {tuple(part.shape)}{split}")
-        return told if len(told) <= _MOST_HELD else [*told[:_MOST_HELD], f"... and {len(told) - _MOST_HELD} more"]
+            (layout, known), full = self.layouts[name], tuple(self.leaves[name].shape)
+            said = "" if layout is None else spread_layout(layout.placement_to_tensor_map(len(full)), known)
+            split = said and f" of {full}, declared {said}"
+            rows.append(f"{name.removeprefix(prefix)}: {tuple(part.shape)}{split}")
+        return rows if len(rows) <= _MOST_HELD else [*rows[:_MOST_HELD], f"... and {len(rows) - _MOST_HELD} more"]
 
 
 class _Session:
@@ -162,7 +162,7 @@ class _Session:
         same = {name: first.setdefault(id(parameter), name) for name, parameter in named.items()}
         kept = {name: parameter for name, parameter in named.items() if same[name] == name}
         self.axes = axes
-        self.side = Side(
+        self.run = Run(
             ModuleRecorder(model, mesh, rank),
             {name: local_of(parameter).clone() for name, parameter in kept.items()},
             {name: _declared(axes, parameter) for name, parameter in kept.items()},
@@ -178,16 +178,16 @@ class _Session:
         if task.optimizer_fn is not None and chosen and not hasattr(self.optimizer, "zero_grad"):
             made, hint = f"optimizer: {self.optimizer!r:.80}", "lambda params: torch.optim.SGD(params, lr=0.1)"
             raise TypeError(explain(ASKED, "optimizer_fn returned no optimizer", made, hint))
-        self.quiet = NoRandomness(lambda: self.side.recorder.inside[-1] if self.side.recorder.inside else "")
+        self.quiet = NoRandomness(lambda: self.run.recorder.inside[-1] if self.run.recorder.inside else "")
 
     def forward(self) -> None:
         """Compute the outputs, and the loss if there is a function for it."""
         with self.quiet:
-            with self.side.recorder:
+            with self.run.recorder:
                 output = self._output()
-                self.side.draws = self.quiet.draws[:]
-            self.side.changed_buffers = self._buffers()
-            self.side.outputs, self.side.loss = self._finish(output)
+                self.run.draws = self.quiet.draws[:]
+            self.run.changed_buffers = self._buffers()
+            self.run.outputs, self.run.loss = self._finish(output)
 
     def _output(self) -> Any:
         if self.axes is not None:
@@ -195,7 +195,7 @@ class _Session:
         try:
             return self.model(*self.args, **self.kwargs)
         except Exception as error:
-            inside = self.side.recorder.inside
+            inside = self.run.recorder.inside
             blame = f"the model raises {type(error).__name__} on one device: {error}"
             seen = f"in module {(inside[-1] if inside else '') or '(the model)'!r}"
             raise ValueError(explain(ASKED, blame, seen, "inputs that the model takes")) from error
@@ -223,7 +223,7 @@ class _Session:
 
     def backward(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Differentiate, and take the optimizer's steps."""
-        optimizer, outputs, loss = self.optimizer, self.side.outputs, self.side.loss
+        optimizer, outputs, loss = self.optimizer, self.run.outputs, self.run.loss
         with self.quiet:
             for step in range(self.task.steps):
                 if step:
@@ -235,7 +235,7 @@ class _Session:
                     with _disable_current_modes() if _is_elementwise(optimizer) else nullcontext():
                         optimizer.step()
                     optimizer.zero_grad()
-                    self.side.updates.append({name: local_of(leaf).clone() for name, leaf in self._leaves().items()})
+                    self.run.updates.append({name: local_of(leaf).clone() for name, leaf in self._leaves().items()})
 
     def _differentiate(
         self, outputs: Sequence[tuple[str, torch.Tensor]], loss: torch.Tensor | None, grads: Mapping[str, torch.Tensor]
@@ -251,16 +251,16 @@ class _Session:
     def _keep_gradients(self) -> None:
         for name, leaf in self._leaves().items():
             grad = leaf.grad
-            self.side.gradients[name] = None if grad is None else local_of(grad).clone()
-            self.side.grad_layouts[name] = (None, ()) if grad is None else _declared(self.axes, grad)
+            self.run.gradients[name] = None if grad is None else local_of(grad).clone()
+            self.run.grad_layouts[name] = (None, ()) if grad is None else _declared(self.axes, grad)
 
     def _leaves(self) -> dict[str, nn.Parameter]:
         """Return the parameters as they are now: an engine may replace them."""
         named = named_parameters(self.model)
-        return {name: named[name] for name in self.side.leaves if name in named}
+        return {name: named[name] for name in self.run.leaves if name in named}
 
 
-def run_reference(task: Task, around: AbstractContextManager[Any] | None = None) -> Side:
+def run_reference(task: Task, around: AbstractContextManager[Any] | None = None) -> Run:
     """Compute everything on one device.
 
     Args:
@@ -276,8 +276,8 @@ def run_reference(task: Task, around: AbstractContextManager[Any] | None = None)
         session = _Session(task, model, args, kwargs)
         with around if around is not None else nullcontext():
             session.forward()
-            session.backward(cotangents(session.side, task.seed))
-    return session.side
+            session.backward(cotangents(session.run, task.seed))
+    return session.run
 
 
 def build(task: Task) -> nn.Module:
@@ -301,10 +301,10 @@ def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model._apply(convert)
 
 
-def cotangents(side: Side, seed: int) -> dict[str, torch.Tensor]:
+def cotangents(run: Run, seed: int) -> dict[str, torch.Tensor]:
     """Return a random tensor for each output that can be differentiated: the gradient of what would follow."""
     drawn = {}
-    for index, (way, tensor) in enumerate(side.outputs):
+    for index, (way, tensor) in enumerate(run.outputs):
         if _can_be_differentiated(tensor):
             generator = torch.Generator().manual_seed(seed + 7 * index)
             drawn[way] = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
@@ -312,7 +312,7 @@ def cotangents(side: Side, seed: int) -> dict[str, torch.Tensor]:
 
 
 class Ranks:
-    """The parallel side, rank by rank, within a world.
+    """The parallel run, rank by rank, within a world.
 
     Args:
         task: what to compute.
@@ -323,18 +323,18 @@ class Ranks:
         self.task, self.world = task, world
         self._sessions: dict[int, _Session] = {}
 
-    def forward(self) -> list[Side]:
+    def forward(self) -> list[Run]:
         """Make the model parallel and compute forward on every rank."""
         with self._located("forward"):
             self.world.run(self._make)  # on all ranks before the first one computes: that may stop all
             self.world.run(self._forward)
-        return self.sides
+        return self.runs
 
     @property
-    def sides(self) -> list[Side]:
+    def runs(self) -> list[Run]:
         """What the ranks have done; of a forward that has stopped, what came before. Empty: not all have begun it."""
         every = range(self.world.world_size)
-        return [self._sessions[rank].side for rank in every] if all(rank in self._sessions for rank in every) else []
+        return [self._sessions[rank].run for rank in every] if all(rank in self._sessions for rank in every) else []
 
     def backward(self, grads: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Differentiate and take the steps, from each rank's gradients of its outputs."""
@@ -383,10 +383,10 @@ class Ranks:
             shown = [error.rank] if isinstance(error, RankFailed) else sorted(self._sessions)
             lines = []
             for rank in shown:
-                inside = self._sessions[rank].side.recorder.inside if rank in self._sessions else None
+                inside = self._sessions[rank].run.recorder.inside if rank in self._sessions else None
                 if inside:
                     lines.append(f"  rank {rank} was in module {inside[-1] or '(the model)'!r}, {phase}")
-                    lines += [f"    {line}" for line in self._sessions[rank].side.held(inside[-1])]
+                    lines += [f"    {line}" for line in self._sessions[rank].run.held(inside[-1])]
                 elif rank in self._sessions:
                     lines.append(f"  rank {rank} was in no module, {phase}")
                 else:
@@ -399,11 +399,11 @@ class Ranks:
 
 
 def cut(value: Any, tree: LayoutTree, mesh: DeviceMesh, wrapped: bool) -> Any:
-    """Return the calling rank's part of a whole value, with the same containers.
+    """Return the calling rank's part of a full value, with the same containers.
 
     Args:
-        value: a tensor, a container of them, or anything else, which stays whole.
-        tree: layouts; None: the whole.
+        value: a tensor, a container of them, or anything else, which stays as it is.
+        tree: layouts; None: the full tensor.
         mesh: the mesh of all ranks.
         wrapped: return DTensors.
     """
@@ -430,7 +430,7 @@ def _at(tree: LayoutTree, place: Any) -> LayoutTree:
 
 
 def _whole(value: Any, rounded: torch.dtype, dtype: torch.dtype) -> Any:
-    """Copy a whole input, floating values rounded to one dtype and held in another."""
+    """Copy a full input, floating values rounded to one dtype and held in another."""
     if isinstance(value, torch.Tensor):
         copy = value.detach().clone()
         copy = copy.to(rounded).to(dtype) if copy.is_floating_point() else copy
@@ -498,47 +498,47 @@ class Bounds:
     """How far rounding can move each tensor: what perturbed runs on one device showed, and a floor.
 
     Args:
-        base: the plain run.
+        reference: the plain run.
         perturbed: the others.
         dtype: what the ranks compute in.
     """
 
-    def __init__(self, base: Side, perturbed: Sequence[Side], dtype: torch.dtype) -> None:
+    def __init__(self, reference: Run, perturbed: Sequence[Run], dtype: torch.dtype) -> None:
         self._unit = unit_roundoff(dtype)
         self._moves: dict[Any, float] = {}
         self._sizes: dict[int, float] = {}
-        others = [dict(_tensors(side)) for side in perturbed]
+        others = [dict(_tensors(run)) for run in perturbed]
         seen: dict[tuple[int, ...], float] = {}  # one tensor may stand at several boundaries
-        for name, tensor in _tensors(base):
+        for name, tensor in _tensors(reference):
             again = [other[name] for other in others if name in other]
             key = (id(tensor), *map(id, again))
             if key not in seen:
                 seen[key] = max((_furthest(other, tensor) for other in again), default=0.0)
             self._moves[name] = seen[key]
 
-    def of(self, name: Any, whole: torch.Tensor) -> float:
+    def of(self, name: Any, full: torch.Tensor) -> float:
         """Return the bound for one tensor."""
-        size = self._sizes.get(id(whole))
+        size = self._sizes.get(id(full))
         if size is None:
-            size = self._sizes[id(whole)] = largest(whole)
+            size = self._sizes[id(full)] = largest(full)
         tiny = torch.finfo(torch.float64).tiny
         few = _STEP * (name[1] + 1) if name[0] == "update" else _FEW
         return max(SAFETY * self._moves.get(name, 0.0), few * self._unit * size, tiny)
 
 
-def _tensors(side: Side) -> Iterator[tuple[Any, torch.Tensor]]:
-    for key, entry in side.recorder.entries.items():
+def _tensors(run: Run) -> Iterator[tuple[Any, torch.Tensor]]:
+    for key, entry in run.recorder.entries.items():
         yield ("value", key), entry.value
         if entry.grad is not None:
             yield ("grad", key), entry.grad
-    if side.loss is not None:
-        yield "loss", side.loss.detach()
-    for name, grad in side.gradients.items():
+    if run.loss is not None:
+        yield "loss", run.loss.detach()
+    for name, grad in run.gradients.items():
         if grad is not None:
             yield ("gradient", name), grad
-    for name, tensor in side.changed_buffers.items():
+    for name, tensor in run.changed_buffers.items():
         yield ("changed buffer", name), tensor
-    for step, update in enumerate(side.updates):
+    for step, update in enumerate(run.updates):
         for name, tensor in update.items():
             yield ("update", step, name), tensor
 
@@ -552,12 +552,12 @@ def _furthest(one: torch.Tensor, other: torch.Tensor) -> float:
     return move if math.isfinite(move) else 0.0
 
 
-def largest(whole: torch.Tensor) -> float:
+def largest(full: torch.Tensor) -> float:
     """Return the largest finite magnitude."""
-    if not whole.numel() or not whole.is_floating_point():
+    if not full.numel() or not full.is_floating_point():
         return 0.0
-    size = float(torch.linalg.vector_norm(whole, math.inf))
+    size = float(torch.linalg.vector_norm(full, math.inf))
     if math.isfinite(size):
         return size
-    finite = whole[whole.isfinite()]
+    finite = full[full.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0

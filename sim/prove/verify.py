@@ -14,14 +14,14 @@ from torch.nn.parameter import is_lazy
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
-from sim.errors import RankFailed, SimError
+from sim.explain.errors import RankFailed, SimError
 from sim.prove.bound import Perturbed
 from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report
-from sim.prove.runs import ASKED, Bounds, Ranks, Side, Task, cotangents, largest, run_reference
+from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, largest, run_reference
 from sim.world import world
 
 __all__ = ["verify_plan"]
@@ -76,11 +76,11 @@ def verify_plan(
 
     The bound for an error is measured, not guessed: one device repeats everything with all operations off by their
     rounding (`sim.prove.bound`). In float64 that leaves about 1e-14, and no fault hides below it. The gradients are
-    those of a random linear function of the outputs, the same on both sides, unless there is a `loss_fn`.
+    those of a random linear function of the outputs, the same in both runs, unless there is a `loss_fn`.
 
     Args:
         model_fn: makes the whole model for one device; called several times, from the same seed, and once per rank.
-        inputs: whole arguments of the model: a tuple, or a dict by name.
+        inputs: full arguments of the model: a tuple, or a dict by name.
         mesh_shape: {"dp": 2, "tp": 4}, "dp=2,tp=4", or a `Layout` without an assignment.
         plan: what `shard_module` makes parallel.
         parallelize: makes it parallel in place of a plan: called with the model and the mesh on each rank, it returns
@@ -122,14 +122,14 @@ def verify_plan(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
         loss_fn, chosen, dtype, seed, steps, train,
     )  # fmt: skip
-    base, bounds = _references(task, model)
+    reference, bounds = _references(task, model)
     try:
-        return _compared(task, base, bounds, said)
+        return _compared(task, reference, bounds, said)
     finally:
-        base.recorder.forget()
+        reference.recorder.forget()
 
 
-def _compared(task: Task, base: Side, bounds: Bounds, said: Declarations) -> Report:
+def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations) -> Report:
     """Compute on the ranks, and compare."""
     mesh = task.mesh
     judge = Judge(mesh)
@@ -138,13 +138,13 @@ def _compared(task: Task, base: Side, bounds: Bounds, said: Declarations) -> Rep
         try:
             ranks.forward()
         except (RankFailed, SimError) as error:
-            report = _until(error, Comparison(task, base, bounds, ranks.sides, said, judge))
+            report = _until(error, Comparison(task, reference, bounds, ranks.runs, said, judge))
             if report is None:
                 raise
             return report
-        compared = Comparison(task, base, bounds, ranks.sides, said, judge)
-        compared.notes += [*_not_proved(base), *_coarse(task, base, bounds)]
-        grads = _grads(task, base, compared)
+        compared = Comparison(task, reference, bounds, ranks.runs, said, judge)
+        compared.notes += [*_not_proved(reference), *_coarse(task, reference, bounds)]
+        grads = _grads(task, reference, compared)
         if grads is not None:
             _backward(ranks, grads, compared)
         return compared.report()
@@ -152,7 +152,7 @@ def _compared(task: Task, base: Side, bounds: Bounds, said: Declarations) -> Rep
 
 def _until(error: Exception, compared: Comparison) -> Report | None:
     """Return the report of a forward that has stopped, if something was wrong before it did."""
-    if not compared.sides:
+    if not compared.runs:
         return None
     compared.stopped = True
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -168,35 +168,35 @@ def _until(error: Exception, compared: Comparison) -> Report | None:
 
 def _split_shapes(compared: Comparison, rank: int) -> list[str]:
     """Say what went in and out of the module that a rank was in, where it has another shape than on one device."""
-    side = compared.sides[rank]
-    path = side.recorder.inside[-1] if side.recorder.inside else ""
-    told = []
-    for key, whole in compared.base.recorder.entries.items():
-        held = side.recorder.entries.get(key)
+    run = compared.runs[rank]
+    path = run.recorder.inside[-1] if run.recorder.inside else ""
+    rows = []
+    for key, full in compared.reference.recorder.entries.items():
+        held = run.recorder.entries.get(key)
         within = key.path == path or key.path.startswith(f"{path}." if path else "")
-        if held is not None and within and held.value.shape != whole.value.shape:
+        if held is not None and within and held.value.shape != full.value.shape:
             found = compared.value(key)
             layout = f", found {short(found.found)}" if found is not None and found.found is not None else ""
-            shapes = f"{tuple(held.value.shape)} of {tuple(whole.value.shape)}{layout}"
-            told.append(f"    {key.path or 'the model'}.{title_of(whole)}: {shapes}".replace("put ", "put."))
-    return told[-_MOST_SHAPES:]
+            shapes = f"{tuple(held.value.shape)} of {tuple(full.value.shape)}{layout}"
+            rows.append(f"    {key.path or 'the model'}.{title_of(full)}: {shapes}".replace("put ", "put."))
+    return rows[-_MOST_SHAPES:]
 
 
-def _not_proved(base: Side) -> list[str]:
+def _not_proved(reference: Run) -> list[str]:
     """Say if backward is nothing on one device, though there are parameters to train."""
-    trained = any(leaf.requires_grad for leaf in base.leaves.values())
-    if not trained or any(grad is not None for grad in base.gradients.values()):
+    trained = any(leaf.requires_grad for leaf in reference.leaves.values())
+    if not trained or any(grad is not None for grad in reference.gradients.values()):
         return []
-    what = "the loss" if base.loss is not None else "nothing that the model returns"
-    how = "cannot" if base.loss is not None else "can"
+    what = "the loss" if reference.loss is not None else "nothing that the model returns"
+    how = "cannot" if reference.loss is not None else "can"
     return [f"no gradients were compared, as {what} {how} be differentiated"]
 
 
-def _coarse(task: Task, base: Side, bounds: Bounds) -> list[str]:
+def _coarse(task: Task, reference: Run, bounds: Bounds) -> list[str]:
     """Say if a model computes in float32 within, whatever it is converted to, as many do in norms and softmax."""
     if task.dtype != torch.float64:
         return []
-    for key, entry in base.recorder.entries.items():
+    for key, entry in reference.recorder.entries.items():
         bound = bounds.of(("value", key), entry.value)
         if key.side == "output" and bound > _COARSE * largest(entry.value) > 0:
             return [
@@ -213,40 +213,40 @@ def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comp
     except (RankFailed, SimError) as error:
         if first_bug(compared.forward_rows) is None:
             raise
-        for side in compared.sides:
-            side.gradients.clear()
+        for run in compared.runs:
+            run.gradients.clear()
         compared.notes.append(f"backward was not compared: {str(error).splitlines()[0]}")
 
 
-def _references(task: Task, made: nn.Module) -> tuple[Side, Bounds]:
+def _references(task: Task, made: nn.Module) -> tuple[Run, Bounds]:
     """Run one device plainly and perturbed."""
-    base = run_reference(task)
+    reference = run_reference(task)
     known = {id(parameter) for parameter in made.parameters()}
-    if any(id(parameter) in known for parameter in base.leaves.values()):
+    if any(id(parameter) in known for parameter in reference.leaves.values()):
         blame = "model_fn returned the same model twice, and each rank needs one of its own"
         raise ValueError(explain(ASKED, blame, f"model: a {type(made).__name__}", "lambda: Model(config)"))
-    _check_finite(base)
+    _check_finite(reference)
     floor = 2.0**-24 if task.dtype == torch.float32 else None if task.dtype == torch.float64 else _unit(task.dtype)
     others = []
     for index in range(_RUNS):
         other = run_reference(task, Perturbed(floor, seed=index))
-        _check_same(base, other)
+        _check_same(reference, other)
         others.append(other)
-    bounds = Bounds(base, others, task.dtype)
+    bounds = Bounds(reference, others, task.dtype)
     for other in others:
         other.recorder.forget()
-    return base, bounds
+    return reference, bounds
 
 
-def _check_finite(base: Side) -> None:
+def _check_finite(reference: Run) -> None:
     """Refuse a model that computes nan on one device: nan is equal to any other, and nothing would be proved."""
-    results = [("output", tensor) for _, tensor in base.outputs]
-    results += [("loss", base.loss)] if base.loss is not None else []
-    results += [(f"gradient of {name}", grad) for name, grad in base.gradients.items() if grad is not None]
+    results = [("output", tensor) for _, tensor in reference.outputs]
+    results += [("loss", reference.loss)] if reference.loss is not None else []
+    results += [(f"gradient of {name}", grad) for name, grad in reference.gradients.items() if grad is not None]
     bad = next((title for title, value in results if value.isnan().any()), None)
     if bad is None:
         return
-    entries = base.recorder.entries.items()
+    entries = reference.recorder.entries.items()
     first = next((f"{key.path or 'the model'}.{key.side}" for key, entry in entries if entry.value.isnan().any()), bad)
     blame = f"one device computes nan, first seen in {first}, and nan cannot be compared"
     raise ValueError(explain(ASKED, blame, f"nan in the {bad}", "inputs and initial values that give finite numbers"))
@@ -256,17 +256,17 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def _grads(task: Task, base: Side, compared: Comparison) -> list[dict[str, torch.Tensor]] | None:
+def _grads(task: Task, reference: Run, compared: Comparison) -> list[dict[str, torch.Tensor]] | None:
     """Return each rank's part of the gradients of its outputs; None where it cannot be known what its outputs are."""
     number = math.prod(task.mesh.mesh_shape)
-    if base.loss is not None:
-        if any(side.loss is None for side in compared.sides):
+    if reference.loss is not None:
+        if any(run.loss is None for run in compared.runs):
             compared.notes.append("backward was not compared: some ranks have no loss")
             return None
         return [{} for _ in range(number)]
     scale = compared.scale()
     grads: list[dict[str, torch.Tensor]] = [{} for _ in range(number)]
-    for way, whole in cotangents(base, task.seed).items():
+    for way, full in cotangents(reference, task.seed).items():
         layout = compared.output_layout(way)
         if layout is None:
             compared.notes.append("backward was not compared: no layout explains the output, or is declared for it")
@@ -274,7 +274,7 @@ def _grads(task: Task, base: Side, compared: Comparison) -> list[dict[str, torch
         sizes = dict(zip(task.mesh.alias_name, task.mesh.mesh_shape, strict=True))
         shares = math.prod(sizes[name] for name, kind in layout.partial.items() if kind == "avg")
         for rank in range(number):
-            part = whole[layout.reset_partial().local_slice(whole.shape, rank)]
+            part = full[layout.reset_partial().local_slice(full.shape, rank)]
             grads[rank][way] = (part * (scale / shares)).to(task.dtype).clone()
     return grads
 
@@ -341,18 +341,18 @@ def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:
     return model
 
 
-def _check_same(base: Side, other: Side) -> None:
+def _check_same(reference: Run, other: Run) -> None:
     odd = [
         name
-        for name, value in base.initial.items()
+        for name, value in reference.initial.items()
         if name not in other.initial
         or value.shape != other.initial[name].shape
         or not torch.equal(value, other.initial[name])
     ]
-    if odd or len(base.initial) != len(other.initial):
+    if odd or len(reference.initial) != len(other.initial):
         blame = f"model_fn made different models from one seed: parameter {odd[0] if odd else '?'!r} differs"
         hint = "let all random numbers in it come from torch's default generator"
-        raise ValueError(explain(ASKED, blame, f"{len(odd)} of {len(base.initial)} parameters differ", hint))
+        raise ValueError(explain(ASKED, blame, f"{len(odd)} of {len(reference.initial)} parameters differ", hint))
 
 
 def _application(plan: ShardingPlan | None, parallelize: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module | None]:

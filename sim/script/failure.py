@@ -7,8 +7,8 @@ import re
 import sys
 import traceback
 
-from sim.errors import RankFailed, SimError
-from sim.trace import raised_at
+from sim.explain.errors import RankFailed, SimError
+from sim.explain.lines import raised_at
 
 __all__ = ["device_hint", "exit_hint", "report_failure", "traceback_of"]
 

@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from sim.current import current_context
+from sim.kernel.context import current_context
 from sim.script.failure import report_failure
 from sim.script.modules import find_module
 from sim.script.options import Launch, parse
@@ -60,12 +60,12 @@ def run_script(launch: Launch) -> int:
         init=False,
         check_races=launch.check_races,
         check_replicas=launch.check_replicas,
+        map_device=launch.map_device,
         own=launch.own,
     )
     ranks.replay = launch.replay()
-    ranks.folder = folder
-    ranks.map_device = launch.map_device
-    with warnings.catch_warnings(), _script_folder_first(ranks.folder):
+    ranks.host.folder = folder
+    with warnings.catch_warnings(), _script_folder_first(folder):
         views = _prepare(ranks, launch, file, spec)
         try:
             with ranks:
@@ -86,7 +86,8 @@ def _prepare(ranks: World, launch: Launch, file: str, spec: ModuleSpec | None) -
     torchrun = {b"TORCHELASTIC_RUN_ID": b"sim", b"TORCHELASTIC_RESTART_COUNT": b"0", b"TORCHELASTIC_MAX_RESTARTS": b"0"}
     shown = range(launch.nproc) if launch.show is None else launch.show
     plain = launch.show is not None and len(launch.show) == 1
-    theirs = find_module("sim", [ranks.folder]) or find_module("sim.__init__", [ranks.folder])
+    folder = ranks.host.folder
+    theirs = find_module("sim", [folder]) or find_module("sim.__init__", [folder])
     has_sim = theirs is not None and not str(theirs.origin).startswith(
         os.path.dirname(os.path.dirname(__file__)) + os.sep
     )

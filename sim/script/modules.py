@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sim.current import current_context
+from sim.kernel.context import current_context
 from sim.script.packages import SharedReferences
 
 __all__ = ["OwnModules", "RankFinder", "RankLocks", "belongs_to_the_user", "find_module"]

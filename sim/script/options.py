@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sim.patches.devices import KINDS
 from sim.script.modules import find_module
 from sim.script.packages import check_own
-from sim.seams.devices import KINDS
 from sim.world import MAX_RANKS
 
 __all__ = ["IGNORED", "Launch", "launch_of", "parse"]

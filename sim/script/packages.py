@@ -15,7 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from sim.current import current_context
+from sim.kernel.context import current_context
 
 __all__ = ["NEVER_PER_RANK", "PER_RANK", "Forwarder", "SharedReferences", "check_own"]
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
 from hyper_parallel.pytest_plugin import SIMULATED_ARMS
-from sim.callables import check_result
-from sim.errors import CollectiveMismatch, Deadlock
+from sim.explain.callables import check_result
+from sim.explain.errors import CollectiveMismatch, Deadlock
 from sim.testing.processes import (
     DEVICE_TYPES,
     Watch,
@@ -28,7 +28,7 @@ from sim.testing.processes import (
     take_device,
     who_left,
 )
-from sim.testing.ranks import RankTest
+from sim.testing.rank_test import RankTest
 from sim.world import world
 
 __all__ = ["run_body"]

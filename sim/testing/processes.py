@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import linecache
 import multiprocessing
@@ -39,10 +40,10 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform import get_platform
-from sim.callables import check_result
-from sim.errors import ranks_phrase
-from sim.testing.ranks import RankTest
-from sim.trace import belongs_to_a_library, user_line
+from sim.explain.callables import check_result
+from sim.explain.errors import ranks_phrase
+from sim.explain.lines import belongs_to_a_library, user_line
+from sim.testing.rank_test import RankTest
 
 __all__ = [
     "DEVICE_TYPES",
@@ -69,6 +70,7 @@ _PRELOAD = [  # the second half is what torch imports late: 0.7 s per process wh
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.utils.checkpoint",
+    "hyper_parallel.trainer.trainer",  # and with it the whole library: 0.1 to 0.3 s per process, else
 ]
 _COMMUNICATES = ("torch/distributed/", "hyper_parallel/core/")
 _REPORTS = 3  # after which a rank is believed to stand still
@@ -418,6 +420,7 @@ def _communication(frame: FrameType | None) -> str | None:
 
 
 def _process_main(job: _Job, answer: Connection) -> None:
+    gc.freeze()  # what is imported lives until the end: a collection that walks over it copies all of its memory
     with open(job.output(), "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sim.trace import Event, Shape, Trace
+from sim.comm.trace import Event, Shape
+from sim.comm.trace import EventLog as Trace
 from sim.views.timeline import Bar, lay_out, row_names, row_of, stack
 
 __all__ = ["flight_recorder", "write_chrome", "write_flight_recorder"]

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sim.errors import SimError
-from sim.trace import Trace
+from sim.comm.trace import EventLog as Trace
+from sim.explain.errors import SimError
 from sim.views.timeline import Bar, Timeline, lay_out, stack
 
 if TYPE_CHECKING:

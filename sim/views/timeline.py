@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from sim.trace import Event, Trace
+from sim.comm.trace import Event
+from sim.comm.trace import EventLog as Trace
 
 __all__ = ["Bar", "Timeline", "lay_out", "row_names", "stack"]
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from moe_kit import CONFIG, TEXT, Case, add_up, alone, in_float32, mesh_of, own_rows, split, train, variant, whole
+from moe_kit import (
+    CONFIG,
+    TEXT,
+    Case,
+    Trained,
+    add_up,
+    alone,
+    in_float32,
+    mesh_of,
+    own_rows,
+    split,
+    train,
+    variant,
+    whole,
+)
 from rounding_kit import measured, tolerances
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
@@ -18,9 +33,28 @@ from hyper_parallel import DTensor, init_device_mesh
 from hyper_parallel.core.expert_parallel import Router, take_aux, update_expert_bias
 from hyper_parallel.core.expert_parallel.exchange import exchange_rows
 from hyper_parallel.core.fully_shard.api import get_model_state_dict, load_state_dict
+from hyper_parallel.models.moe import MoEConfig
 
 STEPS = 2
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Twin(NamedTuple):
+    """A model on one device: what it starts with, how it trains, and what it has then."""
+
+    start: list[tuple[str, torch.Tensor]]
+    trained: Trained
+    state: dict[str, Any]
+    aux: dict[str, torch.Tensor]
+
+
+@cache
+def twin_of(config: MoEConfig, device_type: str, dtype: torch.dtype) -> Twin:
+    """Train on one device, once for all ranks and cases with this model, which only read it."""
+    model = alone(config, device_type, dtype)
+    start = [(name, whole(param)) for name, param in model.named_parameters()]
+    trained = train(model, TEXT.to(device_type), STEPS, after=update_expert_bias)
+    return Twin(start, trained, model.state_dict(), take_aux(model))
 
 
 def check(ctx: Any, case: Case) -> None:
@@ -28,9 +62,9 @@ def check(ctx: Any, case: Case) -> None:
     mesh = mesh_of(ctx.device_type, case)
     dtype = ctx.float_dtype
     model = split(case, mesh, dtype)
-    twin = alone(case.config, ctx.device_type, dtype)
-    for (name, param), (_, expected) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
-        assert torch.equal(whole(param), whole(expected)), f"{name} starts differently"
+    twin = twin_of(case.config, ctx.device_type, dtype)
+    for (name, param), (_, value) in zip(model.named_parameters(), twin.start, strict=True):
+        assert torch.equal(whole(param), value), f"{name} starts differently"
     over = [mesh[axis] for axis in case.rows]
     found = train(
         model,
@@ -39,7 +73,7 @@ def check(ctx: Any, case: Case) -> None:
         reduce=None if case.shard else lambda model: add_up(model, case, mesh),
         after=lambda model: update_expert_bias(model, over),
     )
-    expected = train(twin, TEXT.to(ctx.device_type), STEPS, after=update_expert_bias)
+    expected = twin.trained
     loss = torch.tensor([sum(found.losses)], dtype=dtype, device=ctx.device_type)
     dist.all_reduce(loss)
     copies = ctx.world_size / math.prod(case.mesh[axis] for axis in case.rows)
@@ -51,20 +85,19 @@ def check(ctx: Any, case: Case) -> None:
         for name, grad in theirs.items():
             at = f"step {step}, {name}"
             torch.testing.assert_close(mine[name], grad, **close, msg=lambda text, at=at: f"{at}: {text}")
-    state, wanted = get_model_state_dict(model), twin.state_dict()
+    state, wanted = get_model_state_dict(model), twin.state
     assert list(state) == list(wanted)
     close = tolerances(wanted.values(), in_float32, **CLOSE)
     for name, value in wanted.items():
         torch.testing.assert_close(whole(state[name]), value.cpu(), **close)
-    check_aux(ctx, model, twin)
+    check_aux(model, twin)
 
 
-def check_aux(ctx: Any, model: Any, twin: Any) -> None:
+def check_aux(model: Any, twin: Twin) -> None:
     """The terms of all ranks add up to the auxiliary losses of all sequences and steps."""
-    wanted = take_aux(twin)
     for name, terms in take_aux(model).items():
         dist.all_reduce(terms)
-        torch.testing.assert_close(terms, wanted[name], rtol=1e-4, atol=0)
+        torch.testing.assert_close(terms, twin.aux[name], rtol=1e-4, atol=0)
         assert terms > 0
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from sim.current import current_context
+from sim.kernel.context import current_context
 
 THEME = Theme()
 WIDTH, BLOCKS = 64, 4
@@ -76,7 +76,7 @@ class Meter(TorchDispatchMode):
 
 def sent(run):
     """What this rank has communicated so far."""
-    return current_context().world.trace.of_rank(run.ctx.rank)
+    return current_context().network.trace.of_rank(run.ctx.rank)
 
 
 def allowed(run, model):

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.unit import unit_of
-from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
 
 NO_GLOO = ("sim", "gpu", "npu")
 
@@ -127,11 +127,11 @@ def assert_same(ctx, ours, theirs):
 
 
 def assert_freed(model):
-    """Every unit is resharded: the modules show DTensors, and whole parameters have no memory."""
+    """Every unit is resharded: the modules show DTensors, and unsharded parameters have no memory."""
     for module in model.modules():
         unit = unit_of(module)
         for bucket in unit.buckets if unit else ():
-            assert bucket.wholes.untyped_storage().nbytes() == 0, type(module)
+            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0, type(module)
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -815,7 +815,7 @@ def test_pending_gradients_are_kept_in_fp32_or_better(ctx):
     double = wrap_nested(net(ctx), mesh=mesh_of(ctx))
     double.set_requires_gradient_sync(False)
     loss_of(double, data(ctx, rank=ctx.rank)).backward()
-    assert {g.dtype for r in unit_of(double).reducers for g in r.held if g is not None} == {ctx.float_dtype}
+    assert {g.dtype for r in unit_of(double).reducers for g in r.pending if g is not None} == {ctx.float_dtype}
     for dtype, wanted in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
         low = fully_shard(
             net(ctx, torch.float32),
@@ -824,7 +824,7 @@ def test_pending_gradients_are_kept_in_fp32_or_better(ctx):
         )
         low.set_requires_gradient_sync(False)
         loss_of(low, data(ctx, 0, torch.float32, ctx.rank)).backward()
-        assert {g.dtype for r in unit_of(low).reducers for g in r.held if g is not None} == {wanted}
+        assert {g.dtype for r in unit_of(low).reducers for g in r.pending if g is not None} == {wanted}
 
 
 @sim.ranks(2)
@@ -930,7 +930,7 @@ def test_weights_kept_after_backward(ctx):
     model.zero_grad()
     plain.zero_grad()
     check_one_step(ctx, model, plain)
-    held = [unit_of(block).gathered for block in model.blocks]
+    held = [unit_of(block).is_unsharded for block in model.blocks]
     assert held == [False, True, True]
     assert all(isinstance(p, DTensor) for p in model.parameters())
     model.set_reshard_after_backward(True)
@@ -1352,7 +1352,7 @@ def test_nothing_survives_a_step(ctx):
         assert [ref() for ref in watched] == [None, None]
         assert_freed(model)
         for unit in unit_of(model).schedule.units:
-            assert all(r.held is None and r.partial is None for r in unit.reducers)
+            assert all(r.pending is None and r.partial is None for r in unit.reducers)
             assert all(p.unsharded.grad is None for bucket in unit.buckets for p in bucket.params)
         assert unit_of(model).schedule.reductions == []
     alive = weakref.ref(unit_of(model))
@@ -1369,7 +1369,7 @@ def test_units_are_freed_and_reduced_while_backward_goes_on(ctx):
 
     def look(gradient):
         schedule = unit_of(model).schedule
-        seen.append(([unit.gathered for unit in later], len(schedule.reductions)))
+        seen.append(([unit.is_unsharded for unit in later], len(schedule.reductions)))
 
     model.blocks[0].register_forward_hook(lambda m, args, y: args[0].register_hook(look) and None)
     for _ in range(2):

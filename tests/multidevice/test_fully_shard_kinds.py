@@ -22,11 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import sim
-from hyper_parallel.core.fully_shard import shares as shares_file
+from hyper_parallel.core.fully_shard import reduce as reduce_file
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.policy import FullyShardParamMode
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, FullyShardParamMode, MixedPrecisionPolicy
 from hyper_parallel.core.fully_shard.unit import unit_of
-from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy
 
 NO_GLOO = ("sim", "gpu", "npu")
 MODES = FullyShardParamMode
@@ -65,7 +64,7 @@ def managed(model):
 
 def homes(model):
     """How and along which dim each parameter is managed, by name."""
-    found = {id(p.sharded): (p.home.mode, p.home.shard_dim) for p in managed(model)}
+    found = {id(p.sharded): (p.placement.mode, p.placement.shard_dim) for p in managed(model)}
     return {name: found.get(id(parameter)) for name, parameter in model.named_parameters()}
 
 
@@ -73,8 +72,8 @@ def assert_freed(model):
     for unit in units_in(model):
         for bucket in unit.buckets:
             assert not bucket.gathered
-            assert bucket.piece is None
-            assert bucket.aliased or bucket.wholes.untyped_storage().nbytes() == 0
+            assert bucket.post_forward_shard is None
+            assert bucket.aliased or bucket.unsharded_buffer.untyped_storage().nbytes() == 0
         for bucket in unit.buckets:
             for param in bucket.params:
                 assert isinstance(param.sharded, DTensor)
@@ -945,7 +944,7 @@ def test_resharding_to_fewer_ranks(ctx, wrapper):
             check(ctx, model, plain)
             with torch.no_grad():
                 assert_close({"y": model(data(ctx, part=(0, 4)))}, {"y": plain(data(ctx, part=(0, 4)))})
-            assert size == 1 or not any(unit.gathered for unit in units_in(model))
+            assert size == 1 or not any(unit.is_unsharded for unit in units_in(model))
 
 
 @sim.ranks(4, arms=("gloo",))
@@ -1209,7 +1208,7 @@ def test_units_share_all_reduces_over_the_replicate_axis(monkeypatch):
     assert fused == 1  # all of this small model fits
     for ours, others in zip(got, wanted, strict=True):
         assert_equal(ours, others)
-    monkeypatch.setattr(shares_file, "SHARED_BYTES", 1100)  # room for two of them
+    monkeypatch.setattr(reduce_file, "FUSED_BYTES", 1100)  # room for two of them
     some, got = all_reduces(fully_shard, comm_fusion=True)
     assert some == 2
     for ours, others in zip(got, wanted, strict=True):

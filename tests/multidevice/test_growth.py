@@ -26,7 +26,7 @@ from hyper_parallel import fully_shard, hsdp
 from hyper_parallel.core.checkpoint.checkpointer import Checkpointer
 from hyper_parallel.core.checkpoint.optimizer import model_tensors, optimizer_tensors
 from hyper_parallel.models import LlamaConfig
-from hyper_parallel.trainer import trainer
+from hyper_parallel.trainer import loop
 from hyper_parallel.trainer.config import Config, DataConfig, TrainConfig
 
 FIRST = 200
@@ -174,9 +174,9 @@ def training(meter: Meter) -> None:
     )
     run = TrainConfig(steps=meter.rounds, batch_size=4, seq_len=16, device="cpu", log="log.jsonl")
     config = replace(Config(), model=shape, train=run, data=DataConfig(max_bytes=200_000))
-    trainer.KEPT = 100
+    loop.KEPT = 100
     with sim.world(4, keep_events=100) as world:
-        world.run(trainer.train, (config, lambda record: meter(record.step)))
+        world.run(loop.train, (config, lambda record: meter(record.step)))
 
 
 def leak(meter: Meter) -> None:

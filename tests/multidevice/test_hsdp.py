@@ -15,7 +15,7 @@ import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict
-from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.fully_shard.unit import ShardedState, unit_of
 from hyper_parallel.core.hsdp.api import HSDPCell, hsdp, hsdp_sync_stream
 
 NO_GLOO = ("sim", "gpu", "npu")
@@ -129,17 +129,17 @@ def check_against_one_device(ctx, model, plain, **options):
 
 
 def assert_freed(model):
-    """The modules show DTensors, and the whole parameters that are parts elsewhere have no memory."""
+    """The modules show DTensors, and the unsharded parameters that are parts elsewhere have no memory."""
     for module in model.modules():
         unit = unit_of(module)
         for bucket in unit.buckets if unit else ():
-            assert bucket.wholes_pointer == 0, type(module)
+            assert bucket.unsharded_pointer == 0, type(module)
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 def whole_bytes(module):
     """Bytes that a cell holds of gathered parameters."""
-    return sum(bucket.wholes.untyped_storage().nbytes() for bucket in unit_of(module).buckets)
+    return sum(bucket.unsharded_buffer.untyped_storage().nbytes() for bucket in unit_of(module).buckets)
 
 
 # -- the whole -----------------------------------------------------------------------------------------------------
@@ -720,6 +720,9 @@ def test_grad_scale(ctx, level):
         assert_close(gradients(model), {name: grad * scale for name, grad in gradients(plain).items()})
 
 
+HAS_DATA = (ShardedState.UNSHARDING, ShardedState.UNSHARDED)
+
+
 @sim.ranks(2, arms=NO_GLOO)
 def test_prefetch_cells(ctx):
     model = wrap(net(ctx), threshold=0, optimizer_level="level3")
@@ -730,7 +733,7 @@ def test_prefetch_cells(ctx):
     seen = {}
 
     def look(name):
-        seen[name] = [unit_of(block)._gathers is not None or unit_of(block).gathered for block in model.blocks]
+        seen[name] = [unit_of(block).state in HAS_DATA for block in model.blocks]
 
     first.norm.register_forward_hook(lambda *_: look("first forward"))
     third.down.register_full_backward_pre_hook(lambda *_: look("third backward"))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import sim
 from hyper_parallel import fully_shard
-from sim import collectives
+from sim.comm import collectives
 
 pytestmark = pytest.mark.sim
 

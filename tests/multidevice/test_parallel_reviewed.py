@@ -26,7 +26,7 @@ from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.pipeline import Pipeline
 from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.models.hf_weights import export_huggingface
-from hyper_parallel.trainer import trainer
+from hyper_parallel.trainer import loop
 from hyper_parallel.trainer.config import (
     CheckpointConfig,
     Config,
@@ -35,7 +35,7 @@ from hyper_parallel.trainer.config import (
     ParallelConfig,
     TrainConfig,
 )
-from hyper_parallel.trainer.trainer import Trainer, train
+from hyper_parallel.trainer.loop import train
 
 TINY = Config(
     model=LlamaConfig(
@@ -150,7 +150,7 @@ def test_a_save_under_way_is_finished_before_a_loss_that_is_not_finite_ends_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     over = threading.Event()
-    write, backward, error = Writer.write_data, Trainer._backward, trainer.nonfinite_error
+    write, backward, error = Writer.write_data, loop.forward_backward, loop.nonfinite_error
 
     def slow(self: Writer, *args: Any) -> Any:
         if self._step == 2:
@@ -161,12 +161,14 @@ def test_a_save_under_way_is_finished_before_a_loss_that_is_not_finite_ends_the_
         over.set()
         return error(*args, **kwargs)
 
-    def broken(self: Trainer, *args: Any) -> torch.Tensor:
-        return backward(self, *args) * (math.nan if self.steps_done == 2 else 1.0)
+    steps = iter((1.0, 1.0))
+
+    def broken(*args: Any) -> torch.Tensor:
+        return backward(*args) * next(steps, math.nan)
 
     monkeypatch.setattr(Writer, "write_data", slow)
-    monkeypatch.setattr(Trainer, "_backward", broken)
-    monkeypatch.setattr(trainer, "nonfinite_error", told)
+    monkeypatch.setattr(loop, "forward_backward", broken)
+    monkeypatch.setattr(loop, "nonfinite_error", told)
     run = replace(TINY, checkpoint=CheckpointConfig(folder=str(tmp_path), every=1, background=True))
     run = run.with_changes("train", {"steps": 4})
     with pytest.raises(ArithmeticError, match="the loss is nan"):

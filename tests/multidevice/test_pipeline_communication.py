@@ -13,7 +13,7 @@ from torch import nn
 
 import sim
 from hyper_parallel import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, init_device_mesh
-from hyper_parallel.core.fully_shard.fsdp2 import nested_units
+from hyper_parallel.core.fully_shard.unit import StepControl, nested_units
 from hyper_parallel.core.pipeline import SCHEDULES, Pipeline
 
 pytestmark = pytest.mark.sim
@@ -126,8 +126,8 @@ def test_nothing_is_whole_or_kept_after_a_step():
             method(torch.randn(8, 4), torch.randn(8, 4))
             for unit in (unit for stage in stages for unit in nested_units(stage)):
                 assert unit.is_resharded()
-                assert not unit.held
-                assert all(bucket.wholes_pointer == 0 for bucket in unit.buckets)
+                assert unit.control is StepControl.HOOKS
+                assert all(bucket.unsharded_pointer == 0 for bucket in unit.buckets)
             assert len(seen) == 4 * run.has_last
             assert [reference() for reference in seen] == [None] * len(seen)
             seen.clear()

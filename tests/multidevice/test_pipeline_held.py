@@ -9,8 +9,8 @@ from torch import nn
 
 import sim
 from hyper_parallel import fully_shard, hsdp, hsdp_sync_stream, init_device_mesh
-from hyper_parallel.core.fully_shard.fsdp2 import nested_units
-from hyper_parallel.core.fully_shard.held import hold_parameters, reduce_gradients, release_parameters
+from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
+from hyper_parallel.core.fully_shard.unit import nested_units
 
 WAYS = {
     "fully_shard": lambda unit, device: fully_shard(unit),

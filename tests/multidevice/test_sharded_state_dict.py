@@ -445,10 +445,10 @@ def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
     before = {name: whole(value).clone() for name, value in tensors(model.state_dict()).items()}
     moving = as_dtensors(wanted, mesh, [Shard(1)])
     shapes = {
-        "blocks.1.up.weight": r"\(5, 7\)   this rank's part: \([120], 7\)",
-        "blocks.1.plain": r"\(3,\)   this rank's part: \(3,\)",
-        "blocks.1.norm.running_mean": r"\(5,\)   this rank's part: \(5,\)",
-        "blocks.1.steps": r"\(\)   this rank's part: \(\)",
+        "blocks.1.up.weight": r"\(5, 7\)   this rank's shard: \([120], 7\)",
+        "blocks.1.plain": r"\(3,\)   this rank's shard: \(3,\)",
+        "blocks.1.norm.running_mean": r"\(5,\)   this rank's shard: \(5,\)",
+        "blocks.1.steps": r"\(\)   this rank's shard: \(\)",
     }
     bad = [
         torch.zeros(5, 6),
@@ -467,7 +467,7 @@ def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
                 ValueError, match=rf"cannot load '{name}': got {got}\n  global shape: {shapes[name]}\n  try: "
             ):
                 model.load_state_dict(moving | {name: value})
-    with pytest.raises(ValueError, match=r"part: .*\n  likewise: 'blocks.1.plain', 'blocks.1.steps'\n"):
+    with pytest.raises(ValueError, match=r"shard: .*\n  likewise: 'blocks.1.plain', 'blocks.1.steps'\n"):
         model.load_state_dict(moving | {"blocks.1.plain": 1, "blocks.1.steps": 1, "scale": 1})
     with pytest.raises(TypeError, match=r"cannot read its argument: .*\n  got: a list\n  try: "):
         model.load_state_dict([1])

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.fully_shard.build import find_parameters
-from hyper_parallel.core.fully_shard.homes import kept_home, plain_home
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh
+from hyper_parallel.core.fully_shard.placement import DataParallelMesh, kept_placement, plain_placement
 from hyper_parallel.core.fully_shard.policy import OptimizerLevel
-from hyper_parallel.core.hsdp.traced import Ranks, TracedParam, install, take_over
+from hyper_parallel.core.hsdp.compiled import GroupName, TracedParam, install, take_over
 from hyper_parallel.platform import get_platform
 
 LEVELS = tuple(OptimizerLevel)
@@ -70,9 +69,9 @@ def data(ctx, step=0, rank=None, dtype=None, per_rank=2):
 
 def wrap(roots, mesh, level, *, threshold=8, grad_scale=1.0, **options):
     """Split the parameters below ``roots`` over the last axis of ``mesh``; those of fewer elements stay whole."""
-    shard, replicas = Ranks.of(mesh.get_group(mesh.ndim - 1)), ()
+    shard, replicas = GroupName.of(mesh.get_group(mesh.ndim - 1)), ()
     if mesh.ndim == 2:
-        replicas = (Ranks.of(mesh.get_group(0)),)
+        replicas = (GroupName.of(mesh.get_group(0)),)
     places: dict[nn.Parameter, list] = {}
     for root in roots:
         for prefix, module in root.named_modules():
@@ -494,13 +493,17 @@ def test_parameters_where_the_engine_puts_them(ctx):
     homes = DataParallelMesh.of(mesh, get_platform(ctx.device_type), 2)
     model = net(ctx)
     found = find_parameters([model], set(), "hsdp")
-    placed = [(f, plain_home(f.parameter, f.name, homes, None, None, whole=f.parameter.numel() < 8)) for f in found]
+    placed = [
+        (f, plain_placement(f.parameter, f.name, homes, None, None, replicate=f.parameter.numel() < 8)) for f in found
+    ]
     install([model], take_over(placed, torch.device(ctx.device), 1 / ctx.world_size), level=LEVEL2)
     check_against_one_device(ctx, model, model, wanted)
     model = net(ctx)
     model.shift = nn.Parameter(distribute_tensor(model.shift.detach(), mesh, [Replicate()] * 2))
     found = find_parameters([model], set(), "hsdp")
-    placed = [(f, kept_home(f.parameter, f.name, fused=False) if f.name == "shift" else placed[0][1]) for f in found]
+    placed = [
+        (f, kept_placement(f.parameter, f.name, fused=False) if f.name == "shift" else placed[0][1]) for f in found
+    ]
     before = list(model.parameters())
     with pytest.raises(ValueError, match=r"(?s)cannot gather 'shift'.*plain parameters only.*use_eager_hook=True"):
         take_over(placed, torch.device(ctx.device), 1.0)

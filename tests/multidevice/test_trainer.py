@@ -20,10 +20,10 @@ from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer.config import Config, DataConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.optimizer import clip_gradients
-from hyper_parallel.trainer.record import StepRecord, TrainResult, read_log
-from hyper_parallel.trainer.steps import Parallelized
-from hyper_parallel.trainer.trainer import train
+from hyper_parallel.trainer.parallelize import Parallelized
+from hyper_parallel.trainer.report import StepRecord, TrainResult, read_log
 
 TINY = Config(
     model=LlamaConfig(

@@ -14,8 +14,8 @@ import sim
 from hyper_parallel.core.pipeline import SCHEDULES
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer.config import Config, DataConfig, ExpertsConfig, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.record import TrainResult
-from hyper_parallel.trainer.trainer import train
+from hyper_parallel.trainer.loop import train
+from hyper_parallel.trainer.report import TrainResult
 
 DENSE = Config(
     model=LlamaConfig(

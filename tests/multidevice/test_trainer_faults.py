@@ -25,13 +25,12 @@ from typing import Any
 import pytest
 
 import sim
-from hyper_parallel.cli_kit import NOT_SAVED
+from hyper_parallel.cli.kit import NOT_SAVED
 from hyper_parallel.models import LlamaConfig
-from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.config_file import load_config
-from hyper_parallel.trainer.record import StepRecord, TrainResult, read_log
-from hyper_parallel.trainer.stop import StopRequest
-from hyper_parallel.trainer.trainer import train
+from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainConfig, load_config
+from hyper_parallel.trainer.guards import StopRequest
+from hyper_parallel.trainer.loop import train
+from hyper_parallel.trainer.report import StepRecord, TrainResult, read_log
 from hyper_parallel.trainer.watchdog import STUCK_EXIT
 
 SCRIPT = Path(__file__).with_name("trainer_kill_script.py")
@@ -295,9 +294,9 @@ def test_all_processes_tell_by_their_exit_code_that_the_last_save_failed(tmp_pat
 HANGS = """
 import sys
 from hyper_parallel import cli
-from hyper_parallel.trainer import trainer
+from hyper_parallel.trainer import loop
 
-real = trainer.clip_gradients
+real = loop.clip_gradients
 steps = 0
 
 
@@ -309,7 +308,7 @@ def clip(*args):
     return real(*args)
 
 
-trainer.clip_gradients = clip
+loop.clip_gradients = clip
 sys.argv = ["hyper-parallel", "train", "tiny.toml", "--stuck-after", "3"]
 cli.main()
 """
@@ -337,7 +336,7 @@ from pathlib import Path
 import torch
 
 from hyper_parallel import cli
-from hyper_parallel.trainer import saving, trainer
+from hyper_parallel.trainer import loop, saving
 
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 kind, who, where = json.loads(os.environ["FAULT"])
@@ -369,7 +368,7 @@ def fault():
     {"raise": raises, "exit": exits, "memory": out_of_memory}[kind]()
 
 
-class Loss(trainer.ShareOfLoss):
+class Loss(loop.ShareOfLoss):
     def __call__(self, *args):
         global steps
         loss = super().__call__(*args)
@@ -404,7 +403,7 @@ def on_stage(name):
 
 
 if rank == victims and attempt < (2 if where == "load" else 1):
-    trainer.ShareOfLoss = Loss if attempt == 0 else trainer.ShareOfLoss
+    loop.ShareOfLoss = Loss if attempt == 0 else loop.ShareOfLoss
     stages = {"on_stage": on_stage} if where == "save" and kind not in ("raise", "memory") else {}
     saving.Checkpointer = partial(Checkpointer, **stages)
 if kind == "SIGSTOP":

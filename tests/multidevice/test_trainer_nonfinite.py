@@ -23,10 +23,10 @@ from hyper_parallel.trainer.config import (
     ParallelConfig,
     TrainConfig,
 )
-from hyper_parallel.trainer.loss import ShareOfLoss
-from hyper_parallel.trainer.nonfinite import NonFiniteError
-from hyper_parallel.trainer.record import read_log
-from hyper_parallel.trainer.trainer import train
+from hyper_parallel.trainer.guards import NonFiniteError
+from hyper_parallel.trainer.loop import train
+from hyper_parallel.trainer.parallelize import ShareOfLoss
+from hyper_parallel.trainer.report import read_log
 
 TINY = Config(
     model=LlamaConfig(

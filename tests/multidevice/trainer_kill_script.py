@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from hyper_parallel.core.checkpoint.checkpointer import Checkpointer
 from hyper_parallel.models import LlamaConfig
-from hyper_parallel.trainer import saving, trainer
+from hyper_parallel.trainer import loop, saving
 from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.trainer import train
+from hyper_parallel.trainer.loop import train
 
 RUN = Config(
     model=LlamaConfig(
@@ -51,7 +51,7 @@ def die() -> None:
 
 def arm(where: str) -> None:
     """Let this process die in step `KILLED_IN`, when its gradients are there, or at a stage of the save after it."""
-    real, steps, saves = trainer.clip_gradients, 0, 0
+    real, steps, saves = loop.clip_gradients, 0, 0
 
     def clip(*args: Any) -> float:
         nonlocal steps
@@ -66,7 +66,7 @@ def arm(where: str) -> None:
         if name == where and saves == KILLED_IN:
             die()
 
-    trainer.clip_gradients = clip
+    loop.clip_gradients = clip
     saving.Checkpointer = partial(Checkpointer, on_stage=on_stage, timeout=timedelta(seconds=20))
 
 

@@ -19,7 +19,7 @@ from hyper_parallel.core.context_parallel import ContextParallel, SequenceSplit
 from hyper_parallel.core.pipeline import Pipeline
 from hyper_parallel.core.redistribute import Link, plan
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama, export_huggingface
-from hyper_parallel.trainer.config import Config, TrainConfig
+from hyper_parallel.trainer.config import Config, TrainConfig, config_text
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -166,6 +166,11 @@ class Here:
 
         hp.platform.register_provider(provider)
         return provider
+
+    def config_file(self) -> Path:
+        path = self.free_folder().with_suffix(".toml")
+        path.write_text(config_text(self.run()))
+        return path
 
     def run(self) -> Config:
         return Config(train=TrainConfig(steps=1, batch_size=2, seq_len=8, eval_sequences=2, device="cpu"), model=BYTES)
@@ -400,6 +405,8 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     # training
     "train": lambda g: {"config": g.run()},
     "Config": lambda g: {},
+    "load_config": lambda g: {"path": g.config_file()},
+    "config_text": lambda g: {"config": g.run()},
     "Config.check_batch": lambda g: (g.run(), {"dp_size": 2}),
     "Config.with_changes": lambda g: (g.run(), {"section": "train", "changes": {"steps": 2}}),
     **dict.fromkeys(

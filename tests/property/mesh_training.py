@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,19 +24,23 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED
-from hyper_parallel.trainer.loss import ShareOfLoss
+from hyper_parallel.trainer.loop import PARALLELIZE, RunGroups, forward_backward
 from hyper_parallel.trainer.optimizer import build_optimizer
+from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
 from hyper_parallel.trainer.preflight import plan_run
-from hyper_parallel.trainer.ranks import Ranks
-from hyper_parallel.trainer.steps import WEIGHTS, Parallelized
-from hyper_parallel.trainer.trainer import PARALLELIZE, _communicate_gradients
-from sim.current import current_context
+from sim.kernel.context import current_context
 from sim.mesh.routing import Routing
 from sim.trace import Event
 
 
 def steps_of(
-    config: Config, world_size: int, steps: int = 2, routing: Routing | None = None, *, numbers: bool = True
+    config: Config,
+    world_size: int,
+    steps: int = 2,
+    routing: Routing | None = None,
+    *,
+    numbers: bool = True,
+    counts_flops: bool = True,
 ) -> Any:
     """A body that builds the model and trains some steps, and tells the shapes and layouts of what comes of it.
 
@@ -45,6 +50,7 @@ def steps_of(
         steps: of the optimizer.
         routing: how tokens go to experts.
         numbers: add up tokens and losses over ranks, as the trainer does to log them.
+        counts_flops: count the FLOPs of each step; that goes through Python for each operation.
     """
     dims = plan_run(config, world_size)
 
@@ -52,7 +58,7 @@ def steps_of(
         if world_size > 1 or config.parallel.param_dtype == "bf16":
             dims.build_mesh("cpu")
             cut_meshes(dims)
-        ranks = Ranks(dims, world_size > 1, torch.device("cpu"), WEIGHTS[config.parallel.param_dtype])
+        ranks = RunGroups(dims, world_size > 1, torch.device("cpu"), WEIGHTS[config.parallel.param_dtype])
         with mode():
             share = _Followed()
             model = PARALLELIZE[config.train.model](config, dims, torch.device("cpu"), share)
@@ -65,9 +71,9 @@ def steps_of(
             begins, flops, gradients = [], [], 0
             for _ in range(steps):
                 begins.append(len(own_events()))
-                with Flops() as counted:
+                with Flops() if counts_flops else nullcontext() as counted:
                     gradients = one_step(model, optimizer, share, ranks, config, numbers=numbers)
-                flops.append(counted.total)
+                flops.append(counted.total if counted else 0)
             begins.append(len(own_events()))
             state = [(len(entry), describe(entry["exp_avg"])) for entry in optimizer.state.values()]
             memory = {
@@ -89,7 +95,7 @@ class Built(NamedTuple):
         told: shapes and layouts of parameters and of the optimizer's state.
         begins: numbers of the first events of its steps, and of what comes after them.
         losses: numbers of the first events of losses, and of those after them.
-        flops: of each step.
+        flops: of each step; 0 where they are not counted.
         memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
     """
 
@@ -118,7 +124,7 @@ def own_events() -> list[Event]:
     """What the calling rank has communicated so far."""
     context = current_context()
     assert context is not None
-    return context.world.trace.of_rank(context.rank)
+    return context.network.trace.of_rank(context.rank)
 
 
 def only_steps(seen: Seen) -> Seen:
@@ -172,7 +178,7 @@ def one_step(
     model: Parallelized,
     optimizer: torch.optim.Optimizer,
     share: ShareOfLoss,
-    ranks: Ranks,
+    ranks: RunGroups,
     config: Config,
     *,
     numbers: bool = True,
@@ -187,19 +193,7 @@ def one_step(
     if numbers:
         ranks.over_tokens((targets != IGNORED).sum())
     share.counted = float(train.batch_size * train.seq_len)
-    if model.pipeline is not None:
-        loss = model.pipeline.step(inputs, targets)
-        if model.tied is not None:
-            model.tied.add_gradients()
-    else:
-        (part,) = model.parts
-        loss = torch.zeros((), dtype=ranks.dtype)
-        pieces = zip(inputs.chunk(train.accumulate), targets.chunk(train.accumulate), strict=True)
-        for index, (some, expected) in enumerate(pieces):
-            _communicate_gradients(part, index == train.accumulate - 1)
-            piece = share(part(some), expected)
-            piece.backward()
-            loss += piece.detach()
+    loss = forward_backward(model, inputs, targets, share, ranks.dtype, train.accumulate)
     if numbers:
         total = loss.detach().to(ranks.dtype, copy=True)
         if ranks.stages is not None:

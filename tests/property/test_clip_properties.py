@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.clip import clip_grad_norm_, get_total_norm
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim

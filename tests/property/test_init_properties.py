@@ -1,6 +1,5 @@
-"""init_parameters on drawn meshes, layouts and shapes: each part is a slice of what is filled whole."""
+"""init_parameters on drawn meshes, layouts and shapes: each shard is a slice of what is filled unsharded."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -12,8 +11,7 @@ import sim
 from hyper_parallel import DTensor, Layout
 from hyper_parallel.core.dtensor import to_torch
 from hyper_parallel.core.init.api import init_parameters
-from hyper_parallel.core.init.parts import Box, Cut
-from hyper_parallel.core.init.random import Stream, normal
+from hyper_parallel.core.init.tiles import tiles
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim
@@ -52,6 +50,8 @@ STEPS = {
     "noise": lambda w: w.add_(torch.empty_like(w).normal_().sigmoid()),
     "plain": lambda w: w.mul_(torch.rand(w.shape[-1:])),
     "choice": lambda w: w.copy_(torch.where(w > 0.2, w, torch.rand_like(w) * w.ndim)),
+    "numbers": lambda w: w.mul_(3).sub_(0.2).tanh_(),
+    "norm": lambda w: w.div_(w.norm() + 1),
     "columns": lambda w: [part.mul_(2.0) for part in w.split(2, dim=-1)] if w.ndim and w.shape[-1] else w,
 }
 
@@ -106,34 +106,17 @@ def test_every_part_is_a_slice_of_the_whole(case):
 
 @examples(2)
 @given(st.data())
-def test_a_box_knows_the_places_of_its_elements(data):
-    """Against indexing the whole tensor of indices."""
-    mesh, shape = data.draw(meshes(8, 3)), data.draw(shapes(1, 3, max_size=9))
-    layout = data.draw(layouts(mesh, shape))
-    index = torch.arange(torch.Size(shape).numel()).view(shape)
-    for rank in range(len(mesh.rank_list)):
-        rows = layout.local_slice(shape, rank)
-        start, size = tuple(r.start for r in rows), tuple(r.stop - r.start for r in rows)
-        cuts = tuple(Cut((), 0) if axes else None for axes in layout.splits(len(shape)))
-        box, expected, held = Box(shape, start, size, 0, index.stride(), cuts), index, index[rows]
-        order = data.draw(st.permutations(range(len(shape))))
-        first, last, step = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(1, 3)))
-        last = min(last, shape[order[0]])
-        first = min(first, last)
-        box = box.permute(order).slice(0, first, last, step).unsqueeze(1)
-        expected = expected.permute(order)[first:last:step].unsqueeze(1)
-        held = set(held.flatten().tolist())
-        mine = [place for place in expected.flatten().tolist() if place in held]
-        assert box.shape == tuple(expected.shape)
-        assert box.index(0, torch.Size(box.size).numel()).tolist() == mine
-
-
-@examples(1)
-@given(st.integers(0, 2**63), st.text(max_size=8), st.integers(1, 40), st.integers(1, 40))
-def test_numbers_do_not_depend_on_the_array_that_they_are_in(seed, name, first, last):
-    draw = Stream(seed, name).next()
-    start = 2**32 - 20
-    together = normal(draw, np.arange(start, start + 40, dtype=np.uint64))
-    first, last = min(first, last), max(first, last)
-    apart = normal(draw, np.arange(start + first, start + last, dtype=np.uint64))
-    assert np.array_equal(together[first:last], apart)
+def test_tiles_overlap_a_region_and_cover_it_once(data):
+    shape = data.draw(shapes(0, 3, max_size=30))
+    long = data.draw(st.integers(0, 2))
+    shape = tuple(size * 100 if dim == long else size for dim, size in enumerate(shape))
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    region = tuple(slice(low, high) for low, high in bounds)
+    counts, everything = torch.zeros(shape, dtype=torch.int8), list(tiles(shape, tuple(map(slice, [0] * 3, shape))))
+    found = list(tiles(shape, region))
+    for tile in found:
+        assert tile in everything, "where a tile lies depends on the shape only"
+        assert counts[tile].numel() <= 2**14
+        counts[tile] += 1
+    assert bool((counts[region] == 1).all())
+    assert all(max(a.start, b.start) < min(a.stop, b.stop) for t in found for a, b in zip(t, region, strict=True))

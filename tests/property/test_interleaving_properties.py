@@ -13,7 +13,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 import sim
-from sim import threads
+from sim.kernel import threads
 from sim.strategies import interleavings
 
 pytestmark = pytest.mark.sim

@@ -151,7 +151,7 @@ def test_no_rank_holds_more_than_the_limit(case, on, backend, share):
     try:
         steps = check_memory(case, backend, torch.float32, topology=on, max_extra_bytes=limit)
     except ValueError as refusal:
-        assert f"max_extra_bytes={limit}: even in the smallest pieces" in str(refusal)  # noqa: PT017
+        assert f"max_extra_bytes={limit}: even in the smallest rounds" in str(refusal)  # noqa: PT017
     else:
         assert steps.peak_extra_bytes <= limit
         assert steps.recv_bytes.sum() >= 0

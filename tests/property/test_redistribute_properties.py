@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import Link, Plan, Topology, execute, plan, topology
+from hyper_parallel.core.redistribute.bounds import torch_plan
 from hyper_parallel.core.redistribute.plan import _cached
-from hyper_parallel.core.redistribute.show import torch_plan
 from sim.strategies import AXIS_NAMES, layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import sim
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim import faults, threads
+from sim import faults
+from sim.kernel import threads
 from sim.strategies import fault_plans, parallel_dims
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]

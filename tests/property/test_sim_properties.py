@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sim
-from sim import threads
+from sim.kernel import threads
 from sim.trace import Event, Row, Trace
 
 pytestmark = pytest.mark.sim

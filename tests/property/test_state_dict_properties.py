@@ -160,14 +160,14 @@ def test_any_layout_loads_into_any_sharding_and_comes_out_whole(case):
 
 def test_the_check_sees_a_value_that_went_elsewhere(monkeypatch):
     """Were rows given to the next rank, it would show."""
-    from hyper_parallel.core.fully_shard import values
+    from hyper_parallel.core.fully_shard import state_dict
 
-    right = values._cut
+    right = state_dict._cut
 
     def wrong(whole, target):
         return right(whole, target).flip(0)
 
-    monkeypatch.setattr(values, "_cut", wrong)
+    monkeypatch.setattr(state_dict, "_cut", wrong)
     mesh = Layout((2,), ("dp",))
     value = Value((4, 2), 0, torch.float32, torch.float32, "whole", mesh("dp", None), (0, 1))
     with pytest.raises(AssertionError):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.show import COLLECTIVES, torch_plan
+from hyper_parallel.core.redistribute.bounds import COLLECTIVES, torch_plan
 from sim.strategies import layouts, meshes, shapes
 
 pytestmark = pytest.mark.sim

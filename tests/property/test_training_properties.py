@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from training_kit import (
     PROBLEMS,
     STEPS,
     Arrangement,
+    Outcome,
     Problem,
     arrangements,
     folder,
@@ -36,11 +38,10 @@ from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.pipeline import SCHEDULES
 from hyper_parallel.trainer.config import CheckpointConfig, Config, ParallelConfig
 from hyper_parallel.trainer.data import rank_part, shuffled
+from hyper_parallel.trainer.loop import RunGroups, train
+from hyper_parallel.trainer.parallelize import Parallelized
 from hyper_parallel.trainer.preflight import plan_run
-from hyper_parallel.trainer.ranks import Ranks
 from hyper_parallel.trainer.saving import Progress, Saver
-from hyper_parallel.trainer.steps import Parallelized
-from hyper_parallel.trainer.trainer import train
 
 pytestmark = pytest.mark.sim
 
@@ -149,17 +150,17 @@ def averaged(monkeypatch):
 
 
 def counted_by_each(monkeypatch):
-    monkeypatch.setattr(Ranks, "over_tokens", lambda self, value: value)
+    monkeypatch.setattr(RunGroups, "over_tokens", lambda self, value: value)
 
 
 def same_rows(monkeypatch):
-    made = Ranks.__init__
+    made = RunGroups.__init__
 
     def with_rank_zero(self, *args):
         made(self, *args)
         self.batch_rank = 0
 
-    monkeypatch.setattr(Ranks, "__init__", with_rank_zero)
+    monkeypatch.setattr(RunGroups, "__init__", with_rank_zero)
 
 
 def untied(monkeypatch):
@@ -170,6 +171,12 @@ def untied(monkeypatch):
         made(self, parts, pipeline, context, None, *rest)
 
     monkeypatch.setattr(Parallelized, "__init__", without)
+
+
+@cache
+def without_a_fault(problem: Problem, arrangement: Arrangement) -> Outcome:
+    with folder() as keep:
+        return run(arrangement.of(problem), arrangement.world_size, keep)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -185,8 +192,7 @@ def untied(monkeypatch):
 def test_a_fault_in_training_is_found(fault, arrangement, precision, monkeypatch):
     problem = Problem("dense, tied, tokens ignored", precision)
     expected = reference(problem)
-    with folder() as keep:
-        expected.check(run(arrangement.of(problem), arrangement.world_size, keep))
+    expected.check(without_a_fault(problem, arrangement))
     fault(monkeypatch)
     with folder() as keep, pytest.raises(AssertionError, match=r"bounds|different numbers"):
         expected.check(run(arrangement.of(problem), arrangement.world_size, keep))

@@ -105,7 +105,7 @@ def test_dtensors_that_have_no_values_or_no_place():
         with pytest.raises(ValueError, match="'w' still has a reduction to be taken"):
             save_checkpoint(folder, {"w": pending})
         wrong = DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False, shape=(6,), stride=(1,))
-        with pytest.raises(ValueError, match="this rank's part of 'w' is not the one that its layout says"):
+        with pytest.raises(ValueError, match="this rank's shard of 'w' is not the one that its layout says"):
             save_checkpoint(folder, {"w": wrong})
         with pytest.raises(ValueError, match=r"per_rank\['w'\] is a DTensor"):
             save_checkpoint(folder, {}, per_rank={"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])})

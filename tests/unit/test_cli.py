@@ -19,14 +19,22 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 import sim
-from benchmarks.published import validate as evidence
-from hyper_parallel import cli, cli_runs
+from benchmarks.published import page
+from benchmarks.published.__main__ import app as published
+from benchmarks.published.compare import Outcome
+from hyper_parallel import cli
+from hyper_parallel.cli import runs
 from hyper_parallel.platform.cpu import CpuPlatform
-from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.config_file import load_config
-from hyper_parallel.trainer.display import TrainingDisplay
-from hyper_parallel.trainer.record import StepRecord, TrainResult
-from hyper_parallel.trainer.report import largest_difference, loss_table, plot_losses, traffic_table
+from hyper_parallel.trainer.config import Config, load_config
+from hyper_parallel.trainer.report import (
+    StepRecord,
+    TrainingDisplay,
+    TrainResult,
+    largest_difference,
+    loss_table,
+    plot_losses,
+    traffic_table,
+)
 from sim.script import launch, options
 
 TINY = """
@@ -220,7 +228,7 @@ def test_a_failure_while_training_is_exit_code_1(monkeypatch: pytest.MonkeyPatch
     def burst(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(cli_runs, "run_here", burst)
+    monkeypatch.setattr(runs, "run_here", burst)
     code, output = invoke("train", "tiny.toml")
     assert code == cli.FAILURE
     assert "RuntimeError: out of luck" in output
@@ -230,7 +238,7 @@ def test_ctrl_c_is_exit_code_130_and_names_the_log(monkeypatch: pytest.MonkeyPat
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_runs, "run_here", interrupt)
+    monkeypatch.setattr(runs, "run_here", interrupt)
     code, output = invoke("train", "tiny.toml")
     assert code == cli.INTERRUPTED
     assert output.splitlines()[-1] == "interrupted; the log so far is in log.jsonl"
@@ -294,7 +302,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
         asked.append(run)
         raise ValueError("seen")
 
-    monkeypatch.setattr(cli_runs, "check_run", keep)
+    monkeypatch.setattr(runs, "check_run", keep)
     assert invoke("train", "tiny.toml", *arguments) == (cli.USER_ERROR, "error: seen\n")
     return asked[0]
 
@@ -371,7 +379,7 @@ def test_float64_on_a_device_that_does_not_reduce_it_is_exit_code_2(monkeypatch:
     class Npu(CpuPlatform):
         device_type, backend = "npu", "hccl"
 
-    monkeypatch.setattr(cli_runs, "get_platform", lambda device: Npu())
+    monkeypatch.setattr(runs, "get_platform", lambda device: Npu())
     code, output = invoke("train", "--device", "npu", "--precision", "fp64")
     assert code == cli.USER_ERROR, output
     assert "param_dtype='fp64': hccl does not reduce float64" in output
@@ -449,8 +457,6 @@ def test_the_demo_compares_and_draws() -> None:
         ("demo", "--out", "{}"),
         ("train", "--log-file", "{}/x.jsonl"),
         ("plot", "log.jsonl", "--out", "{}/x.png"),
-        ("validate", "--write", "{}/x.md"),
-        ("validate", "--write={}/x.md"),
     ],
 )
 @pytest.mark.parametrize("place", ["/proc/nope", "a_file/folder"])
@@ -459,7 +465,7 @@ def test_where_output_goes_is_checked_first(
 ) -> None:
     """Also where permissions do not tell; nothing has run by then."""
     Path("a_file").touch()
-    monkeypatch.setattr(cli_runs, "describe_run", lambda *args, **options: pytest.fail("it has begun"))
+    monkeypatch.setattr(runs, "describe_run", lambda *args, **options: pytest.fail("it has begun"))
     result = CliRunner().invoke(cli.app, [each.format(place) for each in arguments])
     assert result.exit_code == 2
     assert "cannot write" in result.output
@@ -505,7 +511,7 @@ helps = [[name, "--help"] for name in sys.argv[1:]]
 for arguments in (["--help"], ["--version"], *helps, ["hardware", "measure", "--help"]):
     assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
 wrong = [["train", "--stepz", "1"], ["train", "--steps", "many"], ["estimate"], ["no-such-command"]]
-wrong += [["simulate", "x.py"], ["simulate", "--nproc", "2", "--map-device", "tpu", "x.py"], ["validate", "--out", "x"]]
+wrong += [["simulate", "x.py"], ["simulate", "--nproc", "2", "--map-device", "tpu", "x.py"]]
 for arguments in wrong:
     assert CliRunner().invoke(app, arguments).exit_code == 2, arguments
 assert "torch" not in sys.modules and "sim" not in sys.modules
@@ -519,7 +525,7 @@ def click_command(app: typer.Typer) -> Any:
 
 def test_help_and_wrong_options_come_before_torch() -> None:
     commands = list(click_command(cli.app).commands)
-    assert {"train", "simulate", "validate"} < {*commands}
+    assert {"train", "simulate", "verify"} < {*commands}
     done = subprocess.run(
         [sys.executable, "-c", HELP_WITHOUT_TORCH, *commands], capture_output=True, text=True, check=False
     )
@@ -550,17 +556,17 @@ def test_rows_to_validate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rows(file: Path | None, **given: Any) -> str:
         calls.append((file, given))
-        given["progress"](1, 2, evidence.Outcome("row-1", "source", "group", "2x H100 [tp2]", False, reason="unknown"))
+        given["progress"](1, 2, Outcome("row-1", "source", "group", "2x H100 [tp2]", False, reason="unknown"))
         return "# Summary\n\n## The worst rows\nall of them"
 
-    monkeypatch.setattr(evidence, "validate", rows)
+    monkeypatch.setattr(page, "validate", rows)
     Path("rows.json").write_text("[]")
-    result = CliRunner().invoke(cli.app, ["validate", "rows.json", "--write", "page.md", "--cache", "here"])
+    result = CliRunner().invoke(published, ["rows.json", "--write", "page.md", "--cache", "here"])
     assert (result.exit_code, result.stdout) == (0, "# Summary\n\n")
     assert result.stderr == "1/2 row-1 2x H100 [tp2]: unknown\n"
     ((file, given),) = calls
     del given["progress"]
     assert file == Path("rows.json")
     assert given == {"write": Path("page.md"), "cache": Path("here"), "processes": 2}
-    result = CliRunner().invoke(cli.app, ["validate", "none.json"])
+    result = CliRunner().invoke(published, ["none.json"])
     assert (result.exit_code, "cannot validate: there is no file 'none.json'" in result.output) == (2, True)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from hyper_parallel import cli
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import lower_bound, plan, show, topology
-from hyper_parallel.core.redistribute.show import torch_plan
+from hyper_parallel.core.redistribute.bounds import torch_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))
 USUAL = {"--mesh": "dp=2,tp=4", "--shape": "16,8", "--from": "tp,None", "--to": "dp+tp,None"}
@@ -191,3 +191,24 @@ def test_flags_that_do_not_parse_exit_with_2(changes):
     code, output = invoke(**changes)
     assert code == cli.USER_ERROR
     assert "Traceback" not in output
+
+
+# -- drawings; those of docs/design/redistribution.md are checked with the other pages ---------------------------------
+
+
+def test_a_drawing_counts_what_the_plan_counts():
+    mesh = Layout((2, 3), ("dp", "tp"))
+    for src, dst in ((mesh("dp", "tp"), mesh("tp", "dp")), (mesh(None, ("tp", "dp")), mesh("dp"))):
+        (step,) = plan(src, dst, (7, 5), torch.float32).steps
+        table = [line.split()[2:] for line in show.draw_transfers(step).splitlines()[1:]]
+        sent = np.array([[0 if cell == "." else int(cell) for cell in row] for row in table]) * 4
+        assert sent.sum(axis=0).tolist() == step.recv_bytes.tolist()
+        assert sent.sum(axis=1).tolist() == step.send_bytes.tolist()
+
+
+def test_what_cannot_be_drawn_on_a_page():
+    mesh = Layout((2,), ("dp",))
+    with pytest.raises(ValueError, match="cannot draw a redistribution: it has 3 dims, and a page has two"):
+        show.draw_parts(plan(mesh("dp"), mesh(), (2, 2, 2), torch.float32).before)
+    with pytest.raises(ValueError, match="it has 3 axes"):
+        show.draw_mesh(Layout((2, 2, 2), ("a", "b", "c")))

@@ -115,7 +115,7 @@ CALLS = {
     "whole": (
         lambda x: get_total_norm(whole_main_grad()),
         ValueError,
-        r"neither a DTensor nor of the shape of .* own part",
+        r"neither a DTensor nor of the shape of .* own shard",
     ),
     "stray": (lambda x: get_total_norm(stray_dtensor()), ValueError, r"is a DTensor and the parameter is none"),
     "main_grad": (

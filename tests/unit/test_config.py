@@ -19,8 +19,9 @@ from hyper_parallel.trainer.config import (
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
+    load_config,
 )
-from hyper_parallel.trainer.config_file import load_config
+from hyper_parallel.trainer.loop import train
 from hyper_parallel.trainer.optimizer import learning_rate
 from hyper_parallel.trainer.preflight import (
     available_memory,
@@ -29,7 +30,6 @@ from hyper_parallel.trainer.preflight import (
     estimate_memory,
     plan_run,
 )
-from hyper_parallel.trainer.trainer import train
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_float64_is_refused_where_the_backend_does_not_reduce_it(monkeypatch: py
     assert str(caught.value) == message
     check_precision(config, CpuPlatform())
     check_precision(Config(parallel=ParallelConfig(param_dtype="bf16")), _Npu())
-    monkeypatch.setattr("hyper_parallel.trainer.trainer.get_platform", lambda device: _Npu())
+    monkeypatch.setattr("hyper_parallel.trainer.loop.get_platform", lambda device: _Npu())
     with pytest.raises(ValueError, match="hccl does not reduce float64"):
         train(config)
 

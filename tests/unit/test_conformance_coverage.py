@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dnn
 
 import sim
-from sim.process_group import SimProcessGroup
+from sim.comm.process_group import SimProcessGroup
 from sim.testing.ranks import RankTest
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore")]
@@ -59,8 +59,8 @@ NOT_CALLED = {
     "is_xccl_available": "about the build of torch",
     "is_torchelastic_launched": "about the launcher",
     "record_comm": "marks a region for a recorder of compiled graphs",
-    "register_rendezvous_handler": "how ranks find each other: replaced, see tests/unit/test_seams.py",
-    "rendezvous": "how ranks find each other: replaced, see tests/unit/test_seams.py",
+    "register_rendezvous_handler": "how ranks find each other: replaced, see tests/unit/test_patches.py",
+    "rendezvous": "how ranks find each other: replaced, see tests/unit/test_patches.py",
 }
 
 
@@ -92,7 +92,7 @@ class Record:
         if event != "call":
             return
         module = frame.f_globals.get("__name__", "")
-        if module == "sim.torch_seams":  # stands in for a function of torch.distributed
+        if module == "sim.patches.process_groups":  # stands in for a function of torch.distributed
             module = "torch.distributed.distributed_c10d"
         if module.startswith("torch.distributed") and _asked_by_a_body(frame):
             self.called.setdefault(module, set()).add(frame.f_code.co_name)

@@ -49,7 +49,7 @@ MISTAKES = {
     "fn that cannot be called": (
         lambda g: g.made("double", DP, DP),
         TypeError,
-        ("cannot run str on local parts", "fn is a str, which cannot be called", "a function of local tensors"),
+        ("cannot run str on local shards", "fn is a str, not something to call", "a function of local tensors"),
     ),
     "no mesh": (
         lambda g: custom_shard(double, "mesh", DP, DP),
@@ -59,27 +59,27 @@ MISTAKES = {
     "an axis that does not exist": (
         lambda g: g.made(double, ("pp",), DP),
         ValueError,
-        ("cannot run double on local parts (in_layouts)", "'pp'", "'dp'"),
+        ("cannot run double on local shards (in_layouts)", "'pp'", "'dp'"),
     ),
     "an empty layout": (
         lambda g: g.made(double, DP, ()),
         ValueError,
-        ("cannot run double on local parts (out_layouts)", "() is no layout", "one entry per dim"),
+        ("cannot run double on local shards (out_layouts)", "() is no layout", "one entry per dim"),
     ),
     "more layouts than arguments": (
         lambda g: g.made(double, [DP, None, DP], DP),
         ValueError,
-        ("cannot run double on local parts (in_layouts)", "more layouts (3) than arguments", "a dict by name"),
+        ("cannot run double on local shards (in_layouts)", "more layouts (3) than arguments", "a dict by name"),
     ),
     "an argument that does not exist": (
         lambda g: g.made(double, {"y": DP}, DP),
         ValueError,
-        ("cannot run double on local parts (in_layouts)", "has no argument 'y'", "try: "),
+        ("cannot run double on local shards (in_layouts)", "has no argument 'y'", "try: "),
     ),
     "fewer arguments than layouts": (
         lambda g: g.made(lambda *xs: xs, [DP, DP], [DP])(g.x),
         ValueError,
-        ("cannot run <lambda> on local parts", "a layout for argument 1, and 1 were given", "as many layouts"),
+        ("cannot run <lambda> on local shards", "a layout for argument 1, and 1 were given", "as many layouts"),
     ),
     "gradients for no input": (
         lambda g: g.made(double, DP, DP, in_grad_layouts=[None, DP]),
@@ -124,12 +124,12 @@ MISTAKES = {
     "an output that is no tensor": (
         lambda g: g.made(lambda x: 3, DP, DP)(g.x),
         TypeError,
-        ("cannot run <lambda> on local parts", "an output that has a layout is a int", "None in out_layouts"),
+        ("cannot run <lambda> on local shards", "an output that has a layout is a int", "None in out_layouts"),
     ),
     "an output that is a DTensor": (
         lambda g: g.made(lambda x: g.x, DP, DP)(g.x),
         TypeError,
-        ("cannot run <lambda> on local parts", "is a DTensor, not a plain tensor", "local tensors"),
+        ("cannot run <lambda> on local shards", "is a DTensor, not a plain tensor", "local tensors"),
     ),
     "another shape than declared": (
         lambda g: g.made(double, DP, DP, out_shapes=(4, 4))(g.x),
@@ -139,17 +139,17 @@ MISTAKES = {
     "shapes built otherwise": (
         lambda g: g.made(pair, DP, [DP, None], out_shapes=(6, 4, 2))(g.x.detach()),
         ValueError,
-        ("cannot run pair on local parts", "out_shapes is built otherwise than out_layouts", "one shape per layout"),
+        ("cannot run pair on local shards", "out_shapes is built otherwise than out_layouts", "one shape per layout"),
     ),
     "a shape of floats": (
         lambda g: g.made(double, DP, DP, out_shapes=(6.0, 4))(g.x),
         TypeError,
-        ("cannot run double on local parts (out_shapes)", "the size of dim 0 is a float", "tensor.shape"),
+        ("cannot run double on local shards (out_shapes)", "the size of dim 0 is a float", "tensor.shape"),
     ),
     "a part of no shape that the layout has": (
         lambda g: g.made(lambda x: x[: 2 * torch.distributed.get_rank() + 1], DP, ("dp",))(g.x.detach()),
         ValueError,
-        ("cannot run <lambda> on local parts", "the parts add up to", "torch.chunk"),
+        ("cannot run <lambda> on local shards", "the shards add up to", "torch.chunk"),
     ),
     "a gradient that nobody has said": (
         lambda g: enter(g.x, g.own("dp")).sum().backward(),
@@ -160,8 +160,8 @@ MISTAKES = {
         lambda g: leave(WHOLE, g.own("dp"), (6, 4)),
         ValueError,
         (
-            "cannot make a DTensor from local parts",
-            "part has shape (6, 4), and the layout gives it (3, 4)",
+            "cannot make a DTensor from local shards",
+            "shard has shape (6, 4), and the layout gives it (3, 4)",
             "the whole",
         ),
     ),
@@ -203,13 +203,13 @@ W = torch.ones(2, requires_grad=True)
 
 # fn, weights and sens; what is to blame.
 WRONG = {
-    "fn that cannot be called": ((3, W), "fn is a int, which cannot be called"),
-    "a generator of weights": ((fail, iter([W])), "not a tensor or a list or tuple"),
+    "fn that cannot be called": ((3, W), "fn is a int, not something to call"),
+    "a generator of weights": ((fail, iter([W])), "not a tensor or a list"),
     "a dict of weights": ((fail, {"w": W}), "weights is a dict"),
     "no weights": ((fail, []), "weights is empty"),
     "nested weights": ((fail, [W, [W]]), "weights[1] is a list, not a tensor"),
     "a weight without gradient": ((fail, (W, W.detach())), "weights[1] wants no gradient"),
-    "sens as a number": ((fail, W, 1.0), "sens is a float, not a list or tuple"),
+    "sens as a number": ((fail, W, 1.0), "sens is a float, not a list"),
     "sens as a tensor": ((fail, W, torch.ones(2)), "sens is a Tensor"),
     "sens of strings": ((fail, W, ["1"]), "sens[0] is a str, not a float"),
     "sens of bools": ((fail, W, [1.0, True]), "sens[1] is a bool, not a float"),

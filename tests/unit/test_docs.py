@@ -1,6 +1,8 @@
 """The snippets in README and docs run, print what they say, and name things that exist."""
 
 import contextlib
+import importlib
+import importlib.util
 import io
 import itertools
 import re
@@ -14,8 +16,13 @@ from typer.testing import CliRunner
 from hyper_parallel import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def page_id(page):
+    return page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT).as_posix()
 
 
 def blocks(text):
@@ -37,7 +44,7 @@ def run_page(text):
         yield printed.getvalue(), following[1] if following[0] == "text" else None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_python_blocks_run_and_print_what_the_page_says(page):
     for printed, promised in run_page(page.read_text()):
         if promised is not None:
@@ -58,7 +65,7 @@ def planned(text):
             yield (*(re.sub(r"^torch \d.*$", "torch", said, flags=re.MULTILINE) for said in (result.output, promised)),)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_plans_print_what_the_page_says(page):
     for printed, promised in planned(page.read_text()):
         assert printed == promised
@@ -71,7 +78,7 @@ def test_a_wrong_plan_is_noticed():
     assert printed == promised != wrong
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=page_id)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
@@ -81,3 +88,107 @@ def test_make_targets_in_the_docs_exist():
     known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         assert set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE)) <= known
+
+
+def test_the_index_links_every_page():
+    linked = set(re.findall(r"\]\(([^)#:]+)\)", (DOCS / "index.md").read_text()))
+    assert linked == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"index.md"}
+
+
+def split_name(dotted):
+    return dotted.rpartition(".")
+
+
+def listed():
+    """Return the names of the reference: those with an entry made from their docstring, and those named in a text."""
+    text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    return set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)), set(re.findall(r"`(\w+)`", text))
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["hyper_parallel", "hyper_parallel.core.checkpoint", "hyper_parallel.core.redistribute", "sim", "sim.mesh"],
+)
+def test_the_reference_lists_every_public_name(package):
+    entries, mentioned = listed()
+    module = importlib.import_module(package)
+    documented = {id(getattr(importlib.import_module(home), name)) for home, _, name in map(split_name, entries)}
+    missing = [name for name in set(module.__all__) - mentioned if id(getattr(module, name)) not in documented]
+    assert sorted(missing) == []
+
+
+def test_the_reference_lists_only_what_exists():
+    entries, _ = listed()
+    for entry in sorted(entries):
+        module, _, name = split_name(entry)
+        found = importlib.import_module(module)
+        assert hasattr(found, name), entry
+
+
+def test_doctests_are_fenced_for_the_reference():
+    pytest.importorskip("griffe", reason="needs the extra docs")
+    spec = importlib.util.spec_from_file_location("doctest_fences", DOCS / "doctest_fences.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    text = "Return a sum.\n\n    >>> total(1)\n    1\n\nMore.\n\n>>> total(2)\n2"
+    fence = "Return a sum.\n\n    ```pycon\n    >>> total(1)\n    1\n    ```\n\nMore.\n\n```pycon\n>>> total(2)\n2\n```"
+    assert found.fenced(text) == fence
+
+
+def pictures():
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (DOCS / "pictures").glob("*.svg")))
+def test_pictures_are_what_the_code_draws(name):
+    assert pictures().PICTURES[name]() == (DOCS / "pictures" / f"{name}.svg").read_text(), (
+        "try: python docs/pictures.py"
+    )
+
+
+def test_a_picture_of_another_layout_is_noticed(monkeypatch):
+    module = pictures()
+    monkeypatch.setattr(module, "MESH", module.hp.Layout((4, 2), ("dp", "tp")))
+    assert module.draw_layout() != (DOCS / "pictures" / "layout.svg").read_text()
+
+
+def test_every_picture_is_shown():
+    shown = set(re.findall(r"!\[[^]]+\]\(\.\./pictures/(\w+)\.svg\)", (DOCS / "design" / "pictures.md").read_text()))
+    assert shown == set(pictures().PICTURES) == {path.stem for path in (DOCS / "pictures").glob("*.svg")}
+
+
+def prose(page):
+    return _BLOCK.sub("", page.read_text())
+
+
+def stands_for_something(dotted):
+    """Return whether a dotted name can be imported, or is an attribute of what can."""
+    parts = dotted.split(".")
+    for size in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:size]))
+        except ImportError:
+            continue
+        for name in parts[size:]:
+            found = getattr(found, name, None)
+        return found is not None
+    return False
+
+
+WRITTEN = [page for page in [*PAGES, ROOT / "CONTRIBUTING.md"] if page.name != "validation.md"]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=page_id)
+def test_names_and_files_in_the_prose_exist(page):
+    for dotted in re.findall(r"`((?:hyper_parallel|sim)(?:\.(?!py\b)\w+)+)", prose(page)):
+        assert stands_for_something(dotted), dotted
+    for path in re.findall(r"`((?:hyper_parallel|sim|tests|benchmarks|examples|docs)/[\w/.]+\w)(?=[` ])", prose(page)):
+        assert (ROOT / path).exists(), path
+
+
+def test_a_name_that_has_moved_is_noticed():
+    assert stands_for_something("hyper_parallel.core.redistribute.plan")
+    assert not stands_for_something("hyper_parallel.core.redistribute.schemes")

@@ -10,9 +10,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
-from hyper_parallel.core.fully_shard.carrier import carrier_of
-from hyper_parallel.core.fully_shard.utils import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.hsdp.api import hsdp
+from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
 from hyper_parallel.core.shard.api import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.sim
@@ -242,7 +242,7 @@ CALLS = {
     ),
     "extension that parts lose": (
         lambda: with_weight(lambda: extended(Losing), wrap_mesh=mesh()),
-        r"'weight' cannot be split: parts of it have lost .*\n  seen: a Losing, .*\n  try: .*class for detach",
+        r"'weight' cannot be split: shards of it have lost .*\n  seen: a Losing, .*\n  try: .*class for detach",
     ),
     "extension and fusion": (
         lambda: with_weight(lambda: extended(Both), wrap_mesh=mesh(), comm_fusion=True),
@@ -262,10 +262,10 @@ CALLS = {
     ),
     "replicate missing": (
         lambda: one(replicate_params=[nn.Parameter(torch.ones(3))]),
-        r"shape \(3,\) whole: it is not in the module\n  seen: 2 parameters in Linear\n  try: replicate_params",
+        r"shape \(3,\): it is not in the module\n  seen: 2 parameters in Linear\n  try: replicate_params",
     ),
-    "replicate nested": (nested_replicas, r"shape \(4, 4\) whole: it is not in the module"),
-    "replicate sharded": (nested_sharded_replicas, r"'0.weight' whole: a unit inside the module manages it already\n"),
+    "replicate nested": (nested_replicas, r"shape \(4, 4\): it is not in the module"),
+    "replicate sharded": (nested_sharded_replicas, r"'0.weight': a unit inside the module manages it already\n"),
     "ignored int": (lambda: one(ignored_params=3), r"cannot use a int as ignored_params.*\n.*expected: a set or list"),
     "ignored one": (lambda: one(ignored_params=torch.ones(2)), r"cannot use a Tensor as ignored_params"),
     "gradient": (
@@ -434,7 +434,7 @@ def test_meshes_of_different_roots():
         other = mesh(4)
         weight = nn.Parameter(laid_out(mesh(2, 2, names=("dp", "tp"))["tp"], Shard(0)))
         other._device_type = "meta"
-        carrier_of(weight.device_mesh, other)
+        spmd_mesh_of(weight.device_mesh, other)
 
     text = r"cannot put a parameter's mesh and the data mesh together: "
     fails_on_every_rank(
@@ -526,8 +526,8 @@ def test_a_failed_call_changes_nothing(wrong):
 # -- what is a TypeError ---------------------------------------------------------------------------------------------
 
 TYPE_ERRORS = {
-    "replicate text": (lambda: one(replicate_params=["weight"]), r"keep a str whole .*\n  expected: .*nn.Parameter\n"),
-    "replicate tensor": (lambda: one(replicate_params=[torch.ones(2)]), r"cannot keep a Tensor whole on every rank"),
+    "replicate text": (lambda: one(replicate_params=["weight"]), r"replicate a str\n  expected: .*nn.Parameter\n"),
+    "replicate tensor": (lambda: one(replicate_params=[torch.ones(2)]), r"cannot replicate a Tensor"),
     "replicate module": (lambda: one(replicate_params=nn.Linear(2, 2)), r"cannot use a Linear as replicate_params"),
     "replicate one": (lambda: one(replicate_params=nn.Parameter(torch.ones(2))), r"a Parameter as replicate_params"),
     "pin_memory": (

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import sim
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.fully_shard import module as module_file
-from hyper_parallel.core.fully_shard import shares as shares_file
+from hyper_parallel.core.fully_shard import reduce as reduce_file
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
 from hyper_parallel.core.fully_shard.bucket import Bucket, Storage
 from hyper_parallel.core.fully_shard.build import _portions
@@ -30,14 +30,24 @@ from hyper_parallel.core.fully_shard.comm import (
     reduce_scatter,
     reduce_scatter_each,
 )
-from hyper_parallel.core.fully_shard.homes import plain_home
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home, resolve_mesh
+from hyper_parallel.core.fully_shard.hooks import (
+    ForwardCall,
+    cast,
+    copy_aliases,
+    mark_inputs,
+    tensors_in,
+    watch_outputs,
+)
 from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
-from hyper_parallel.core.fully_shard.passes import Pass, cast, copy_aliases, mark_inputs, tensors_in, watch_outputs
+from hyper_parallel.core.fully_shard.placement import (
+    DataParallelMesh,
+    ParameterPlacement,
+    plain_placement,
+    resolve_mesh,
+)
 from hyper_parallel.core.fully_shard.policy import FullyShardParamMode, MixedPrecisionPolicy
-from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.schedule import _neighbour
-from hyper_parallel.core.fully_shard.shares import ALIGNMENT, SharedAllReduce, Shares
+from hyper_parallel.core.fully_shard.reduce import ALIGNMENT, FusedAllReduce, FusedAllReduces, GradientReducer
+from hyper_parallel.core.fully_shard.schedule import followers
 from hyper_parallel.core.fully_shard.unit import Counts, unit_of
 from hyper_parallel.platform import get_platform
 
@@ -52,7 +62,7 @@ shapes = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 def home(ranks, rank, dim):
     """Where a plain parameter lives that is split along ``dim``, without any process group."""
     data = DataParallelMesh(None, None, ranks, rank, None, 1, get_platform("cpu"), 1)
-    return Home(FullyShardParamMode.LOCAL_PARAM, None, (Shard(0 if dim is None else dim),), dim, data)
+    return ParameterPlacement(FullyShardParamMode.LOCAL_PARAM, None, (Shard(0 if dim is None else dim),), dim, data)
 
 
 def numbered(shape):
@@ -93,7 +103,7 @@ def test_parts_are_those_of_torch_chunk(split):
     padded = set()
     for rank in range(ranks):
         param = ManagedParam("p", [], whole, home(ranks, rank, dim))
-        assert torch.equal(param.part_of(whole.detach()), wanted[rank])
+        assert torch.equal(param.shard_of(whole.detach()), wanted[rank])
         assert param.local_shape == wanted[rank].shape
         assert param.local_numel == wanted[rank].numel() <= param.chunk
         assert [param.range_of(r)[1] - param.range_of(r)[0] for r in range(ranks)] == [w.shape[dim] for w in wanted]
@@ -107,8 +117,13 @@ def test_parts_are_those_of_torch_chunk(split):
 def test_a_parameter_that_is_whole_is_one_part(shape):
     for whole in (numbered(shape), numbered([])):
         param = ManagedParam("p", [], whole, home(4, 3, None))
-        assert param.part_of(whole) is whole
-        assert (param.ranks, param.chunk, param.local_shape, param.straight) == (1, whole.numel(), whole.shape, True)
+        assert param.shard_of(whole) is whole
+        assert (param.ranks, param.chunk, param.local_shape, param.contiguous_on_dim_0) == (
+            1,
+            whole.numel(),
+            whole.shape,
+            True,
+        )
 
 
 @many
@@ -118,7 +133,7 @@ def test_rows_cover_the_whole_exactly_once(split):
     whole = numbered(shape)
     param = ManagedParam("p", [], whole, home(ranks, 0, dim))
     wanted = parts_by_torch(whole.detach(), dim, ranks)
-    room = max(ranks * param.chunk, param.numel) if param.straight else param.numel
+    room = max(ranks * param.chunk, param.numel) if param.contiguous_on_dim_0 else param.numel
     flat = torch.full((room,), -1.0)
     flat[: param.numel] = whole.detach().view(-1)
     wide = torch.full((ranks, param.chunk + 3), -2.0)
@@ -241,7 +256,7 @@ def make_bucket(mesh, values, dims, *, flat=False, param_dtype=None, on_host=Fal
             f"p{index}",
             [Slot(owner, str(index))],
             whole,
-            plain_home(whole, f"p{index}", data, lambda p, d=dim: Shard(d or 0), None, whole=dim is None),
+            plain_placement(whole, f"p{index}", data, lambda p, d=dim: Shard(d or 0), None, replicate=dim is None),
         )
         for index, (whole, dim) in enumerate(zip(wholes, dims, strict=True))
     ]
@@ -291,7 +306,7 @@ def test_a_bucket_gathers_what_was_put_into_it(contents, ranks, flat, param_dtyp
             assert bucket.gathered
             bucket.free()
             assert not bucket.gathered
-            assert bucket.wholes.untyped_storage().nbytes() == 0
+            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0
             for param in bucket.params:  # as an optimizer does
                 with torch.no_grad():
                     param.sharded.add_(1.0)
@@ -353,7 +368,7 @@ def test_parameters_that_are_whole_are_used_where_they_are():
         assert not copied.aliased
         assert [got.tolist() for got in gather(copied)] == [value.tolist() for value in values]
         copied.free()
-        assert copied.wholes.untyped_storage().nbytes() == 0
+        assert copied.unsharded_buffer.untyped_storage().nbytes() == 0
 
     with sim.world(2) as world:
         world.run(rank)
@@ -369,12 +384,12 @@ def test_a_smaller_world_gathers_the_same(contents, size):
         mesh, me = init_device_mesh("cpu", (4,)), dist.get_rank()
         bucket = make_bucket(mesh, values, dims)
         members = tuple(range(me // size * size, me // size * size + size))
-        bucket.keep_pieces = (group_of(members, ("shard",)), me % size)
-        gather(bucket, keep_piece=True)
-        assert bucket.piece.numel() == 4 * bucket.starts[-1] // size
+        bucket.post_forward_mesh = (group_of(members, ("shard",)), me % size)
+        gather(bucket, keep_post_forward_shard=True)
+        assert bucket.post_forward_shard.numel() == 4 * bucket.starts[-1] // size
         bucket.free()
         assert all(torch.equal(got, value) for got, value in zip(gather(bucket), values, strict=True))
-        assert bucket.piece is None  # used once
+        assert bucket.post_forward_shard is None  # used once
         bucket.free()
         gather(bucket)
 
@@ -394,7 +409,7 @@ def test_a_smaller_world_gathers_the_same(contents, size):
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
 def test_places_in_a_shared_buffer_are_aligned_and_disjoint(sizes, capacity, dtype):
-    shared = SharedAllReduce(FakeGroup(1), capacity, torch.empty(0, dtype=dtype))
+    shared = FusedAllReduce(FakeGroup(1), capacity, torch.empty(0, dtype=dtype))
     shared.buffer.fill_(7)
     step = ALIGNMENT // dtype.itemsize
     filled = 0
@@ -420,7 +435,7 @@ def test_places_in_a_shared_buffer_are_aligned_and_disjoint(sizes, capacity, dty
 def test_a_shared_all_reduce_starts_when_it_is_closed_and_all_are_there():
     def rank():
         group = dist.group.WORLD
-        shared = SharedAllReduce(group, 1000, torch.empty(0))
+        shared = FusedAllReduce(group, 1000, torch.empty(0))
         first, second = shared.take(3), shared.take(2)
         log = []
 
@@ -444,10 +459,10 @@ def test_a_shared_all_reduce_starts_when_it_is_closed_and_all_are_there():
 
 
 def test_shares_close_what_is_full_and_part_groups_and_dtypes(monkeypatch):
-    monkeypatch.setattr(shares_file, "SHARED_BYTES", 4 * 1024)
+    monkeypatch.setattr(reduce_file, "FUSED_BYTES", 4 * 1024)
     one, other = FakeGroup(1), FakeGroup(1)
     single, double = torch.empty(0), torch.empty(0, dtype=torch.float64)
-    shares = Shares(total=10**6)
+    shares = FusedAllReduces(total=10**6)
     a, first = shares.place(one, 500, single)
     assert a.buffer.numel() == 1024
     assert first.numel() == 500
@@ -467,7 +482,7 @@ def test_shares_close_what_is_full_and_part_groups_and_dtypes(monkeypatch):
     assert all(x.closed for x in (a, c, d, e))
     f, _ = shares.place(other, 10, single)
     assert f is not d
-    small, _ = Shares(total=64).place(one, 10, single)
+    small, _ = FusedAllReduces(total=64).place(one, 10, single)
     assert small.buffer.numel() == 16  # no larger than all units together need
 
 
@@ -591,18 +606,18 @@ class Recorder:
     def __init__(self):
         self.heard = []
 
-    def backward_reaches(self, a_pass):
+    def pre_backward(self, call):
         self.heard.append("reached")
 
-    def backward_left(self, a_pass):
+    def post_backward(self, call):
         self.heard.append("left")
 
 
 def test_a_pass_hears_of_outputs_before_and_inputs_after():
     recorder = Recorder()
-    a_pass = Pass(recorder)
+    call = ForwardCall(recorder)
     x, frozen = torch.ones(2, requires_grad=True), torch.ones(2)
-    args, kwargs = mark_inputs(a_pass, (x, [frozen, x], 3), {"again": x, "text": "t"})
+    args, kwargs = mark_inputs(call, (x, [frozen, x], 3), {"again": x, "text": "t"})
     assert args[0] is args[1][1] is kwargs["again"]
     assert args[0] is not x
     assert args[1][0] is frozen
@@ -610,11 +625,11 @@ def test_a_pass_hears_of_outputs_before_and_inputs_after():
     inner = args[0] * 2
     inner.register_hook(lambda g: recorder.heard.append("inside"))
     out = inner + kwargs["again"]
-    watch_outputs(a_pass, [out])
+    watch_outputs(call, [out])
     (out * 3).sum().backward()
     assert recorder.heard == ["reached", "inside", "left"]
     assert x.grad.tolist() == [9.0, 9.0]
-    assert mark_inputs(a_pass, (frozen,), {}) == ((frozen,), {})
+    assert mark_inputs(call, (frozen,), {}) == ((frozen,), {})
 
 
 @pytest.mark.parametrize("change", [lambda v, b: v.mul_(2), lambda v, b: b.mul_(2), lambda v, b: None])
@@ -622,7 +637,7 @@ def test_views_are_watched_through_changes_in_place(change):
     recorder = Recorder()
     base = torch.ones(3, 2, requires_grad=True) * 2
     view = base[1]
-    watch_outputs(Pass(recorder), [view])
+    watch_outputs(ForwardCall(recorder), [view])
     change(view, base)
     view.sum().backward()
     assert "reached" in recorder.heard
@@ -696,15 +711,11 @@ def test_dataclasses_are_cast_and_copied_and_stay_what_they_are():
 # -- small values --------------------------------------------------------------------------------------------------
 
 
-def test_neighbours_in_a_recorded_order():
+def test_followers_in_a_recorded_order():
     a, b, c = object(), object(), object()
-    order = [a, b, a, c]
-    assert _neighbour(order, 0, a) == [b]
-    assert _neighbour(order, 2, a) == [c]
-    assert _neighbour(order, 3, c) == []  # the last
-    assert _neighbour(order, 1, c) == []  # the order has changed since
-    assert _neighbour(order, -1, a) == []
-    assert _neighbour([], 0, a) == []
+    assert followers([a, b, a, c]) == {a: [c], b: [a], c: []}  # of one that ran twice: what came after the last time
+    assert followers([a, b, a]) == {a: [], b: [a]}
+    assert followers([]) == {}
 
 
 def test_a_policy_is_a_value():

@@ -28,10 +28,15 @@ from hyper_parallel import fully_shard, init_device_mesh
 from hyper_parallel.core.common.groups import attempt_store, init_process_group
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer import watchdog
-from hyper_parallel.trainer.nonfinite import NonFiniteError, NonFinitePolicy, dump_nonfinite, nonfinite_error
-from hyper_parallel.trainer.stacks import RankReport, report_of, verdict
-from hyper_parallel.trainer.stop import StopRequest, stop_on_signals
-from hyper_parallel.trainer.watchdog import RankLostError, Watchdog, default_store
+from hyper_parallel.trainer.guards import (
+    NonFiniteError,
+    NonFinitePolicy,
+    StopRequest,
+    dump_nonfinite,
+    nonfinite_error,
+    stop_on_signals,
+)
+from hyper_parallel.trainer.watchdog import RankLostError, RankReport, Watchdog, default_store, report_of, verdict
 from sim.script.launch import main as run_script
 
 # -- starting anew ----------------------------------------------------------------------------------------------------
@@ -156,7 +161,7 @@ def test_a_script_may_do_so_on_simulated_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os\n"
-        "from hyper_parallel.trainer.stop import stop_on_signals\n"
+        "from hyper_parallel.trainer.guards import stop_on_signals\n"
         "with stop_on_signals() as stop:\n"
         f"    open(r'{tmp_path}/' + os.environ['RANK'], 'w').write(str(stop.requested()))\n"
     )

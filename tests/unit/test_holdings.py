@@ -3,14 +3,18 @@
 The twin below says in a dozen lines of Python what a `Holding` means: every element of every dim is walked through.
 """
 
+import ast
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyper_parallel.core import redistribute
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.holdings import (
     Holding,
@@ -26,7 +30,7 @@ from hyper_parallel.core.redistribute.holdings import (
     teeth,
     volume,
 )
-from hyper_parallel.core.redistribute.transition import cut_at_nodes, on_common_mesh
+from hyper_parallel.core.redistribute.transition import cut_at_nodes, on_common_mesh, read
 from sim.strategies import layouts, meshes, shapes
 
 EXAMPLES = settings(max_examples=200, deadline=None)
@@ -278,6 +282,19 @@ def test_edges_and_coordinates(sizes, size, data):
 # -- smaller axes ----------------------------------------------------------------------------------------------------
 
 
+def sides(src, dst, shape):
+    """Two layouts as the planner reads them."""
+    found = read("cannot plan", src, dst, shape, torch.float32)
+    return found.before, found.after
+
+
+def written(side):
+    """A side as a layout again; pieces of an axis have one name, so that each gets another."""
+    mesh = Layout(side.sizes, [f"piece{axis}" for axis in range(len(side.sizes))], side.ranks)
+    entries = [tuple(mesh.alias_name[axis] for axis in chain) or None for chain in side.splits]
+    return mesh(*entries, partial={mesh.alias_name[axis]: side.reduction for axis in side.pending})
+
+
 def same_parts(one, two, shape):
     """Whether two layouts give every rank the same part, and pend the same copies."""
     slices = [dict(zip(layout.rank_list, layout.slices(shape).tolist(), strict=True)) for layout in (one, two)]
@@ -312,14 +329,14 @@ def on_two_meshes(draw):
 @given(on_two_meshes())
 def test_layouts_on_a_common_mesh_are_the_same_layouts(case):
     src, dst, shape = case
-    found = on_common_mesh(src, dst, shape)
+    found = on_common_mesh(*sides(src, dst, shape))
     if found is None:
         return
-    first, second, owners = found
-    assert first.mesh_shape == second.mesh_shape
-    assert len(owners) == len(first.mesh_shape)
-    assert same_parts(src, first, shape)
-    assert same_parts(dst, second, shape)
+    first, second = found
+    assert (first.sizes, first.names) == (second.sizes, second.names)
+    assert len(first.names) == len(first.sizes)
+    assert same_parts(src, written(first), shape)
+    assert same_parts(dst, written(second), shape)
 
 
 @pytest.mark.parametrize(
@@ -328,9 +345,11 @@ def test_layouts_on_a_common_mesh_are_the_same_layouts(case):
 )
 def test_axes_that_have_pieces_in_common(first, second, common):
     src, dst = (Layout(sizes, NAMES[: len(sizes)]) for sizes in (first, second))
-    found = on_common_mesh(src("a"), dst(None, "a"), (24, 24))
-    assert (found and found[0].mesh_shape) == common
-    assert on_common_mesh(src("a"), dst(None, "a"), (25, 25)) is None  # uneven parts cannot be split in two steps
+    found = on_common_mesh(*sides(src("a"), dst(None, "a"), (24, 24)))
+    assert (found and found[0].sizes) == common
+    assert (
+        on_common_mesh(*sides(src("a"), dst(None, "a"), (25, 25))) is None
+    )  # uneven parts cannot be split in two steps
 
 
 @EXAMPLES
@@ -341,20 +360,41 @@ def test_axes_are_cut_where_nodes_end(data):
     shape = data.draw(st.lists(st.sampled_from([48, 32, 7]), min_size=1, max_size=2).map(tuple))
     src, dst = (data.draw(layouts(mesh, shape, partial=True)) for _ in range(2))
     per_node = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
-    first, second, owners = cut_at_nodes(src, dst, mesh.alias_name, shape, per_node)
-    assert same_parts(src, first, shape)
-    assert same_parts(dst, second, shape)
-    assert [math.prod(size for size, owner in zip(first.mesh_shape, owners, strict=True) if owner == name)
+    first, second = cut_at_nodes(*sides(src, dst, shape), per_node)
+    assert same_parts(src, written(first), shape)
+    assert same_parts(dst, written(second), shape)
+    assert [math.prod(size for size, owner in zip(first.sizes, first.names, strict=True) if owner == name)
             for name in mesh.alias_name] == [*sizes]  # fmt: skip
-    nodes = np.array(first.rank_list).reshape(first.mesh_shape) // per_node
-    for axis, owner in enumerate(owners):
-        if owner in owners[:axis]:  # the inner piece
+    nodes = np.array(first.ranks).reshape(first.sizes) // per_node
+    for axis, owner in enumerate(first.names):
+        if owner in first.names[:axis]:  # the inner piece
             assert (nodes == nodes.take([0], axis=axis)).all()
 
 
 def test_what_nodes_cut_by_hand():
     flat = Layout((8,), ("a",))
-    first, _, owners = cut_at_nodes(flat("a"), flat(), ("a",), (16,), 4)
-    assert (first.mesh_shape, owners) == ((2, 4), ("a", "a"))
-    assert cut_at_nodes(flat("a"), flat(), ("a",), (7,), 4)[0].mesh_shape == (8,)  # 7 rows are split otherwise by two
-    assert cut_at_nodes(flat("a"), flat(), ("a",), (16,), 3)[0].mesh_shape == (8,)  # 3, 3 and 2 are no equal pieces
+    first, _ = cut_at_nodes(*sides(flat("a"), flat(), (16,)), 4)
+    assert (first.sizes, first.names) == ((2, 4), ("a", "a"))
+    assert cut_at_nodes(*sides(flat("a"), flat(), (7,)), 4)[0].sizes == (8,)  # 7 rows are split otherwise by two
+    assert cut_at_nodes(*sides(flat("a"), flat(), (16,)), 3)[0].sizes == (8,)  # 3, 3 and 2 are no equal pieces
+
+
+# -- below the reader, tuples of ints ----------------------------------------------------------------------------------
+
+PLANNING = Path(redistribute.__file__).parent
+
+
+def asks_a_layout(source):
+    """Whether a file imports the Layout, of which it could ask something."""
+    return "Layout" in {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)
+                        for alias in node.names}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["holdings", "steps", "builder", "candidates", "cost", "execute"])
+def test_nothing_below_the_reader_asks_a_layout(name):
+    assert not asks_a_layout((PLANNING / f"{name}.py").read_text())
+
+
+def test_a_file_that_asks_a_layout_is_found():
+    assert asks_a_layout("def f():\n    from hyper_parallel.core.dtensor.layout import Layout")
+    assert asks_a_layout((PLANNING / "transition.py").read_text())

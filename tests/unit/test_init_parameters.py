@@ -1,4 +1,4 @@
-"""init_parameters on one process, and on simulated ranks: numbers by counter, what fills what, what is refused."""
+"""init_parameters on one process, and on simulated ranks: draws by tile, what fills what, what is refused."""
 
 import math
 import weakref
@@ -13,7 +13,7 @@ import sim
 from hyper_parallel import DTensor, Layout, Partial, fully_shard
 from hyper_parallel.core.dtensor import to_torch
 from hyper_parallel.core.init.api import init_parameters
-from hyper_parallel.core.init.random import Stream, exponential, integers, normal, philox, uniform
+from hyper_parallel.core.init.tiles import digest, normal, tiles, truncated, uniform
 from hyper_parallel.models import Llama, LlamaConfig
 
 SMALL = LlamaConfig(vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, max_seq_len=8)
@@ -62,74 +62,97 @@ class Own(nn.Module):
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-    ],
-)
-def test_philox_gives_the_known_answers(counter, key, words):
-    given = tuple(np.full(3, int(word, 16), dtype=np.uint64) for word in counter.split())
-    found = philox(given, tuple(int(word, 16) for word in key.split()))
-    assert [[f"{int(word):08x}" for word in words] for words in zip(*found, strict=True)] == [words.split()] * 3
+def drawn(fill, count=100_000, key=0):
+    tile = torch.empty(count, dtype=torch.float64)
+    fill(tile, key)
+    return tile
 
 
-def test_a_number_depends_on_its_place_and_not_on_its_neighbours():
-    draw = Stream(7, "w").next()
-    index = np.arange(2**33 - 500, 2**33 + 500, dtype=np.uint64)
-    for numbers in (uniform, normal, exponential):
-        whole = numbers(draw, index)
-        assert len(set(whole.tolist())) == 1000
-        for first, last in [(0, 1), (3, 20), (500, 1000), (999, 1000)]:
-            assert np.array_equal(numbers(draw, index[first:last]), whole[first:last])
-        assert np.array_equal(numbers(draw, index[::-1].copy()), whole[::-1])
-    assert np.array_equal(integers(draw, index, -3, 4), integers(draw, index[:], -3, 4))
+@pytest.mark.parametrize("shape", [(), (5,), (40, 3000), (17, 1024), (3, 2, 2000), (9, 7, 3, 3), (0, 4), (300_000,)])
+def test_tiles_cover_each_element_once(shape):
+    whole = tuple(slice(0, size) for size in shape)
+    counts = torch.zeros(shape)
+    for tile in tiles(shape, whole):
+        counts[tile] += 1
+        assert counts[tile].numel() <= 2**14
+    assert bool((counts == 1).all())
 
 
-def test_seeds_names_and_draws_are_independent():
-    index = np.arange(20_000, dtype=np.uint64)
-    first, again = Stream(0, "a"), Stream(0, "a")
-    draws = [first.next(), first.next(), Stream(0, "b").next(), Stream(1, "a").next(), Stream(0, "a").child().next()]
-    assert draws[0] == again.next()
-    columns = np.stack([normal(draw, index) for draw in draws])
-    between = np.corrcoef(columns) - np.eye(len(draws))
+def test_tiles_of_a_region_are_those_that_overlap():
+    shape, region = (40, 3000), (slice(15, 17), slice(1030, 1031))
+    mine = torch.zeros(shape)
+    mine[region] = 1
+    expected = [tile for tile in tiles(shape, (slice(0, 40), slice(0, 3000))) if mine[tile].any()]
+    assert list(tiles(shape, region)) == expected
+    assert len(expected) == 2
+    assert list(tiles(shape, (slice(15, 15), slice(0, 3000)))) == []
+
+
+def test_seeds_names_draws_and_tiles_are_independent():
+    keys = [digest(0, "a", 0, [0]), digest(0, "a", 1, [0]), digest(0, "b", 0, [0]), digest(1, "a", 0, [0])]
+    keys.append(digest(0, "a", 0, [1024]))
+    columns = np.stack([drawn(normal, 20_000, key).numpy() for key in keys])
+    between = np.corrcoef(columns) - np.eye(len(keys))
     assert np.abs(between).max() < 4 / math.sqrt(20_000)
     shifted = np.corrcoef(columns[0][:-1], columns[0][1:])[0, 1]
     assert abs(shifted) < 4 / math.sqrt(20_000)
 
 
+def gauss(x):
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
 @pytest.mark.parametrize(
-    ("numbers", "distribution"),
+    ("fill", "distribution"),
     [
-        (normal, lambda x: 0.5 * (1 + math.erf(x / math.sqrt(2)))),
+        (normal, gauss),
+        (lambda tile, key: normal(tile, key, 3, 0.5), lambda x: gauss((x - 3) / 0.5)),
         (uniform, lambda x: x),
-        (exponential, lambda x: 1 - math.exp(-x)),
+        (lambda tile, key: uniform(tile, key, -2, 2), lambda x: (x + 2) / 4),
+        (
+            lambda tile, key: truncated(tile, key, 1, 2, 0, 2),
+            lambda x: (gauss((x - 1) / 2) - gauss(-0.5)) / (gauss(0.5) - gauss(-0.5)),
+        ),
+        (  # a tail that 1 - 2^-53 lies before
+            lambda tile, key: truncated(tile, key, 0, 1, 9, 12),
+            lambda x: (gauss(-9) - gauss(-x)) / (gauss(-9) - gauss(-12)),
+        ),
     ],
 )
-def test_numbers_have_their_distribution(numbers, distribution):
+def test_numbers_have_their_distribution(fill, distribution):
     """Kolmogorov and Smirnov: the distance to the distribution is below 1.63 / sqrt(n) in 99 of 100 cases."""
     count = 100_000
-    x = np.sort(numbers(Stream(0, "w").next(), np.arange(count, dtype=np.uint64)))
+    x = np.sort(drawn(fill, count).numpy())
     expected = np.array([distribution(value) for value in x.tolist()])
     steps = np.arange(count + 1) / count
     distance = max(np.abs(expected - steps[1:]).max(), np.abs(expected - steps[:-1]).max())
     assert 0.1 < distance * math.sqrt(count) < 1.63
 
 
-def test_the_normal_distribution_has_its_moments_and_tails():
-    x = normal(Stream(3, "w").next(), np.arange(1_000_000, dtype=np.uint64))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_parameter_has_its_moments_and_tails(dtype):
+    x = init_parameters(on_meta(Own, nn.init.normal_, (1000, 1000), dtype), 3).w.detach().double().numpy()
     moments = [float((x**power).mean()) for power in (1, 2, 3, 4)]
     assert np.allclose(moments, [0, 1, 0, 3], atol=0.02)
     assert (np.abs(x) > 4).mean() == pytest.approx(6.33e-5, rel=0.4)
 
 
-def test_integers_reach_all_values_alike():
-    x = integers(Stream(0, "w").next(), np.arange(70_000, dtype=np.uint64), -3, 4)
-    values, counts = np.unique(x, return_counts=True)
-    assert values.tolist() == [-3, -2, -1, 0, 1, 2, 3]
-    assert np.abs(counts - 10_000).max() < 400
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [{"std": 0.02}, {"a": -0.7, "b": 0.7}, {"mean": 3.0, "a": 4.0, "b": 6.0}])
+def test_a_truncated_draw_keeps_its_bounds_and_torchs_distribution(dtype, given):
+    x = init_parameters(on_meta(Own, lambda w: nn.init.trunc_normal_(w, **given), (400, 500), dtype), 3).w.detach()
+    own = nn.init.trunc_normal_(torch.empty(400, 500), **given, generator=torch.Generator().manual_seed(0))
+    low, high = (torch.tensor(given.get(end, bound), dtype=dtype) for end, bound in (("a", -2.0), ("b", 2.0)))
+    assert low <= x.min()
+    assert x.max() <= high
+    assert x.float().mean().item() == pytest.approx(own.mean().item(), abs=0.01 * own.std().item())
+    assert x.float().std().item() == pytest.approx(own.std().item(), rel=0.01)
+
+
+def test_torchs_own_truncated_draw_is_restored():
+    before = nn.init._no_grad_trunc_normal_
+    init_parameters(on_meta(Own, nn.init.trunc_normal_))
+    assert nn.init._no_grad_trunc_normal_ is before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -226,7 +249,7 @@ def test_a_module_may_make_its_buffers_anew():
     assert torch.equal(model.table, torch.arange(4).cos())
     assert not weight.is_meta
     text = refused(lambda: init_parameters(on_meta(Replacing)))
-    assert "'w' was replaced by a temporary tensor" in text
+    assert "'w' was replaced by another parameter" in text
 
 
 class Replacing(nn.Module):
@@ -309,7 +332,8 @@ def test_the_llama_is_drawn_as_its_own_method_does():
     own = Llama.build(config, seed=1)
     for name, tensor in own.state_dict().items():
         found = model.state_dict()[name]
-        assert found.mean().item() == pytest.approx(tensor.mean().item(), abs=1e-3), name
+        error = 6 * tensor.std().item() / math.sqrt(tensor.numel())
+        assert found.mean().item() == pytest.approx(tensor.mean().item(), abs=1e-6 + error), name
         assert found.std().item() == pytest.approx(tensor.std().item(), rel=0.05), name
     assert torch.equal(model.cos, own.cos)
     assert torch.equal(model.sin, own.sin)
@@ -360,15 +384,15 @@ def test_bounds_follow_the_global_shape():
         assert 0.99 * 0.05 < bound < 0.05  # 1 / sqrt(400), not 1 / sqrt(100)
 
 
-def test_a_rank_needs_no_more_memory_than_its_part():
-    """The whole is 4 TB, of which rank 1 has nothing."""
+def test_a_rank_needs_no_more_memory_than_its_shard():
+    """The unsharded parameter is 4 TB, of which rank 1 has nothing."""
 
     def fill(w):
         nn.init.trunc_normal_(w, std=0.02)
         nn.init.trunc_normal_(w, mean=4, std=1, a=5, b=9)
         nn.init.kaiming_uniform_(w)
-        w.data[0, 5:7].exp_()
-        w.data.t()[3].zero_()
+        w.data.exp_().clamp_(max=3).mul_(0.5)
+        w.data.detach().add_(1)
 
     def body():
         model = split(on_meta(Own, fill, (1, 2**40)), "dp")
@@ -376,6 +400,45 @@ def test_a_rank_needs_no_more_memory_than_its_part():
             assert init_parameters(model).w.to_local().shape == (0, 2**40)
 
     sim.run(body, world_size=2)
+
+
+def test_memory_is_bounded_by_one_module_at_a_time():
+    """What is unsharded for a module goes before the next one fills its tensors."""
+    alive = []
+
+    class Watched(Own):
+        def reset_parameters(self):
+            alive.append(sum(reference() is not None for reference in seen))
+            self.w.data.normal_()
+            unsharded = self.w.data[0]
+            seen.append(weakref.ref(unsharded.untyped_storage()))
+
+    seen = []
+
+    def body():
+        init_parameters(split(on_meta(lambda: nn.Sequential(*[Watched(None) for _ in range(4)])), "dp"))
+
+    sim.run(body, world_size=2)
+    assert alive == [0] * 8
+
+
+def test_a_later_draw_does_not_depend_on_what_other_modules_do():
+    """A pipeline stage has only some of the modules."""
+
+    class Parent(nn.Module):
+        def __init__(self, *names):
+            super().__init__()
+            for name in names:
+                setattr(self, name, Own(nn.init.orthogonal_, (4, 4)))
+
+        def reset_parameters(self):
+            for module in self.children():
+                nn.init.orthogonal_(module.w)
+                module.w.data[1].normal_()
+
+    both = init_parameters(on_meta(Parent, "a", "b")).state_dict()
+    assert torch.equal(init_parameters(on_meta(Parent, "b")).b.w, both["b.w"])
+    assert not torch.equal(both["a.w"], both["b.w"])
 
 
 def test_rejected_draws_do_not_move_later_ones():
@@ -423,7 +486,7 @@ def test_a_model_of_fully_shard(own):
     assert all(torch.equal(out, first) for out in sim.run(body, world_size=4))
 
 
-def test_code_that_mixes_parts_with_plain_tensors():
+def test_code_that_mixes_parameters_with_plain_tensors():
     def fill(w):
         w.data.copy_(torch.arange(60.0).view(6, 10))
         with torch.no_grad():
@@ -439,6 +502,31 @@ def test_code_that_mixes_parts_with_plain_tensors():
     whole = init_parameters(on_meta(Own, fill), 5).state_dict()
     assert whole["w"][1, 3].item() == pytest.approx(7 / 3)
     sim.run(body, world_size=3)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        nn.init.orthogonal_,
+        lambda w: w.data.normal_().div_(w.data.norm()),
+        lambda w: w.data.normal_().copy_(w.data.flatten().flip(0).view(6, 10)),
+        lambda w: w.data.log_normal_(),
+        lambda w: w.data.normal_(generator=torch.Generator().manual_seed(3)),
+        lambda w: w.data.bernoulli_(torch.rand(6, 10)),
+        lambda w: w.data.copy_(w.data.normal_()[:, 4:5]),
+        lambda w: nn.init.sparse_(w, 0.5),
+        lambda w: w.data.normal_().copy_(w.data[0, 3].clone()),
+        lambda w: w.data.copy_(torch.empty(6, 10).copy_(w.data.normal_()).cumsum(0)),
+        lambda w: w.data.uniform_().copy_(torch.linalg.qr(w.data.T)[0].T),
+    ],
+)
+def test_what_needs_all_elements_gets_them(fill):
+    def body():
+        check_parts(init_parameters(split(on_meta(Own, fill), None, "dp", sizes=(4,)), 5), whole)
+
+    whole = init_parameters(on_meta(Own, fill), 5).state_dict()
+    assert not whole["w"].isnan().any()
+    sim.run(body, world_size=4)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -491,30 +579,47 @@ def test_every_rank_refuses_what_nothing_fills():
     assert len(set(sim.run(body, world_size=4))) == 1
 
 
+class Twice(nn.Module):
+    """A parent that reads what a child has filled element by element."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, padding_idx=1)
+
+    def reset_parameters(self):
+        self.embed.weight.data[2].zero_()
+
+
 @pytest.mark.parametrize(
-    ("fill", "message"),
+    ("make", "where", "message"),
     [
-        (nn.init.orthogonal_, "orthogonal_ (t_): it needs elements that other ranks hold"),
-        (lambda w: w.data.normal_().div_(w.data.norm()), "it needs elements that other ranks hold"),
-        (lambda w: w.data.copy_(w.data.flatten().view(6, 10)), "it needs elements that other ranks hold"),
-        (lambda w: w.data.log_normal_(), "log_normal_: no numbers by counter are defined for it"),
-        (lambda w: w.data.normal_(generator=torch.Generator()), "it draws from a generator, which knows no parts"),
-        (lambda w: w.data.bernoulli_(torch.rand(6, 10)), "its probabilities are a tensor"),
-        (lambda w: w.data.copy_(w.data.normal_()[:, 4:5]), "its tensors are split in different ways"),
-        (lambda w: w.to_local().normal_(), "a local part of 'w', taken out of its DTensor"),
-        (lambda w: nn.init.sparse_(w, 0.5), "sparse_ (index_put_): it needs elements that other ranks hold"),
-        (lambda w: w.data.copy_(w.data[0, 3]), "only some ranks hold one of its tensors"),
-        (lambda w: torch.empty(6, 10).copy_(w), "would be computed from parts"),
+        (lambda: Own(lambda w: w.to_local().normal_()), "the model (Own)", "it uses a local shard, taken out of its"),
+        (lambda: Own(lambda w: w.data.normal_().t_()), "the model (Own)", "t_ changes the shape of a parameter"),
+        (Twice, "the model (Twice)", "select needs elements that other ranks hold"),
     ],
 )
-def test_what_parts_do_not_allow_says_so_on_every_rank(fill, message):
+def test_what_cannot_be_filled_says_so_on_every_rank(make, where, message):
     def body():
-        return refused(lambda: init_parameters(split(on_meta(Own, fill), None, "dp", sizes=(4,))))
+        return refused(lambda: init_parameters(split(on_meta(make), None, "dp", sizes=(4,))))
 
     texts = sim.run(body, world_size=4)
     for text in texts:
-        assert text.startswith("cannot fill the model (Own) shard by shard: ")
+        assert text.startswith(f"cannot fill {where} shard by shard: ")
         assert message in text
+
+
+def test_values_of_a_sharded_model_are_not_gathered():
+    def body():
+        model = split(on_meta(Own, nn.init.normal_), None, "dp", sizes=(4,))
+        init_parameters(model)
+        model.fill = lambda w: w.data.mul_(2)  # on the values that it has, for nothing covers them
+        before = model.w.to_local().clone()
+        init_parameters(model)
+        assert torch.equal(model.w.to_local(), before * 2)
+        model.fill = lambda w: w.data.div_(w.data.norm())
+        return refused(lambda: init_parameters(model))
+
+    assert "needs elements that other ranks hold" in sim.run(body, world_size=4)[3]
 
 
 def test_wrong_arguments():
@@ -522,8 +627,10 @@ def test_wrong_arguments():
     assert "model is a list, not a module" in refused(lambda: init_parameters([model]), error=TypeError)
     assert "seed is a float, not an int" in refused(lambda: init_parameters(model, 1.0), error=TypeError)
     assert "seed is a bool, not an int" in refused(lambda: init_parameters(model, True), error=TypeError)
-    assert "seed is negative" in refused(lambda: init_parameters(model, -1))
-    assert "init_fn is a int" in refused(lambda: init_parameters(model, init_fn=3), error=TypeError)
+    assert "seed must be a finite number of at least 0" in refused(lambda: init_parameters(model, -1))
+    assert "init_fn is a int, not something to call or None" in refused(
+        lambda: init_parameters(model, init_fn=3), error=TypeError
+    )
     assert "nothing on meta has values" in refused(lambda: init_parameters(model, device="meta"))
     assert "device: " in refused(lambda: init_parameters(model, device="nowhere"))
     assert "'weight' has no shape yet" in refused(lambda: init_parameters(nn.LazyLinear(3)))
@@ -548,4 +655,4 @@ def test_wrong_models():
     pending, other, whole = sim.run(body, world_size=2)[1]
     assert "'weight' has a reduction pending" in pending
     assert "its DTensors are on a mesh of another device type, 'cpu'" in other
-    assert "the model shows whole parameters" in whole
+    assert "the model shows unsharded parameters" in whole

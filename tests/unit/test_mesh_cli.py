@@ -316,5 +316,5 @@ def test_measuring_writes_a_file_that_estimates_take(monkeypatch: pytest.MonkeyP
 def test_help_names_the_commands() -> None:
     code, output = invoke("--help")
     assert code == 0
-    for command in ("estimate", "search", "hardware", "validate"):
+    for command in ("estimate", "search", "hardware"):
         assert command in output

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.models.llama import Block, LlamaConfig, causal_attention
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.trainer.steps import _keep_alternate_products, _keep_products
+from hyper_parallel.trainer.parallelize import _keep_alternate_products, _keep_products
 from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
 from sim.mesh.tracing.float8 import use_float8
 from sim.mesh.tracing.regions import one_kernel, recomputes, region, traces

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_mesh_timeline import Prices, comm, one, op, pipeline
 
-from sim.errors import SimError
+from sim.explain.errors import SimError
 from sim.mesh.memory import ClassMemory, replay_memory
 from sim.mesh.program import Alloc, Await, EventRecord, Free, Place, Program, Segment, Wait
 from sim.mesh.replay.chrome import chrome_events

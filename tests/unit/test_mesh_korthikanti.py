@@ -5,7 +5,7 @@ The 22B model of their table 3: bytes that a layer keeps for backward, as the di
 
 import pytest
 
-from benchmarks.published.gpt import GPTConfig
+from benchmarks.published.gpt import GPTConfig, GPTSpec
 from hyper_parallel import ParallelDims
 from sim import mesh
 
@@ -32,7 +32,7 @@ def kept_by_a_layer(tp: int, sequence_parallel: bool, **options: str) -> float:
             param_dtype="fp16", zero=0, sequence_parallel=sequence_parallel, loss="compiled", **options
         )
         dims = ParallelDims(tp=tp, world_size=tp)
-        est = mesh.estimate(config, dims, batch=BATCH, seq_len=SEQ, hardware="a100-80gb", recipe=recipe)
+        est = mesh.estimate(GPTSpec.of(config), dims, batch=BATCH, seq_len=SEQ, hardware="a100-80gb", recipe=recipe)
         sizes.append(est.memory.fullest.by_category["activations"])
     return (sizes[1] - sizes[0]) / 2 / TOKENS
 

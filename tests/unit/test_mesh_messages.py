@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 
+from benchmarks.published.gpt import gpt_tiny
+from benchmarks.published.megatron import MegatronConventions
 from hyper_parallel import ParallelDims
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import pricing_of
@@ -16,6 +18,8 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import trace
 
+SCATTER_GATHER = MegatronConventions(scatter_gather=True)
+BLOCKING = MegatronConventions(blocking_messages=True)
 SIZE = 2 * 64 * 64 * 4  # a micro-batch of 2 sequences of 64 tokens, 64 wide, in float32
 
 
@@ -38,10 +42,10 @@ def messages(stage):
     return [size for op, axis, size in stage if axis == "pp" and op in ("send", "recv")]
 
 
-@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize("model", [gpt_tiny(), "llama-tiny"], ids=["gpt-tiny", "llama-tiny"])
 def test_each_rank_sends_a_part_and_gathers_what_it_gets(model):
     plain = comms(model, 2, sequence_parallel=False)
-    parts = comms(model, 2, sequence_parallel=False, scatter_gather=True)
+    parts = comms(model, 2, sequence_parallel=False, conventions=SCATTER_GATHER)
     for before, after in zip(plain, parts, strict=True):
         assert messages(before) == [SIZE] * 4, "two micro-batches, there and back"
         assert messages(after) == [SIZE // 2] * 4
@@ -53,11 +57,11 @@ def test_each_rank_sends_a_part_and_gathers_what_it_gets(model):
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True)])
 def test_where_ranks_do_not_have_the_same_nothing_changes(tp, sequence_parallel):
     plain = comms("llama-tiny", tp, sequence_parallel=sequence_parallel)
-    assert comms("llama-tiny", tp, sequence_parallel=sequence_parallel, scatter_gather=True) == plain
+    assert comms("llama-tiny", tp, sequence_parallel=sequence_parallel, conventions=SCATTER_GATHER) == plain
 
 
 def test_a_host_that_waits_for_messages():
-    plain, waits = programs("gpt-tiny", 1), programs("gpt-tiny", 1, blocking_messages=True)
+    plain, waits = programs(gpt_tiny(), 1), programs(gpt_tiny(), 1, conventions=BLOCKING)
     for before, after in zip(plain, waits, strict=True):
         events = [event for segment, _ in after.segments_in_order() for event in segment.events]
         got = {e.handle for e in events if isinstance(e, Comm) and e.op == "recv"}
@@ -70,7 +74,7 @@ def test_a_host_that_waits_for_messages():
 def test_a_host_that_waits_issues_late_what_the_device_could_have_begun():
     slow = load_calibration().replace({"host.op_us": 100.0})
     hardware = find_hardware("a100-80gb")
-    plain, waits = programs("gpt-tiny", 1), programs("gpt-tiny", 1, blocking_messages=True)
+    plain, waits = programs(gpt_tiny(), 1), programs(gpt_tiny(), 1, conventions=BLOCKING)
     fast = load_calibration().replace({"host.op_us": 0.0, "host.collective_us": 0.0})
     assert replay_time(waits, Pricing(hardware, slow)).step > 1.2 * replay_time(plain, Pricing(hardware, slow)).step
     free = [replay_time(some, Pricing(hardware, fast)).step for some in (plain, waits)]
@@ -90,7 +94,7 @@ def test_ranks_along_tp_share_what_goes_to_experts():
         assert waited >= {e.handle for e in said if e.op == "all_to_all"}
         return [(e.op, program.groups[e.group].axis, e.size, e.moved) for e in said if program.places[e.place].layer]
 
-    plain, split = exchanged(), exchanged(split_dispatch=True)
+    plain, split = exchanged(), exchanged(conventions=MegatronConventions(split_dispatch=True))
     before = [(size, moved) for op, axis, size, moved in plain if (op, axis) == ("all_to_all", "ep")]
     after = [(size, moved) for op, axis, size, moved in split if (op, axis) == ("all_to_all", "ep")]
     assert after == [(size // 2, moved // 2) for size, moved in before]
@@ -112,6 +116,6 @@ def test_receives_that_are_issued_early_hide_messages():
     assert early.posts_early
     one, other = (replay_time(made, pricing) for pricing in (early, Pricing(hardware, figures)))
     assert other.step - one.step > 0.4 * one.slowest.communication["pp"]
-    for late in (Recipe(schedule="1f1b"), Recipe(schedule="gpipe"), Recipe(schedule="zbv", blocking_messages=True)):
+    for late in (Recipe(schedule="1f1b"), Recipe(schedule="gpipe"), Recipe(schedule="zbv", conventions=BLOCKING)):
         assert not pricing_of(late, hardware, figures).posts_early
     assert pricing_of(Recipe(schedule="zbv"), hardware, figures).posts_early

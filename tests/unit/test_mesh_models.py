@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sim
-from benchmarks.published.gpt import GPT, GPTConfig, gpt_plan
+from benchmarks.published.gpt import GPT, GPTConfig, GPTSpec, gpt3_175b, gpt_plan, gpt_tiny
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
@@ -42,7 +42,7 @@ def test_presets_have_the_published_sizes(name):
     spec, told = find_model(name), model_source(name)
     assert told["source"]
     # What has the shape of the published model has its very parameters; what is like it has as many.
-    rough = 2e-3 if "like" in told else 3e-3 if name == "gpt3-175b" else 0
+    rough = 2e-3 if "like" in told else 0
     if "parameters" in told:
         assert spec.num_parameters == pytest.approx(told["parameters"], rel=rough, abs=0)
     if "active" in told:
@@ -51,9 +51,16 @@ def test_presets_have_the_published_sizes(name):
     assert spec.flops_per_token(2048) > 6 * (spec.num_active_parameters - 2 * spec.vocab_size * spec.hidden_size)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny", "gpt-tiny", "llama3-8b", "qwen3-30b-a3b", "gpt3-175b"])
-def test_the_models_have_as_many_parameters_as_their_shapes_say(name):
-    assert counted(find_model(name)) == find_model(name).num_parameters
+SHAPES = ["llama-tiny", "moe-tiny", gpt_tiny(), "llama3-8b", "qwen3-30b-a3b", gpt3_175b()]
+
+
+@pytest.mark.parametrize("model", SHAPES, ids=lambda model: getattr(model, "name", model))
+def test_the_models_have_as_many_parameters_as_their_shapes_say(model):
+    assert counted(find_model(model)) == find_model(model).num_parameters
+
+
+def test_gpt3_has_its_published_size():
+    assert gpt3_175b().num_parameters == pytest.approx(175e9, rel=3e-3)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_the_models_have_as_many_parameters_as_their_shapes_say(name):
     ids=str,
 )
 def test_parameters_and_flops_of_shapes(config):
-    spec = find_model(config)
+    spec = spec_of(config)
     assert counted(spec) == spec.num_parameters
     if isinstance(config, GPTConfig):
         custom = Custom(lambda: GPT(config), lambda b, s: torch.zeros(b, s, dtype=torch.long))
@@ -83,6 +90,10 @@ def test_parameters_and_flops_of_shapes(config):
         assert flops_per_token(config, 64) == 6 * matrices + attention
 
 
+def spec_of(config):
+    return GPTSpec.of(config) if isinstance(config, GPTConfig) else find_model(config)
+
+
 def meta(config):
     with torch.device("meta"):
         return MoELlama(config) if isinstance(config, MoEConfig) else Llama(config)
@@ -92,7 +103,7 @@ def test_names():
     assert find_model(" Llama3_8B").name == "llama3-8b"
     assert find_model(find_model("moe-tiny")).name == "moe-tiny"
     assert find_model(MoEConfig(num_experts=16)).name == "moe-2.78m"
-    assert find_model(GPTConfig()).family == "gpt"
+    assert find_model(GPTSpec.of(GPTConfig())).family == "gpt"
     assert find_model("deepseek-v3-like").layer_kinds[:4] == ("dense", "dense", "dense", "experts")
     with pytest.raises(ValueError, match="there is no model 'lama3-8b'") as error:
         find_model("lama3-8b")

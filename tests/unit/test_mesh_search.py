@@ -12,6 +12,7 @@ import torch
 from mesh_fakes import fake_estimate, quantity
 from torch import nn
 
+from benchmarks.published.gpt import gpt_tiny
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
@@ -25,6 +26,7 @@ from sim.mesh.searching.bounds import Machine, guess_seconds, least_memory
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.ranking import chance_faster
 from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes, shape_of
+from sim.mesh.spec import ModelSpec
 
 GIB = 2**30
 H100 = Machine(flops=989e12, devices_per_node=8, inside=450e9, between=50e9)
@@ -175,12 +177,12 @@ def test_the_guess_of_time_knows_bubbles_and_recomputation() -> None:
         ("llama-tiny", {"dp_shard": 4}, 2, {}),
         ("llama-tiny", {"dp_shard": 2, "tp": 2}, 2, {"checkpointing": "full", "zero": 2}),
         ("llama-tiny", {"pp": 2, "dp_shard": 2}, 4, {"checkpointing": "selective"}),
-        ("gpt-tiny", {"dp_shard": 2, "dp_replicate": 2}, 2, {"microbatches": 2}),
+        (gpt_tiny(), {"dp_shard": 2, "dp_replicate": 2}, 2, {"microbatches": 2}),
         ("moe-tiny", {"dp_shard": 2, "ep": 2}, 2, {}),
     ],
 )
 def test_no_estimate_needs_less_than_the_bound(
-    model: str, degrees: dict[str, int], batch: int, recipe: dict[str, Any]
+    model: str | ModelSpec, degrees: dict[str, int], batch: int, recipe: dict[str, Any]
 ) -> None:
     dims = ParallelDims(**degrees, world_size=4)
     found = estimate(model, dims, batch, 128, "h100-sxm", Recipe(**recipe))

@@ -17,6 +17,7 @@ from benchmarks.published.compare import (
     wanted,
     write_outcomes,
 )
+from benchmarks.published.megatron import MegatronConventions
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
@@ -27,7 +28,7 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.tracing.trace import trace
 
 GIB = 2**30
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "generated"
 ROWS = {row["id"]: row for row in read_rows()}
 
 
@@ -66,7 +67,7 @@ def test_a_megatron_deepspeed_row_with_a_pipeline():
     assert (recipe.zero, recipe.param_dtype, recipe.reduce_dtype, recipe.attention) == (1, "fp16", "fp16", "math")
     assert (recipe.checkpointing, recipe.microbatches, recipe.schedule) == ("full", 256, "1f1b")
     assert not recipe.sequence_parallel
-    assert recipe.scatter_gather
+    assert recipe.conventions == MegatronConventions(scatter_gather=True, blocking_messages=True)
     assert it.model.vocab_size % (128 * 8) == 0
     assert it.model.embedding_norm
     assert it.measured.memory_kind == "device"
@@ -205,7 +206,7 @@ def test_only_pairs_of_a_group_that_differ_are_asked_to_be_in_order():
 
 def test_the_page_tells_held_out_and_calibration_apart():
     outcomes = list(run([ROWS[name] for name in ("m0063", "m0104", "m0112")], half, processes=1))
-    text = page(outcomes, "hyper-parallel validate")
+    text = page(outcomes, "python -m benchmarks.published")
     assert "| Throughput, held out | 1 | 50.0% |" in text
     assert "| Throughput, calibration | 1 | 50.0% |" in text
     assert "| m0104* | 8x H100" in text
@@ -220,7 +221,7 @@ def kept_outcomes() -> list[Outcome]:
 
 
 def test_the_page_is_that_of_the_outcomes_beside_it():
-    text = page(kept_outcomes(), "hyper-parallel validate --write docs/generated/validation.md", fitted())
+    text = page(kept_outcomes(), "python -m benchmarks.published --write docs/generated/validation.md", fitted())
     assert (DOCS / "validation.md").read_text(encoding="utf-8") == text
 
 

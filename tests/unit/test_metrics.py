@@ -18,12 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import sim
 from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer import tensorboard
-from hyper_parallel.trainer.display import TrainingDisplay
+from hyper_parallel.trainer import report
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation, peak_flops
-from hyper_parallel.trainer.record import JsonlLog, StepRecord, read_log
-from hyper_parallel.trainer.report import plot_log
-from hyper_parallel.trainer.tensorboard import TensorBoardLog
+from hyper_parallel.trainer.report import JsonlLog, StepRecord, TensorBoardLog, TrainingDisplay, plot_log, read_log
 
 DENSE = LlamaConfig(num_hidden_layers=3, hidden_size=64, intermediate_size=80, vocab_size=50, tie_embeddings=True)
 SPARSE = MoEConfig(num_hidden_layers=3, num_dense_layers=1, num_experts=5, experts_per_token=2, num_shared_experts=2)
@@ -185,7 +182,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path, content: str | None, message:
 
 
 def test_without_tensorboard_one_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'hyper_parallel\[tensorboard\]'"):
         TensorBoardLog(tmp_path)
     with TensorBoardLog(None) as log:
@@ -209,7 +206,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr(tensorboard, "find_spec", lambda name: True)
+    monkeypatch.setattr(report, "find_spec", lambda name: True)
     with TensorBoardLog(tmp_path) as log:
         log.write(record(2, mfu=0.5))
     assert written[0] == (str(tmp_path), 0, 0)

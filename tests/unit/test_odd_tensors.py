@@ -101,7 +101,7 @@ def test_a_transposed_part_can_be_reshaped(make):
     ids=["dense", "transposed", "with gaps", "expanded", "one row alone", "empty"],
 )
 def test_strides_of_the_whole_are_as_those_of_a_part(part, shape, strides):
-    from hyper_parallel.core.redistribute.api import stride_like
+    from hyper_parallel.core.dtensor.convert import stride_like
 
     assert stride_like(part, shape) == strides
 

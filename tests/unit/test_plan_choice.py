@@ -26,12 +26,12 @@ def steps_of(found):
     return [(step.kind, "+".join(step.axes)) for step in found.steps]
 
 
-def near(ranks, count):
+def intra_node(ranks, count):
     """Seconds of a collective within a node, by hand."""
     return 2e-6 + 1e-7 * (ranks - 1) + count / 1e9
 
 
-def far(ranks, count):
+def inter_node(ranks, count):
     """Seconds of a collective over both nodes, by hand."""
     return 5e-6 + 3e-7 * (ranks - 1) + count / 1e8
 
@@ -49,61 +49,67 @@ ON_TWO_NODES = {
         MESH(BOTH),
         MESH(),
         [("all_gather", "node"), ("all_gather", "gpu")],
-        [far(2, PART), near(4, 3 * 2 * PART)],
+        [inter_node(2, PART), intra_node(4, 3 * 2 * PART)],
     ),
     "likewise when the slow axis is the inner one": (
         MESH(("gpu", "node")),
         MESH(),
         [("all_gather", "node"), ("all_gather", "gpu")],
-        [far(2, PART), near(4, 3 * 2 * PART)],
+        [inter_node(2, PART), intra_node(4, 3 * 2 * PART)],
     ),
     "a reduce_scatter takes the fast axis first": (
         MESH(partial=SUMS),
         MESH(BOTH),
         [("reduce_scatter", "gpu"), ("reduce_scatter", "node")],
-        [near(4, 3 * WHOLE // 4), far(2, PART)],
+        [intra_node(4, 3 * WHOLE // 4), inter_node(2, PART)],
     ),
     "likewise when the slow axis is the outer one": (
         MESH(partial=SUMS),
         MESH(("gpu", "node")),
         [("reduce_scatter", "gpu"), ("reduce_scatter", "node")],
-        [near(4, 3 * WHOLE // 4), far(2, PART)],
+        [intra_node(4, 3 * WHOLE // 4), inter_node(2, PART)],
     ),
     "an all_reduce in three levels": (
         MESH(partial=SUMS),
         MESH(),
         [("reduce_scatter", "gpu"), ("all_reduce", "node"), ("all_gather", "gpu")],
-        [near(4, 3 * WHOLE // 4), far(2, WHOLE // 4), near(4, 3 * WHOLE // 4)],
+        [intra_node(4, 3 * WHOLE // 4), inter_node(2, WHOLE // 4), intra_node(4, 3 * WHOLE // 4)],
     ),
     "an all_reduce of what a node's ranks hold alike": (
         MESH(partial={"node": "sum"}),
         MESH(),
         [("slice", ""), ("all_reduce", "node"), ("all_gather", "gpu")],
-        [0.0, far(2, WHOLE // 4), near(4, 3 * WHOLE // 4)],
+        [0.0, inter_node(2, WHOLE // 4), intra_node(4, 3 * WHOLE // 4)],
     ),
     "an exchange that crosses nodes once and then gathers": (
         MESH("node", "None"),
         MESH("None", "node"),
         [("all_to_all", "node"), ("all_gather", "gpu")],
-        [far(2, WHOLE // 4 // 4), near(4, 3 * WHOLE // 2 // 4)],  # a quarter is missing; each rank gets a quarter of it
+        [
+            inter_node(2, WHOLE // 4 // 4),
+            intra_node(4, 3 * WHOLE // 2 // 4),
+        ],  # a quarter is missing; each rank gets a quarter of it
     ),
     "a gather over nodes, shared by the ranks of each": (
         MESH("node"),
         MESH(),
         [("all_to_all", "node"), ("all_gather", "gpu")],
-        [far(2, WHOLE // 2 // 4), near(4, 3 * WHOLE // 4)],  # half is missing; each rank gets a quarter of that
+        [
+            inter_node(2, WHOLE // 2 // 4),
+            intra_node(4, 3 * WHOLE // 4),
+        ],  # half is missing; each rank gets a quarter of that
     ),
     "an exchange that leaves nothing to gather": (
         MESH(BOTH, "None"),
         MESH("None", BOTH),
         [("all_to_all", "node+gpu")],
-        [far(8, 4 * PART // 8)],  # of 7/8 of its part, 4/8 come from the other node
+        [inter_node(8, 4 * PART // 8)],  # of 7/8 of its part, 4/8 come from the other node
     ),
     "what a node has already": (
         MESH("gpu", "None"),
         MESH("None", "node"),
         [("slice", ""), ("all_gather", "gpu")],
-        [0.0, near(4, 3 * WHOLE // 2 // 4)],
+        [0.0, intra_node(4, 3 * WHOLE // 2 // 4)],
     ),
 }
 
@@ -123,10 +129,10 @@ def test_rails_make_one_collective_enough():
     crossing = 7 * PART * 4 / 7 / 4
     gather = plan(MESH(BOTH), MESH(), (32_768,), FLOAT, RAILS)
     assert steps_of(gather) == [("all_gather", "node+gpu")]
-    assert gather.seconds == pytest.approx(far(8, crossing))
+    assert gather.seconds == pytest.approx(inter_node(8, crossing))
     reduce = plan(MESH(partial=SUMS), MESH(), (32_768,), FLOAT, RAILS)
     assert steps_of(reduce) == [("all_reduce", "node+gpu")]
-    assert reduce.seconds == pytest.approx(far(8, 2 * crossing))
+    assert reduce.seconds == pytest.approx(inter_node(8, 2 * crossing))
 
 
 def test_uneven_parts_ride_no_ring():
@@ -134,7 +140,7 @@ def test_uneven_parts_ride_no_ring():
     found = plan(MESH(BOTH), MESH(), (32_767,), FLOAT, RAILS)
     assert steps_of(found) == [("all_gather", "node"), ("all_gather", "gpu")]
     # The rank with one element less lacks one more; the last node's parts are one element less together.
-    assert [step.seconds for step in found.steps] == pytest.approx([far(2, PART), near(4, 3 * 2 * PART)])
+    assert [step.seconds for step in found.steps] == pytest.approx([inter_node(2, PART), intra_node(4, 3 * 2 * PART)])
 
 
 # -- few steps or few bytes ------------------------------------------------------------------------------------------
@@ -190,7 +196,7 @@ PLAIN = Topology("plain", NEAR, FAR, 4, memory_bandwidth=1e10)
 PLAIN_RAILS = Topology("rails", NEAR, FAR, 4, memory_bandwidth=1e10, multi_rail=True)
 
 # 8 ranks, 4 to a node, of which the busiest moves 7,000 bytes, 4,000 of them between nodes, and copies 500.
-APART = Load(ranks=8, per_node=4, moved=7_000, far=4_000, copied=500)
+APART = Load(ranks=8, per_node=4, moved=7_000, inter_node=4_000, copied=500)
 START = 5e-6 + 7 * 3e-7
 COPY = 2 * 500 / 1e10
 RINGS, DIRECT = ("all_gather", "reduce_scatter", "all_reduce"), ("all_to_all", "permute")
@@ -203,8 +209,8 @@ PRICES = [
     # Over nodes, from rank to rank: 3,000 bytes at the fast pace beside 4,000 at the slow one.
     *((kind, APART, PLAIN, START + 4_000 / 1e8 + COPY) for kind in DIRECT),
     *((kind, APART, PLAIN_RAILS, START + 4_000 / 1e8 + COPY) for kind in DIRECT),
-    # The same where nearly all is near: 70 of 7,000 bytes at the slow pace take less than 6,930 at the fast one.
-    ("all_to_all", APART._replace(far=70), PLAIN, START + 6_930 / 1e9 + COPY),
+    # Nearly all stays within the node: 70 of 7,000 bytes at the slow pace take less than 6,930 at the fast one.
+    ("all_to_all", APART._replace(inter_node=70), PLAIN, START + 6_930 / 1e9 + COPY),
     # In a ring all bytes go at the slow pace; on rails, 1/4 of 4/7 of them do.
     *((kind, APART, PLAIN, START + 7_000 / 1e8 + COPY) for kind in RINGS),
     *((kind, APART, PLAIN_RAILS, START + 1_000 / 1e8 + COPY) for kind in RINGS),
@@ -231,11 +237,11 @@ def test_every_round_takes_its_latency():
     on = Topology("one node", NEAR)
     turn = (mesh("gpu", "None"), mesh("None", "gpu"), (128, 64), FLOAT, on)
     once = plan(*turn)
-    assert once.seconds == pytest.approx(near(4, 6144))
+    assert once.seconds == pytest.approx(intra_node(4, 6144))
     cut = plan(*turn, max_extra_bytes=once.peak_extra_bytes // 4)
     assert cut.num_collectives == cut.steps[0].rounds > 1
     assert cut.recv_bytes.tolist() == once.recv_bytes.tolist() == [6144] * 4
-    assert cut.seconds == pytest.approx(near(4, 6144) + (cut.num_collectives - 1) * (2e-6 + 3e-7))
+    assert cut.seconds == pytest.approx(intra_node(4, 6144) + (cut.num_collectives - 1) * (2e-6 + 3e-7))
 
 
 def test_a_gather_in_rounds_is_priced_as_the_exchange_it_is():

@@ -406,7 +406,7 @@ def test_the_least_limit_is_named_and_works(turn):
     with pytest.raises(ValueError) as caught:
         plan(src, dst, shape, FLOAT, max_extra_bytes=limit)
     assert str(caught.value) == (
-        f"cannot redistribute within max_extra_bytes={limit}: even in the smallest pieces, every plan takes more\n"
+        f"cannot redistribute within max_extra_bytes={limit}: even in the smallest rounds, every plan takes more\n"
         f"  from: {src}   to: {dst}   global_shape: {shape}\n"
         f"  try: max_extra_bytes={least}"
     )

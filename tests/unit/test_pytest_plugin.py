@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,13 @@ def test_unpicklable(ctx, unpicklable):
 """
 
 
+@cache
+def installed_plugins() -> list[str]:
+    """Return the plugins of pytest that a new process finds."""
+    code = "import importlib.metadata as m; print(*[e.name for e in m.entry_points(group='pytest11')])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
 def run_pytest(
     folder: Path, source: str, *arguments: str, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
@@ -163,17 +171,7 @@ def run_pytest(
     (folder / "test_bodies.py").write_text(source)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SIM_SEED"))}
     environment["PYTHONPATH"] = str(ROOT)
-    installed = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import importlib.metadata as m; print(*[e.name for e in m.entry_points(group='pytest11')])",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    plugin = () if "hyper_parallel_sim" in installed else ("-p", "hyper_parallel.pytest_plugin")
+    plugin = () if "hyper_parallel_sim" in installed_plugins() else ("-p", "hyper_parallel.pytest_plugin")
     return subprocess.run(
         [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *plugin, *arguments],
         cwd=folder,
@@ -210,7 +208,8 @@ def test_one_body_has_four_arms(tmp_path):
 
 @pytest.mark.parametrize("asked", [("-k", "gpu"), ("test_bodies.py::test_sum[gpu]",), ("--require-devices",)])
 def test_items_for_devices_are_made_when_they_are_asked_for(tmp_path, asked):
-    result = run_pytest(tmp_path, f"{BODIES}\n\n@sim.ranks(1, arms=('gpu',))\ndef test_gpu(ctx): ...\n", *asked, "-v")
+    source = f"{BODIES}\n\n@sim.ranks(1, arms=('gpu',))\ndef test_gpu(ctx): ...\n"
+    result = run_pytest(tmp_path, source, *asked, "-v", "--collect-only")
     assert "test_sum[gpu]" in result.stdout
     assert ("test_gpu[gpu]" in result.stdout) == ("::" not in asked[0])
 
@@ -369,9 +368,14 @@ def test_a_long_computation(ctx):
     if ctx.rank == 0:
         import time
 
-        while time.process_time() < 9.0:
+        while time.process_time() < 3.0:
             pass
     dist.barrier()
+
+
+from sim.testing.processes import Watch
+
+Watch._BEAT_S = 0.25  # of a second, so that the tests here take a fourth of their time
 """
 
 

@@ -17,8 +17,8 @@ import sim
 from hyper_parallel.core.checkpoint import folders
 from hyper_parallel.core.checkpoint.api import read_metadata, save_checkpoint
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer import loop
 from hyper_parallel.trainer import saving as saver
-from hyper_parallel.trainer import trainer
 from hyper_parallel.trainer.config import (
     CheckpointConfig,
     Config,
@@ -28,10 +28,10 @@ from hyper_parallel.trainer.config import (
     TrainConfig,
 )
 from hyper_parallel.trainer.data import samples
-from hyper_parallel.trainer.record import TrainResult, read_log
+from hyper_parallel.trainer.guards import StopRequest
+from hyper_parallel.trainer.loop import train
+from hyper_parallel.trainer.report import TrainResult, read_log
 from hyper_parallel.trainer.saving import run_to_go_on_from
-from hyper_parallel.trainer.stop import StopRequest
-from hyper_parallel.trainer.trainer import train
 
 TINY = Config(
     model=LlamaConfig(
@@ -131,7 +131,7 @@ def test_a_run_goes_on_in_the_middle_of_its_data_whatever_the_degrees(
         read.append((part, inputs.tolist()))
         return inputs, targets
 
-    monkeypatch.setattr(trainer, "samples", recording)
+    monkeypatch.setattr(loop, "samples", recording)
     go_on(base, 1)
     whole = [sample for _, inputs in read for sample in inputs]
     assert len({str(sample) for sample in whole[:50]}) == 50, "an epoch has every window once"

@@ -66,12 +66,12 @@ OF_LAYER, OF_F = "cannot lay out the inputs of module 'layers.0'", "cannot lay o
 MISTAKES = {
     # the plan itself
     "a dict": ({"w": 1}, TypeError, CANNOT, "a dict, not a ShardingPlan", "{'w': 1}", "ShardingPlan(plan=<that dict>)"),
-    "None": (None, TypeError, CANNOT, "the plan is a NoneType, not a ShardingPlan", "None", "ShardingPlan(plan={...})"),
+    "None": (None, TypeError, CANNOT, "plan is None, not a ShardingPlan", "None", "ShardingPlan(plan={...})"),
     "a field that is a list": (
         plan(plan=[("head.weight", ("tp",))]),
         TypeError,
         CANNOT,
-        "plan is a list, not a dict",
+        "plan is a list, not a mapping",
         "plan: [('head.weight', ('tp',))]",
         'plan={"mlp.w1.weight": ("tp", "None")}',
     ),
@@ -79,7 +79,7 @@ MISTAKES = {
         plan(input_plan=[("dp",)]),
         TypeError,
         CANNOT,
-        "input_plan is a list, not a dict",
+        "input_plan is a list, not a mapping",
         "input_plan: [('dp',)]",
         'input_plan={"mlp.input": ("tp", "None")}',
     ),
@@ -87,7 +87,7 @@ MISTAKES = {
         plan(output_plan=("dp",)),
         TypeError,
         CANNOT,
-        "output_plan is a tuple, not a dict",
+        "output_plan is a tuple, not a mapping",
         "output_plan: ('dp',)",
         'output_plan={"mlp.output": ("tp", "None")}',
     ),
@@ -95,7 +95,7 @@ MISTAKES = {
         plan(local_plan=["layers.0"]),
         TypeError,
         CANNOT,
-        "local_plan is a list, not a dict",
+        "local_plan is a list, not a mapping",
         "local_plan: ['layers.0']",
         'local_plan={"mlp": ("tp", "None")}',
     ),
@@ -119,7 +119,7 @@ MISTAKES = {
         plan(wrap_inputs=None),
         TypeError,
         CANNOT,
-        "wrap_inputs is a NoneType, not a bool",
+        "wrap_inputs is None, not a bool",
         "wrap_inputs: None",
         "wrap_inputs=True",
     ),
@@ -128,7 +128,7 @@ MISTAKES = {
         TypeError,
         CANNOT,
         "a path in plan is a int, not a str",
-        "plan: {0: ('tp',)}",
+        "a path in plan: 0",
         "'layers.*.mlp'",
     ),
     # paths
@@ -443,7 +443,7 @@ MISTAKES_WITH_FUNCTIONS = {
         "signature: (x, /, y, *, k=None)",
         "one of 'y', 'k'",
     ),
-    "no plan": (None, TypeError, CANNOT, "the plan is a NoneType", "given: None", "ShardingPlan(plan={...})"),
+    "no plan": (None, TypeError, CANNOT, "plan is None", "plan: None", "ShardingPlan(plan={...})"),
 }
 
 
@@ -546,20 +546,20 @@ MODELS = {
     "a str": (
         lambda: shard_module("model", mesh_of(), plan()),
         TypeError,
-        "model is a str, not a module or a function",
+        "model is a str, not a module or something to call",
         "shard_module(model, mesh, plan)",
     ),
     "a layout for a mesh": (
         lambda: shard_module(Model(), MESH, plan()),
         TypeError,
         "device_mesh is a Layout, not a DeviceMesh",
-        'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
+        'device_mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
     ),
     "plan and mesh in the wrong order": (
         lambda: shard_module(Model(), plan(), mesh_of()),
         TypeError,
         "device_mesh is a ShardingPlan, not a DeviceMesh",
-        'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
+        'device_mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))',
     ),
     "two layouts for one parameter": (
         tied,
@@ -686,7 +686,7 @@ CALLS = {
         {"local_plan": {"": ROWS}},
         lambda x: distribute_tensor(WHOLE, mesh_of(), ROWS, src_data_rank=None),
         1,
-        "cannot take the output of the model as a local part: it is a DTensor already",
+        "cannot take the output of the model as a local shard: it is a DTensor already",
         "layout: (dp, -)",
         "no local_plan for a module that returns DTensors",
     ),
@@ -694,9 +694,9 @@ CALLS = {
         {"local_plan": {"": ("tp", "None")}},
         lambda x: x[: 1 + 2 * (torch.distributed.get_rank() % 2)],
         1,
-        "cannot take the output of the model as a local part: the parts add up to (4, 8), of which rank 0 would have",
+        "cannot take the output of the model as a local shard: the shards add up to (4, 8), of which rank 0 would have",
         "rank 1: (3, 8)",
-        "a layout that the parts have, with dims split as torch.chunk does it",
+        "a layout that the shards have, with dims split as torch.chunk does it",
     ),
 }
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import hyper_parallel
 import sim
+from sim.patches import devices
 from sim.script.launch import main
-from sim.seams import devices
 
 pytestmark = pytest.mark.sim
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import sim
 from hyper_parallel.core.redistribute.cost import Link, Load, Topology, seconds, topology
-from sim import clock
+from sim.kernel import clock
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 

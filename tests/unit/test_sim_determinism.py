@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import sim
-from sim.checks.determinism import first_difference
+from sim.observers.determinism import first_difference
 
 pytestmark = pytest.mark.sim
 

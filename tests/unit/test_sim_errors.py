@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import sim
-from sim import watchdog
-from sim.scheduler import RankThread
+from sim.kernel import watchdog
+from sim.kernel.waiting import RankThread
 
 pytestmark = pytest.mark.sim
 

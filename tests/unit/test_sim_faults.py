@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sim
 from hyper_parallel import fully_shard
-from sim import scheduler, threads
-from sim.current import current_context
-from sim.faults import Corrupt, Drop, Freeze, Kill, Slow, SlowLink, losses
+from sim.faults import Corrupt, Drop, Freeze, Kill, Slow, SlowLink
+from sim.kernel import scheduler, threads
+from sim.kernel.context import current_context
+from sim.observers.faults import losses
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 

@@ -27,8 +27,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import sim
-from sim import threads
-from sim.seams import locks
+from sim.kernel import threads
+from sim.patches import locks
 
 pytestmark = pytest.mark.sim
 

@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import sim
-from sim.checks.determinism import first_difference
+from sim.observers.determinism import first_difference
 
 pytestmark = pytest.mark.sim
 

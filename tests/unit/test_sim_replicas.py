@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import sim
-from sim import threads
-from sim.checks import linear, partials
+from sim.kernel import threads
+from sim.observers import linear, partials
 
 pytestmark = pytest.mark.sim
 
@@ -678,8 +678,8 @@ def test_marks_go_with_their_tensors():
         scheduler = None
         replay = ""
 
-    found = partials.Partials(Watched(), 0)
-    mark = partials.Mark("sum", ("tp",), 2, "here")
+    found = partials.RankPartials(Watched(), 0)
+    mark = linear.Mark("sum", ("tp",), 2, "here")
     kept = torch.ones(3)
     found.put([kept], mark)
     for _ in range(2_000):

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import sim
-from sim import threads, watchdog
-from sim.scheduler import Scheduler, Waitable
+from sim.kernel import threads, watchdog
+from sim.kernel.scheduler import Scheduler
+from sim.kernel.waiting import Waitable
 
 pytestmark = pytest.mark.sim
 
@@ -237,7 +238,7 @@ def test_an_error_in_the_diagnosis_does_not_hang(monkeypatch):
     def broken(world):
         raise RuntimeError("the report is broken")
 
-    monkeypatch.setattr("sim.stuck.deadlock", broken)
+    monkeypatch.setattr("sim.explain.deadlock.deadlock", broken)
     with pytest.raises(RuntimeError, match="the report is broken"):
         sim.run(skip_on_one, 3)
 

@@ -19,18 +19,18 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.experimental import register_sharding
 
 import sim
-from hyper_parallel.core.dtensor.torch_form import STRIDED
-from sim import torch_seams
-from sim.current import current_rank
+from hyper_parallel.core.dtensor.placements import STRIDED
+from sim.kernel.context import current_rank
+from sim.patches import install
 
 pytestmark = pytest.mark.sim
 aten = torch.ops.aten
 
 
 def without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    seams = tuple(seam for seam in torch_seams.SEAMS if seam.__name__ != "_sharding_propagation")
-    assert len(seams) == len(torch_seams.SEAMS) - 1
-    monkeypatch.setattr(torch_seams, "SEAMS", seams)
+    seams = tuple(seam for seam in install.PATCHES if seam.__name__ != "_sharding_propagation")
+    assert len(seams) == len(install.PATCHES) - 1
+    monkeypatch.setattr(install, "PATCHES", seams)
 
 
 def words(value: Any) -> Any:

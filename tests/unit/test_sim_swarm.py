@@ -13,7 +13,7 @@ from hypothesis import find
 import sim
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.faults import Corrupt, Drop, Freeze, Kill, Slow, SlowLink
-from sim.faults.swarm import draw_faults
+from sim.observers.faults.swarm import draw_faults
 from sim.strategies import fault_plans, parallel_dims
 
 pytestmark = pytest.mark.sim

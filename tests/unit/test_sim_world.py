@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sim
 from hyper_parallel.platform import get_platform
-from sim import collectives
-from sim import trace as trace_module
+from sim.comm import collectives
+from sim.comm import trace as trace_module
 
 pytestmark = pytest.mark.sim
 
@@ -105,15 +105,15 @@ def test_a_world_lets_go_of_groups_that_all_members_have_destroyed():
 
     with sim.world(3) as world:
         world.run(some, (600,))
-        assert [ranks for _, ranks, _ in world.groups] == [(0, 1, 2)]
-        assert len(world.groups_made.known) < 600
+        assert [ranks for _, ranks, _ in world.network.groups] == [(0, 1, 2)]
+        assert len(world.network.groups_made.known) < 600
         with pytest.raises(
             sim.CollectiveMismatch, match=r"number 601\n.*of ranks 0-1 .*\n.*of ranks 0-1 .*\n.*of ranks 0, 2 "
         ):
             world.run(lambda: dist.new_group([0, 1] if dist.get_rank() < 2 else [0, 2]) and dist.barrier())
     with sim.world(3) as world:
         world.run(half)
-        assert [ranks for _, ranks, _ in world.groups] == [(0, 1, 2)] * 2, "rank 0 may still use the second one"
+        assert [ranks for _, ranks, _ in world.network.groups] == [(0, 1, 2)] * 2, "rank 0 may still use the second one"
 
 
 def test_a_group_used_after_its_world():
@@ -550,7 +550,7 @@ def test_what_a_trace_is_asked_for_has_to_exist():
 
 
 def test_the_operations_of_a_trace_are_those_of_the_simulator():
-    assert set(trace_module._OPS) == {*collectives._EXECUTE, "send", "recv"}
+    assert set(trace_module.OPS) == {*collectives._EXECUTE, "send", "recv"}
 
 
 def test_a_region_has_a_name():

@@ -16,10 +16,14 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.data import IGNORED
-from hyper_parallel.trainer.loss import ShareOfLoss
-from hyper_parallel.trainer.place import RankPlace
-from hyper_parallel.trainer.ranks import Ranks
-from hyper_parallel.trainer.steps import Parallelized, checkpoint_blocks, compile_blocks, describe_axes
+from hyper_parallel.trainer.loop import RankPlace, RunGroups
+from hyper_parallel.trainer.parallelize import (
+    Parallelized,
+    ShareOfLoss,
+    checkpoint_blocks,
+    compile_blocks,
+    describe_axes,
+)
 
 SMALL = {
     "vocab_size": 32,
@@ -79,7 +83,7 @@ def test_ranks_add_up_over_the_axes_that_differ() -> None:
         dims = ParallelDims(**degrees, world_size=32)
         mesh = dims.build_mesh("cpu")
         at = dict(zip(dims.mesh_axes, mesh.get_coordinate() or (), strict=True))
-        ranks = Ranks(dims, True, torch.device("cpu"), torch.float64)
+        ranks = RunGroups(dims, True, torch.device("cpu"), torch.float64)
         assert ranks.batch_rank == 2 * at["dp_replicate"] + at["ep"]
         token_rank = 2 * ranks.batch_rank + at["cp"]
         value = torch.tensor(10.0**token_rank, dtype=torch.float64)
@@ -94,7 +98,7 @@ def test_ranks_add_up_over_the_axes_that_differ() -> None:
 
 
 def test_without_ranks_nothing_is_communicated() -> None:
-    ranks = Ranks(ParallelDims(), False, torch.device("cpu"), torch.float32)
+    ranks = RunGroups(ParallelDims(), False, torch.device("cpu"), torch.float32)
     share = torch.tensor(2.5, requires_grad=True)
     assert (ranks.over_shares(share), ranks.batch_rank, ranks.batch_ranks) == (2.5, 0, 1)
     assert [ranks.any(flag) for flag in (True, False)] == [True, False]
@@ -105,7 +109,7 @@ def test_one_rank_that_says_yes_is_enough() -> None:
     def body(sayers: list[int]) -> bool:
         dims = ParallelDims(tp=3, world_size=3)
         dims.build_mesh("cpu")
-        return Ranks(dims, True, torch.device("cpu"), torch.float32).any(dist.get_rank() in sayers)
+        return RunGroups(dims, True, torch.device("cpu"), torch.float32).any(dist.get_rank() in sayers)
 
     assert sim.run(body, 3, args=([1],)) == [True] * 3
     assert sim.run(body, 3, args=([],)) == [False] * 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +15,8 @@ from conftest import FILE, TIERS, place, read_tiers
 
 ROOT = Path(__file__).parents[2]
 
-# Behind the time that an import takes, so that only what is meant to be slow is.
+# Above the limits of this suite's own runs, far enough that only what is meant to be slow is.
+LOWER_LIMITS = '\nLIMITS["test"], TOO_SLOW["check"] = 0.5, 1.0\n'
 SLOW = """
 import time
 
@@ -30,13 +31,29 @@ def test_quick(): ...
 
 
 def test_slow():
-    burn(4.2)
+    burn(1.1)
 
 
 def test_slow_in_another_process():
     import subprocess, sys
 
-    subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 4.2: pass"], check=True)
+    subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 1.1: pass"], check=True)
+"""
+
+# The process that one test starts is waited for in the next one, which then has its CPU time.
+CHARGED = """
+import subprocess, sys
+
+LEFT = []
+
+
+def test_leaves_a_process_behind():
+    LEFT.append(subprocess.Popen([sys.executable, "-c", "import time\\nwhile time.process_time() < 1.1: pass"]))
+
+
+def test_charged():
+    for process in LEFT:
+        process.wait()
 """
 
 
@@ -69,8 +86,8 @@ def test_a_function_is_listed_by_its_name_where_its_items_agree():
 
 @pytest.fixture
 def suite(tmp_path):
-    """A suite of its own with this one's conftest."""
-    shutil.copy(FILE.with_name("conftest.py"), tmp_path / "conftest.py")
+    """A suite of its own with this one's conftest, in which less is slow."""
+    (tmp_path / "conftest.py").write_text(FILE.with_name("conftest.py").read_text() + LOWER_LIMITS)
     (tmp_path / "test_slow.py").write_text(SLOW)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: x\n")
     (tmp_path / FILE.name).write_text('{"test": {}, "full": {}}')
@@ -89,15 +106,28 @@ def test_what_is_too_slow_is_named_and_fails_the_full_tier(suite, tmp_path):
     assert full.returncode == 1
     for said in (checked.stdout, full.stdout):
         assert "3 items, " in said
-        assert "too slow for its tier (tests/tiers.json): test_slow.py::test_slow: 4." in said
-        assert "too slow for its tier (tests/tiers.json): test_slow.py::test_slow_in_another_process: 4." in said
+        own = r"test_slow.py::test_slow: [1-9]\.\d CPU-s \([1-9]\.\d its own, 0\.0 of processes\)"
+        other = r"test_slow.py::test_slow_in_another_process: [1-9]\.\d CPU-s \(0\.\d its own, [1-9]\.\d of processes\)"
+        for row in (own, other):
+            assert re.search(rf"too slow for its tier \(tests/tiers.json\): {row}, in 'check': 0\.1", said), said
         assert "test_quick:" not in said
+    assert "; alone" not in checked.stdout, "only the full tier fails by it"
+    assert len(re.findall(r"; alone [1-9]\.\d CPU-s \(", full.stdout)) == 2
     assert suite("--tier", "full", "--write-tiers").returncode == 0
     assert json.loads((tmp_path / FILE.name).read_text())["full"] == {
         "test_slow.py": ["test_slow", "test_slow_in_another_process"]
     }
     assert suite("--tier", "full").returncode == 0
     assert "1 passed, 2 deselected" in suite("--tier", "test").stdout
+
+
+def test_what_is_slow_only_among_others_is_named_and_passes(suite, tmp_path):
+    (tmp_path / "test_slow.py").write_text(CHARGED)
+    full = suite("--tier", "full")
+    assert full.returncode == 0, full.stdout
+    row = r"slow among others, not alone \S+ test_slow.py::test_charged: [1-9]\.\d CPU-s .*; alone 0\.\d "
+    assert re.search(row, full.stdout), full.stdout
+    assert "too slow" not in full.stdout
 
 
 def test_each_tier_runs_what_the_one_before_runs(suite, tmp_path):

@@ -2,13 +2,14 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard, _redistribute
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute import plan, show, topology
-from hyper_parallel.core.redistribute.show import NO_PLANNER, torch_plan
+from hyper_parallel.core.redistribute import bounds, plan, topology
+from hyper_parallel.core.redistribute.bounds import NO_PLANNER, torch_plan
 
 MESH = Layout((2, 4), ("dp", "tp"))
 F32 = torch.float32
@@ -255,7 +256,7 @@ def test_byte_counts_cannot_be_changed():
 
 
 def test_the_kinds_are_those_of_the_placements():
-    whole = show.np.full((1, 1), 8)
+    whole = np.full((1, 1), 8)
     kinds = {
         (Partial(), Replicate()): "all_reduce",
         (Partial(), Shard(0)): "reduce_scatter",
@@ -264,4 +265,4 @@ def test_the_kinds_are_those_of_the_placements():
         (Replicate(), Partial()): "copy",
     }
     for (before, after), kind in kinds.items():
-        assert show._load(whole, 2, before, after, on_cpu=False).kind == kind
+        assert bounds._load(whole, 2, before, after, on_cpu=False).kind == kind

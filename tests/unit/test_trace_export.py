@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import sim
-from sim.current import current_context
+from sim.kernel.context import current_context
 from sim.trace import Event, Trace
 from sim.views.export import flight_recorder
 from sim.views.timeline import lay_out
@@ -139,7 +139,7 @@ def test_an_event_stays_until_all_ranks_have_come():
         for _ in range(3):
             dist.barrier(group=mesh.get_group("tp"))
         if dist.get_rank() == 0:
-            assert [e.op for e in current_context().world.trace.kept() if e.rank == 0] == ["all_reduce", "barrier"]
+            assert [e.op for e in current_context().network.trace.kept() if e.rank == 0] == ["all_reduce", "barrier"]
             early.wait()
         else:
             dist.all_reduce(torch.ones(10))

@@ -14,11 +14,13 @@ import torch
 import sim
 from hyper_parallel.core.checkpoint import load_checkpoint, read_metadata, save_checkpoint
 from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer import loop
 from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.convert import export_checkpoint
-from hyper_parallel.trainer.nonfinite import NonFiniteError
+from hyper_parallel.trainer.guards import NonFiniteError
+from hyper_parallel.trainer.loop import train
+from hyper_parallel.trainer.parallelize import Parallelized
 from hyper_parallel.trainer.preflight import plan_run
-from hyper_parallel.trainer.trainer import Trainer, train
+from hyper_parallel.trainer.saving import export_checkpoint
 
 TINY = Config(
     model=LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2),
@@ -44,16 +46,16 @@ def test_a_rank_of_a_pipeline_has_something_to_do() -> None:
 
 def test_a_dump_blames_what_is_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clipping by a norm that is NaN would make all gradients NaN before they are written down."""
-    original = Trainer._backward
+    original = loop.forward_backward
 
-    def poisoned(self: Trainer, *batch: torch.Tensor) -> torch.Tensor:
-        loss = original(self, *batch)
-        named = dict(self.model.named_parameters())
+    def poisoned(model: Parallelized, *rest: Any) -> torch.Tensor:
+        loss = original(model, *rest)
+        named = dict(model.named_parameters())
         grad: Any = named["layers.1.mlp.w2.weight"].grad
         grad.view(-1)[3] = math.nan
         return loss
 
-    monkeypatch.setattr(Trainer, "_backward", poisoned)
+    monkeypatch.setattr(loop, "forward_backward", poisoned)
     run = replace(TINY, train=replace(TINY.train, on_nonfinite="dump", log=str(tmp_path / "log.jsonl")))
     with pytest.raises(NonFiniteError, match="the gradient norm is nan"):
         train(run)

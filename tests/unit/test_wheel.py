@@ -26,7 +26,6 @@ COMMANDS = [
     "estimate",
     "search",
     "hardware",
-    "validate",
 ]
 
 

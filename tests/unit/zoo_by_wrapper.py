@@ -281,7 +281,7 @@ class Masters(torch.optim.SGD):
 @case(
     "a step on a copy of the weights that is never written back",
     ("update", "embed", "weight"),
-    "no rank has changed it, and one device has",
+    "no rank has changed it, one device has",
     mesh="dp=2",
     varied=lambda broken: {
         **ROWS,

@@ -1,9 +1,9 @@
 """Checkpoints: saved from any mesh, loaded on any other, complete or not there at all.
 
-    checkpointer -> api -> reader, writer, planning -> parts, record -> files, exact
+    checkpointer -> api -> reader, writer, planning -> shards, record -> files, exact
                     checkpointer, api -> staging, folders, errors
 
-``api`` has `save_checkpoint` and `load_checkpoint`, ``checkpointer`` the folder of a run. ``parts`` are the local
+``api`` has `save_checkpoint` and `load_checkpoint`, ``checkpointer`` the folder of a run. ``shards`` are the local
 shards of tensors, ``planning`` the plans of torch.distributed.checkpoint, ``writer``, ``reader`` and ``files``
 safetensors with checksums as its storage, ``record`` the checkpoint.json that says what lies where, ``folders`` names
 that appear and vanish at once, and the lease of the run that writes them.

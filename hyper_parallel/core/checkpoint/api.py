@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hyper_parallel.core.checkpoint import folders
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers, failure_of
 from hyper_parallel.core.checkpoint.exact import to_json
-from hyper_parallel.core.checkpoint.parts import Part, key_of, parts_of
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, read_record
+from hyper_parallel.core.checkpoint.shards import LocalShard, key_of, shards_of
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 
@@ -64,7 +64,7 @@ def save_checkpoint(
     """
     peers = Peers.of(process_group)
     path = Path()
-    parts: dict[str, Part] = {}
+    shards: dict[str, LocalShard] = {}
     text, failure = "null", None
     try:
         asked = "cannot save a checkpoint"
@@ -73,16 +73,16 @@ def save_checkpoint(
         check(asked, "bool", replace=replace)
         check(asked, "callable | None", on_stage=on_stage)
         path = Path(folder)
-        parts = parts_of(_cannot_save(path), tensors, per_rank, peers.rank, peers.global_rank)
+        shards = shards_of(_cannot_save(path), tensors, per_rank, peers.rank, peers.global_rank)
         text = to_json(extra) if peers.rank == 0 else text
     except Exception as error:
         failure = error
-    write(path, parts, text, peers, step=step, replace=replace, failure=failure, on_stage=on_stage)
+    write(path, shards, text, peers, step=step, replace=replace, failure=failure, on_stage=on_stage)
 
 
 def write(
     folder: Path,
-    parts: Mapping[str, Part],
+    shards: Mapping[str, LocalShard],
     extra: str,
     peers: Peers,
     *,
@@ -92,7 +92,7 @@ def write(
     on_stage: Callable[[str], None] | None = None,
     run: str | None = None,
 ) -> None:
-    """Write parts, and say so to all if this rank cannot; see `save_checkpoint`.
+    """Write shards, and say so to all if this rank cannot; see `save_checkpoint`.
 
     With `run`, which rank 0 alone knows, a checkpoint of another run is not replaced.
     """
@@ -112,7 +112,7 @@ def write(
         on_stage("begin")
         planner = SavePlanner(_cannot_save(folder))
         writer = Writer(folder, place, attempt, rank=peers.rank, step=step, extra=extra, on_stage=on_stage, run=run)
-        _drive_save(dict(parts), planner, writer, peers)
+        _drive_save(dict(shards), planner, writer, peers)
     except Exception:
         if peers.rank == 0 and attempt:
             shutil.rmtree(folders.place(folder, attempt), ignore_errors=True)
@@ -156,16 +156,16 @@ def _begin(folder: Path, replace: bool, run: str | None) -> str:
     return attempt
 
 
-def _drive_save(parts: dict[str, Part], planner: Any, writer: Any, peers: Peers) -> None:
+def _drive_save(shards: dict[str, LocalShard], planner: Any, writer: Any, peers: Peers) -> None:
     from torch.distributed import checkpoint as dcp
 
     if peers.distributed:
         try:
-            dcp.save(parts, storage_writer=writer, planner=planner, process_group=peers.group)
+            dcp.save(shards, storage_writer=writer, planner=planner, process_group=peers.group)
         except dcp.CheckpointException as error:  # not an Exception
             raise failure_of(error.failures) from error
         return
-    planner.set_up_planner(parts, is_coordinator=True)
+    planner.set_up_planner(shards, is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     writer.finish(metadata, [writer.write_data(plans[0], planner).value()])
 
@@ -190,7 +190,7 @@ def load_checkpoint(
 
     Args:
         folder: of the checkpoint.
-        tensors: by name; plain ones get all of the tensor, DTensors their part.
+        tensors: by name; plain ones get all of the tensor, DTensors their shard.
         per_rank: by name; plain tensors that get what the rank of the same number saved. Ranks that were not there when
             the checkpoint was saved keep theirs; `read_metadata(folder).world_size` says how many were.
         strict: raise if the checkpoint has tensors that no rank asks for, or lacks some; else those are left alone.
@@ -219,15 +219,15 @@ def load(
 
     peers = Peers.of(process_group)
     path, asked = Path(), "cannot load a checkpoint"
-    failure, told, parts, record = None, None, {}, None
+    failure, told, shards, record = None, None, {}, None
     try:
         check(asked, "path", folder=folder)
         check(asked, "bool", strict=strict)
         path, asked = Path(folder), f"cannot load the checkpoint {folder}"
         record = read_record(path)
-        parts = parts_of(asked, tensors, per_rank, peers.rank, peers.global_rank)
-        parts = _that_fit(asked, parts, record, per_rank or {}, peers.rank, strict)
-        told = record.attempt, list(parts)
+        shards = shards_of(asked, tensors, per_rank, peers.rank, peers.global_rank)
+        shards = _that_fit(asked, shards, record, per_rank or {}, peers.rank, strict)
+        told = record.attempt, list(shards)
     except Exception as error:
         failure = error
     everyone = peers.agree(failure, told)
@@ -238,37 +238,37 @@ def load(
         _check_all_wanted(asked, wanted, record)
     peers.agree(check_files(path, record, wanted, peers.rank, peers.size))
     with torch.no_grad():
-        _drive_load(parts, LoadPlanner(), Reader(path, record), peers)
+        _drive_load(shards, LoadPlanner(), Reader(path, record), peers)
     return record
 
 
 def _that_fit(
     asked: str,
-    parts: dict[str, Part],
+    shards: dict[str, LocalShard],
     record: CheckpointMetadata,
     per_rank: Tensors,
     rank: int,
     strict: bool,
-) -> dict[str, Part]:
-    """Return the parts that the checkpoint has."""
-    missing = [key for key in parts if key not in record.by_key]
+) -> dict[str, LocalShard]:
+    """Return the shards that the checkpoint has."""
+    missing = [key for key in shards if key not in record.by_key]
     new_rank = {key_of(name, rank) for name in per_rank} if rank >= record.world_size else set()
     if strict and (lacking := [key for key in missing if key not in new_rank]):
         blame = f"it has no {lacking[0]!r}" + (f", nor {len(lacking) - 1} others" if len(lacking) > 1 else "")
         seen = "missing: " + ", ".join(map(repr, lacking[:10])) + (", ..." if len(lacking) > 10 else "")
         near = nearest(lacking[0], list(record.by_key)[:2000]) if record.by_key else "another checkpoint"
         raise ValueError(explain(asked, blame, seen, f"{near[:200]}, or strict=False to leave those alone"))
-    for key, part in parts.items():
+    for key, shard in shards.items():
         entry = record.by_key.get(key)
-        if entry is not None and (entry.shape, entry.dtype) != (part.shape, part.dtype):
-            what = "shape" if entry.shape != part.shape else "dtype"
+        if entry is not None and (entry.shape, entry.dtype) != (shard.shape, shard.dtype):
+            what = "shape" if entry.shape != shard.shape else "dtype"
             blame = f"{key!r} has another {what}"
-            seen = f"saved: {entry.shape} {entry.dtype}   to be filled: {part.shape} {part.dtype}"
+            seen = f"saved: {entry.shape} {entry.dtype}   to be filled: {shard.shape} {shard.dtype}"
             hint = (
-                "the model that was saved" if what == "shape" else f"a tensor of {entry.dtype}, then .to({part.dtype})"
+                "the model that was saved" if what == "shape" else f"a tensor of {entry.dtype}, then .to({shard.dtype})"
             )
             raise ValueError(explain(asked, blame, seen, hint))
-    return {key: part for key, part in parts.items() if key in record.by_key}
+    return {key: shard for key, shard in shards.items() if key in record.by_key}
 
 
 def _check_same(asked: str, attempts: list[str]) -> None:
@@ -287,16 +287,16 @@ def _check_all_wanted(asked: str, wanted: list[str], record: CheckpointMetadata)
         raise ValueError(explain(asked, blame, seen, "strict=False to load a part of it"))
 
 
-def _drive_load(parts: dict[str, Part], planner: Any, reader: Any, peers: Peers) -> None:
+def _drive_load(shards: dict[str, LocalShard], planner: Any, reader: Any, peers: Peers) -> None:
     from torch.distributed import checkpoint as dcp
 
     if peers.distributed:
         try:
-            dcp.load(parts, storage_reader=reader, planner=planner, process_group=peers.group)
+            dcp.load(shards, storage_reader=reader, planner=planner, process_group=peers.group)
         except dcp.CheckpointException as error:
             raise failure_of(error.failures) from error
         return
-    planner.set_up_planner(parts, reader.read_metadata(), is_coordinator=True)
+    planner.set_up_planner(shards, reader.read_metadata(), is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner)
 
 

@@ -21,7 +21,7 @@ from hyper_parallel.core.checkpoint import folders
 from hyper_parallel.core.checkpoint.api import Folder, Tensors, load, run_of, write
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
 from hyper_parallel.core.checkpoint.exact import to_json
-from hyper_parallel.core.checkpoint.parts import Part, parts_of
+from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
 from hyper_parallel.core.checkpoint.staging import Staging
 from hyper_parallel.core.common.checks import check, check_choice, check_least
 from hyper_parallel.core.common.errors import explain
@@ -203,7 +203,7 @@ class Checkpointer:
         before = self._told(self._join())
         peers = Peers.of(self._group)
         folder = self.root
-        parts: Mapping[str, Part] = {}
+        shards: Mapping[str, LocalShard] = {}
         text = "null"
         failure: Exception | None = self._acquire()
         ready: Callable[[], None] = _nothing
@@ -211,17 +211,17 @@ class Checkpointer:
             check("cannot save a checkpoint", "int", step=step)
             check_least("cannot save a checkpoint", 0, step=step)
             folder = self._folder(step)
-            parts = parts_of(f"cannot save step {step}", tensors, per_rank, peers.rank, peers.global_rank)
+            shards = shards_of(f"cannot save step {step}", tensors, per_rank, peers.rank, peers.global_rank)
             text = to_json(extra) if peers.rank == 0 else text
             if self.async_save:
-                parts, ready = self._staging.copy(parts)
+                shards, ready = self._staging.copy(shards)
         except Exception as error:
             failure = failure or error
 
         lease = self._lease
 
         def run() -> None:
-            self._ended = self._write(step, folder, parts, text, peers, failure, ready, lease)
+            self._ended = self._write(step, folder, shards, text, peers, failure, ready, lease)
 
         if self.async_save:
             self._thread = threading.Thread(target=run, name=f"checkpoint of step {step}")
@@ -237,7 +237,7 @@ class Checkpointer:
             How the last save ended; None if there was none or it has been told.
 
         Raises:
-            As `save`.
+            CheckpointError: the save has failed, and `on_error` is "raise".
         """
         return self._told(self._join())
 
@@ -263,7 +263,7 @@ class Checkpointer:
         self,
         step: int,
         folder: Path,
-        parts: Mapping[str, Part],
+        shards: Mapping[str, LocalShard],
         text: str,
         peers: Peers,
         failure: Exception | None,
@@ -280,7 +280,7 @@ class Checkpointer:
 
         try:
             failure = self._prepared(folder, lease, ready, failure)
-            write(folder, parts, text, peers, step=step, replace=True, failure=failure, on_stage=on_stage, run=run)
+            write(folder, shards, text, peers, step=step, replace=True, failure=failure, on_stage=on_stage, run=run)
             if peers.rank == 0:
                 self._runs[folder] = run
                 self._on_stage("prune")
@@ -395,7 +395,9 @@ class Checkpointer:
         """Load what `load_checkpoint` loads, from the latest checkpoint that rank 0 sees, or from another.
 
         Args:
-            tensors, per_rank, strict: as for `load_checkpoint`.
+            tensors: as for `load_checkpoint`.
+            per_rank: likewise.
+            strict: likewise.
             step: to go back to: when the next checkpoint of the run is complete, the newer ones are not of the run any
                 more. They are renamed to `undone-step-00000300`, count for nothing, and are never deleted.
             path: of a checkpoint, to load it and leave the others alone.

@@ -29,29 +29,31 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from hyper_parallel.core.checkpoint.parts import Part
 from hyper_parallel.core.checkpoint.record import TensorEntry
+from hyper_parallel.core.checkpoint.shards import LocalShard
 from hyper_parallel.core.common.errors import explain
 
 __all__ = ["LoadPlanner", "SavePlanner", "metadata_of"]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans a save of `Part`s."""
+    """Plans a save of `LocalShard`s."""
 
     def __init__(self, asked: str) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._asked = asked
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Take the parts, by name."""
+        """Take the shards, by name."""
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """Offer to write what this rank has, unless it knows that another does."""
-        parts: Mapping[str, Part] = self.state_dict
-        self.plan = SavePlan([_write_item(name, part) for name, part in parts.items() if part.writes and part.is_there])
+        shards: Mapping[str, LocalShard] = self.state_dict
+        self.plan = SavePlan(
+            [_write_item(name, shard) for name, shard in shards.items() if shard.writes and shard.is_there]
+        )
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -60,7 +62,7 @@ class SavePlanner(DefaultSavePlanner):
         try:
             plans, metadata = super().create_global_plan(all_plans)
         except ValueError as error:
-            blame = "the parts that the ranks have do not make up whole tensors"
+            blame = "the shards that the ranks have do not make up whole tensors"
             hint = "save from all ranks of every mesh that the tensors lie on"
             raise ValueError(explain(self._asked, blame, str(error), hint)) from None
         return plans, metadata
@@ -85,25 +87,25 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans a load into `Part`s."""
+    """Plans a load into `LocalShard`s."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take the parts to fill, by name, and what the checkpoint has."""
+        """Take the shards to fill, by name, and what the checkpoint has."""
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Ask for the overlap of each part with each saved box."""
+        """Ask for the overlap of each shard with each saved box."""
         assert self.metadata is not None, "the driver reads it first"
         items: list[ReadItem] = []
-        for name, part in self.state_dict.items():
+        for name, shard in self.state_dict.items():
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata), "all entries are tensors"
-            if part.local.numel() == 0:
+            if shard.local.numel() == 0:
                 continue
-            if part.shape:
-                wanted = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))]
+            if shard.shape:
+                wanted = [ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))]
                 items += create_read_items_for_chunk_list(name, saved, wanted)
             else:
                 none = torch.Size()
@@ -112,7 +114,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the part that is to be filled."""
+        """Return the shard that is to be filled."""
         return self.state_dict[index.fqn].local
 
 
@@ -130,7 +132,7 @@ def metadata_of(entries: Mapping[str, TensorEntry]) -> Metadata:
     )
 
 
-def _write_item(name: str, part: Part) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.shape))
-    return WriteItem(MetadataIndex(name, part.offsets), WriteItemType.SHARD, tensor_data=data)
+def _write_item(name: str, shard: LocalShard) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=shard.dtype), torch.Size(shard.shape))
+    return WriteItem(MetadataIndex(name, shard.offsets), WriteItemType.SHARD, tensor_data=data)

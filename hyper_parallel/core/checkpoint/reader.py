@@ -19,9 +19,9 @@ from torch.futures import Future
 
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.files import DTYPES, checksums, open_plain
-from hyper_parallel.core.checkpoint.parts import key_in_file
 from hyper_parallel.core.checkpoint.planning import metadata_of
 from hyper_parallel.core.checkpoint.record import NAME, Box, CheckpointMetadata, FileEntry, TensorEntry
+from hyper_parallel.core.checkpoint.shards import key_in_file
 from hyper_parallel.core.common.errors import explain
 
 __all__ = ["Reader", "check_files"]

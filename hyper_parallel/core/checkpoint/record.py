@@ -16,7 +16,7 @@ import torch
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.exact import decoded
 from hyper_parallel.core.checkpoint.files import DTYPES, open_plain
-from hyper_parallel.core.checkpoint.parts import BETWEEN
+from hyper_parallel.core.checkpoint.shards import BETWEEN
 from hyper_parallel.core.common.errors import explain
 
 __all__ = ["Box", "CheckpointMetadata", "FileEntry", "TensorEntry", "read_record"]

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from hyper_parallel.core.checkpoint.parts import Part
+from hyper_parallel.core.checkpoint.shards import LocalShard
 from hyper_parallel.platform import get_platform
 
 __all__ = ["Staging"]
 
 
 class Staging:
-    """Host memory for the parts of one rank; every save uses the same again.
+    """Host memory for the shards of one rank; every save uses the same again.
 
     On an accelerator the copies are queued behind the work that is there already, into pinned memory: the host goes on
     at once, and the device is busy with them for as long as they take.
@@ -23,18 +23,18 @@ class Staging:
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
 
-    def copy(self, parts: Mapping[str, Part]) -> tuple[dict[str, Part], Callable[[], None]]:
-        """Copy the parts that this rank is to write; call the second of the results before reading the first.
+    def copy(self, shards: Mapping[str, LocalShard]) -> tuple[dict[str, LocalShard], Callable[[], None]]:
+        """Copy the shards that this rank is to write; call the second of the results before reading the first.
 
         Whatever an earlier call has returned is overwritten.
         """
-        mine = {name: part for name, part in parts.items() if part.writes and part.is_there}
-        kept = {name: self._fitting(name, part.local) for name, part in mine.items()}
+        mine = {name: shard for name, shard in shards.items() if shard.writes and shard.is_there}
+        kept = {name: self._fitting(name, shard.local) for name, shard in mine.items()}
         self._memory = kept  # and what is not needed any more is given back
-        devices = dict.fromkeys(part.local.device.type for part in mine.values())
+        devices = dict.fromkeys(shard.local.device.type for shard in mine.values())
         with torch.no_grad():
-            for name, part in mine.items():
-                kept[name].copy_(part.local, non_blocking=True)
+            for name, shard in mine.items():
+                kept[name].copy_(shard.local, non_blocking=True)
         events = []
         for device in devices:
             if (platform := get_platform(device)).has_streams:
@@ -46,7 +46,7 @@ class Staging:
             for event in events:
                 event.synchronize()
 
-        return {name: replace(part, local=kept[name]) for name, part in mine.items()}, wait
+        return {name: replace(shard, local=kept[name]) for name, shard in mine.items()}, wait
 
     def _fitting(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Return the memory that has been used under a name, if it fits, or new memory."""

@@ -17,8 +17,8 @@ from torch.futures import Future
 from hyper_parallel.core.checkpoint.errors import CheckpointError
 from hyper_parallel.core.checkpoint.files import BLOCK, BlockWriter, bytes_of, header_of
 from hyper_parallel.core.checkpoint.folders import put_in_place, sync_folder
-from hyper_parallel.core.checkpoint.parts import key_in_file
 from hyper_parallel.core.checkpoint.record import NAME, Box, FileEntry, TensorEntry, to_text
+from hyper_parallel.core.checkpoint.shards import key_in_file
 from hyper_parallel.core.common.errors import explain
 
 __all__ = ["Writer"]

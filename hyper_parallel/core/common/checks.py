@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain, nearest
 
@@ -55,6 +57,10 @@ def _is_container(value: Any) -> bool:
     return hasattr(value, "__contains__") and not isinstance(value, (str, bytes, torch.Tensor))
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+
+
 def _is_device(value: Any) -> bool:
     try:
         return isinstance(value, torch.device) or (isinstance(value, str) and bool(torch.device(value)))
@@ -76,9 +82,11 @@ _KINDS = MappingProxyType(
         "mapping": _instance("a mapping", Mapping, "{...}"),
         "callable": _Kind("something to call", callable, "a function"),
         "tensor": _instance("a tensor", torch.Tensor, "torch.ones(4)"),
+        "plain tensor": _Kind("a plain tensor", _is_plain, "x.to_local()"),
         "dtype": _instance("a torch.dtype", torch.dtype, "torch.float32"),
         "module": _instance("a module", torch.nn.Module, "model"),
         "optimizer": _instance("an optimizer", torch.optim.Optimizer, "torch.optim.AdamW(model.parameters())"),
+        "mesh": _instance("a DeviceMesh", DeviceMesh, 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))'),
         "group": _instance("a process group", getattr(dist, "ProcessGroup", ()), "torch.distributed.new_group()"),
         "timedelta": _instance("a timedelta", timedelta, "timedelta(minutes=5)"),
     }
@@ -86,7 +94,7 @@ _KINDS = MappingProxyType(
 """The kinds of arguments; those with the names of Python's types are what annotations of fields say."""
 
 
-def check(asked: str, kinds: str | type, **given: object) -> None:
+def check(asked: str, kinds: str | type, hint: str = "", /, **given: object) -> None:
     """Refuse arguments of another kind.
 
     >>> check("cannot save a checkpoint", "int | None", step="1")
@@ -99,6 +107,7 @@ def check(asked: str, kinds: str | type, **given: object) -> None:
     Args:
         asked: the start of an error message, "cannot ...".
         kinds: names of the table, with " | " between them, or a class. An int is a float, too; a bool is neither.
+        hint: what to try instead of an example of the first kind.
         given: the arguments by name.
 
     Raises:
@@ -110,14 +119,14 @@ def check(asked: str, kinds: str | type, **given: object) -> None:
         else:
             fits = any(_KINDS[word].accepts(value) for word in kinds.split(" | "))
         if not fits:
-            raise TypeError(_wrong_kind(asked, kinds, name, value))
+            raise TypeError(_wrong_kind(asked, kinds, name, value, hint))
 
 
-def _wrong_kind(asked: str, kinds: str | type, name: str, value: object) -> str:
+def _wrong_kind(asked: str, kinds: str | type, name: str, value: object, hint: str) -> str:
     words = [kinds] if isinstance(kinds, type) else kinds.split(" | ")
     allowed = [_instance(f"a {w.__name__}", w, w.__name__) if isinstance(w, type) else _KINDS[w] for w in words]
     blame = f"{name} is {_a(value)}, not {' or '.join(kind.noun for kind in allowed)}"
-    return explain(asked, blame, _seen(name, value), f"{name}={allowed[0].example}")
+    return explain(asked, blame, _seen(name, value), hint or f"{name}={allowed[0].example}")
 
 
 def check_fields(asked: str, values: Any) -> None:

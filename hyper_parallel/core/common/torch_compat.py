@@ -1,15 +1,18 @@
-"""Torch's wrappers seen through: code that `torch.compile` leaves alone, and names without what wrappers add."""
+"""Torch's wrappers and optimizers met halfway: eager code, plain names, and parameters that a model has replaced."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["plain_name", "runs_eagerly"]
+from hyper_parallel.core.common.errors import explain
+
+__all__ = ["note_replaced", "plain_name", "runs_eagerly"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,3 +42,43 @@ def plain_name(name: str) -> str:
         name: of a parameter, a buffer or a module.
     """
     return _WRAPPERS.sub("", name)
+
+
+# -- parameters that are no longer their model's -----------------------------------------------------------------------
+# An optimizer that was made before, and still has them, steps without changing the model.
+
+
+_MARK = "_hyper_parallel_replaced"  # an attribute of the tensor: it goes when the tensor goes
+
+
+def note_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
+    """Note that a model has another tensor in the place of `parameter` from now on.
+
+    Args:
+        parameter: what the model had.
+        name: its name there.
+        by: the function that has replaced it.
+    """
+    parameter.__dict__[_MARK] = (name, by)
+
+
+def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise ValueError where an optimizer was made before its parameters were replaced."""
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    lost = [param.__dict__[_MARK] for param in given if param.grad is None and _MARK in param.__dict__]
+    if not lost:
+        return
+    by = lost[0][1]
+    names = ", ".join(repr(name) for name, _ in lost[:3]) + (", ..." if len(lost) > 3 else "")
+    raise ValueError(
+        explain(
+            f"cannot step with {type(optimizer).__name__}",
+            f"{by} has replaced {len(lost)} of its {len(given)} parameters since it was made, so that the model would "
+            "not change",
+            f"replaced: {names}",
+            f"make the optimizer of model.parameters() after {by}",
+        )
+    )
+
+
+register_optimizer_step_pre_hook(_check_before_step)

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.context_parallel.arguments import (
     check_attention,
+    check_kinds,
     check_local_length,
     check_mesh,
-    check_options,
-    check_plain,
     check_whole,
     default_scale,
     split_over,
@@ -148,8 +148,7 @@ class ContextParallel:
             TypeError: DTensors, or dtypes that do not go together.
             ValueError: shapes that do not go together, heads that the Ulysses ranks cannot share, a bad length.
         """
-        check_plain(q, k, v)
-        check_options(is_causal, scale)
+        check_kinds(q, k, v, is_causal, scale)
         q, k, v = _autocast(q, k, v)
         check_attention(self.sequence, q, k, v, documents)
         degree, ids = self.ulysses_degree, self._all_documents(documents)
@@ -226,10 +225,7 @@ def context_parallel(
         ValueError: as `ContextParallel`.
     """
     asked = "cannot make the model attend over several ranks"
-    given: object = model
-    if not isinstance(given, nn.Module):
-        blame = f"model is a {type(given).__name__}, not an nn.Module"
-        raise TypeError(explain(asked, blame, f"model: {type(given)!r}", "context_parallel(model, mesh['cp'])"))
+    check(asked, "module", model=model)
     attentions = [module for module in model.modules() if "attend" in vars(module)]
     if not hasattr(model, "positions") or not attentions:
         missing = [] if hasattr(model, "positions") else ["attribute 'positions' of the model"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
@@ -50,18 +50,15 @@ def split_over(size: int, ulysses_degree: object, balance: object) -> SequenceSp
     asked = f"cannot split sequences over {size} rank{'s' * (size != 1)}"
     works = [degree for degree in range(1, size + 1) if size % degree == 0]
     seen, hint = f"ulysses_degree: {ulysses_degree!r}   ranks: {size}", f"ulysses_degree = one of {works}"
-    degree = size if ulysses_degree is None else ulysses_degree
-    if isinstance(degree, bool) or not isinstance(degree, int):
-        raise TypeError(explain(asked, f"ulysses_degree is a {type(degree).__name__}, not an int", seen, hint))
-    if not isinstance(balance, bool):
-        blame = f"balance is a {type(balance).__name__}, not a bool"
-        raise TypeError(explain(asked, blame, f"balance: {balance!r}", "balance=True"))
+    check(asked, "int | None", ulysses_degree=ulysses_degree)
+    check(asked, "bool", balance=balance)
+    degree: Any = size if ulysses_degree is None else ulysses_degree
     if degree not in works:
         raise ValueError(explain(asked, "ulysses_degree does not divide the number of ranks", seen, hint))
-    return SequenceSplit(size // degree, degree, balance)
+    return SequenceSplit(size // degree, degree, bool(balance))
 
 
-def check_local_length(split: SequenceSplit, seq_local: object) -> int:
+def check_local_length(split: SequenceSplit, seq_local: Any) -> int:
     """Return how many tokens a rank has, if a sequence can be split into such parts.
 
     Raises:
@@ -70,15 +67,14 @@ def check_local_length(split: SequenceSplit, seq_local: object) -> int:
     """
     asked, seen = "cannot tell the positions of a rank's tokens", f"tokens on this rank: {seq_local!r}   {_said(split)}"
     hint = f"sequences whose length is a multiple of {split.multiple}, cut by ContextParallel.split"
-    if isinstance(seq_local, bool) or not isinstance(seq_local, int):
-        raise TypeError(explain(asked, f"their number is a {type(seq_local).__name__}, not an int", seen, hint))
+    check(asked, "int", seq_local=seq_local)
     if seq_local < 1 or seq_local * split.size % split.multiple:
         blame = "there are none" if seq_local < 1 else "a rank holds two intervals of one length, so an even number"
         raise ValueError(explain(asked, blame, seen, hint))
     return seq_local
 
 
-def check_whole(split: SequenceSplit, x: object, dim: int) -> tuple[Tensor, int]:
+def check_whole(split: SequenceSplit, x: Any, dim: int) -> tuple[Tensor, int]:
     """Return a tensor that can be split over the sequence, and the dim from 0.
 
     Raises:
@@ -86,9 +82,7 @@ def check_whole(split: SequenceSplit, x: object, dim: int) -> tuple[Tensor, int]
         ValueError: no such dim, or a length that cannot be split.
     """
     asked = f"cannot split dim {dim!r} over the sequence"
-    if not isinstance(x, Tensor) or isinstance(x, DTensor):
-        blame = f"x is a {type(x).__name__}, not a plain tensor"
-        raise TypeError(explain(asked, blame, f"x: {type(x)!r}", "the whole tensor, alike on all ranks"))
+    check(asked, "plain tensor", x=x)
     seen = f"shape: {tuple(x.shape)}   {_said(split)}"
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise ValueError(explain(asked, f"a tensor of {x.ndim} dims has no such dim", seen, "dim=1 of (batch, seq)"))
@@ -114,25 +108,9 @@ def check_heads(split: SequenceSplit, heads: int, kv_heads: int) -> None:
         raise ValueError(explain(asked, "ulysses_degree must divide them", seen, f"ulysses_degree = one of {works}"))
 
 
-def check_plain(q: object, k: object, v: object) -> None:
-    """Refuse what is no plain tensor.
-
-    Raises:
-        TypeError: something else, or a DTensor.
-    """
-    for name, x in zip("qkv", (q, k, v), strict=True):
-        if not isinstance(x, Tensor) or isinstance(x, DTensor):
-            blame = f"{name} is a {type(x).__name__}, not a plain tensor"
-            hint = "x.to_local() of a DTensor split by heads"
-            raise TypeError(explain("cannot attend", blame, f"{name}: {type(x)!r}", hint))
-
-
-def check_options(is_causal: object, scale: object) -> None:
-    """Refuse options of another kind.
-
-    Raises:
-        TypeError: is_causal is no bool, or scale no number.
-    """
+def check_kinds(q: object, k: object, v: object, is_causal: object, scale: object) -> None:
+    """Refuse arguments of another kind: a DTensor, for one."""
+    check("cannot attend", "plain tensor", q=q, k=k, v=v)
     check("cannot attend", "bool", is_causal=is_causal)
     check("cannot attend", "float | None", scale=scale)
 
@@ -163,11 +141,9 @@ def check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, docum
         _check_documents(asked, documents, (q.shape[0], q.shape[2]))
 
 
-def _check_documents(asked: str, documents: object, shape: Sequence[int]) -> None:
+def _check_documents(asked: str, documents: Any, shape: Sequence[int]) -> None:
     hint = "cp.split(ids), where ids (batch, seq) numbers the document of every token"
-    if not isinstance(documents, Tensor) or isinstance(documents, DTensor):
-        blame = f"documents is a {type(documents).__name__}, not a plain tensor"
-        raise TypeError(explain(asked, blame, f"documents: {type(documents)!r}", hint))
+    check(asked, "plain tensor", documents=documents)
     seen = f"documents: {tuple(documents.shape)} of {documents.dtype}   tokens of this rank: {tuple(shape)}"
     if documents.dtype.is_floating_point or documents.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise TypeError(explain(asked, "documents must be whole numbers", seen, hint))

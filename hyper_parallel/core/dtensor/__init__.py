@@ -1,15 +1,15 @@
-"""Layouts: the shard of a tensor that each rank holds.
+"""Layouts: the part of a tensor that each rank holds.
 
-layout.py     Layout: the value, in alias form or in placement form
-axes.py       the mesh as a value: axis names, sizes, ranks
-shards.py     who owns which slice: pure arithmetic, for one rank or for all
-strided.py    the order of several axes on one dim, as torch writes it
-forms.py      reads and writes alias entries, placements, pending reductions
-serial.py     tensor maps and dicts
-convert.py    layouts to and from DTensors
-mesh.py       torch's DeviceMesh: read, flattened, re-ordered
-messages.py   the four parts of an error message
-dtensor.py, placement_types.py   torch's own types
+    text, convert -> layout -> placements -> spelling -> ownership
+    layout, convert -> core.mesh -> core.common
+
+ownership       who owns which slice: arithmetic on ints, for one rank or for all
+spelling        alias entries, reductions, tensor maps and dicts, read and written
+placements      torch's placements, likewise, and what a DTensor cannot say
+layout          `Layout`, the value
+convert         a layout as the placements and the mesh of a DTensor
+text            meshes and layouts as typed on a command line
+dtensor, placement_types    torch's own types, under the paths that users know
 """
 
 from hyper_parallel.core.dtensor.convert import in_split_order, layout_of, to_placements, to_torch

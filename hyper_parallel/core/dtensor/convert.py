@@ -1,26 +1,28 @@
-"""Layouts to and from torch: placements and the mesh of a DTensor, and the layout of a DTensor.
+"""Layouts as torch has them: the placements and the mesh of a DTensor, and DTensors made of parts.
 
 A DTensor can say less than a layout. Where several axes split one dim against mesh order, torch writes strided shards;
 they are right when the split is even, and torch contradicts itself when it is not. Then the same tensor is carried on a
 mesh whose axes run in split order, made from the same process groups, on which every split is plain.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check_shape
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.dtensor import shards, strided
+from hyper_parallel.core.dtensor import ownership
 from hyper_parallel.core.dtensor.dtensor import DTensor
-from hyper_parallel.core.dtensor.forms import write_alias
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placement_types import Placement
-from hyper_parallel.core.dtensor.torch_form import is_strided
-from hyper_parallel.core.mesh.axes import MeshAxes
-from hyper_parallel.core.mesh.device_mesh import axes_of, reorder_axes
+from hyper_parallel.core.dtensor.placements import check_even, uneven_dim
+from hyper_parallel.core.mesh.device_mesh import reorder_axes
+
+layout_of = Layout.of
 
 
 def to_placements(layout: Layout, global_shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -43,8 +45,7 @@ def to_placements(layout: Layout, global_shape: Sequence[int]) -> tuple[Placemen
     """
     shape = check_shape(global_shape, f"layout: {layout}")
     resolved = _check_reductions(layout).placement_to_tensor_map(len(shape))
-    for dim, axes in _uneven(resolved, shape):
-        raise _uneven_error(resolved, shape, dim, axes, "cannot make a DTensor of this shape")
+    _check_even("cannot make a DTensor of this shape", resolved, shape)
     placements = resolved.placements
     assert placements is not None, "a layout with a tensor map has placements"
     return placements
@@ -72,10 +73,10 @@ def to_torch(layout: Layout, global_shape: Sequence[int]) -> tuple[DeviceMesh, t
         hint = "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)"
         blame = "the layout was made without a DeviceMesh"
         raise ValueError(explain("cannot make a DTensor", blame, f"layout: {layout}", hint))
-    for dim, axes in _uneven(resolved, shape):
+    if uneven_dim(layout.mesh_shape, resolved.splits(len(shape)), shape) is not None:
         plain = in_split_order(resolved, len(shape))
         if mesh.get_coordinate() is None:
-            raise _uneven_error(resolved, shape, dim, axes, "cannot make a DTensor off the mesh")
+            _check_even("cannot make a DTensor off the mesh", resolved, shape)
         return reorder_axes(mesh, plain.alias_name), to_placements(plain, shape)
     return mesh, to_placements(resolved, shape)
 
@@ -97,54 +98,15 @@ def in_split_order(layout: Layout, ndim: int) -> Layout:
         ValueError: no assignment yet, more entries than ndim.
     """
     splits = layout.splits(ndim)
-    order = strided.split_order(len(layout.mesh_shape), splits)
+    order = ownership.split_order(len(layout.mesh_shape), splits)
     if order == tuple(range(len(order))):
         return layout
     sizes, names, ranks = layout.mesh_shape, layout.alias_name, layout.rank_list
-    moved = [ranks[position] for position in shards.reordered_positions(sizes, order)]
+    moved = [ranks[position] for position in ownership.reordered_positions(sizes, order)]
     mesh = Layout([sizes[axis] for axis in order], [names[axis] for axis in order], moved)
     resolved = layout.placement_to_tensor_map(ndim).alias_placements
     assert resolved is not None, "a layout with a tensor map has alias placements"
     return mesh(*resolved, partial=layout.partial)
-
-
-def layout_of(x: object) -> Layout:
-    """Return the layout of a DTensor, in alias form with one entry per dim; nothing is communicated.
-
-        layout = Layout.of(x)
-        layout.alias_placements, layout.mesh
-
-    Args:
-        x: a DTensor; on a mesh without names, its axes are called "axis0", "axis1", ...
-
-    Raises:
-        TypeError: not a DTensor.
-        ValueError: a placement that a layout cannot say: a strided shard that comes from a view, or of an uneven size;
-            a masked or bitwise partial.
-    """
-    if not isinstance(x, DTensor):
-        blame = f"x is a {type(x).__name__}, not a DTensor"
-        raise TypeError(explain("cannot read a layout", blame, f"x: {type(x)!r}", "distribute_tensor(x, layout) first"))
-    return layout_of_spec(x._spec)
-
-
-def layout_of_spec(spec: Any) -> Layout:
-    """Return the layout of the DTensors that have a spec of torch's."""
-    layout = _read(axes_of(spec.mesh), spec.placements, getattr(spec, "shard_order", None), spec.shape)
-    return Layout._make(layout._axes, layout._splits, layout._specs, layout._partial, spec.mesh)
-
-
-@lru_cache(maxsize=4096)
-def _read(
-    axes: MeshAxes, placements: tuple[Placement, ...], order: Sequence[tuple[int, Sequence[int]]] | None, shape: Any
-) -> Layout:
-    """Return the layout that some placements mean, without a mesh."""
-    layout = Layout._make(axes)(*placements).placement_to_tensor_map(len(shape))
-    if order and not any(map(is_strided, placements)):
-        layout = _in_shard_order(layout, order)
-    for dim, chain in _uneven(layout, shape):
-        raise _uneven_error(layout, shape, dim, chain, "cannot read the layout of a DTensor")
-    return layout
 
 
 def _check_reductions(layout: Layout) -> Layout:
@@ -157,37 +119,65 @@ def _check_reductions(layout: Layout) -> Layout:
     return layout
 
 
-def _uneven(layout: Layout, global_shape: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the dims, with their axes, whose split is uneven and against mesh order; sizes of 1 split nothing."""
-    found = []
-    for dim, axes in enumerate(layout.splits(len(global_shape))):
-        real = [axis for axis in axes if layout.mesh_shape[axis] > 1]
-        if real != sorted(real) and not shards.is_even(global_shape[dim], layout.mesh_shape, axes):
-            found.append((dim, axes))
-    return found
+def _check_even(asked: str, layout: Layout, shape: Sequence[int]) -> None:
+    reductions = tuple(layout.partial.get(name) for name in layout.alias_name)
+    check_even(asked, layout.axes, layout.splits(len(shape)), reductions, shape)
 
 
-def _uneven_error(
-    layout: Layout, global_shape: Sequence[int], dim: int, axes: tuple[int, ...], asked: str
-) -> ValueError:
-    names = [layout.alias_name[axis] for axis in axes]
-    size, parts = global_shape[dim], shards.count_parts(layout.mesh_shape, axes)
-    fits = [str(fit) for fit in (size // parts * parts, -(-size // parts) * parts) if fit]
-    order = tuple(name for name in layout.alias_name if name in names)
-    product = " * ".join(f"{name}={layout.mesh_shape[axis]}" for name, axis in zip(names, axes, strict=True))
-    blame = (
-        f"dim {dim} (size {size}) is split over {' then '.join(map(repr, names))}, against the order of the mesh, "
-        f"and {product} does not divide it; torch places such a split in two ways that differ"
+# -- DTensors of parts, and parts of DTensors --------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def torch_form(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
+    """Return torch's placements for a layout, and the order of axes that they are for if it is not the mesh's own."""
+    plain = in_split_order(layout, len(shape))
+    try:
+        return None, to_placements(layout, shape)
+    except ValueError:
+        if plain is layout:
+            raise
+        return plain.alias_name, to_placements(plain, shape)
+
+
+def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """Return a DTensor of a rank's part; nothing is checked and nothing communicated."""
+    names, placements = torch_form(layout, tuple(shape))
+    mesh = layout.mesh
+    assert mesh is not None, "the layout has been given a mesh"
+    if names is not None:
+        mesh, placements = to_torch(layout, shape)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride_like(local, shape)
     )
-    seen = f"global_shape: {tuple(global_shape)!r}   layout: {layout}"
-    hint = f"size {' or '.join(fits)} for dim {dim}; {order!r} there; or a mesh with its axes in the order of the split"
-    return ValueError(explain(asked, blame, seen, hint))
 
 
-def _in_shard_order(layout: Layout, order: Sequence[tuple[int, Sequence[int]]]) -> Layout:
-    """Return a layout with the axes of each dim in the order that torch keeps beside plain placements."""
-    splits = list(layout.splits(len(layout.tensor_map or ())))
-    for dim, axes in order:
-        splits[dim] = tuple(axes)
-    entries = write_alias(layout._axes, tuple(splits))
-    return layout(*entries, partial=layout.partial)
+def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return strides of the whole tensor as those of a part are: dims in the same order, and gaps where it has gaps.
+
+    torch asks them, and not the part's, whether a view will do.
+    """
+    if local.is_contiguous() or local.dim() != len(shape):
+        return contiguous_stride(shape)
+    strides, behind = list(local.stride()), 1
+    for dim in reversed(range(local.dim())):
+        if local.size(dim) == 1:  # then it may be anything
+            strides[dim] = behind
+        behind = max(behind, strides[dim] * local.size(dim))
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    dense, part = (contiguous_stride([sizes[dim] for dim in order]) for sizes in (shape, local.shape))
+    return tuple(-(-dense[order.index(dim)] * strides[dim] // part[order.index(dim)]) for dim in range(len(shape)))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose last dim is the fastest.
+
+    >>> contiguous_stride((4, 3, 2))
+    (6, 2, 1)
+    """
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def local_tensor(x: DTensor) -> torch.Tensor:
+    """Return the local tensor of x, with its gradient, once its communication is complete."""
+    local = x.to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local

@@ -10,5 +10,5 @@ __all__ = ["DTensor", "SkipDTensorDispatch", "distribute_module", "distribute_te
 class SkipDTensorDispatch(nullcontext[None]):
     """Without effect: backward passes and optimizers take DTensors as they are.
 
-    Code that is to compute on a rank's own part takes ``to_local()``.
+    Code that is to compute on a rank's own part takes `to_local()`.
     """

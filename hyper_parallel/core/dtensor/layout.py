@@ -3,21 +3,20 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check_ndim, check_rank, check_shape
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.dtensor import forms, serial, shards, strided, torch_form
-from hyper_parallel.core.mesh.axes import MeshAxes, check_axes, describe_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
-    from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.dtensor import ownership, placements, spelling
+from hyper_parallel.core.dtensor.dtensor import DTensor
+from hyper_parallel.core.dtensor.placement_types import Placement
+from hyper_parallel.core.mesh.axes import MeshAxes, check_axes
+from hyper_parallel.core.mesh.device_mesh import axes_of
 
 
 class Layout:
@@ -61,17 +60,17 @@ class Layout:
     __slots__ = ("_axes", "_hash", "_mesh", "_partial", "_specs", "_splits")
 
     _axes: MeshAxes
-    _splits: shards.Splits | None  # alias form: per dim, the axes that split it, outer first
-    _specs: strided.Specs | None  # either form: per axis, what it splits; None for a mesh without an assignment
-    _partial: forms.Reductions
-    _mesh: "DeviceMesh | None"
+    _splits: ownership.Splits | None  # alias form: per dim, the axes that split it, outer first
+    _specs: ownership.Specs | None  # either form: per axis, what it splits; None for a mesh without an assignment
+    _partial: spelling.Reductions
+    _mesh: DeviceMesh | None
     _hash: int
 
     def __init__(self, shape: Sequence[int], names: Sequence[str], rank_list: Sequence[int] | None = None) -> None:
         self._fill(check_axes(shape, names, rank_list))
 
     @classmethod
-    def from_device_mesh(cls, mesh: "DeviceMesh") -> "Layout":
+    def from_device_mesh(cls, mesh: DeviceMesh) -> "Layout":
         """Return the layout of torch's DeviceMesh, without an assignment yet, that remembers the mesh.
 
         A mesh without names gets the axis names "axis0", "axis1", ...
@@ -83,16 +82,45 @@ class Layout:
             TypeError: not a DeviceMesh.
             ValueError: an axis name that a layout cannot have.
         """
-        from hyper_parallel.core.mesh.device_mesh import axes_of
-
         return cls._make(axes_of(mesh), mesh=mesh)
 
     @classmethod
-    def of(cls, x: "DTensor") -> "Layout":
-        """Return the layout of a DTensor, in alias form, that remembers its mesh; see `convert.layout_of`."""
-        from hyper_parallel.core.dtensor.convert import layout_of
+    def from_entries(cls, mesh: DeviceMesh, entries: tuple[Any, ...]) -> "Layout":
+        """Return `Layout.from_device_mesh(mesh)(*entries)`; equal entries are read once.
 
-        return layout_of(x)
+        Raises:
+            TypeError: entries that cannot be hashed, such as a list among them; otherwise as a call of a layout.
+            ValueError: as a call of a layout.
+        """
+        known = _read_entries(axes_of(mesh), entries)
+        return cls._make(known._axes, known._splits, known._specs, known._partial, mesh)
+
+    @classmethod
+    def of(cls, x: object) -> "Layout":
+        """Return the layout of a DTensor, in alias form with one entry per dim; nothing is communicated.
+
+            layout = Layout.of(x)
+            layout.alias_placements, layout.mesh
+
+        Args:
+            x: a DTensor; on a mesh without names, its axes are called "axis0", "axis1", ...
+
+        Raises:
+            TypeError: not a DTensor.
+            ValueError: a placement that a layout cannot say: a strided shard that comes from a view, or of an uneven
+                size; a masked or bitwise partial.
+        """
+        if not isinstance(x, DTensor):
+            blame = f"x is a {type(x).__name__}, not a DTensor"
+            hint = "distribute_tensor(x, layout) first"
+            raise TypeError(explain("cannot read a layout", blame, f"x: {type(x)!r}", hint))
+        return cls.of_spec(x._spec)
+
+    @classmethod
+    def of_spec(cls, spec: Any) -> "Layout":
+        """Return the layout of the DTensors that have a spec of torch's, as `of` does."""
+        known = _read_spec(axes_of(spec.mesh), spec.placements, getattr(spec, "shard_order", None), spec.shape)
+        return cls._make(known._axes, known._splits, known._specs, known._partial, spec.mesh)
 
     def __call__(self, *entries: Any, partial: Mapping[str, str] | None = None) -> "Layout":
         """Return the layout on the same mesh with this assignment, instead of any it has.
@@ -111,18 +139,28 @@ class Layout:
             ValueError: an axis that does not exist, is used twice, or both splits and is partial; the two forms mixed;
                 a number of placements that is not the number of axes; a reduction that does not exist.
         """
-        if len(entries) == 1 and isinstance(entries[0], tuple | list) and any(map(torch_form.is_placement, entries[0])):
+        if len(entries) == 1 and isinstance(entries[0], tuple | list) and any(map(placements.is_placement, entries[0])):
             entries = tuple(entries[0])
         axes, splits = self._axes, None
-        reductions: forms.Reductions = (None,) * len(axes.sizes)
-        if any(map(torch_form.is_placement, entries)):
-            specs, reductions = torch_form.read_placements(axes, entries)
+        reductions: spelling.Reductions = (None,) * len(axes.sizes)
+        if any(map(placements.is_placement, entries)):
+            specs, reductions = placements.read_placements(axes, entries)
             if all(spec is None or spec[0] >= 0 for spec in specs):  # then an impossible order shows at once
-                torch_form.resolve(axes, specs, max((spec[0] + 1 for spec in specs if spec), default=0))
+                placements.resolve(axes, specs, max((spec[0] + 1 for spec in specs if spec), default=0))
         else:
-            splits = forms.read_alias(axes, entries)
-            specs = strided.to_specs(axes.sizes, splits)
-        return self._with(splits, specs, forms.read_reductions(axes, partial, specs, reductions))
+            splits = spelling.read_alias(axes, entries)
+            specs = ownership.to_specs(axes.sizes, splits)
+        return self._with(splits, specs, spelling.read_reductions(axes, partial, specs, reductions))
+
+    @property
+    def axes(self) -> MeshAxes:
+        """The mesh as a value: its axes and the ranks on it."""
+        return self._axes
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether it says where a tensor goes, and not only on which mesh."""
+        return self._specs is not None
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -140,7 +178,7 @@ class Layout:
         return tuple(self._axes.ranks)
 
     @property
-    def mesh(self) -> "DeviceMesh | None":
+    def mesh(self) -> DeviceMesh | None:
         """torch's DeviceMesh, if the layout was made from one; not kept by pickling."""
         return self._mesh
 
@@ -151,10 +189,10 @@ class Layout:
         >>> Layout((2, 4), ("dp", "tp"))(("tp", "dp"), None).alias_placements
         (('tp', 'dp'), 'None')
         """
-        return None if self._splits is None else forms.write_alias(self._axes, self._splits)
+        return None if self._splits is None else spelling.write_alias(self._axes, self._splits)
 
     @property
-    def placements(self) -> "tuple[Placement, ...] | None":
+    def placements(self) -> tuple[Placement, ...] | None:
         """torch's placements, one per axis; None before an assignment.
 
         >>> Layout((2, 4), ("dp", "tp"))("tp", "None", partial={"dp": "prod"}).placements
@@ -163,10 +201,10 @@ class Layout:
         A dim split against mesh order gives torch's strided shards, which are right when the split is even;
         `convert.to_placements` also checks that, and the other limits of a DTensor.
         """
-        return None if self._specs is None else torch_form.write_placements(self._specs, self._partial)
+        return None if self._specs is None else placements.write_placements(self._specs, self._partial)
 
     @property
-    def tensor_map(self) -> "tuple[int | tuple[int, ...], ...] | None":
+    def tensor_map(self) -> tuple[int | tuple[int, ...], ...] | None:
         """Per dim the axis that splits it, counted from the right; None before an assignment in alias form.
 
         >>> Layout((2, 2, 4), ("pp", "dp", "tp"))("tp", "None", ("pp", "dp")).tensor_map
@@ -174,7 +212,7 @@ class Layout:
 
         The last axis is 0; -1 is a dim that is not split; a tuple, outer first, one that several axes split.
         """
-        return None if self._splits is None else serial.to_tensor_map(len(self._axes.sizes), self._splits)
+        return None if self._splits is None else spelling.to_tensor_map(len(self._axes.sizes), self._splits)
 
     def placement_to_tensor_map(self, ndim: int) -> "Layout":
         """Return the same layout in alias form for tensors of ndim dims, with `tensor_map` filled in.
@@ -191,7 +229,7 @@ class Layout:
             ValueError: no assignment yet, more entries than ndim, a `Shard` dim out of range.
         """
         splits = self.splits(check_ndim(ndim, self._describe()))
-        return self._with(splits, strided.to_specs(self._axes.sizes, splits), self._partial)
+        return self._with(splits, ownership.to_specs(self._axes.sizes, splits), self._partial)
 
     def tensor_map_to_placement(self) -> "Layout":
         """Return the same layout in placement form, the inverse of `placement_to_tensor_map`.
@@ -234,7 +272,7 @@ class Layout:
         rows = zip(self._axes.sizes, self._assigned("count replicas"), self._partial, strict=True)
         return math.prod(size for size, spec, reduction in rows if spec is None and reduction is None)
 
-    def splits(self, ndim: int) -> shards.Splits:
+    def splits(self, ndim: int) -> ownership.Splits:
         """Return, per dim of an ndim-D tensor, the axes that split it as indices from the left, outer first.
 
         >>> Layout((2, 4), ("dp", "tp"))(("tp", "dp")).splits(3)
@@ -250,9 +288,9 @@ class Layout:
         specs = self._assigned("place a tensor")
         ndim = check_ndim(ndim, self._describe())
         if self._splits is None:
-            return torch_form.resolve(self._axes, specs, ndim)
+            return placements.resolve(self._axes, specs, ndim)
         if len(self._splits) > ndim:
-            entry = forms.write_alias(self._axes, self._splits)[ndim]
+            entry = spelling.write_alias(self._axes, self._splits)[ndim]
             blame = f"entry {ndim}, {entry!r}, is for a dim that a tensor of ndim {ndim} does not have"
             raise ValueError(explain("cannot place a tensor", blame, self._describe(), "one entry per dim at most"))
         return self._splits + ((),) * (ndim - len(self._splits))
@@ -287,7 +325,7 @@ class Layout:
         shape = check_shape(global_shape, self._describe())
         splits = self.splits(len(shape))
         position = self._axes.position(check_rank(rank, self._axes.ranks[0], self._describe()))
-        return shards.one_slice(shape, self._axes.sizes, splits, self._axes.coordinates(position))
+        return ownership.one_slice(shape, self._axes.sizes, splits, self._axes.coordinates(position))
 
     def slices(self, global_shape: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return start and stop of every dim on every rank, as an array of ranks x dims x 2.
@@ -305,17 +343,15 @@ class Layout:
             ValueError: no assignment yet, more entries than dims, a negative size.
         """
         shape = check_shape(global_shape, self._describe())
-        return shards.all_slices(shape, self._axes.sizes, self.splits(len(shape)))
+        return ownership.all_slices(shape, self._axes.sizes, self.splits(len(shape)))
 
-    def with_mesh(self, mesh: "DeviceMesh | None") -> "Layout":
+    def with_mesh(self, mesh: DeviceMesh | None) -> "Layout":
         """Return the same layout with this DeviceMesh as its `mesh`, as after unpickling; None: without one.
 
         Raises:
             TypeError: not a DeviceMesh.
             ValueError: the mesh has other names, sizes or ranks.
         """
-        from hyper_parallel.core.mesh.device_mesh import axes_of
-
         if mesh is not None and axes_of(mesh) != self._axes:
             seen = f"{self._describe()}   given: {Layout._make(axes_of(mesh))}"
             blame = "mesh has other axes or ranks than the layout"
@@ -354,15 +390,15 @@ class Layout:
             TypeError: not a mapping, or a value of the wrong type.
             ValueError: a key that is missing or unknown, or a value that makes no layout.
         """
-        fields = serial.read_dict(data)
+        fields = spelling.read_dict(data)
         mesh = cls(fields["mesh_shape"], fields["alias_name"], fields.get("rank_list"))
         partial = fields.get("partial")
         if fields.get("placements") is not None:
-            specs = serial.read_specs(mesh._axes, fields["placements"])
-            return mesh(*torch_form.write_placements(specs, mesh._partial), partial=partial)
+            specs = spelling.read_specs(mesh._axes, fields["placements"])
+            return mesh(*placements.write_placements(specs, mesh._partial), partial=partial)
         if fields.get("tensor_map") is None:
             return mesh
-        return mesh(*serial.read_tensor_map(mesh._axes, fields["tensor_map"]), partial=partial)
+        return mesh(*spelling.read_tensor_map(mesh._axes, fields["tensor_map"]), partial=partial)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -381,15 +417,13 @@ class Layout:
         if self._specs is None:
             return head
         if self._splits is None:
-            return f"{head}({torch_form.source(self._specs, self._partial)})"
-        words = [repr(entry) for entry in forms.write_alias(self._axes, self._splits)]
+            return f"{head}({placements.source(self._specs, self._partial)})"
+        words = [repr(entry) for entry in spelling.write_alias(self._axes, self._splits)]
         words += [f"partial={self.partial!r}"] if self.is_partial() else []
         return f"{head}({', '.join(words)})"
 
     def __str__(self) -> str:
-        ranks = "" if self._axes.has_default_ranks else f" (ranks {describe_ranks(self._axes.ranks)})"
-        pending = ", ".join(f"{reduction} over {name}" for name, reduction in self.partial.items())
-        return f"{self._short()}{' pending ' + pending if pending else ''} on {self._axes}{ranks}"
+        return spelling.describe(self._axes, self._short(), self._partial)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}: a Layout never changes")
@@ -410,10 +444,10 @@ class Layout:
     def _make(
         cls,
         axes: MeshAxes,
-        splits: shards.Splits | None = None,
-        specs: strided.Specs | None = None,
-        partial: forms.Reductions | None = None,
-        mesh: "DeviceMesh | None" = None,
+        splits: ownership.Splits | None = None,
+        specs: ownership.Specs | None = None,
+        partial: spelling.Reductions | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> "Layout":
         layout = cls.__new__(cls)
         layout._fill(axes, splits, specs, partial, mesh)
@@ -422,20 +456,22 @@ class Layout:
     def _fill(
         self,
         axes: MeshAxes,
-        splits: shards.Splits | None = None,
-        specs: strided.Specs | None = None,
-        partial: forms.Reductions | None = None,
-        mesh: "DeviceMesh | None" = None,
+        splits: ownership.Splits | None = None,
+        specs: ownership.Specs | None = None,
+        partial: spelling.Reductions | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         partial = partial or (None,) * len(axes.sizes)
         values = {"_axes": axes, "_splits": splits, "_specs": specs, "_partial": partial, "_mesh": mesh}
         for name, value in {**values, "_hash": hash((axes, specs, partial))}.items():
             object.__setattr__(self, name, value)
 
-    def _with(self, splits: shards.Splits | None, specs: strided.Specs | None, partial: forms.Reductions) -> "Layout":
+    def _with(
+        self, splits: ownership.Splits | None, specs: ownership.Specs | None, partial: spelling.Reductions
+    ) -> "Layout":
         return self._make(self._axes, splits, specs, partial, self._mesh)
 
-    def _assigned(self, what: str) -> strided.Specs:
+    def _assigned(self, what: str) -> ownership.Specs:
         if self._specs is None:
             asked, blame = f"cannot {what}", "the layout is a mesh without an assignment"
             hint = f'layout("{self.alias_name[0]}", "None"), or layout() for everything replicated'
@@ -449,14 +485,20 @@ class Layout:
         if self._specs is None:
             return "(no assignment)"
         if self._splits is None:
-            return f"({torch_form.source(self._specs, (None,) * len(self._specs))})"
-        entries = forms.write_alias(self._axes, self._splits)
-        return f"({', '.join('-' if e == 'None' else str(e) if isinstance(e, str) else '>'.join(e) for e in entries)})"
+            return f"({placements.source(self._specs, (None,) * len(self._specs))})"
+        return spelling.describe_entries(self._axes, self._splits)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "DeviceMesh":  # where users of the existing library find it; layouts do without torch.distributed
-        from torch.distributed.device_mesh import DeviceMesh
+@lru_cache(maxsize=4096)
+def _read_spec(
+    axes: MeshAxes, given: tuple[Placement, ...], order: Sequence[tuple[int, Sequence[int]]] | None, shape: Any
+) -> Layout:
+    """Return the layout that some placements mean, without a DeviceMesh, which the cache would keep alive."""
+    splits, reductions = placements.read_dtensor(axes, given, order, shape)
+    return Layout._make(axes, splits, ownership.to_specs(axes.sizes, splits), reductions)
 
-        return DeviceMesh
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+@lru_cache(maxsize=4096)
+def _read_entries(axes: MeshAxes, entries: tuple[Any, ...]) -> Layout:
+    """Return the layout of some entries, likewise."""
+    return Layout._make(axes)(*entries)

@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 
 from hyper_parallel.core.common.errors import explain, nearest
-from hyper_parallel.core.dtensor.forms import REDUCTIONS
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.spelling import REDUCTIONS
 
 NOT_SPLIT = ("None", "-")
 """How the entry of a dim that is not split is spelled."""

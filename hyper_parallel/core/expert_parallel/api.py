@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.torch_compat import note_replaced
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.replaced import note_replaced
 from hyper_parallel.core.expert_parallel.balance import routers_of
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, SharedGroup
 from hyper_parallel.core.mesh.device_mesh import axes_of
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.region import OWN_PARTS, is_unit
 
 __all__ = ["expert_parallel"]
@@ -88,11 +88,7 @@ def expert_parallel(
 
 def _sizes(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, int]:
     """Return the number of ranks for each of the roles."""
-    given: object = mesh
-    if not isinstance(given, DeviceMesh):
-        blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
-        hint = 'init_device_mesh("npu", (2, 4), mesh_dim_names=("dp_shard", "ep"))'
-        raise TypeError(explain(_ASKED, blame, f"mesh: {mesh!r}", hint))
+    check(_ASKED, "mesh", mesh=mesh)
     axes = axes_of(mesh)
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
     for word, name in names.items():

@@ -17,7 +17,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.exchange import exchange_counts, exchange_rows
 from hyper_parallel.core.expert_parallel.order import Order, restored, sorted_copies, sorted_rows
-from hyper_parallel.core.redistribute.boundary import to_local
+from hyper_parallel.core.redistribute.api import to_local
 
 __all__ = ["CountRows", "GroupedExperts", "Loads", "SharedGroup", "count_rows"]
 
@@ -61,7 +61,7 @@ def count_rows(experts: GroupedExperts, chosen: Tensor, to: Tensor, come: Tensor
 
 
 class GroupedExperts(nn.Module):
-    """Experts, each a SwiGLU feed-forward: w2[e](silu(w1[e] x) * w3[e] x).
+    """Experts, each a SwiGLU feed-forward: `w2[e](silu(w1[e] x) * w3[e] x)`.
 
     >>> experts = GroupedExperts(num_experts=4, hidden_size=8, inner_size=6)
     >>> chosen, weights = torch.tensor([[[0, 3], [3, 1], [0, 1]]]), torch.full((1, 3, 2), 0.5)

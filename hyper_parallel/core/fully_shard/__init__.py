@@ -1,9 +1,8 @@
-"""The sharded-parameter engine and its face ``fully_shard``.
+"""The sharded-parameter engine and its API `fully_shard`.
 
-``api`` (the call) -> ``arguments``, ``homes`` (where each parameter goes) and ``build`` -> ``unit`` (when) and
-``schedule`` (in which order) -> ``bucket`` (gather) and ``reduce``, ``reduction``, ``shares`` (gradients) -> ``param``
-(one parameter). ``mesh``, ``carrier``, ``comm``, ``passes`` and ``policy`` serve them; ``state_dict``, ``values`` and
-``clip`` stand beside the engine; ``fsdp2`` (the methods that torch's class has) and ``copying`` stand above it.
+api -> build (find, check, copy) -> module (methods of wrapped modules), state_dict -> unit (where the parameters are)
+unit -> hooks (when), schedule (in which order) -> reduce (gradients) -> bucket (gathers) -> comm, param
+param, build -> placement (which mesh, which dim) -> policy; clip stands beside the engine.
 """
 
 from hyper_parallel.core.fully_shard.api import (

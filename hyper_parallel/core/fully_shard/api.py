@@ -12,65 +12,73 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.groups import group_of
-from hyper_parallel.core.fully_shard.arguments import (
-    PlacementFn,
-    check_fusion,
-    check_modules,
-    check_parameters,
-    check_policies,
-    check_reshard,
-    unpackable,
-)
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
     Found,
     Grouping,
+    check_modules,
+    check_parameters,
+    copy_wrapped,
     find_parameters,
     install,
     is_dtensor,
     make_unit,
     move_buffers,
     move_plain,
-    nested_homes,
+    nested_placements,
 )
-from hyper_parallel.core.fully_shard.copying import copy_wrapped
-from hyper_parallel.core.fully_shard.fsdp2 import share_comm_ctx, state
-from hyper_parallel.core.fully_shard.homes import common_carrier, kept_home, plain_home, unified_home
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home, data_axes, platform_of, resolve_mesh
 from hyper_parallel.core.fully_shard.module import (
     HSDPModule,
     register_forward_method,
     register_fsdp_forward_method,
+    share_comm_ctx,
+    state,
     wrapped_class,
+)
+from hyper_parallel.core.fully_shard.placement import (
+    DataParallelMesh,
+    ParameterPlacement,
+    PlacementFn,
+    check_fusion,
+    common_spmd_mesh,
+    data_axes,
+    kept_placement,
+    plain_placement,
+    platform_of,
+    resolve_mesh,
+    unified_placement,
+    unpackable,
 )
 from hyper_parallel.core.fully_shard.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    UnitOptions,
+    check_policies,
+    check_reshard,
     own_mixed_precision,
     own_offload,
 )
+from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
-from hyper_parallel.core.fully_shard.unit import UnitOptions
-from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
 from hyper_parallel.platform import Platform
 
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
-    "UnshardHandle",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
     "HSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "UnshardHandle",
     "fully_shard",
     "get_model_state_dict",
     "hsdp_sync_stream",
     "load_state_dict",
     "register_forward_method",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
@@ -105,7 +113,7 @@ def fully_shard(
     A unit may be called in any way and return containers or dataclasses of tensors; every rank must run the same
     units in the same order, and come through all of them on the way back; a rank may leave out what a unit does with
     its own parameters, and return its input, or what a unit inside has returned. Scalars have no dim to split, and are
-    whole on every rank. A parameter with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2's tensor
+    replicated. A parameter with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2's tensor
     extension, is gathered as the former says.
 
     With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
@@ -116,14 +124,14 @@ def fully_shard(
     Communication per step and unit of N bytes on n ranks: two all_gathers (one with
     ``reshard_after_forward=False``, and one for the root, whose parameters backward needs first) and one
     reduce_scatter, each N (n - 1) / n received per rank; on a 2-D mesh also one all_reduce of N / n over the
-    replicate axis. Parameters that are whole on every rank: one all_reduce.
+    replicate axis. Parameters that are replicated: one all_reduce.
 
     Args:
         module: A module, or a list of modules that form one unit. Nested units keep their own parameters.
         mesh: 1-D: shard over it. 2-D: the first axis replicates, the second shards. None: plain parameters are split
             over all ranks, DTensors keep their layout. Given a mesh, DTensors are split further, over the union of
             their mesh and this one, which must be slices of one mesh.
-        reshard_after_forward: Free the whole parameters after forward. False: keep them until backward is done. An
+        reshard_after_forward: Free the unsharded parameters after forward. False: keep them until backward is done. An
             int: keep them split over so many ranks, which must divide the shard axis: a cheaper second gather. None:
             True. The root, with which backward starts, keeps them with any of these.
         shard_placement_fn: Given a parameter, ``Shard(dim)`` or None (dim 0). Sizes need not divide evenly.
@@ -132,8 +140,8 @@ def fully_shard(
             own will do.
         ignored_params: Parameters to leave alone: not split, not moved, not reduced.
         dp_mesh_dims: The data-parallel axes of ``mesh``, which then is the whole one that DTensor parameters are on;
-            as in FSDP2, gradients are averaged over them. Without ``shard`` all parameters stay whole.
-        replicate_params: Parameters to keep whole on every rank; their gradients are all_reduced.
+            as in FSDP2, gradients are averaged over them. Without ``shard`` all parameters are replicated.
+        replicate_params: Parameters to replicate; their gradients are all_reduced.
         comm_fusion: Insist on one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
             replicate axis take several units at once. A parameter that stands in the way is an error. Without it, what
             can be packed is packed all the same; one collective per parameter would only be slower.
@@ -156,23 +164,23 @@ def fully_shard(
             "  expected: a function from a parameter to Shard(dim) or None\n"
             "  try: lambda p: Shard(1) if p.dim() > 1 else None"
         )
-    ignored, whole = check_parameters(ignored_params, replicate_params, roots)
+    ignored, replicated = check_parameters(ignored_params, replicate_params, roots)
     found = find_parameters(roots, ignored, "fully_shard")
     if dp_mesh_dims is not None:
         mesh = data_axes(mesh, dp_mesh_dims)
-        whole |= {id(item.parameter) for item in found if not dp_mesh_dims.shard_names}
+        replicated |= {id(item.parameter) for item in found if not dp_mesh_dims.shard_names}
     if comm_fusion:
         for item in found:
             if (reason := unpackable(item.parameter)) is not None:
                 check_fusion(item.name, reason)
     data, platform = _data_mesh(mesh, found)
-    placed = _homes(roots, found, mesh, data, shard_placement_fn, whole, fused=comm_fusion)
-    smaller = _smaller_world(reshard_after_forward, data)
+    placed = _placed(roots, found, mesh, data, shard_placement_fn, replicated, fused=comm_fusion)
+    smaller = _post_forward_mesh(reshard_after_forward, data)
     options = UnitOptions(
         mp_policy,
         reshard_after_forward=reshard_after_forward is True or reshard_after_forward > 1,
         average=dp_mesh_dims is not None or not any(map(is_dtensor, found)),
-        share_all_reduces=comm_fusion,
+        fuse_all_reduces=comm_fusion,
     )
     storage = Storage(
         platform,
@@ -182,10 +190,10 @@ def fully_shard(
     )
     move_buffers(roots, platform)
     unit = make_unit(roots, placed, storage, options, Grouping())
-    unit.use_smaller_world(smaller)
-    unit.ignored = [parameter for root in roots for parameter in root.parameters() if id(parameter) in ignored]
+    unit.use_post_forward_mesh(smaller)
+    unit.wrapping.ignored = [parameter for root in roots for parameter in root.parameters() if id(parameter) in ignored]
     install(unit, placed, wrapped_class, "fully_shard")
-    unit.copied_by = copy_wrapped
+    unit.wrapping.copy = copy_wrapped
     return module
 
 
@@ -200,39 +208,41 @@ def _data_mesh(mesh: DeviceMesh | None, found: list[Found]) -> tuple[DataParalle
     return data, data.platform
 
 
-def _homes(
+def _placed(
     roots: list[nn.Module],
     found: list[Found],
     mesh: DeviceMesh | None,
     data: DataParallelMesh | None,
     placement_fn: PlacementFn | None,
-    whole: set[int],
+    replicated: set[int],
     *,
     fused: bool,
-) -> list[tuple[Found, Home]]:
-    homes: dict[int, Home] = {}
+) -> list[tuple[Found, ParameterPlacement]]:
+    placements: dict[int, ParameterPlacement] = {}
     for item in found:
         parameter = item.parameter
         if isinstance(parameter, DTensor):
             if mesh is None or data is None:
-                homes[id(parameter)] = kept_home(parameter, item.name, fused=fused)
+                placements[id(parameter)] = kept_placement(parameter, item.name, fused=fused)
             else:
-                keep = id(parameter) in whole
-                homes[id(parameter)] = unified_home(parameter, item.name, data, placement_fn, whole=keep)
-    carrier = None
+                keep = id(parameter) in replicated
+                placements[id(parameter)] = unified_placement(parameter, item.name, data, placement_fn, replicate=keep)
+    spmd_mesh = None
     if mesh is not None and data is not None:
-        carrier = common_carrier([*homes.values(), *nested_homes(roots)], data)
-    if carrier is not None and data is not None:
-        move_plain(roots, data, carrier)
+        spmd_mesh = common_spmd_mesh([*placements.values(), *nested_placements(roots)], data)
+    if spmd_mesh is not None and data is not None:
+        move_plain(roots, data, spmd_mesh)
     for item in found:
-        if id(item.parameter) not in homes:
+        if id(item.parameter) not in placements:
             assert data is not None
-            keep = id(item.parameter) in whole
-            homes[id(item.parameter)] = plain_home(item.parameter, item.name, data, placement_fn, carrier, whole=keep)
-    return [(item, homes[id(item.parameter)]) for item in found]
+            keep = id(item.parameter) in replicated
+            placements[id(item.parameter)] = plain_placement(
+                item.parameter, item.name, data, placement_fn, spmd_mesh, replicate=keep
+            )
+    return [(item, placements[id(item.parameter)]) for item in found]
 
 
-def _smaller_world(size: bool | int, data: DataParallelMesh | None) -> tuple[dist.ProcessGroup, int] | None:
+def _post_forward_mesh(size: bool | int, data: DataParallelMesh | None) -> tuple[dist.ProcessGroup, int] | None:
     """The group that keeps the parameters between forward and backward, and the own place in it."""
     if isinstance(size, bool):
         return None

@@ -1,21 +1,32 @@
-"""Parameters that communicate together: their parts, a buffer of whole parameters, one gather between them."""
+"""Parameters that communicate together: their shards, a buffer of unsharded parameters, one gather between them."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.comm import Pending, all_gather, all_gather_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.platform import Platform
 
-__all__ = ["Bucket", "NoDataError", "Storage", "computed_in"]
+__all__ = [
+    "Bucket",
+    "ExtensionBucket",
+    "NoDataError",
+    "Storage",
+    "computed_in",
+]
 
 
 class NoDataError(RuntimeError):
@@ -23,13 +34,13 @@ class NoDataError(RuntimeError):
 
 
 class Storage:
-    """Where the parts of a unit's parameters are kept.
+    """Where the shards of a unit's parameters are kept.
 
     Args:
         platform: The device that computes.
         on_host: Keep them on the host (CPU offload).
         pinned: There, in page-locked memory.
-        flat: All parts of a bucket are views of one buffer, which the gather reads directly.
+        flat: All shards of a bucket are views of one buffer, which the gather reads directly.
     """
 
     def __init__(self, platform: Platform, *, on_host: bool = False, pinned: bool = False, flat: bool = False) -> None:
@@ -41,7 +52,7 @@ class Storage:
         self.flat = flat
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor without values, where the parts are kept."""
+        """A flat tensor without values, where the shards are kept."""
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     @property
@@ -53,22 +64,22 @@ class Storage:
 class Bucket:
     """The parameters of one unit, dtype of computation and group of ranks.
 
-    What is gathered holds rank after rank; the whole parameters lie one after the other in a buffer of their own, whose
-    storage is freed when resharded. Autograd keeps the whole parameters as they are; they get their data back in the
-    same place for backward. Parameters that are whole on every rank are a bucket too: of one part.
+    What is gathered holds rank after rank; the unsharded parameters lie one after the other in a buffer of their own,
+    whose storage is freed when resharded. Autograd keeps the unsharded parameters as they are; they get their data back
+    in the same place for backward. Parameters that are replicated are a bucket too: of one shard.
 
     Args:
         params: The parameters, in registration order.
-        wholes: Their values, each whole.
-        group: The ranks that hold the parts; None where every rank has the whole.
-        storage: Where the parts are kept.
-        param_dtype: Dtype of the whole parameters, if these are floating-point; None: their own.
+        values: Their values, unsharded.
+        group: The ranks that hold the shards; None where the parameters are replicated.
+        storage: Where the shards are kept.
+        param_dtype: Dtype of the unsharded parameters, if these are floating-point; None: their own.
     """
 
     def __init__(
         self,
         params: list[ManagedParam],
-        wholes: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
         storage: Storage,
         param_dtype: torch.dtype | None,
@@ -82,33 +93,36 @@ class Bucket:
         self.all_gather_with: Any = None  # an ``AllGather`` of torch, which allocates and communicates
         self.chunks = [param.chunk for param in params]
         self.starts = [0, *accumulate(self.chunks)]
-        self.shards: torch.Tensor | None = None  # the one buffer of all parts, where they are kept so
-        self.piece: torch.Tensor | None = None  # between forward and backward: this rank's part of a smaller world
-        self.keep_pieces: tuple[dist.ProcessGroup, int] | None = None  # that world's group, and the own place in it
-        parts = self._keep([param.part_of(_local(whole)).detach() for param, whole in zip(params, wholes, strict=True)])
-        for param, whole, part in zip(params, wholes, parts, strict=True):
-            param.make_sharded(part, cast(nn.Parameter, whole))
+        self.shards: torch.Tensor | None = None  # the one buffer of all shards, where they are kept so
+        # Between forward and backward: this rank's shard over the post-forward mesh; its group and the place in it.
+        self.post_forward_shard: torch.Tensor | None = None
+        self.post_forward_mesh: tuple[dist.ProcessGroup, int] | None = None
+        shards = self._keep(
+            [param.shard_of(_local(unsharded)).detach() for param, unsharded in zip(params, values, strict=True)]
+        )
+        for param, unsharded, shard in zip(params, values, shards, strict=True):
+            param.make_sharded(shard, cast(nn.Parameter, unsharded))
             param.pinned = storage.pinned
-        self._make_wholes()
+        self._make_unsharded()
 
-    # -- the parts ---------------------------------------------------------------------------------------------------
+    # -- the shards ---------------------------------------------------------------------------------------------------
 
-    def _keep(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy the parts to where they are kept; meta stays meta."""
-        on_meta = parts[0].is_meta
-        device = parts[0].device if on_meta else self.storage.device
+    def _keep(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy the shards to where they are kept; meta stays meta."""
+        on_meta = shards[0].is_meta
+        device = shards[0].device if on_meta else self.storage.device
         if not self.storage.flat:
             self.shards = None
             kept = []
-            for part, param in zip(parts, self.params, strict=True):
-                if part.numel() == param.numel and part.device == device and part.is_contiguous():
-                    kept.append(part)  # nothing of it goes elsewhere
+            for shard, param in zip(shards, self.params, strict=True):
+                if shard.numel() == param.numel and shard.device == device and shard.is_contiguous():
+                    kept.append(shard)  # nothing of it goes elsewhere
                 elif on_meta:
-                    kept.append(torch.empty(param.local_shape, dtype=part.dtype, device=device))
+                    kept.append(torch.empty(param.local_shape, dtype=shard.dtype, device=device))
                 else:
-                    kept.append(self.storage.empty(param.local_numel, part.dtype).view(param.local_shape).copy_(part))
+                    kept.append(self.storage.empty(param.local_numel, shard.dtype).view(param.local_shape).copy_(shard))
             return kept
-        dtype, numel = parts[0].dtype, self.starts[-1]
+        dtype, numel = shards[0].dtype, self.starts[-1]
         self.shards = (
             torch.empty(numel, dtype=dtype, device=device)
             if on_meta
@@ -119,13 +133,13 @@ class Bucket:
             for start, param in zip(self.starts, self.params, strict=False)
         ]
         if not on_meta:
-            for view, part in zip(views, parts, strict=True):
-                view.copy_(part)
+            for view, shard in zip(views, shards, strict=True):
+                view.copy_(shard)
         return views
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Differs when a part has changed; what is done through ``.data`` in place leaves no trace."""
+        """Differs when a shard has changed; what is done through ``.data`` in place leaves no trace."""
         numbers: list[int] = []
         for param in self.params:
             sharded: Any = param.sharded
@@ -133,7 +147,7 @@ class Bucket:
         return tuple(numbers)
 
     def was_replaced(self) -> bool:
-        """Whether parts were replaced from outside, as ``module.to`` and ``to_empty`` do, and have to be taken over."""
+        """Whether shards were replaced from outside, as `module.to` and `to_empty` do, and have to be taken over."""
         if self._is_as_made():
             return False
         replaced = False
@@ -153,7 +167,7 @@ class Bucket:
         return replaced
 
     def _is_as_made(self) -> bool:
-        """Whether all parts are still what they were when the whole parameters were made; False: one has to look."""
+        """Whether all shards are what they were when the unsharded parameters were made; False: one has to look."""
         self.unmoved = False
         if self._made is None:
             return False
@@ -168,12 +182,14 @@ class Bucket:
         return True
 
     def _remember(self) -> None:
-        """Note what the parts are, and where modules show them: a step looks at each several times."""
+        """Note what the shards are, and where modules show them: a step looks at each several times."""
         locals_ = [param.local for param in self.params]
+        # Every step comes here more than once for every parameter; all that does not change between two steps is
+        # looked up once, in lists of plain objects.
         self.unmoved = False
         self._made = None
-        self._flat_parts = None
-        # An empty part tells nothing by its address, nor does one without data.
+        self._flat_shards = None
+        # An empty shard tells nothing by its address, nor does one without data.
         in_place = all(
             param.address and t.device == self.storage.device for param, t in zip(self.params, locals_, strict=True)
         )
@@ -184,7 +200,9 @@ class Bucket:
             ]
             no_padding = all(param.local_numel == param.chunk for param in self.params)
             if no_padding and all(t.is_contiguous() for t in locals_):
-                self._flat_parts = [t.detach().view(-1) for t in locals_]
+                self._flat_shards = [t.detach().view(-1) for t in locals_]
+        # Most modules are plain ones, whose dictionary of parameters can be written directly. Others, such as recurrent
+        # ones, keep a second list of their weights, and must be asked by `setattr`.
         self._plain: list[tuple[Any, str, ManagedParam]] = []
         self._others: list[ManagedParam] = []
         for param in self.params:
@@ -194,7 +212,7 @@ class Bucket:
                 self._others.append(param)
 
     def _moved(self) -> bool:
-        """Whether a part is not what it was made as: of another dtype, on another device, or elsewhere in memory."""
+        """Whether a shard is not what it was made as: of another dtype, on another device, or elsewhere in memory."""
         base = self.shards
         for param, start, dtype in zip(self.params, self.starts, self.dtypes, strict=False):
             local = param.local
@@ -204,7 +222,7 @@ class Bucket:
                 if self.aliased and param.address and param.address != _local(param.unsharded).data_ptr():
                     return True
                 continue
-            # An empty part tells nothing by its address, but must follow the others: all ranks decide alike.
+            # An empty shard tells nothing by its address, but must follow the others: all ranks decide alike.
             if local.numel() > 0 and param.address and param.address != base.data_ptr() + start * base.element_size():
                 return True
         return False
@@ -221,11 +239,11 @@ class Bucket:
             )
 
     def take_over(self) -> None:
-        """Take over the parts that were replaced."""
+        """Take over the shards that were replaced."""
         locals_ = [param.local.detach() for param in self.params]
-        if self.storage.needs_data and any(part.is_meta for part in locals_):
+        if self.storage.needs_data and any(shard.is_meta for shard in locals_):
             raise NoDataError
-        dtypes = {part.dtype for part in locals_}
+        dtypes = {shard.dtype for shard in locals_}
         if len({computed_in(dtype, self.param_dtype) for dtype in dtypes}) > 1 or (
             self.storage.flat and len(dtypes) > 1
         ):
@@ -237,20 +255,20 @@ class Bucket:
         if self.storage.needs_data:
             self._check_place()
         with torch.inference_mode(False):  # an evaluation may be the first to notice; training follows
-            if self.shards is not None or any(part.device != self.storage.device for part in locals_):
-                parts = self._keep(locals_)
-                for param, part in zip(self.params, parts, strict=True):
-                    param.sharded._local_tensor = part  # type: ignore[attr-defined]
+            if self.shards is not None or any(shard.device != self.storage.device for shard in locals_):
+                shards = self._keep(locals_)
+                for param, shard in zip(self.params, shards, strict=True):
+                    param.sharded._local_tensor = shard  # type: ignore[attr-defined]
             for param in self.params:
                 for name, value in param.attributes.items():  # what torch swaps in place loses them
                     param.sharded.__dict__.setdefault(name, value)
                 param.show(param.sharded)
-            self._make_wholes()
+            self._make_unsharded()
 
-    # -- the wholes --------------------------------------------------------------------------------------------------
+    # -- the unsharded parameters ------------------------------------------------------------------------------------
 
-    def _make_wholes(self) -> None:
-        """Make the whole parameters over a buffer that has a place for each and, so far, no memory."""
+    def _make_unsharded(self) -> None:
+        """Make the unsharded parameters over a buffer that has a place for each and, so far, no memory."""
         first = self.params[0].local
         self.device = first.device
         self.dtypes = [param.local.dtype for param in self.params]
@@ -258,58 +276,60 @@ class Bucket:
         device = first.device if first.is_meta else self.storage.compute
         self.compute_dtype, self.compute_device = dtype, device
         self._converts = device != first.device or any(param.local.dtype != dtype for param in self.params)
-        # Parameters that every rank has whole are used where they are, if they are fit for it.
+        # Replicated parameters are used where they are, if they are fit for it: nothing is copied, and nothing freed.
         self.aliased = self.group is None and not self._converts and self.shards is None
-        self.piece = None
+        self.post_forward_shard = None
         if self.aliased:
-            self.wholes = torch.empty(0, dtype=dtype, device=device)
-            self.bytes_whole = 0
+            self.unsharded_buffer = torch.empty(0, dtype=dtype, device=device)
+            self.unsharded_bytes = 0
             self._can_gather_each = False
             for param in self.params:
                 param.make_unsharded(param.local.detach())
             self.gathered = False
             self._remember()
             return
-        sizes = [self.ranks * p.chunk if p.straight else p.numel for p in self.params]
+        sizes = [self.ranks * p.chunk if p.contiguous_on_dim_0 else p.numel for p in self.params]
         self.places = [0, *accumulate(sizes)]
-        # Without a copy: each parameter's padded parts, one after the other, are the whole.
+        # Without a copy: each parameter's padded shards, one after the other, are the unsharded one.
         self._can_gather_each = (
             self.group is not None
             and self.ranks > 1
             and not self.storage.platform.prefers_large_messages
-            and all(param.straight for param in self.params)
+            and all(param.contiguous_on_dim_0 for param in self.params)
         )
-        self.wholes = torch.empty(self.places[-1], dtype=dtype, device=device)
-        self._memory = self.wholes.untyped_storage()
-        self.bytes_whole = self.wholes.untyped_storage().nbytes()
-        self.targets = self.wholes.split(sizes)
+        self.unsharded_buffer = torch.empty(self.places[-1], dtype=dtype, device=device)
+        self._memory = self.unsharded_buffer.untyped_storage()
+        self.unsharded_bytes = self.unsharded_buffer.untyped_storage().nbytes()
+        self.targets = self.unsharded_buffer.split(sizes)
         for param, place in zip(self.params, self.places, strict=False):
             # .data: filling the buffer must not look to autograd like a change of the parameter
-            param.make_unsharded(self.wholes[place : place + param.numel].view(param.shape).data)
+            param.make_unsharded(self.unsharded_buffer[place : place + param.numel].view(param.shape).data)
         self._remember()
         self.free()
 
     def owns_memory_of(self, pointer: int) -> bool:
         """Whether memory that starts at ``pointer`` is the buffer's, which will be freed."""
-        return pointer == self.wholes.untyped_storage().data_ptr()
+        return pointer == self.unsharded_buffer.untyped_storage().data_ptr()
 
     @property
-    def wholes_pointer(self) -> int:
-        """Where the whole parameters' memory starts; 0 while freed."""
-        return self.wholes.untyped_storage().data_ptr()
+    def unsharded_pointer(self) -> int:
+        """Where the unsharded parameters' memory starts; 0 while freed."""
+        return self.unsharded_buffer.untyped_storage().data_ptr()
 
     def allocate(self) -> None:
-        """Give the whole parameters their memory back."""
-        self._memory.resize_(self.bytes_whole)
+        """Give the unsharded parameters their memory back."""
+        self._memory.resize_(self.unsharded_bytes)
 
     def free(self) -> None:
-        """Free the memory of the whole parameters; the tensors stay, for autograd."""
+        """Free the memory of the unsharded parameters; the tensors stay, for autograd."""
+        # The storage is emptied, not dropped: what autograd has saved are these very tensors, and the second gather
+        # fills them again. A tensor that is used too early has no memory, and torch says so.
         self.gathered = False
-        if not self.wholes.is_meta:
-            self.wholes.untyped_storage().resize_(0)
+        if not self.unsharded_buffer.is_meta:
+            self.unsharded_buffer.untyped_storage().resize_(0)
 
     def check_untouched(self) -> None:
-        """Make sure that forward has not changed whole parameters in place: that would be lost when they are freed."""
+        """Make sure that forward has not changed unsharded parameters in place: that is lost with their memory."""
         for param in self.params:
             if param.unsharded._version != param.made_version and not self.aliased:
                 param.made_version = param.unsharded._version
@@ -320,24 +340,30 @@ class Bucket:
                 )
 
     def start_gather(self) -> Pending:
-        """Start to gather the parts into a buffer that holds rank after rank."""
+        """Start to gather the shards into a buffer that holds rank after rank."""
         if self.aliased:
-            return Pending(None, self.wholes)
+            return Pending(None, self.unsharded_buffer)
         if self.all_gather_with is not None and self.group is not None and self.ranks > 1:
             return self._gather_with(self.all_gather_with)
-        if self.piece is not None and self.keep_pieces is not None:
-            piece, self.piece = self.piece, None
-            target = torch.empty(self.ranks * self.starts[-1], dtype=piece.dtype, device=piece.device)
-            return all_gather(target, piece, self.keep_pieces[0])
-        if self._can_gather_each and self.keep_pieces is None:
+        if self.post_forward_shard is not None and self.post_forward_mesh is not None:
+            # Used once: the forward that follows gathers shards that a step may have changed.
+            post_forward_shard, self.post_forward_shard = self.post_forward_shard, None
+            target = torch.empty(
+                self.ranks * self.starts[-1], dtype=post_forward_shard.dtype, device=post_forward_shard.device
+            )
+            return all_gather(target, post_forward_shard, self.post_forward_mesh[0])
+        if self._can_gather_each and self.post_forward_mesh is None:
+            # Where a backend takes many small messages at once, nothing is packed before and nothing copied out after.
             self.allocate()
-            return all_gather_each(self.targets, self._sources(), cast(dist.ProcessGroup, self.group), self.wholes)
-        # Where there is one part, rank after rank is also the order in the whole parameters.
-        direct = self.ranks == 1 or (len(self.params) == 1 and self.params[0].straight)
+            return all_gather_each(
+                self.targets, self._sources(), cast(dist.ProcessGroup, self.group), self.unsharded_buffer
+            )
+        # Where there is one shard, rank after rank is also the order in the unsharded parameters.
+        direct = self.ranks == 1 or (len(self.params) == 1 and self.params[0].contiguous_on_dim_0)
         if direct:
             self.allocate()
         numel = self.ranks * self.starts[-1]
-        target = self.wholes if direct else self.wholes.new_empty(numel)
+        target = self.unsharded_buffer if direct else self.unsharded_buffer.new_empty(numel)
         if self.group is None:
             self._pack(target)
             return Pending(None, target)
@@ -345,26 +371,26 @@ class Bucket:
 
     def _gather_with(self, comm: Any) -> Pending:
         """The same by an ``AllGather`` of torch."""
-        group, piece, self.piece = self.group, self.piece, None
+        group, post_forward_shard, self.post_forward_shard = self.group, self.post_forward_shard, None
         target = comm.allocate((self.ranks * self.starts[-1],), dtype=self.compute_dtype, device=self.compute_device)
-        source = piece
-        if piece is not None and self.keep_pieces is not None:
-            group = self.keep_pieces[0]
+        source = post_forward_shard
+        if post_forward_shard is not None and self.post_forward_mesh is not None:
+            group = self.post_forward_mesh[0]
         else:
             source = self._source(target)
         work = comm(output_tensor=target, input_tensor=source, group=group, async_op=True)
         return Pending(work, target, keep=() if source is None else (source,))
 
     def _sources(self) -> Sequence[torch.Tensor]:
-        """The own parts as they are sent, each for itself and padded: as they are, or in their place in the wholes."""
+        """The own shards as they are sent, each for itself and padded: where they are, or in the unsharded buffer."""
         if not self._converts:
             if self.shards is not None:
                 return self.shards.split(self.chunks)
-            if self.unmoved and self._flat_parts is not None:
-                return self._flat_parts
+            if self.unmoved and self._flat_shards is not None:
+                return self._flat_shards
             if all(param.local_numel == param.chunk for param in self.params):  # no padding to send
                 return [param.local.detach().reshape(-1) for param in self.params]
-        rank = self.params[0].home.shard_rank
+        rank = self.params[0].placement.shard_rank
         slots = [
             target[rank * chunk : (rank + 1) * chunk] for target, chunk in zip(self.targets, self.chunks, strict=True)
         ]
@@ -372,7 +398,7 @@ class Bucket:
         return slots
 
     def _source(self, target: torch.Tensor) -> torch.Tensor:
-        """The own part as it is sent: the flat buffer itself, or packed into the own place of ``target``."""
+        """The own shard as it is sent: the flat buffer itself, or packed into the own place of ``target``."""
         if self.shards is not None and not self._converts:
             return self.shards
         only = self.params[0]
@@ -381,59 +407,61 @@ class Bucket:
         if alone and not self._converts:
             return local.detach().view(-1)
         width = self.starts[-1]
-        rank = only.home.shard_rank
+        rank = only.placement.shard_rank
         source = target[rank * width : (rank + 1) * width]
         self._pack(source)
         return source
 
     def _pack(self, place: torch.Tensor) -> None:
-        """Copy the parts, one after the other and padded, into ``place``."""
+        """Copy the shards, one after the other and padded, into ``place``."""
         self._copy_to(place.split(self.chunks))
 
     def _copy_to(self, slots: Sequence[torch.Tensor]) -> None:
-        """Copy each part into its slot, converted to the dtype of computation; zeros behind it."""
-        places, parts = [], []
+        """Copy each shard into its slot, converted to the dtype of computation; zeros behind it."""
+        places, shards = [], []
         for param, slot in zip(self.params, slots, strict=True):
             places.append(slot[: param.local_numel].view(param.local_shape))
-            parts.append(param.local.detach())
+            shards.append(param.local.detach())
             if param.local_numel < param.chunk:
                 slot[param.local_numel :].zero_()
         if self.storage.on_host:
-            for where, part in zip(places, parts, strict=True):
-                where.copy_(part, non_blocking=True)
+            for where, shard in zip(places, shards, strict=True):
+                where.copy_(shard, non_blocking=True)
         else:
-            torch._foreach_copy_(places, parts)
+            torch._foreach_copy_(places, shards)
 
-    def finish_gather(self, received: torch.Tensor, *, keep_piece: bool = False) -> None:
-        """Put what was gathered in its place; ``keep_piece``: and keep what the smaller world asks of this rank."""
+    def finish_gather(self, received: torch.Tensor, *, keep_post_forward_shard: bool = False) -> None:
+        """Put what was gathered in its place; if asked to, keep this rank's shard over the post-forward mesh."""
         if self.aliased:
             self.gathered = True
             return
-        if keep_piece and self.keep_pieces is not None:
-            group, place = self.keep_pieces
+        if keep_post_forward_shard and self.post_forward_mesh is not None:
+            group, place = self.post_forward_mesh
             numel = received.numel() // group.size()
-            self.piece = received[place * numel : (place + 1) * numel].clone()
-        if received is not self.wholes:
+            self.post_forward_shard = received[place * numel : (place + 1) * numel].clone()
+        if received is not self.unsharded_buffer:
             self.allocate()
             self._unpack(received.view(self.ranks, -1))
         self.gathered = True
 
     def _unpack(self, rows: torch.Tensor) -> None:
-        if all(param.straight for param in self.params):
+        if all(param.contiguous_on_dim_0 for param in self.params):
             places = [
-                self.wholes[start:end].view(self.ranks, -1)
+                self.unsharded_buffer[start:end].view(self.ranks, -1)
                 if end > start
-                else self.wholes[start:end].view(self.ranks, 0)
+                else self.unsharded_buffer[start:end].view(self.ranks, 0)
                 for start, end in zip(self.places, self.places[1:], strict=False)
             ]
             torch.split_with_sizes_copy(rows, self.chunks, dim=1, out=places)
             return
         for param, start, place, end in zip(self.params, self.starts, self.places, self.places[1:], strict=False):
-            for whole, part in param.rows_of(self.wholes[place:end], rows[:, start : start + param.chunk]):
-                whole.copy_(part)
+            for unsharded, shard in param.rows_of(
+                self.unsharded_buffer[place:end], rows[:, start : start + param.chunk]
+            ):
+                unsharded.copy_(shard)
 
-    def show_wholes(self) -> None:
-        """Let the modules see the whole parameters."""
+    def show_unsharded(self) -> None:
+        """Let the modules see the unsharded parameters."""
         for param in self.params:
             if param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
@@ -470,3 +498,244 @@ def computed_in(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dt
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own tensor of a DTensor, a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+# -- parameters that gather other tensors than their values: FSDP2's tensor extension ----------------------------------
+
+
+class ExtensionBucket(Bucket):
+    """The parameters of a unit that have ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+    The former gives the tensors to gather, of any dtypes; the latter makes the unsharded parameter of them. All of them
+    travel as the bytes of one message. As in torch, the unsharded parameter is made once, by the first gather, and
+    filled again by the later ones (`out`), because autograd may have kept it.
+
+    FSDP2 leaves the padding of uneven shards to the extension and fails on the padded ranks alone, which hangs the
+    others. Here the engine pads, and what it cannot pad is an error on every rank.
+
+    Args:
+        params: The parameters, split on dim 0 or replicated.
+        values: Their values, unsharded.
+        group: The ranks that hold the shards; None where the parameters are replicated.
+        storage: Where the shards are kept.
+        mp_policy: What the extension is told of dtypes.
+    """
+
+    def __init__(
+        self,
+        params: list[ManagedParam],
+        values: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        storage: Storage,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.mp_policy = mp_policy
+        self._mesh = _shard_mesh(params[0])
+        super().__init__(params, values, group, storage, mp_policy.param_dtype)
+
+    def _keep(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        kept = []
+        for shard, param in zip(shards, self.params, strict=True):
+            if shard.is_meta:
+                kept.append(shard)
+                continue
+            if shard.numel() < param.numel:  # the rest of the unsharded value's memory is to be freed
+                shard = shard.new_zeros(param.local_shape).copy_(shard)
+            if shard.device != self.storage.device:
+                shard = shard.to(self.storage.device)
+            kept.append(shard.pin_memory() if self.storage.pinned else shard)
+        return kept
+
+    # -- the unsharded parameters ------------------------------------------------------------------------------------
+
+    def _make_unsharded(self) -> None:
+        """Let parameters on meta stand in for the unsharded ones, which the first gather makes."""
+        first = self.params[0].local
+        self.device = first.device
+        self.dtypes = [param.local.dtype for param in self.params]
+        self.compute_device = first.device if first.is_meta else self.storage.compute
+        self.compute_dtype = computed_in(first.dtype, self.param_dtype)
+        self.aliased = self.gathered = False
+        self._kinds: list[list[tuple[torch.Size, torch.dtype]]] = []  # of what each parameter gathers
+        self._metadata: list[Any] = []
+        self._outputs: list[torch.Tensor] = []  # bytes, rank after rank; of all parameters
+        self._memory_of: dict[int, tuple[Any, int]] = {}  # storages that are freed, and how large they are
+        self._sent: torch.Tensor | None = None  # read until the gather is through
+        self._made_unsharded = False
+        for param in self.params:
+            dtype = computed_in(param.local.dtype, self.param_dtype)
+            param.make_unsharded(torch.empty(param.shape, dtype=dtype, device="meta"))
+        self._remember()
+
+    def owns_memory_of(self, pointer: int) -> bool:
+        """Whether memory that starts at ``pointer`` will be freed."""
+        return any(storage.data_ptr() == pointer for storage, _ in self._memory_of.values())
+
+    def allocate(self) -> None:
+        """Give what was gathered, and what the extension has made of it, their memory back."""
+        for storage, size in self._memory_of.values():
+            if storage.nbytes() != size:
+                storage.resize_(size)
+
+    def free(self) -> None:
+        """Free the memory of both; the tensors stay, for autograd."""
+        self.gathered = False
+        for storage, _ in self._memory_of.values():
+            storage.resize_(0)
+
+    def _free_later(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if not tensor.is_meta:
+                self._memory_of[storage._cdata] = (storage, storage.nbytes())
+
+    # -- the gather --------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> Pending:
+        """Start to gather what the extensions give, as one message of bytes."""
+        # What is made here outlives an evaluation in inference mode, and must not be of it.
+        with torch.inference_mode(False), torch.no_grad():
+            sources = [_bytes(tensor) for tensor in self._inputs()]
+            widths = [source.numel() for source in sources]
+            if not self._outputs:
+                self._outputs = [s.new_empty(self.ranks * width) for s, width in zip(sources, widths, strict=True)]
+                self._free_later(self._outputs)
+            self._check_widths(widths)
+            if self.group is None or self.ranks == 1:
+                self.allocate()
+                torch._foreach_copy_(self._outputs, sources)
+                return Pending(None, self._outputs[0])
+            if self.all_gather_with is None and len(sources) == 1:
+                self.allocate()
+                self._sent = sources[0]
+                return all_gather(self._outputs[0], sources[0], self.group)
+            sent = sources[0] if len(sources) == 1 else torch.cat(sources)
+            if self.all_gather_with is None:
+                self._sent = sent
+                return all_gather(sent.new_empty(self.ranks * sent.numel()), sent, self.group)
+            comm: Any = self.all_gather_with
+            target = comm.allocate((self.ranks * sent.numel(),), dtype=sent.dtype, device=sent.device)
+            work = comm(output_tensor=target, input_tensor=sent, group=self.group, async_op=True)
+            return Pending(work, target, keep=(sent,))
+
+    def _inputs(self) -> list[torch.Tensor]:
+        """What the extensions give to gather, each padded to the size that it has on the first rank."""
+        inputs: list[torch.Tensor] = []
+        self._kinds, self._metadata = [], []
+        for param in self.params:
+            local: Any = param.local
+            if local.device != self.compute_device:
+                local = local.to(self.compute_device, non_blocking=True)
+            arguments: tuple[Any, ...] = (self._mesh,)
+            if len(inspect.signature(local.fsdp_pre_all_gather).parameters) > 1:
+                stride = tuple(prod(param.shape[i + 1 :]) for i in range(len(param.shape)))
+                arguments = (self._mesh, param.shape, stride, param.slots[0].module, self.mp_policy)
+            tensors, metadata = local.fsdp_pre_all_gather(*arguments)
+            padded = [_padded(param, tensor) for tensor in tensors]
+            self._kinds.append([(tensor.shape, tensor.dtype) for tensor in padded])
+            self._metadata.append(metadata)
+            inputs += padded
+        return inputs
+
+    def _check_widths(self, widths: list[int]) -> None:
+        before = [output.numel() // self.ranks for output in self._outputs]
+        if widths != before:
+            raise RuntimeError(
+                explain(
+                    f"cannot gather {', '.join(param.name for param in self.params)}",
+                    "fsdp_pre_all_gather gives other tensors than the first time, and autograd may keep those",
+                    f"seen: {widths} bytes, before: {before}",
+                    "tensors of one shape and dtype each time; wrap again to change them",
+                )
+            )
+
+    def finish_gather(self, received: torch.Tensor, *, keep_post_forward_shard: bool = False) -> None:
+        """Have the extensions make, or fill, the unsharded parameters."""
+        del keep_post_forward_shard  # there is no shard over another mesh that an extension could give
+        self._sent = None
+        with torch.inference_mode(False), torch.no_grad():
+            self.allocate()
+            if received is not self._outputs[0]:
+                widths = [output.numel() // self.ranks for output in self._outputs]
+                rows = [output.view(self.ranks, width) for output, width in zip(self._outputs, widths, strict=True)]
+                torch.split_with_sizes_copy(received.view(self.ranks, sum(widths)), widths, dim=1, out=rows)
+            place = 0
+            for param, kinds, metadata in zip(self.params, self._kinds, self._metadata, strict=True):
+                flat = self._outputs[place : place + len(kinds)]
+                place += len(kinds)
+                # .data: filling the memory must not look to autograd like a change of what it has kept
+                outputs = [
+                    output.data.view(dtype).view([self.ranks * n for n in shape[:1]] + list(shape[1:]))
+                    for output, (shape, dtype) in zip(flat, kinds, strict=True)
+                ]
+                if param.is_uneven:
+                    outputs = [output[: param.size] for output in outputs]
+                self._make_or_fill(param, tuple(outputs), metadata)
+            self._made_unsharded = True
+            self.compute_dtype = self.params[0].unsharded.dtype  # in which its gradient comes
+        self._metadata = []
+        self.gathered = True
+
+    def _make_or_fill(self, param: ManagedParam, outputs: tuple[torch.Tensor, ...], metadata: Any) -> None:
+        """Let the extension of one parameter make the unsharded one or, later on, fill it."""
+        local: Any = param.local
+        dtype = computed_in(local.dtype, self.param_dtype)
+        if self._made_unsharded:
+            with torch.autograd._unsafe_preserve_version_counter(param.unsharded):
+                local.fsdp_post_all_gather(outputs, metadata, dtype, out=param.unsharded)
+            return
+        unsharded, inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
+        self._free_later(inner)
+        if unsharded.shape != param.shape:
+            raise RuntimeError(
+                explain(
+                    f"cannot use what fsdp_post_all_gather returns for {param.name!r}",
+                    "it is not of the shape of the parameter",
+                    f"seen: {tuple(unsharded.shape)}, expected: {tuple(param.shape)}",
+                    "all_gather_outputs, one below the other along dim 0",
+                )
+            )
+        param.make_unsharded(unsharded)
+
+
+def _padded(param: ManagedParam, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor to gather as large as on the first rank, which has no padding.
+
+    Raises:
+        RuntimeError: The shards are uneven, and this is not one value per element: nobody can know its size elsewhere.
+            All ranks raise.
+    """
+    if not param.is_uneven:
+        return tensor
+    shape = torch.Size((param.rows, *param.shape[1:]))
+    if tensor.shape == shape:
+        return tensor
+    if tensor.shape != param.local_shape:
+        raise RuntimeError(
+            explain(
+                f"cannot gather parameter {param.name!r}",
+                "its shards differ in size, and fsdp_pre_all_gather gives a tensor of another shape than its shard's",
+                f"shape: {tuple(param.shape)} over {param.ranks} ranks   given: {tuple(tensor.shape)}   shard: "
+                f"{tuple(param.local_shape)}",
+                f"a size of dim 0 that {param.ranks} divides; or what is no value of one element in the metadata",
+            )
+        )
+    padded = tensor.new_zeros(shape)
+    padded[: param.length].copy_(tensor)
+    return padded
+
+
+def _shard_mesh(param: ManagedParam) -> DeviceMesh:
+    """The 1-D mesh of the ranks that hold the shards; of a parameter that keeps its layout, the one it is on."""
+    data = param.placement.data
+    if data is None:
+        return param.placement.mesh
+    if data.mesh.ndim == 1:
+        return data.mesh
+    if data.mesh.mesh_dim_names is not None:
+        return data.mesh[data.mesh.mesh_dim_names[-1]]
+    return DeviceMesh.from_group(data.shard_group, data.mesh.device_type)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

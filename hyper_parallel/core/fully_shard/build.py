@@ -1,30 +1,255 @@
-"""From modules and the homes of their parameters to a unit: find, check, bucket, take over."""
+"""From modules and the placements of their parameters to a unit: find, check, bucket, take over; copies of units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
-from hyper_parallel.core.fully_shard.arguments import check_parameter, check_same_data, together
-from hyper_parallel.core.fully_shard.bucket import Bucket, Storage, computed_in
-from hyper_parallel.core.fully_shard.extension import ExtensionBucket
-from hyper_parallel.core.fully_shard.fsdp2 import register_state
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
-from hyper_parallel.core.fully_shard.module import show_shards_in_state_dicts
-from hyper_parallel.core.fully_shard.param import ManagedParam, Slot, has_extension
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, Storage, computed_in
+from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
+from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
+from hyper_parallel.core.fully_shard.placement import DataParallelMesh, ParameterPlacement, has_extension, unpackable
+from hyper_parallel.core.fully_shard.policy import UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.unit import Unit, UnitOptions, is_wrapped, unit_of
+from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
 from hyper_parallel.platform import Platform
 
-__all__ = ["Found", "Grouping", "find_parameters", "install", "make_unit", "move_buffers", "refuse_gradients"]
+__all__ = [
+    "Found",
+    "Grouping",
+    "check_modules",
+    "check_parameter",
+    "check_parameters",
+    "check_same_data",
+    "copy_wrapped",
+    "find_parameters",
+    "install",
+    "make_unit",
+    "move_buffers",
+    "refuse_gradients",
+]
+
+
+# -- checks of arguments, before anything is changed -------------------------------------------------------------------
+
+
+def check_modules(module: Any, api: str) -> list[nn.Module]:
+    """Check the first argument; of a list, keep the modules that no other one contains.
+
+    Raises:
+        ValueError: Not a module, an empty list, a module that is wrapped already or has no forward of its own.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{api} cannot wrap inside of torch.inference_mode(): parameters made there cannot be trained\n"
+            "  seen: inference mode is on\n"
+            "  try: wrap before, and run the forward in inference mode"
+        )
+    given = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not given:
+        raise ValueError(f"{api} got an empty list\n  expected: at least one module\n  try: {api}(model)")
+    for index, item in enumerate(given):
+        if not isinstance(item, nn.Module):
+            where = f"item {index} of the list" if isinstance(module, (list, tuple)) else "its argument"
+            raise ValueError(
+                f"{api} takes modules, but {where} is a {type(item).__name__}: {item!r}\n  try: {api}(model)"
+            )
+    inside = {id(child) for item in given for child in item.modules() if child is not item}
+    roots = [item for item in dict.fromkeys(given) if id(item) not in inside]
+    for root in roots:
+        if is_wrapped(root):
+            raise ValueError(
+                f"{type(root).__name__} is wrapped already\n"
+                f"  seen: a second {api} of the same module\n"
+                "  try: wrap each module once, by one of fully_shard and hsdp, inner modules first"
+            )
+        if getattr(root.forward, "__func__", None) is nn.Module.forward:
+            raise ValueError(
+                f"{type(root).__name__} has no forward of its own, before which its parameters could be gathered\n"
+                "  seen: a container, whose modules are called one by one\n"
+                f"  try: {api} each module in it, or the module that contains it"
+            )
+    return roots
+
+
+def check_parameters(
+    ignored_params: Iterable[nn.Parameter] | None,
+    replicate_params: Iterable[nn.Parameter] | None,
+    roots: Sequence[nn.Module],
+) -> tuple[set[int], set[int]]:
+    """Identities of the parameters to leave alone and of those to replicate; the former win.
+
+    Raises:
+        ValueError: An ignored one that is no parameter; one to replicate that is not in the module, or that a unit
+            inside has split.
+        TypeError: One to replicate that is no parameter.
+    """
+    ignored = _listed("ignored_params", ignored_params)
+    for item in ignored:
+        if not isinstance(item, nn.Parameter):
+            raise ValueError(
+                f"fully_shard cannot ignore a {type(item).__name__}\n"
+                "  expected: ignored_params of nn.Parameter\n"
+                "  try: ignored_params=[model.scale]"
+            )
+    replicated = _listed("replicate_params", replicate_params)
+    names = {id(p): name for root in roots for name, p in root.named_parameters(remove_duplicate=False)}
+    for item in replicated:
+        if not isinstance(item, nn.Parameter):
+            raise TypeError(
+                f"fully_shard cannot replicate a {type(item).__name__}\n"
+                "  expected: replicate_params of nn.Parameter\n"
+                "  try: replicate_params=[model.norm.weight]"
+            )
+        if id(item) not in names:
+            raise ValueError(
+                f"fully_shard cannot replicate a parameter of shape {tuple(item.shape)}: it is not in the module\n"
+                f"  seen: {len(names)} parameters in {', '.join(type(root).__name__ for root in roots)}\n"
+                "  try: replicate_params of this module's own, such as [model.norm.weight]"
+            )
+        if managed_name(item) is not None and id(item) not in {id(i) for i in ignored}:
+            raise ValueError(
+                f"fully_shard cannot replicate {names[id(item)]!r}: a unit inside the module manages it already\n"
+                f"  seen: {managed_name(item)!r} there\n"
+                "  try: pass replicate_params to the call that wraps that unit"
+            )
+    return {id(item) for item in ignored}, {id(item) for item in replicated}
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        raise (ValueError if name == "ignored_params" else TypeError)(
+            explain(
+                f"fully_shard cannot use a {type(given).__name__} as {name}",
+                "it takes several parameters",
+                f"expected: a set or list of nn.Parameter, or None; got {type(given).__name__}",
+                f"{name}=[model.norm.weight]",
+            )
+        )
+    return list(given)
+
+
+def managed_name(parameter: nn.Parameter) -> str | None:
+    """The name under which a unit manages a parameter (the original or the sharded one), or None."""
+    name: str | None = getattr(parameter, "_hyper_parallel_unit_name", None)
+    return name
+
+
+def check_same_data(parameters: list[tuple[nn.Parameter, str]]) -> None:
+    """Either all parameters of a unit are on the meta device or none.
+
+    Raises:
+        ValueError: Some are.
+    """
+    on_meta = [name for parameter, name in parameters if parameter.is_meta]
+    if on_meta and len(on_meta) < len(parameters):
+        raise ValueError(
+            f"some parameters of the unit are on the meta device, others have data\n"
+            f"  on meta: {', '.join(on_meta)}\n"
+            "  try: make the whole module on meta, or none of it; or pass the former in ignored_params"
+        )
+
+
+def check_parameter(parameter: nn.Parameter, name: str, api: str) -> None:
+    """Check that a parameter can be managed.
+
+    Raises:
+        ValueError: Another unit manages it; it has no shape yet, a gradient, hooks that would be lost; it is of a kind
+            whose shards are no tensors of their own.
+    """
+    owner = managed_name(parameter)
+    if owner is not None:
+        raise ValueError(
+            f"parameter {name!r} is the same as {owner!r}, which another unit already manages\n"
+            "  seen: one tensor in two units, whose gradients would drift apart\n"
+            f"  try: inner modules before the one that contains them; of two modules that share it, {together(api)}"
+        )
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name!r} has no shape yet\n"
+            "  seen: a lazy module that has not run\n"
+            f"  try: run it once, on any rank's input, before {api}"
+        )
+    if parameter.grad is not None:
+        raise ValueError(
+            f"parameter {name!r} has a gradient, which would be lost\n"
+            f"  seen: a backward before {api}\n"
+            "  try: model.zero_grad() first"
+        )
+    hooks = (parameter._backward_hooks or {}).values()
+    lost = [hook for hook in hooks if not getattr(hook, "is_made_anew", False)]  # a unit sees to the layout itself
+    if lost or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"parameter {name!r} has hooks, which would be lost: the parameter is replaced by a sharded one\n"
+            "  seen: register_hook or register_post_accumulate_grad_hook before wrapping\n"
+            f"  try: register them on the parameter that the module has after {api}"
+        )
+    if api == "fully_shard" and _is_extended(parameter, name):
+        return
+    reason = unpackable(parameter)
+    if reason is not None:
+        raise ValueError(
+            f"parameter {name!r} cannot be split: {reason}\n"
+            f"  seen: {type(parameter).__name__}, {parameter.layout}\n"
+            "  try: a plain tensor, or pass it in ignored_params"
+        )
+
+
+def _is_extended(parameter: nn.Parameter, name: str) -> bool:
+    """Whether a parameter has FSDP2's tensor extension, in a form that can be used."""
+    local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    found = [method for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, method)]
+    if not found:
+        return False
+    if len(found) == 1:
+        raise ValueError(
+            f"parameter {name!r} cannot be split: it has {found[0]} alone, which needs the other one of the two\n"
+            f"  seen: a {type(local).__name__}\n"
+            "  try: both fsdp_pre_all_gather and fsdp_post_all_gather, or pass it in ignored_params"
+        )
+    signature = inspect.signature(local.fsdp_pre_all_gather)
+    if len(signature.parameters) not in (1, 5):
+        raise ValueError(
+            f"parameter {name!r} cannot be split: its fsdp_pre_all_gather does not take what it is called with\n"
+            f"  seen: {type(local).__name__}.fsdp_pre_all_gather{signature}\n"
+            "  try: (self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
+        )
+    with torch.no_grad():
+        part = local.detach()
+        part = part.narrow(0, 0, 0).new_zeros((0, *part.shape[1:])) if part.dim() else part
+    if not has_extension(part):
+        raise ValueError(
+            f"parameter {name!r} cannot be split: shards of it have lost fsdp_pre_all_gather\n"
+            f"  seen: a {type(local).__name__}, whose detach(), narrow() or new_zeros() is a {type(part).__name__}\n"
+            "  try: a __torch_dispatch__ that keeps the class for detach, slice, new_zeros, view, copy_ and _to_copy"
+        )
+    return True
+
+
+def together(api: str) -> str:
+    """How to wrap two modules that share a parameter."""
+    one = "wrap both modules as one unit, fully_shard([a, b]), or " if api == "fully_shard" else ""
+    return f"{one}wrap only the module that contains both"
+
+
+# -- from modules to a unit --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,14 +273,14 @@ class Grouping:
 
     Attributes:
         reduce_bytes: Gradients are reduced in buffers of at most so many bytes; -1: one buffer; 0: one each.
-        whole_gradients: Reduce whole gradients on every rank, and take the own part of the result.
+        unsharded_gradients: Reduce unsharded gradients on every rank, and take the own shard of the result.
     """
 
     reduce_bytes: int = -1
-    whole_gradients: bool = False
+    unsharded_gradients: bool = False
 
 
-def find_parameters(roots: list[nn.Module], ignored: set[int], face: str) -> list[Found]:
+def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list[Found]:
     """The parameters of this unit with their names and places, tied ones once; nested units' are left out.
 
     Raises:
@@ -67,7 +292,7 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], face: str) -> lis
             if parameter is None or id(parameter) in ignored:
                 continue
             full_name = f"{path}{name}"
-            check_parameter(parameter, full_name, face)
+            check_parameter(parameter, full_name, api)
             found.setdefault(id(parameter), (parameter, full_name, []))[2].append(Slot(owner, name))
     check_same_data([(parameter, name) for parameter, name, _ in found.values()])
     return [Found(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
@@ -94,7 +319,7 @@ def _own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 def make_unit(
     roots: list[nn.Module],
-    placed: Sequence[tuple[Found, Home]],
+    placed: Sequence[tuple[Found, ParameterPlacement]],
     storage: Storage,
     options: UnitOptions,
     grouping: Grouping,
@@ -102,38 +327,42 @@ def make_unit(
     """Make the unit and let the modules show its sharded parameters; nothing else is changed."""
     platform = storage.platform
     not_flat = Storage(platform, on_host=storage.on_host, pinned=storage.pinned)
-    groups: dict[Any, list[tuple[Found, Home]]] = {}
-    for found, home in placed:
-        split = home.shard_dim is not None
+    groups: dict[Any, list[tuple[Found, ParameterPlacement]]] = {}
+    for found, placement in placed:
+        split = placement.shard_dim is not None
         dtype = found.parameter.dtype
         if not storage.flat:  # converted when they are packed
             dtype = computed_in(dtype, options.mp_policy.param_dtype)
-        key = (split, home.data if split else home.reduce_groups, dtype, has_extension(found.parameter))
-        groups.setdefault(key, []).append((found, home))
+        key = (split, placement.data if split else placement.reduce_groups, dtype, has_extension(found.parameter))
+        groups.setdefault(key, []).append((found, placement))
     buckets: list[Bucket] = []
     reducers: list[GradientReducer] = []
     for (split, *_, extended), members in groups.items():
         params = []
-        for found, home in members:
+        for found, placement in members:
             found.parameter._hyper_parallel_unit_name = found.name  # type: ignore[attr-defined]
-            params.append(ManagedParam(found.name, list(found.slots), found.parameter, home))
-        home = members[0][1]
-        wholes = [found.parameter for found, _ in members]
-        group = home.data.shard_group if split and home.data is not None else None
+            params.append(ManagedParam(found.name, list(found.slots), found.parameter, placement))
+        placement = members[0][1]
+        values = [found.parameter for found, _ in members]
+        group = placement.data.shard_group if split and placement.data is not None else None
         if extended:
-            bucket: Bucket = ExtensionBucket(params, wholes, group, storage, options.mp_policy)
+            bucket: Bucket = ExtensionBucket(params, values, group, storage, options.mp_policy)
         else:
-            bucket = Bucket(params, wholes, group, storage if split else not_flat, options.mp_policy.param_dtype)
+            bucket = Bucket(params, values, group, storage if split else not_flat, options.mp_policy.param_dtype)
         bucket.show_shards()
         buckets.append(bucket)
         for some in _portions(params, grouping.reduce_bytes):
-            reducers.append(_reducer(bucket, some, home, platform, whole=grouping.whole_gradients or not split))
+            reducers.append(
+                _reducer(
+                    bucket, some, placement, platform, unsharded_gradients=grouping.unsharded_gradients or not split
+                )
+            )
     target = "main_grad" if options.mp_policy.apply_grad_on_fp32_main_grad else "grad"
     for bucket in buckets:
         for param in bucket.params:
             param.target = target
     unit = Unit(roots, buckets, reducers, platform, options)
-    unit.storage, unit.grouping = storage, grouping
+    unit.wrapping.storage, unit.wrapping.grouping = storage, grouping
     return unit
 
 
@@ -154,13 +383,18 @@ def _portions(params: list[ManagedParam], limit: int) -> list[list[ManagedParam]
 
 
 def _reducer(
-    bucket: Bucket, params: list[ManagedParam], home: Home, platform: Platform, *, whole: bool
+    bucket: Bucket,
+    params: list[ManagedParam],
+    placement: ParameterPlacement,
+    platform: Platform,
+    *,
+    unsharded_gradients: bool,
 ) -> GradientReducer:
     scatter: dist.ProcessGroup | None = None
-    replicas = home.reduce_groups
-    if home.shard_dim is not None and home.data is not None:
-        data = home.data
-        if whole:
+    replicas = placement.reduce_groups
+    if placement.shard_dim is not None and placement.data is not None:
+        data = placement.data
+        if unsharded_gradients:
             replicas = data.domain_groups
         else:
             scatter = data.shard_group
@@ -177,7 +411,9 @@ def _reducer(
     )
 
 
-def install(unit: Unit, placed: Sequence[tuple[Found, Home]], make_class: Callable[[Any], Any], face: str) -> None:
+def install(
+    unit: Unit, placed: Sequence[tuple[Found, ParameterPlacement]], make_class: Callable[[Any], Any], api: str
+) -> None:
     """Give the modules their new class, and let state dicts and stale parameters know of the unit."""
     for root in unit.modules:
         root.__dict__["_hyper_parallel_unit"] = unit
@@ -186,10 +422,10 @@ def install(unit: Unit, placed: Sequence[tuple[Found, Home]], make_class: Callab
     for owner in dict.fromkeys(slot.module for found, _ in placed for slot in found.slots):
         show_shards_in_state_dicts(unit, owner)
     for found, _ in placed:
-        refuse_gradients(found, face)
+        refuse_gradients(found, api)
 
 
-def refuse_gradients(found: Found, face: str) -> None:
+def refuse_gradients(found: Found, api: str) -> None:
     """Let a gradient for the parameter as it was be an error: whoever still uses it trains a copy."""
     if not found.parameter.requires_grad:
         return
@@ -198,9 +434,9 @@ def refuse_gradients(found: Found, face: str) -> None:
     def refuse(gradient: torch.Tensor) -> None:
         del gradient
         raise RuntimeError(
-            f"a gradient arrived for {name!r} as it was before {face} replaced it by a sharded parameter\n"
+            f"a gradient arrived for {name!r} as it was before {api} replaced it by a sharded parameter\n"
             "  seen: a module outside of the unit, or a variable, that still uses the old one\n"
-            f"  try: if two modules share the weight, {together(face)}"
+            f"  try: if two modules share the weight, {together(api)}"
         )
 
     found.parameter.register_hook(refuse)
@@ -219,23 +455,175 @@ def move_buffers(roots: list[nn.Module], platform: Platform) -> None:
             owner._buffers[name] = moved[id(buffer)]
 
 
-def move_plain(roots: Iterable[nn.Module], data: DataParallelMesh, carrier: DeviceMesh) -> None:
-    """Put plain parameters of units inside, that were wrapped before there was a carrier, onto it."""
+def move_plain(roots: Iterable[nn.Module], data: DataParallelMesh, spmd_mesh: DeviceMesh) -> None:
+    """Put plain parameters of units inside, that were wrapped before there was a spmd_mesh, onto it."""
     units = dict.fromkeys(u for root in roots for child in root.modules() if (u := unit_of(child)) is not None)
     for unit in units:
         for param in [param for bucket in unit.buckets for param in bucket.params]:
-            home = param.home
-            if home.data is not None and home.data.mesh == data.mesh and home.mesh == data.mesh:
-                before = [Replicate() for _ in range(carrier.ndim - data.axes)]
-                param.move_to(carrier, (*before, *home.placements))
+            placement = param.placement
+            if placement.data is not None and placement.data.mesh == data.mesh and placement.mesh == data.mesh:
+                before = [Replicate() for _ in range(spmd_mesh.ndim - data.axes)]
+                param.move_to(spmd_mesh, (*before, *placement.placements))
 
 
-def nested_homes(roots: Iterable[nn.Module]) -> list[Home]:
-    """The homes of the parameters of units inside these modules."""
+def nested_placements(roots: Iterable[nn.Module]) -> list[ParameterPlacement]:
+    """The placements of the parameters of units inside these modules."""
     units = dict.fromkeys(u for root in roots for child in root.modules() if (u := unit_of(child)) is not None)
-    return [param.home for unit in units for bucket in unit.buckets for param in bucket.params]
+    return [param.placement for unit in units for bucket in unit.buckets for param in bucket.params]
 
 
 def is_dtensor(found: Found) -> bool:
     """Whether the parameter is a DTensor already."""
     return isinstance(found.parameter, DTensor)
+
+
+# -- copies: the same units over the same groups, with values of their own ---------------------------------------------
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+OF_A_UNIT = ("_hyper_parallel_unit", STATE_KEY, REGISTRY_KEY)
+
+
+def copy_wrapped(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What ``copy.deepcopy`` of a wrapped module returns; gradients are left behind, as torch does for parameters.
+
+    Raises:
+        TypeError: A unit for ``torch.compile`` to trace.
+        ValueError: A unit has modules outside of this one.
+    """
+    units = list(nested_units(module))
+    _check(module, units)
+    for unit in units:
+        unit.reshard()
+    with _unwrapped(module, units) as stand_ins:
+        made: nn.Module = copy.deepcopy(module, memo)
+    copies: dict[int, Unit] = {}
+    for unit in reversed(units):  # inner ones first
+        copies[id(unit)] = _copy_unit(unit, stand_ins, memo)
+    for unit in units:
+        _copy_links(unit, copies)
+    return made
+
+
+def _check(module: nn.Module, units: list[Unit]) -> None:
+    if nested_traced_units(module):
+        raise TypeError(
+            explain(
+                f"cannot copy a {type(module).__name__}",
+                "a cell in it was wrapped for torch.compile to trace",
+                "seen: hsdp(..., use_eager_hook=False)",
+                "its state_dict(), or copy the module before it is wrapped",
+            )
+        )
+    inside = set(module.modules())
+    for unit in units:
+        outside = [type(m).__name__ for m in (*unit.modules, *(s.module for s in _slots(unit))) if m not in inside]
+        if outside:
+            raise ValueError(
+                explain(
+                    f"cannot copy a {type(module).__name__} alone",
+                    "its unit has modules outside of it",
+                    f"seen: {', '.join(dict.fromkeys(outside))}",
+                    "copy the module that contains them",
+                )
+            )
+
+
+def _params(unit: Unit) -> list[ManagedParam]:
+    return [param for bucket in unit.buckets for param in bucket.params]
+
+
+def _slots(unit: Unit) -> list[Slot]:
+    return [slot for param in _params(unit) for slot in param.slots]
+
+
+@contextmanager
+def _unwrapped(module: nn.Module, units: list[Unit]) -> Iterator[dict[int, nn.Parameter]]:
+    """For a while, the module as it was before: no units, and parameters of the original shapes without data."""
+    before = [(child, type(child), dict(child.__dict__), dict(child._parameters)) for child in module.modules()]
+    stand_ins: dict[int, nn.Parameter] = {}
+    try:
+        for unit in units:
+            for param in _params(unit):
+                empty = torch.empty(param.shape, dtype=param.local.dtype, device="meta")
+                stand_ins[id(param)] = nn.Parameter(empty, requires_grad=param.sharded.requires_grad)
+                for slot in param.slots:
+                    slot.module._parameters[slot.name] = stand_ins[id(param)]
+            for root in unit.modules:
+                object.__setattr__(root, "__class__", unit.wrapping.original_classes[id(root)])
+                for name in (*OF_A_UNIT, *unit.wrapping.forward_methods.get(id(root), ())):
+                    root.__dict__.pop(name, None)
+        for child, *_ in before:
+            for name in HOOKS:
+                child.__dict__[name] = OrderedDict(
+                    (number, hook) for number, hook in child.__dict__[name].items() if not _is_of_a_unit(hook)
+                )
+        yield stand_ins
+    finally:
+        for child, kind, attributes, parameters in before:
+            object.__setattr__(child, "__class__", kind)
+            child.__dict__.clear()
+            child.__dict__.update(attributes)
+            child._parameters.update(parameters)
+
+
+def _is_of_a_unit(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch wraps those on state dicts
+    return isinstance(getattr(hook, "__self__", None), Unit) or getattr(hook, "is_of_a_unit", False)
+
+
+def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, Any]) -> Unit:
+    params = _params(unit)
+    placed: list[tuple[Found, ParameterPlacement]] = []
+    device = unit.wrapping.storage.device
+    for param in params:
+        empty = memo[id(stand_ins[id(param)])]
+        unsharded = nn.Parameter(empty.detach() if param.local.is_meta else torch.empty_like(empty, device=device))
+        if has_extension(param.local):
+            unsharded = nn.Parameter(param.local.detach().new_zeros(param.shape))
+        unsharded.requires_grad_(empty.requires_grad)
+        if param.placement.view_mesh is not None:
+            unsharded = _as_dtensor(unsharded, param)
+        unsharded.__dict__.update(copy.deepcopy(param.attributes | param.sharded.__dict__, memo))
+        slots = tuple(Slot(memo[id(slot.module)], slot.name) for slot in param.slots)
+        placed.append((Found(unsharded, param.name, slots), param.placement))
+    roots = [memo[id(root)] for root in unit.modules]
+    made = make_unit(roots, placed, unit.wrapping.storage, replace(unit.options), unit.wrapping.grouping)
+    for param, twin in zip(params, _params(made), strict=True):  # the same keys, hence the same buckets
+        memo[id(param.sharded)] = twin.sharded
+        with torch.no_grad():
+            twin.local.copy_(param.local)
+    made.wrapping.ignored = [memo.get(id(parameter), parameter) for parameter in unit.wrapping.ignored]
+    classes = {unit.wrapping.original_classes[id(root)]: type(root) for root in unit.modules}
+    install(made, placed, classes.__getitem__, "fully_shard")
+    made.wrapping.copy = copy_wrapped
+    for root, twin in zip(unit.modules, roots, strict=True):
+        for name in unit.wrapping.forward_methods.get(id(root), ()):
+            register_forward_method(twin, name)
+    return made
+
+
+def _as_dtensor(unsharded: nn.Parameter, param: ManagedParam) -> nn.Parameter:
+    model: Any = param.sharded
+    assert param.placement.view_mesh is not None
+    local = DTensor.from_local(
+        unsharded.detach(),
+        param.placement.view_mesh,
+        param.placement.view_placements,
+        run_check=False,
+        shape=model.shape,
+        stride=model.stride(),
+    )
+    return nn.Parameter(local, requires_grad=unsharded.requires_grad)
+
+
+def _copy_links(unit: Unit, copies: dict[int, Unit]) -> None:
+    """What units know of each other."""
+    made = copies[id(unit)]
+    for name in ("forward_prefetch", "backward_prefetch"):
+        others = getattr(unit, name)
+        if others is not None:
+            setattr(made, name, [copies[id(other)] for other in others if id(other) in copies])
+    made.use_post_forward_mesh(unit.post_forward_mesh)
+    made.is_last_backward = unit.is_last_backward if unit.schedule is None else unit.schedule.is_last_backward
+    for bucket, twin in zip(unit.buckets, made.buckets, strict=True):
+        twin.all_gather_with = bucket.all_gather_with

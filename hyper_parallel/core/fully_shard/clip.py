@@ -1,6 +1,6 @@
 """Clipping of gradients by their norm over all parameters, on any mix of meshes.
 
-Ranks hold different parts of a gradient along the axes that shard its parameter, and copies along all others. So the
+Ranks hold different shards of a gradient along the axes that shard its parameter, and copies along all others. So the
 norm to the power of p is a sum over the sharding axes' groups, and over nothing else. Which groups those are is read
 from the parameters, never from the gradients: a rank without gradients takes part all the same.
 """
@@ -20,18 +20,27 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
+from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.platform import get_platform
 
-__all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+__all__ = [
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+]
 
 _WIDER = MappingProxyType(
     {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 )
+
+
 _DOUBLE = (torch.float64, torch.complex128)
 
+
 _Key = tuple[str, tuple[int, ...]]
+
+
 """What tells groups apart: the type of device that they move, and their ranks."""
 
 
@@ -41,7 +50,7 @@ class _Parameter(NamedTuple):
     name: str
     param: torch.Tensor
     grad: torch.Tensor | None
-    axes: tuple[_Key, ...]  # the groups over which the parts of the gradient differ
+    axes: tuple[_Key, ...]  # the groups over which the shards of the gradient differ
 
 
 @torch.no_grad()
@@ -114,7 +123,7 @@ def get_total_norm(
         >>> get_total_norm(layer), get_total_norm(layer, norm_type=1)
         (tensor(5.), tensor(7.))
 
-    Unlike torch's function of that name it takes the parameters and not their gradients: they say where parts of a
+    Unlike torch's function of that name it takes the parameters and not their gradients: they say where shards of a
     gradient lie on ranks that have no gradient. A gradient is in its parameter's layout or, in another one, is brought
     there first for the norm only, so that a pending sum is the norm of the sum; such a gradient must be there on all
     ranks of its mesh.
@@ -294,7 +303,7 @@ def _fault(name: str, param: torch.Tensor, grad: torch.Tensor) -> tuple[str, str
         return f"the gradient of {name} is sparse", "param.grad = param.grad.to_dense()"
     if not isinstance(grad, DTensor):
         if isinstance(param, DTensor) and grad.shape != param.to_local().shape:
-            blame = f"the gradient of {name} is neither a DTensor nor of the shape of the rank's own part"
+            blame = f"the gradient of {name} is neither a DTensor nor of the shape of the rank's own shard"
             return blame, f"a tensor of shape {tuple(param.to_local().shape)}, or a DTensor"
         return None
     if not isinstance(param, DTensor):
@@ -348,22 +357,25 @@ def _norm_of(
     foreach: bool | None,
     stage_group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """Return the norm over the parts of all ranks. What is added up on the way are p-th powers, or maxima."""
-    home = found[0].param.device if found else torch.device("cpu") if stage_group is None else get_platform().device()
+    """Return the norm over the shards of all ranks. What is added up on the way are p-th powers, or maxima."""
+    if found:
+        out_device = found[0].param.device
+    else:
+        out_device = torch.device("cpu") if stage_group is None else get_platform().device()
     dtype = torch.float64 if any(_is_double(x.param) for x in found) else torch.float32
-    powers = _own_powers(found, p, foreach, dtype, home)
+    powers = _own_powers(found, p, foreach, dtype, out_device)
     # All ranks of a group are at it in the same order, which is that of the parameters.
     for key, group in groups.items():
         joined = [axes for axes in powers if key in axes]
         powers.update(zip(joined, _reduce([powers[axes] for axes in joined], p, group), strict=True))
     total = (
-        _add(torch.stack([part.to(home) for part in powers.values()]), p)
+        _add(torch.stack([shard.to(out_device) for shard in powers.values()]), p)
         if powers
-        else torch.zeros((), dtype=dtype, device=home)
+        else torch.zeros((), dtype=dtype, device=out_device)
     )
     if stage_group is not None:
-        device = next((_device(key, home) for key in groups), home)
-        total = _reduce([total.to(device)], p, stage_group)[0].to(home)
+        device = next((_device(key, out_device) for key in groups), out_device)
+        total = _reduce([total.to(device)], p, stage_group)[0].to(out_device)
     return total if p == math.inf else total.pow(1.0 / p)
 
 
@@ -374,18 +386,18 @@ def _is_double(param: torch.Tensor) -> bool:
 
 
 def _own_powers(
-    found: Sequence[_Parameter], p: float, foreach: bool | None, dtype: torch.dtype, home: torch.device
+    found: Sequence[_Parameter], p: float, foreach: bool | None, dtype: torch.dtype, out_device: torch.device
 ) -> dict[tuple[_Key, ...], torch.Tensor]:
-    """Return the p-th powers of the rank's own parts, added up for each set of groups that parameters are split along.
+    """Return the p-th powers of the rank's own shards, added up for each set of groups that parameters are split along.
 
     Every set that any parameter has is there, 0 where this rank has nothing to add.
     """
     measured = [(x.axes, _own_part(x.param, x.grad)) for x in found if x.grad is not None]
-    measured = [(axes, part) for axes, part in measured if part.numel()]  # nothing has no largest element
-    norms = _norms([part for _, part in measured], p, foreach)
+    measured = [(axes, shard) for axes, shard in measured if shard.numel()]  # nothing has no largest element
+    norms = _norms([shard for _, shard in measured], p, foreach)
     powers: dict[tuple[_Key, ...], torch.Tensor] = {}
     for axes in dict.fromkeys(x.axes for x in found):
-        device = _device(axes[0], home) if axes else home
+        device = _device(axes[0], out_device) if axes else out_device
         own = [norm.to(device, dtype) for (of, _), norm in zip(measured, norms, strict=True) if of == axes]
         if own:
             stacked = torch.stack(own)
@@ -396,7 +408,7 @@ def _own_powers(
 
 
 def _own_part(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return the rank's part of a gradient, in the layout of the parameter."""
+    """Return the rank's shard of a gradient, in the layout of the parameter."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         wanted = [Replicate() if placement.is_partial() else placement for placement in param.placements]
         if grad.placements != tuple(wanted):
@@ -409,9 +421,9 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _device(key: _Key, home: torch.device) -> torch.device:
+def _device(key: _Key, out_device: torch.device) -> torch.device:
     """Return where a group's numbers must be: with offload the gradients are elsewhere. Meta stays on meta."""
-    return home if home.type in (key[0], "meta") else get_platform(key[0]).device()
+    return out_device if out_device.type in (key[0], "meta") else get_platform(key[0]).device()
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -426,12 +438,12 @@ def _norms(tensors: Sequence[torch.Tensor], p: float, foreach: bool | None) -> l
     """Return the norm of each tensor, in float32 or better."""
     norms: dict[int, torch.Tensor] = {}
     for places in _alike(tensors):
-        alike = [tensors[place] for place in places]
-        dtype = _WIDER.get(alike[0].dtype)
+        tensors_of_dtype = [tensors[place] for place in places]
+        dtype = _WIDER.get(tensors_of_dtype[0].dtype)
         if foreach is False:
             norms.update((place, torch.linalg.vector_norm(tensors[place], p, dtype=dtype)) for place in places)
         else:
-            norms.update(zip(places, torch._foreach_norm(alike, p, dtype=dtype), strict=True))
+            norms.update(zip(places, torch._foreach_norm(tensors_of_dtype, p, dtype=dtype), strict=True))
     return [norms[place] for place in range(len(tensors))]
 
 
@@ -467,10 +479,10 @@ def _scale(grads: Sequence[torch.Tensor], limit: float, total: torch.Tensor, for
     """Multiply all gradients; on the device, without a look at the norm, for which the host would have to wait."""
     factor = (limit / (total + 1e-6)).clamp(max=1.0)
     for places in _alike(grads):
-        alike = [grads[place] for place in places]
-        own = factor.to(alike[0].device)
+        same_device = [grads[place] for place in places]
+        own = factor.to(same_device[0].device)
         if foreach is False:
-            for grad in alike:
+            for grad in same_device:
                 grad.mul_(own)
         else:
-            torch._foreach_mul_(alike, own)
+            torch._foreach_mul_(same_device, own)

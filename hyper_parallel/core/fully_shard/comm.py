@@ -9,10 +9,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-__all__ = ["Pending", "all_gather", "all_gather_each", "all_reduce", "reduce_scatter", "reduce_scatter_each"]
+__all__ = [
+    "Pending",
+    "all_gather",
+    "all_gather_each",
+    "all_reduce",
+    "reduce_scatter",
+    "reduce_scatter_each",
+]
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -27,7 +36,7 @@ class Pending:
         keep: Sequence[torch.Tensor] = (),
     ) -> None:
         self._work = work
-        self._keep = keep  # read until it is through
+        self._keep = keep  # read until it is through: the allocator must not hand their memory to others
         self._result = result
         self._finish = finish
 
@@ -65,8 +74,8 @@ def reduce_scatter(
     Args:
         source: 1-D, ``group.size()`` equal parts.
         group: The ranks.
-        by_all_to_all: Exchange the parts and add locally. The same bytes; on gloo about half the time, and
-            always in rank order.
+        by_all_to_all: Exchange the parts and add locally. The same bytes; on gloo about half the time (4 MB on 2
+            processes: 3.4 instead of 7.0 ms), and always in rank order, hence the same bits in each run.
         out: 1-D, where the own part goes; None: a new tensor.
     """
     size = group.size()
@@ -85,8 +94,8 @@ def reduce_scatter(
                 torch.sum(rows, dim=0, out=result)
 
         return Pending(work, result, add)
-    own, whole = _real([result, source])
-    return Pending(_reduce_scatter_single(own, whole, group=group, async_op=True), result)
+    own, sent = _real([result, source])
+    return Pending(_reduce_scatter_single(own, sent, group=group, async_op=True), result)
 
 
 def all_gather_each(
@@ -132,7 +141,7 @@ def reduce_scatter_each(
 def _real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Complex tensors as pairs of real numbers, which is all that nccl and hccl know.
 
-    Most of torch's own functions send them so; its reduce_scatter does not.
+    Most of torch's own functions send them so; its reduce_scatter does not, and fails on devices, not on gloo.
     """
     return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 

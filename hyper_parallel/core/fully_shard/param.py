@@ -1,4 +1,4 @@
-"""One managed parameter: its part, its whole, and which of the two its modules show."""
+"""One managed parameter: its shard, its unsharded form, and which of the two its modules show."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hyper_parallel.core.dtensor.replaced import note_replaced
-from hyper_parallel.core.fully_shard.mesh import Home
+from hyper_parallel.core.common.torch_compat import note_replaced
+from hyper_parallel.core.fully_shard.placement import ParameterPlacement, has_extension
 from hyper_parallel.core.redistribute.api import redistribute
 
-__all__ = ["ManagedParam", "Slot", "dtensor_like", "has_extension"]
+__all__ = [
+    "ManagedParam",
+    "Slot",
+    "dtensor_like",
+]
 
 
 @dataclass(frozen=True)
@@ -47,62 +51,57 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
     return made
 
 
-def has_extension(parameter: torch.Tensor) -> bool:
-    """Whether a parameter says itself what is gathered of it, by FSDP2's tensor extension."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")
-
-
 class ManagedParam:
     """A parameter as the engine keeps it.
 
     *Whole* means: not split over the shard axis. For a parameter that is split over other axes too, such as those of
-    tensor parallelism, it is what those leave of it. Along ``shard_dim`` parts follow ``torch.chunk``: of size
-    ``ceil(size / ranks)``, the last ones smaller or empty. Communication uses equal parts of ``chunk`` elements: what
+    tensor parallelism, it is what those leave of it. Along ``shard_dim`` shards follow ``torch.chunk``: of size
+    ``ceil(size / ranks)``, the last ones smaller or empty. Communication uses equal shards of ``chunk`` elements: what
     is beyond the end is padding.
 
     Attributes:
         name: Full name in the module that was wrapped.
         slots: Where it is registered.
-        attributes: What users have attached to the parameter, for part and whole to keep.
-        home: Where it lives.
-        shape: Shape of the whole.
-        chunk: Elements of one padded part.
-        local_shape: Shape of this rank's part, without padding.
-        straight: Whether the padded parts, one after the other, are the whole: nothing lies before the split dim.
+        attributes: What users have attached to the parameter, for the sharded and the unsharded one to keep.
+        placement: Where it lives.
+        shape: Shape of the unsharded one.
+        chunk: Elements of one padded shard.
+        local_shape: Shape of this rank's shard, without padding.
+        contiguous_on_dim_0: Whether the padded shards, one after the other, are the unsharded value: nothing lies
+            before the split dim.
         sharded: The parameter that optimizers and state dicts see: a DTensor.
-        unsharded: The whole parameter, that forward and backward see; its storage is empty while resharded.
+        unsharded: The unsharded parameter, that forward and backward see; its storage is empty while resharded.
     """
 
-    def __init__(self, name: str, slots: list[Slot], whole: nn.Parameter, home: Home) -> None:
+    def __init__(self, name: str, slots: list[Slot], unsharded: nn.Parameter, placement: ParameterPlacement) -> None:
         self.name = name
         self.slots = slots
-        self.attributes = dict(whole.__dict__)
-        if has_extension(whole):  # what such a tensor consists of is no attribute of users
-            own = (*whole.detach().__dict__, "_is_param")
+        self.attributes = dict(unsharded.__dict__)
+        if has_extension(unsharded):  # what such a tensor consists of is no attribute of users
+            own = (*unsharded.detach().__dict__, "_is_param")
             self.attributes = {name: value for name, value in self.attributes.items() if name not in own}
-        self.home = home
-        self.shape = whole._local_tensor.shape if isinstance(whole, DTensor) else whole.shape
+        self.placement = placement
+        self.shape = unsharded._local_tensor.shape if isinstance(unsharded, DTensor) else unsharded.shape
         self.numel = self.shape.numel()
-        self.ranks = home.shard_size
-        if home.shard_dim is None:
+        self.ranks = placement.shard_size
+        if placement.shard_dim is None:
             self.dim, self.before, self.size, self.after = 0, 1, 1, self.numel
         else:
-            self.dim = home.shard_dim
+            self.dim = placement.shard_dim
             self.before, self.size = prod(self.shape[: self.dim]), self.shape[self.dim]
             self.after = prod(self.shape[self.dim + 1 :])
         self.rows = -(-self.size // self.ranks)
         self.chunk = self.before * self.rows * self.after
-        self.straight = self.before == 1
-        first, last = self.range_of(home.shard_rank)
+        self.contiguous_on_dim_0 = self.before == 1
+        first, last = self.range_of(placement.shard_rank)
         self.first, self.length = first, last - first
         self.local_shape = self.shape
-        if home.shard_dim is not None:
+        if placement.shard_dim is not None:
             self.local_shape = torch.Size((*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]))
         self.local_numel = self.local_shape.numel()
         self.local_stride = tuple(prod(self.local_shape[i + 1 :]) for i in range(len(self.local_shape)))
         self.target = "grad"  # the attribute of `sharded` that reduced gradients are added to
-        self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each gradient of the whole
+        self.on_gradient: Callable[[torch.Tensor], None] | None = None  # called with each gradient of the unsharded one
         self.pinned = False  # whether gradients go to page-locked memory
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
@@ -111,34 +110,34 @@ class ManagedParam:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the last ranks have smaller parts than the first."""
+        """Whether the last ranks have smaller shards than the first."""
         return self.size != self.ranks * self.rows
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """First and last (exclusive) index along the split dim of one rank's part."""
+        """First and last (exclusive) index along the split dim of one rank's shard."""
         first = min(self.rows * rank, self.size)
         return first, min(first + self.rows, self.size)
 
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole value, as a view."""
-        return whole if self.home.shard_dim is None else whole.narrow(self.dim, self.first, self.length)
+    def shard_of(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a unsharded value, as a view."""
+        return unsharded if self.placement.shard_dim is None else unsharded.narrow(self.dim, self.first, self.length)
 
-    def rows_of(self, whole: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of views, equal in shape, of a flat whole and of its padded parts; together they cover the whole.
+    def rows_of(self, unsharded: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of views, equal in shape, of an unsharded value and of its padded shards; together they cover it.
 
         Args:
-            whole: 1-D, contiguous; ``numel`` elements, or with padding at the end where ``straight``.
+            unsharded: 1-D, contiguous; ``numel`` elements, or with padding at the end where `contiguous_on_dim_0`.
             rows: 2-D, one row of ``chunk`` elements per rank; rows may have any stride.
         """
         if self.numel == 0:
             return
-        if self.straight:
+        if self.contiguous_on_dim_0:
             full, rest = divmod(self.numel, self.chunk)
-            yield whole[: full * self.chunk].view(full, self.chunk), rows[:full]
+            yield unsharded[: full * self.chunk].view(full, self.chunk), rows[:full]
             if rest:
-                yield whole[full * self.chunk : self.numel], rows[full, :rest]
+                yield unsharded[full * self.chunk : self.numel], rows[full, :rest]
             return
-        blocks = whole[: self.numel].view(self.before, self.size, self.after)
+        blocks = unsharded[: self.numel].view(self.before, self.size, self.after)
         if self.size == self.ranks * self.rows:
             shape = (self.before, self.rows, self.after)
             yield blocks.unflatten(1, (self.ranks, self.rows)).transpose(0, 1), rows.unflatten(1, shape)
@@ -151,37 +150,37 @@ class ManagedParam:
 
     # -- the tensors that users see ----------------------------------------------------------------------------------
 
-    def make_sharded(self, local: torch.Tensor, whole: nn.Parameter) -> None:
-        """Make the sharded parameter over ``local``, this rank's part of ``whole``."""
-        shape = whole.shape  # the global one: of a DTensor too
+    def make_sharded(self, local: torch.Tensor, unsharded: nn.Parameter) -> None:
+        """Make the sharded parameter over ``local``, this rank's shard of ``unsharded``."""
+        shape = unsharded.shape  # the global one: of a DTensor too
         stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         dtensor = DTensor.from_local(
-            local, self.home.mesh, self.home.placements, run_check=False, shape=shape, stride=stride
+            local, self.placement.mesh, self.placement.placements, run_check=False, shape=shape, stride=stride
         )
-        self.sharded = nn.Parameter(dtensor, requires_grad=whole.requires_grad)
+        self.sharded = nn.Parameter(dtensor, requires_grad=unsharded.requires_grad)
         self.sharded.__dict__.update(self.attributes)
-        note_replaced(whole, self.name, "fully_shard or hsdp")
-        if self.home.view_mesh is not None:
+        note_replaced(unsharded, self.name, "fully_shard or hsdp")
+        if self.placement.view_mesh is not None:
             view = DTensor.from_local(
-                cast(DTensor, whole)._local_tensor.detach(),
-                self.home.view_mesh,
-                self.home.view_placements,
+                cast(DTensor, unsharded)._local_tensor.detach(),
+                self.placement.view_mesh,
+                self.placement.view_placements,
                 run_check=False,
                 shape=shape,
                 stride=stride,
             )
             self._view_spec = view._spec
 
-    def make_unsharded(self, whole: torch.Tensor) -> None:
-        """Make the whole parameter over ``whole``, a tensor of shape ``shape``."""
-        data: torch.Tensor = whole
+    def make_unsharded(self, unsharded: torch.Tensor) -> None:
+        """Make the unsharded parameter over ``unsharded``, a tensor of shape ``shape``."""
+        data: torch.Tensor = unsharded
         if self._view_spec is not None:
-            data = DTensor(whole, self._spec_for(whole), requires_grad=False)
+            data = DTensor(unsharded, self._spec_for(unsharded), requires_grad=False)
         self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         self.unsharded.__dict__.update(self.attributes)
         self.made_version = self.unsharded._version
         self.watch()
-        if self._view_spec is not None and self.home.reduced_axes:
+        if self._view_spec is not None and self.placement.reduced_axes:
             # Code on local tensors has one gradient per rank, to be added up: not the same on all, as torch assumes.
             self.unsharded.to_local = self._to_local  # type: ignore[attr-defined]
 
@@ -190,11 +189,11 @@ class ManagedParam:
         if self.on_gradient is not None and self.unsharded.requires_grad:
             self.unsharded.register_hook(self.on_gradient)
 
-    def _spec_for(self, whole: torch.Tensor) -> Any:
+    def _spec_for(self, unsharded: torch.Tensor) -> Any:
         spec = self._view_spec
-        if spec.tensor_meta is not None and spec.tensor_meta.dtype != whole.dtype:
+        if spec.tensor_meta is not None and spec.tensor_meta.dtype != unsharded.dtype:
             model = DTensor.from_local(
-                whole, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+                unsharded, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
             )
             return model._spec
         return spec
@@ -207,19 +206,19 @@ class ManagedParam:
     @property
     def _summands(self) -> list[Placement]:
         """The layout of gradients that, added up over ``reduced_axes``, give that of the parameter."""
-        axes = self.home.reduced_axes
-        return [Partial() if axis in axes else p for axis, p in enumerate(self.home.view_placements)]
+        axes = self.placement.reduced_axes
+        return [Partial() if axis in axes else p for axis, p in enumerate(self.placement.view_placements)]
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part, as the sharded parameter holds it now."""
-        held = self.sharded._local_tensor  # type: ignore[attr-defined]
-        assert isinstance(held, torch.Tensor)
-        return held
+        """This rank's shard, as the sharded parameter holds it now."""
+        existing = self.sharded._local_tensor  # type: ignore[attr-defined]
+        assert isinstance(existing, torch.Tensor)
+        return existing
 
     @property
     def address(self) -> int:
-        """Where this rank's part is in memory; 0 where there is none, as on meta and under a fake tensor mode."""
+        """Where this rank's shard is in memory; 0 where there is none, as on meta and under a fake tensor mode."""
         local = self.local
         return local.data_ptr() if type(local) is torch.Tensor else 0
 
@@ -231,7 +230,7 @@ class ManagedParam:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradient(self, dtype: torch.dtype | None = None, *, mean: bool = False) -> torch.Tensor | None:
-        """The gradient of the whole parameter, flat, for the engine to reduce; the parameter has it no more.
+        """The gradient of the unsharded parameter, flat, for the engine to reduce; the parameter has it no more.
 
         Args:
             dtype: Of the sum over axes that are not the engine's, such as those of tensor parallelism; None: its own.
@@ -259,11 +258,11 @@ class ManagedParam:
 
     def accumulate_onto(self, flat: torch.Tensor) -> bool:
         """Let autograd add the next gradient to ``flat``, if it can: it is a plain tensor of the same dtype."""
-        whole = self.unsharded
-        is_wrapper: bool = is_traceable_wrapper_subclass(whole)
-        if is_wrapper or whole.grad is not None or flat.dtype != whole.dtype:
+        unsharded = self.unsharded
+        is_wrapper: bool = is_traceable_wrapper_subclass(unsharded)
+        if is_wrapper or unsharded.grad is not None or flat.dtype != unsharded.dtype:
             return False
-        whole.grad = flat.view(self.shape)
+        unsharded.grad = flat.view(self.shape)
         return True
 
     def _summand(self, gradient: DTensor, dtype: torch.dtype | None, mean: bool) -> torch.Tensor:
@@ -277,6 +276,8 @@ class ManagedParam:
             pairs = zip(wanted, gradient.placements, strict=True)
             wanted = [(Replicate() if has.is_shard() else has) if want.is_partial() else want for want, has in pairs]
         if list(gradient.placements) != wanted:
+            # Sums that autograd leaves pending on the DTensor's own mesh, such as those of norms under sequence
+            # parallelism, are added up in the dtype of the reduction as well, not in that of the computation.
             if dtype is not None and any(p.is_partial() for p in gradient.placements):
                 gradient = DTensor.from_local(
                     gradient._local_tensor.to(dtype),
@@ -286,7 +287,7 @@ class ManagedParam:
                     shape=gradient.shape,
                     stride=gradient.stride(),
                 )
-            gradient = redistribute(gradient.detach(), self.home.view_mesh, wanted)
+            gradient = redistribute(gradient.detach(), self.placement.view_mesh, wanted)
         local = gradient._local_tensor
         wait = getattr(local, "wait", None)  # a functional collective that nobody has waited for
         return wait() if wait is not None else local
@@ -300,10 +301,10 @@ class ManagedParam:
         sharded.grad = dtensor_like(local, sharded)
         return True
 
-    def receive(self, part: torch.Tensor) -> None:
-        """Add ``part``, this rank's part of the reduced gradient, flat, to the sharded parameter's gradient."""
-        held = getattr(self.sharded, self.target, None)
-        local = part.view(self.local_shape)
+    def receive(self, shard: torch.Tensor) -> None:
+        """Add ``shard``, this rank's shard of the reduced gradient, flat, to the sharded parameter's gradient."""
+        existing = getattr(self.sharded, self.target, None)
+        local = shard.view(self.local_shape)
         if self.sharded._backward_hooks:  # what autograd would do, were the gradient its own
             given: Any = self.laid_out(local)
             for hook in tuple(self.sharded._backward_hooks.values()):
@@ -313,37 +314,37 @@ class ManagedParam:
         device = self.local.device
         if local.device != device:
             local = self._to_host(local, device)
-        if held is None:
+        if existing is None:
             setattr(self.sharded, self.target, self.laid_out(local))
         else:
-            if held.placements != self.home.placements:  # from DTensor operations on the sharded parameter itself
-                held = redistribute(held.detach(), self.home.mesh, self.home.placements)
-                setattr(self.sharded, self.target, held)
-            held._local_tensor.add_(local)
+            if existing.placements != self.placement.placements:  # of DTensor operations on the sharded one itself
+                existing = redistribute(existing.detach(), self.placement.mesh, self.placement.placements)
+                setattr(self.sharded, self.target, existing)
+            existing._local_tensor.add_(local)
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None)
         for hook in tuple(hooks.values()) if hooks else ():
             hook(self.sharded)
 
-    def show_sum(self, flat: torch.Tensor, *, whole: bool, waiting: bool) -> None:
+    def show_sum(self, flat: torch.Tensor, *, unsharded: bool, waiting: bool) -> None:
         """Show an accumulated gradient as ``acc_grad``: a DTensor that says over which axes it is still to be added up.
 
         Args:
-            flat: The whole's, or this rank's part of it.
-            whole: Which of the two.
-            waiting: Whether it waits for the replicate axis (of a whole: for every data axis).
+            flat: The unsharded one's, or this rank's shard of it.
+            unsharded: Which of the two.
+            waiting: Whether it waits for the replicate axis (an unsharded one: for every data axis).
         """
-        home = self.home
-        placements = list(home.placements)
-        axes = home.reduced_axes
-        if home.data is not None:
-            axes = tuple(range(len(placements) - home.data.axes, len(placements)))
+        placement = self.placement
+        placements = list(placement.placements)
+        axes = placement.reduced_axes
+        if placement.data is not None:
+            axes = tuple(range(len(placements) - placement.data.axes, len(placements)))
         for axis in axes:
-            if whole or not placements[axis].is_shard():
+            if unsharded or not placements[axis].is_shard():
                 placements[axis] = Partial() if waiting else Replicate()
         model: Any = self.sharded
-        local = flat.view(self.shape if whole else self.local_shape)
+        local = flat.view(self.shape if unsharded else self.local_shape)
         self.sharded.acc_grad = DTensor.from_local(  # type: ignore[attr-defined]
-            local, self.home.mesh, placements, run_check=False, shape=model.shape, stride=model.stride()
+            local, self.placement.mesh, placements, run_check=False, shape=model.shape, stride=model.stride()
         )
 
     def laid_out(self, local: torch.Tensor) -> DTensor:
@@ -370,37 +371,43 @@ class ManagedParam:
 
     def move_to(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
         """Say the same of the sharded parameter on another mesh; the object and its values stay."""
-        self.home = replace(self.home, mesh=mesh, placements=placements)
+        self.placement = replace(self.placement, mesh=mesh, placements=placements)
         model: Any = self.sharded
-        for held in (model, model.grad):
-            if held is not None:
-                held._spec = self._laid_out(held._local_tensor)._spec
+        for existing in (model, model.grad):
+            if existing is not None:
+                existing._spec = self._laid_out(existing._local_tensor)._spec
 
     def _laid_out(self, local: torch.Tensor) -> DTensor:
         model: Any = self.sharded
         return DTensor.from_local(
-            local, self.home.mesh, self.home.placements, run_check=False, shape=model.shape, stride=model.stride()
+            local,
+            self.placement.mesh,
+            self.placement.placements,
+            run_check=False,
+            shape=model.shape,
+            stride=model.stride(),
         )
 
     def clear_gradient(self, *, set_to_none: bool) -> None:
-        """Drop the gradients of part and whole, or zero the part's."""
+        """Drop the gradients of the sharded and the unsharded parameter, or zero the former's."""
         self.unsharded.grad = None
         if getattr(self.sharded, "acc_grad", None) is not None:
             self.sharded.acc_grad = None  # type: ignore[attr-defined]
         for name in dict.fromkeys(("grad", self.target)):
-            held = getattr(self.sharded, name, None)
-            if held is None:
+            existing = getattr(self.sharded, name, None)
+            if existing is None:
                 continue
             if set_to_none:
                 setattr(self.sharded, name, None)
             else:
-                held._local_tensor.zero_()
+                existing._local_tensor.zero_()
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Count up the versions of the sharded parameters that a step changes: a foreach or fused one does not.
 
-    Before and after the step: gradients may come in its closure, and some optimizers clear them.
+    Without it nobody could tell unsharded parameters that were kept after backward from those of the next step. Before
+    and after the step: gradients may come in its closure, and some optimizers clear them.
     """
     changed = [
         parameter

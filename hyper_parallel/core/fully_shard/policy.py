@@ -1,4 +1,4 @@
-"""Policies of a unit: dtypes, offload, and the names of its modes."""
+"""Policies of a unit: dtypes, offload, the options of its communication, and the names of its modes."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ except ImportError:  # torch 2.11
             return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
+from collections.abc import Callable
+
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -42,6 +44,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimizerLevel",
+    "UnitOptions",
+    "check_policies",
+    "check_reshard",
     "own_mixed_precision",
     "own_offload",
 ]
@@ -166,3 +171,96 @@ class FullyShardParamMode(Enum):
     LOCAL_PARAM = "local_param"
     DTENSOR_COMPAT = "dtensor_compat"
     DTENSOR_UNIFIED = "dtensor_unified"
+
+
+@dataclass
+class UnitOptions:
+    """What the calls that make a unit decide, and its methods may change.
+
+    Attributes:
+        mp_policy: Dtypes.
+        reshard_after_forward: Free the unsharded parameters after forward.
+        average: Divide reduced gradients by the number of ranks.
+        gradient_scale: Factor on the reduced gradients.
+        fuse_all_reduces: Let the all_reduces of adjacent units be one.
+        show_sums: Show accumulated gradients as ``param.acc_grad``.
+        leave_pending: The end of backward leaves reductions under way, until somebody asks for them.
+        reshard_after_backward: Free the unsharded parameters after backward.
+        requires_gradient_sync: Reduce gradients; False: keep them.
+        requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.
+        chose_reduction: Whether the user has said ``average``, or ``divide_by``.
+        divide_by: Divide the sum over the ranks by it, whatever ``average`` says.
+        unshard_in_backward: Gather the unsharded parameters for backward.
+        reduced_hook: Called with reduced gradients before they are applied.
+        reduce_scatter_with: What allocates and communicates instead of the engine.
+        zeros: Give parameters that no rank has used zeros as their gradients.
+    """
+
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool = True
+    average: bool = True
+    gradient_scale: float = 1.0
+    fuse_all_reduces: bool = False
+    show_sums: bool = False
+    leave_pending: bool = False
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    chose_reduction: bool = False
+    divide_by: float | None = None
+    unshard_in_backward: bool = True
+    reduced_hook: Callable[[torch.Tensor], None] | None = None
+    reduce_scatter_with: Any = None
+    zeros: bool = False
+
+
+def check_policies(mp_policy: Any, offload_policy: Any, comm_fusion: Any, zero_copy: Any) -> None:
+    """Check what does not depend on the parameters.
+
+    Raises:
+        ValueError: Of another kind, or ``comm_fusion_zero_copy=True`` without ``comm_fusion``.
+    """
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ValueError(
+            f"fully_shard cannot use {mp_policy!r} as mp_policy\n"
+            f"  expected: hyper_parallel's MixedPrecisionPolicy; seen: one of {type(mp_policy).__module__}\n"
+            "  try: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise ValueError(
+            f"fully_shard cannot use {offload_policy!r} as offload_policy\n"
+            f"  expected: hyper_parallel's OffloadPolicy; seen: one of {type(offload_policy).__module__}\n"
+            f"  try: offload_policy={CPUOffloadPolicy()!r}"
+        )
+    for name, value, allowed in (
+        ("comm_fusion", comm_fusion, (True, False)),
+        ("comm_fusion_zero_copy", zero_copy, (True, False, None)),
+    ):
+        if not any(value is choice for choice in allowed):
+            raise ValueError(
+                f"fully_shard cannot use {value!r} as {name}\n"
+                f"  expected: {', '.join(map(repr, allowed))}\n"
+                f"  try: {name}=True"
+            )
+    if zero_copy and not comm_fusion:
+        raise ValueError(
+            "fully_shard cannot gather from one buffer: comm_fusion_zero_copy=True is about fused communication\n"
+            "  seen: comm_fusion=False\n"
+            "  try: comm_fusion=True"
+        )
+
+
+def check_reshard(reshard_after_forward: Any) -> None:
+    """Check ``reshard_after_forward`` as far as the mesh does not matter.
+
+    Raises:
+        ValueError: Neither a bool nor a positive int.
+    """
+    if isinstance(reshard_after_forward, bool):
+        return
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1:
+        raise ValueError(
+            f"fully_shard cannot use {reshard_after_forward!r} as reshard_after_forward\n"
+            "  expected: True, False, or the size of the post-forward mesh, an int >= 1\n"
+            "  try: reshard_after_forward=True"
+        )

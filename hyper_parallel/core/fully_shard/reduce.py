@@ -1,26 +1,295 @@
-"""From the gradients of whole parameters to those of parts: pack, reduce_scatter, all_reduce, apply."""
+"""Reduction of gradients, from unsharded ones to those of shards: pack, reduce_scatter, all_reduce, apply.
+
+`GradientReducer` packs and issues; a `Reduction` is one under way; a `FusedAllReduce` takes what reductions of several
+units leave for the replicate axis.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hyper_parallel.core.fully_shard.bucket import Bucket
-from hyper_parallel.core.fully_shard.comm import Pending, reduce_scatter, reduce_scatter_each
+from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_scatter, reduce_scatter_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
-from hyper_parallel.core.fully_shard.reduction import Finish, ReduceOptions, Reduction
-from hyper_parallel.core.fully_shard.shares import ALIGNMENT, Shares
 
-__all__ = ["GradientReducer"]
+__all__ = [
+    "ALIGNMENT",
+    "Finish",
+    "GradientReducer",
+    "ReduceOptions",
+    "Reduction",
+    "FusedAllReduce",
+    "FusedAllReduces",
+]
+
+# -- all_reduces that take what several reductions leave, of adjacent units --------------------------------------------
+
+# Reductions of adjacent units share an all_reduce up to this size: large enough for the latency not to count, small
+# enough for the rest of backward to overlap with it.
+FUSED_BYTES = 16 * 2**20
+ALIGNMENT = 512  # bytes; what allocators and copy engines like
+
+
+class FusedAllReduce:
+    """One all_reduce for the shards that several reductions leave, of adjacent units.
+
+    Reduce_scatters write straight into its buffer. It starts once it takes no more shards and all are there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, numel: int, like: torch.Tensor) -> None:
+        self.group = group
+        self.buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
+        self.filled = 0
+        self.closed = False
+        self._members = 0
+        self._ready = 0
+        self._work: Pending | None = None
+
+    def take(self, numel: int) -> torch.Tensor | None:
+        """A place of ``numel`` elements; None when there is none left."""
+        step = ALIGNMENT // self.buffer.element_size()
+        start = -(-self.filled // step) * step
+        if self.closed or start + numel > self.buffer.numel():
+            return None
+        self.buffer[self.filled : start].zero_()
+        self.filled = start + numel
+        self._members += 1
+        return self.buffer[start : self.filled]
+
+    def arrived(self) -> None:
+        """One more shard is in its place."""
+        self._ready += 1
+        self._start()
+
+    def close(self) -> None:
+        """Take no more shards."""
+        self.closed = True
+        self._start()
+
+    def _start(self) -> None:
+        if self.closed and self._ready == self._members and self._work is None:
+            self._work = all_reduce(self.buffer[: self.filled], self.group)
+
+    def drop(self) -> None:
+        """Wait for what is under way; take no more shards."""
+        self.closed = True
+        if self._work is not None:
+            self._work.wait()
+
+    def wait(self) -> None:
+        """Have all shards reduced."""
+        self.close()
+        assert self._work is not None, "all reduce_scatters are through"
+        self._work.wait()
+
+
+class FusedAllReduces:
+    """The all_reduces of a backward that take shards of several units.
+
+    Args:
+        total: Bytes that all units together leave, so that no buffer is larger.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._open: dict[Any, FusedAllReduce] = {}
+
+    def place(self, group: dist.ProcessGroup, numel: int, like: torch.Tensor) -> tuple[FusedAllReduce, torch.Tensor]:
+        """Find or make the all_reduce that takes ``numel`` elements like those of ``like``, and the place in it."""
+        key = (group, like.dtype, like.device)
+        current = self._open.get(key)
+        place = None if current is None else current.take(numel)
+        if place is None:
+            if current is not None:
+                current.close()
+            least = min(self.total, FUSED_BYTES) // like.element_size()
+            current = self._open[key] = FusedAllReduce(group, max(numel, least), like)
+            place = current.take(numel)
+        assert current is not None
+        assert place is not None
+        return current, place
+
+    def close(self) -> None:
+        """Nothing more comes: start what has not."""
+        for current in self._open.values():
+            current.close()
+        self._open = {}
+
+
+# -- a reduction under way: between its first collective and the gradients of the shards -------------------------------
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How a unit's gradients are reduced, decided when its backward ends.
+
+    Attributes:
+        average: Whether to divide by the number of ranks.
+        factor: The user's factor on the reduced gradients.
+        all_reduce: Whether to finish with the all_reduce over the replicate axis.
+        dtype: Dtype of the communication; None: that of the computation.
+        result_dtype: Add reduced gradients up in that dtype; None: in the parameter's.
+        fuse: Let the all_reduces of adjacent units be one.
+        show: Show gradients that wait, and reduced ones, as ``param.acc_grad``.
+        divide_by: Divide the sum by it instead of what ``average`` says.
+        hook: Called with the reduced gradients, flat.
+        reduce_scatter_with: What allocates and communicates instead of the engine.
+        zeros: Give parameters that no rank has used zeros as their gradients.
+    """
+
+    average: bool
+    factor: float
+    all_reduce: bool
+    dtype: torch.dtype | None
+    result_dtype: torch.dtype | None = None
+    fuse: bool = False
+    show: bool = False
+    divide_by: float | None = None
+    hook: Callable[[torch.Tensor], None] | None = None
+    reduce_scatter_with: Any = None
+    zeros: bool = False
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is left to do to a reduced gradient.
+
+    Attributes:
+        options: As the reduction was asked for.
+        scale: Factor that is still to be applied.
+        partial: What earlier backwards have left for this all_reduce.
+    """
+
+    options: ReduceOptions
+    scale: float
+    partial: torch.Tensor | None
+
+
+class Reduction:
+    """One reducer's reduction under way; :meth:`advance` takes it a step further without running ahead."""
+
+    def __init__(
+        self,
+        owner: GradientReducer,
+        params: list[ManagedParam],
+        starts: list[int],
+        used: list[bool],
+        work: Pending,
+        finish: Finish,
+        fused: FusedAllReduce | None,
+    ) -> None:
+        self._owner = owner
+        self._params = params
+        self._starts = starts
+        self._used = used
+        self._work = work
+        self._finish = finish
+        self._fused = fused
+        self._shard: torch.Tensor | None = None  # once the reduce_scatter is through
+        self._to_reduce = list(owner.replicas)
+        self.done = False
+
+    def receive(self) -> None:
+        """Wait for the first collective, and apply the gradients if there is no other one to come."""
+        # A second collective is not issued here: that of this unit goes behind the reduce_scatter of the next one.
+        if self._shard is None and (self._to_reduce or self._fused is not None):
+            self._work.wait()
+        else:
+            self.advance()
+
+    def advance(self) -> None:
+        """Once the collective under way is through, issue the next, or apply the gradients if there was none to come.
+
+        The last all_reduce is left under way: what comes after it can wait until the end of backward.
+        """
+        if self.done or (self._shard is not None and (self._fused is not None or not self._to_reduce)):
+            return
+        owner = self._owner
+        first = self._shard is None
+        shard = self._shard = self._work.wait()
+        if first and owner.keep_or_add(shard, self._finish.options, self._finish.partial):
+            self.done = True
+            return
+        if self._fused is not None:
+            self._fused.arrived()
+        elif self._to_reduce:
+            self._work = all_reduce(shard, self._to_reduce.pop(0))
+        else:
+            self._apply(shard)
+
+    def finish(self) -> None:
+        """Wait for whatever is left and apply the gradients."""
+        while not self.done and (self._shard is None or (self._to_reduce and self._fused is None)):
+            self.advance()
+        if self.done:
+            return
+        if self._fused is not None:
+            self._fused.wait()
+            assert self._shard is not None
+            self._apply(self._shard)
+        else:
+            self._apply(self._work.wait())
+
+    def drop(self) -> None:
+        """Wait for what is under way, which still writes to its buffers, and forget it."""
+        if not self.done:
+            self._work.wait()
+            if self._fused is not None:
+                self._fused.drop()
+            if self._shard is None and self._finish.partial is not None:
+                self._owner.partial = self._finish.partial  # as it was before the backward that failed
+            self.done = True
+
+    def _apply(self, shard: torch.Tensor) -> None:
+        self.done = True
+        owner, end = self._owner, self._starts[-1]
+        used = self._used
+        # Flags that were added up say whether any rank has used a parameter; reading them waits for the device. Where
+        # this rank has used all of them, nobody needs to look.
+        if not all(used) and not isinstance(shard, FakeTensor):  # without values, others are taken to be like this one
+            used = [count > 0 for count in shard[end:].real.tolist()]
+        if self._finish.scale != 1.0:
+            shard[:end].mul_(self._finish.scale)
+        if self._finish.options.hook is not None:
+            self._finish.options.hook(shard[:end])
+        if self._finish.options.show:
+            owner.show(shard, used, waiting=False)
+        if self._finish.options.show:
+            shard = shard.clone()  # what is shown is not what optimizers change
+        dtypes = [self._result_dtype(param) for param in self._params]
+        shards = {dtype: shard.to(dtype) for dtype in dict.fromkeys(dtypes)}
+        first = owner.scatter is not None and not owner.bucket.storage.on_host
+        for param, start, anybody, dtype in zip(self._params, self._starts, used, dtypes, strict=False):
+            shard = shards[dtype]
+            if not anybody or (first and param.receive_first(shard, start)):
+                continue
+            if owner.scatter is None:
+                unsharded = shard[start : start + param.numel].view(param.shape)
+                param.receive(param.shard_of(unsharded).reshape(-1))
+            else:
+                param.receive(shard[start : start + param.local_numel])
+
+    def _result_dtype(self, param: ManagedParam) -> torch.dtype:
+        """In which dtype a parameter wants its gradient."""
+        wanted = self._finish.options.result_dtype
+        own = param.local.dtype
+        return own if wanted is None or not own.is_floating_point else wanted
+
+
+# -- collecting and packing --------------------------------------------------------------------------------------------
 
 
 class GradientReducer:
     """Collects the gradients of some parameters of a bucket and reduces them together.
 
-    The buffer that is sent has one row per receiving rank: its part of each parameter's gradient, then one flag
+    The buffer that is sent has one row per receiving rank: its shard of each parameter's gradient, then one flag
     per parameter that says whether this rank has used it. A parameter that some ranks have used gets the sum
     over those; one that no rank has used keeps no gradient, as on a single device.
 
@@ -53,7 +322,7 @@ class GradientReducer:
         self.ranks = ranks
         self.scatters_by_exchange = scatters_by_exchange
         self.sends_each = sends_each and scatter is not None and self.rows > 1
-        self.held: list[torch.Tensor | None] | None = None  # gradients that wait for a reduction, flat and whole
+        self.pending: list[torch.Tensor | None] | None = None  # gradients that wait for a reduction, flat and unsharded
         self._given: set[int] = set()  # which of these autograd adds to just now
         self.partial: torch.Tensor | None = None  # reduced over the shard axis, not yet over the replicate axis
         self._plan_for: list[ManagedParam] = []
@@ -65,7 +334,7 @@ class GradientReducer:
         """The parameters that take part, and where; frozen ones do not."""
         trainable = [param for param in self.params if param.unsharded.requires_grad]
         if trainable != self._plan_for:
-            if self.held is not None or self.partial is not None:
+            if self.pending is not None or self.partial is not None:
                 raise RuntimeError(
                     "requires_grad of a parameter changed while gradients wait to be reduced\n"
                     f"  unit of: {self.bucket.params[0].name}\n"
@@ -86,11 +355,11 @@ class GradientReducer:
         return elements * self._dtype(reduce_dtype).itemsize + ALIGNMENT
 
     def has_gradients(self) -> bool:
-        """Whether a whole parameter holds a gradient."""
+        """Whether an unsharded parameter holds a gradient."""
         return any(param.unsharded.grad is not None for param in self.params)
 
     def collect(self, dtype: torch.dtype | None, *, keep: bool, mean: bool) -> None:
-        """Take the gradients of the whole parameters over; adds to what is held already.
+        """Take the gradients of the unsharded parameters over; adds to what is pending already.
 
         A rank that has no gradient at all takes part in the reduction with zeros: others may have one.
 
@@ -102,18 +371,18 @@ class GradientReducer:
         params = self._plan()
         if not params:
             return
-        if self.held is None:
-            self.held = [None] * len(params)
+        if self.pending is None:
+            self.pending = [None] * len(params)
         self._given = set()
         for index, param in enumerate(params):
             gradient = param.take_gradient(self._dtype(dtype), mean=mean)
             if gradient is None:
                 continue
-            held = self.held[index]
-            if held is not None:
-                held.add_(gradient)
+            pending = self.pending[index]
+            if pending is not None:
+                pending.add_(gradient)
             else:
-                self.held[index] = gradient.to(self._keeping_dtype(dtype)) if keep else gradient
+                self.pending[index] = gradient.to(self._keeping_dtype(dtype)) if keep else gradient
 
     def _dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
         """Dtype of the communication; the policy speaks of real floating-point gradients only."""
@@ -122,59 +391,61 @@ class GradientReducer:
 
     def is_due(self, all_reduce: bool) -> bool:
         """Whether something waits that a synchronised backward must take along, even if it finds nothing new."""
-        return self.held is not None or (all_reduce and self.partial is not None)
+        return self.pending is not None or (all_reduce and self.partial is not None)
 
-    def reduce(self, options: ReduceOptions, shares: Shares) -> Reduction | None:
+    def reduce(self, options: ReduceOptions, fused_all_reduces: FusedAllReduces) -> Reduction | None:
         """Start to reduce what was collected; None when there is nothing."""
-        if self.held is None:
-            return None
-        held, self.held = self.held, None
+        if self.pending is None:
+            return (
+                None  # nothing trainable: on all ranks alike. Without gradients it is a list of Nones, and takes part
+            )
+        pending, self.pending = self.pending, None
         params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
-        used = [options.zeros or gradient is not None for gradient in held]
+        used = [options.zeros or gradient is not None for gradient in pending]
         dtype = self._dtype(options.dtype)
         scale = options.factor / (options.divide_by or (self.ranks if options.average else 1))
         # fp16 could overflow in the sum, so it is scaled before; everything else after, on the smaller tensor.
         early = dtype == torch.float16
         if early:
-            for gradient in held:
+            for gradient in pending:
                 if gradient is not None:
                     gradient.mul_(scale)
         like = torch.empty(0, dtype=dtype, device=self.bucket.compute_device)
-        shared = place = None
-        if options.share and options.all_reduce and len(self.replicas) == 1:
-            shared, place = shares.place(self.replicas[0], width, like)
+        fused = place = None
+        if options.fuse and options.all_reduce and len(self.replicas) == 1:
+            fused, place = fused_all_reduces.place(self.replicas[0], width, like)
         if self.scatter is None:
-            work = Pending(None, self._packed(held, used, like if place is None else place))
+            work = Pending(None, self._packed(pending, used, like if place is None else place))
         elif options.reduce_scatter_with is not None and self.rows > 1:
-            work = self._reduce_scatter_with(options.reduce_scatter_with, held, used, like, place)
-        elif self.sends_each and all(param.straight for param in params):
-            sources = [*self._padded(held, dtype), self._flags(used, like)]
+            work = self._reduce_scatter_with(options.reduce_scatter_with, pending, used, like, place)
+        elif self.sends_each and all(param.contiguous_on_dim_0 for param in params):
+            sources = [*self._padded(pending, dtype), self._flags(used, like)]
             place = like.new_empty(width) if place is None else place
             work = reduce_scatter_each(place.split(self._sizes), sources, self.scatter, place)
             del sources
         else:
-            buffer = self._packed(held, used, like)
+            buffer = self._packed(pending, used, like)
             work = reduce_scatter(buffer, self.scatter, by_all_to_all=self.scatters_by_exchange, out=place)
         finish = Finish(options, 1.0 if early else scale, self._take_partial(options))
-        return Reduction(self, params, self._starts, used, work, finish, shared)
+        return Reduction(self, params, self._starts, used, work, finish, fused)
 
     def _reduce_scatter_with(
-        self, comm: Any, held: list[torch.Tensor | None], used: list[bool], like: torch.Tensor, place: Any
+        self, comm: Any, pending: list[torch.Tensor | None], used: list[bool], like: torch.Tensor, place: Any
     ) -> Pending:
         """The same by a ``ReduceScatter`` of torch."""
-        width = self._starts[-1] + len(held)
+        width = self._starts[-1] + len(pending)
         kind = {"dtype": like.dtype, "device": like.device}
-        sent = self._packed(held, used, comm.allocate((self.rows * width,), **kind))
+        sent = self._packed(pending, used, comm.allocate((self.rows * width,), **kind))
         own = comm.allocate((width,), **kind) if place is None else place
         work = comm(output_tensor=own, input_tensor=sent, group=self.scatter, op=dist.ReduceOp.SUM, async_op=True)
         return Pending(work, own, keep=(sent,))
 
-    def _padded(self, held: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
+    def _padded(self, pending: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor]:
         """What is sent of each parameter: its gradient where it is, padded if it has to be, or zeros."""
         sources: list[torch.Tensor] = []
         for index, param in enumerate(self._plan_for):
-            gradient, numel = held[index], self.rows * param.chunk
-            held[index] = None
+            gradient, numel = pending[index], self.rows * param.chunk
+            pending[index] = None
             if gradient is None or gradient.numel() != numel or gradient.dtype != dtype:
                 padded = torch.empty(numel, dtype=dtype, device=self.bucket.compute_device)
                 filled = 0
@@ -186,13 +457,13 @@ class GradientReducer:
             sources.append(gradient)
         return sources
 
-    def _packed(self, held: list[torch.Tensor | None], used: list[bool], place: torch.Tensor) -> torch.Tensor:
+    def _packed(self, pending: list[torch.Tensor | None], used: list[bool], place: torch.Tensor) -> torch.Tensor:
         """All gradients in one buffer, row by row, and behind them the flags; made unless ``place`` is one."""
-        width = self._starts[-1] + len(held)
+        width = self._starts[-1] + len(pending)
         buffer = place if place.numel() else place.new_empty(self.rows * width)
         rows = buffer.view(self.rows, width)
         for index, (param, start) in enumerate(zip(self._plan_for, self._starts, strict=False)):
-            gradient, held[index] = held[index], None  # its memory goes as soon as it is packed
+            gradient, pending[index] = pending[index], None  # its memory goes as soon as it is packed
             columns = rows[:, start : start + self._width(param)]
             if gradient is None:
                 columns.zero_()
@@ -201,8 +472,8 @@ class GradientReducer:
             else:
                 if columns.numel() > gradient.numel():
                     _zero_padding(param, columns)
-                for part, where in param.rows_of(gradient, columns):
-                    where.copy_(part)
+                for source, where in param.rows_of(gradient, columns):
+                    where.copy_(source)
         flags = rows[:, self._starts[-1] :]
         if all(used):
             flags.fill_(1.0)
@@ -225,19 +496,19 @@ class GradientReducer:
         partial, self.partial = self.partial, None
         return partial
 
-    def hold_or_add(self, part: torch.Tensor, options: ReduceOptions, waited: torch.Tensor | None) -> bool:
-        """Add what has waited for the replicate axis to ``part``; or keep all of it waiting, and return True."""
+    def keep_or_add(self, shard: torch.Tensor, options: ReduceOptions, partial: torch.Tensor | None) -> bool:
+        """Add what has waited for the replicate axis to `shard`; or keep all of it waiting, and return True."""
         if not options.all_reduce and (self.replicas or options.show):
             if self.partial is None:
-                self.partial = part.to(self._keeping_dtype(options.dtype))
+                self.partial = shard.to(self._keeping_dtype(options.dtype))
             else:
-                self.partial.add_(part)
+                self.partial.add_(shard)
             if options.show:
                 used = [count > 0 for count in self.partial[self._starts[-1] :].real.tolist()]
                 self.show(self.partial, used, waiting=True)
             return True
-        if waited is not None:
-            part.copy_(waited.add_(part))
+        if partial is not None:
+            shard.copy_(partial.add_(shard))
         return False
 
     def _keeping_dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
@@ -250,45 +521,45 @@ class GradientReducer:
 
     def show_pending(self) -> None:
         """Show the gradients that wait for their first communication as ``acc_grad``; every rank its own."""
-        if self.held is None or self.scatter is not None:
+        if self.pending is None or self.scatter is not None:
             return
-        for param, gradient in zip(self._plan_for, self.held, strict=True):
+        for param, gradient in zip(self._plan_for, self.pending, strict=True):
             if gradient is not None:
-                param.show_sum(gradient, whole=True, waiting=True)
+                param.show_sum(gradient, unsharded=True, waiting=True)
 
     def show(self, flat: torch.Tensor, used: list[bool], *, waiting: bool) -> None:
         """Show what has added up, of the parameters that were used, as ``acc_grad``."""
         for param, start, shown in zip(self._plan_for, self._starts, used, strict=False):
             if shown:
                 numel = param.numel if self.scatter is None else param.local_numel
-                param.show_sum(flat[start : start + numel], whole=self.scatter is None, waiting=waiting)
+                param.show_sum(flat[start : start + numel], unsharded=self.scatter is None, waiting=waiting)
 
-    def give_back(self) -> None:
+    def restore_pending(self) -> None:
         """Before a backward: let autograd add to what waits, where it can, so that no second copy is made."""
-        if self.held is None:
+        if self.pending is None:
             return
-        for index, (param, gradient) in enumerate(zip(self._plan_for, self.held, strict=True)):
+        for index, (param, gradient) in enumerate(zip(self._plan_for, self.pending, strict=True)):
             if gradient is not None and param.accumulate_onto(gradient):
-                self.held[index] = None
+                self.pending[index] = None
                 self._given.add(index)
 
     def forget_new(self) -> None:
         """Drop what a backward that failed has brought; what was added to earlier gradients stays, as in torch."""
         for index in sorted(self._given):
-            if self.held is not None:
-                self.held[index] = self._plan_for[index].take_gradient()
+            if self.pending is not None:
+                self.pending[index] = self._plan_for[index].take_gradient()
         self._given = set()
         for param in self.params:
             param.unsharded.grad = None
 
     def clear(self) -> None:
         """Drop gradients that wait."""
-        self.held = self.partial = None
+        self.pending = self.partial = None
         self._given = set()
 
 
 def _zero_padding(param: ManagedParam, columns: torch.Tensor) -> None:
-    if param.straight:
+    if param.contiguous_on_dim_0:
         full, rest = divmod(param.numel, param.chunk) if param.chunk else (0, 0)
         if rest:
             columns[full, rest:].zero_()

@@ -1,123 +1,163 @@
-"""State shared by the units of one root in a step: their order, the backward and the reductions under way.
+"""The step that all units of one root share: their order, the backward and the reductions under way.
 
 A unit's life in one training step::
 
-    before forward    gather (or take what was prefetched), start the next unit's gather
-    after forward     free
-    before backward   gather again, start the gather of the unit that backward reaches next
-    after backward    pack gradients, start their reduction, free
-    end of backward   what is left: finish reductions in the order they were issued, free
+    pre_forward        gather (or take what was prefetched), start the next unit's gather
+    post_forward       free
+    pre_backward       gather again, start the gather of the unit that backward reaches next
+    post_backward      free, pack gradients, start their reduction
+    finalize_backward  what is left: finish reductions in the order they were issued, free
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+from torch import nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
-from hyper_parallel.core.fully_shard.reduction import Reduction
-from hyper_parallel.core.fully_shard.shares import Shares
-from hyper_parallel.core.fully_shard.waiting import remember
+from hyper_parallel.core.fully_shard.bucket import Bucket
+from hyper_parallel.core.fully_shard.policy import UnitOptions
+from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
+from hyper_parallel.platform import Platform
 
-if TYPE_CHECKING:
-    from hyper_parallel.core.fully_shard.unit import Unit
+__all__ = [
+    "Schedule",
+    "Structure",
+    "hsdp_sync_stream",
+    "note_pending_reductions",
+]
 
-__all__ = ["Schedule"]
+
+class ScheduledUnit(Protocol):
+    """What a schedule asks of its units; these know the schedule, so the arrow between the two goes one way."""
+
+    modules: list[nn.Module]
+    buckets: list[Bucket]
+    reducers: list[GradientReducer]
+    options: UnitOptions
+    platform: Platform
+
+    def pre_root_forward(self) -> None:
+        """The root's forward starts."""
+
+    def post_root_forward(self) -> None:
+        """The root's forward is through."""
+
+    def show_shards(self) -> None:
+        """Let the modules see the sharded parameters."""
+
+    def finalize_backward(self) -> None:
+        """The root's backward is through."""
+
+    def abandon_backward(self) -> None:
+        """The backward under way has failed."""
+
+    def is_resharded(self) -> bool:
+        """Whether backward has left nothing unsharded that it should not have."""
 
 
-class Schedule:
+U = TypeVar("U", bound=ScheduledUnit)
+
+
+class Schedule(Generic[U]):
     """The common state of the units of one root.
 
     Attributes:
         units: All units below the root, in module order; the root's is the first.
-        forward_order: Units in the order in which the last complete forward of the root entered them.
-        backward_order: The same units, in the reverse of the order in which that forward left them.
         reductions: Reductions under way, in issue order.
         is_last_backward: False keeps the end of a backward from finishing anything (several backwards per step).
-        shares: The all_reduces that reductions of several units share.
+        fused_all_reduces: The all_reduces that take what reductions of several units leave.
         forward_number: Of the forward of the root under way, or of the last one.
         backward_number: Of the backward under way, or of the last one.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, units: list[U]) -> None:
         self.units = units
-        self.forward_order: list[Unit] = []
-        self.backward_order: list[Unit] = []
         self.reductions: list[Reduction] = []
-        self.shares = Shares(self._bytes_left())
+        self.fused_all_reduces = FusedAllReduces(self._bytes_left())
         self.is_last_backward = True
         self.backward_number = 0
         self.forward_number = 0
-        self._recording = False  # the root's forward is running
-        self._entered: list[Unit] = []
-        self._left: list[Unit] = []
+        self.in_forward = False  # of the root, which records the order; not one inside of a backward
+        self._entered: list[U] = []
+        self._left: list[U] = []
+        self._forward_order: list[U] = []
+        self._backward_order: list[U] = []
+        self._next_in_forward: dict[U, list[U]] = {}
+        self._next_in_backward: dict[U, list[U]] = {}
         self._ending: weakref.ref[Callable[[], None]] | None = None  # what autograd calls when backward is through
 
     def _bytes_left(self) -> int:
         return sum(r.bytes_left(u.options.mp_policy.reduce_dtype) for u in self.units for r in u.reducers)
 
-    def take_over(self, other: Schedule) -> None:
+    def take_over(self, other: Schedule[U]) -> None:
         """Go on with what is under way in another schedule, whose units are among these."""
         self.reductions += other.reductions
         other.reductions = []
-        other.shares.close()
+        other.fused_all_reduces.close()
         self.backward_number = max(self.backward_number, other.backward_number)
         self.forward_number = max(self.forward_number, other.forward_number) + 1
         self.is_last_backward = self.is_last_backward and other.is_last_backward
 
-    # -- order ---------------------------------------------------------------------------------------------------
+    # -- forward, and its order ----------------------------------------------------------------------------------
 
-    def next_forward(self, unit: Unit) -> list[Unit]:
-        """The unit that forward enters after ``unit``, if the last forward is a guide."""
-        return _neighbour(self.forward_order, unit.place_in_forward, unit)
+    def next_in_forward(self, unit: U) -> Sequence[U]:
+        """The unit that forward enters after `unit`, as the last complete forward of the root did; or none."""
+        return self._next_in_forward.get(unit, ())
 
-    def next_backward(self, unit: Unit) -> list[Unit]:
-        """The unit that backward reaches after ``unit``, likewise."""
-        return _neighbour(self.backward_order, unit.place_in_backward, unit)
+    def next_in_backward(self, unit: U) -> Sequence[U]:
+        """The unit that backward reaches after `unit`: the reverse of how the last forward left them; or none.
 
-    def begin_forward(self) -> None:
+        Not the reverse of how it entered them: a unit around others is entered before and left after these, and
+        backward reaches it first.
+        """
+        return self._next_in_backward.get(unit, ())
+
+    def pre_forward(self) -> None:
         """The root's forward starts: record the order anew."""
         self.forward_number += 1
-        if any(unit.options.finish_late for unit in self.units):
+        if any(unit.options.leave_pending for unit in self.units):
             self.finish_reductions()  # nobody has asked for them since the last backward
-        self._recording = not self.in_backward
+        self.in_forward = not self.in_backward
         self._entered, self._left = [], []
         for unit in self.units:
-            unit.begin_step()
+            unit.pre_root_forward()
 
-    def enters(self, unit: Unit) -> None:
-        """Forward enters ``unit``."""
-        if self._recording:
+    def count_forward(self) -> None:
+        """A unit below the root runs on its own: what earlier forwards have left is not for this one."""
+        self.forward_number += 1
+
+    def enter(self, unit: U) -> None:
+        """Forward enters `unit`."""
+        if self.in_forward:
             self._entered.append(unit)
 
-    def leaves(self, unit: Unit) -> None:
-        """Forward leaves ``unit``."""
-        if self._recording:
+    def leave(self, unit: U) -> None:
+        """Forward leaves `unit`."""
+        if self.in_forward:
             self._left.append(unit)
 
-    def end_forward(self) -> None:
+    def post_forward(self) -> None:
         """The root's forward is through."""
-        if not self._recording:
+        if not self.in_forward:
             return
-        self._recording = False
+        self.in_forward = False
         self._left.reverse()
-        if self._entered != self.forward_order or self._left != self.backward_order:
-            self.forward_order, self.backward_order = self._entered, self._left
-            for place, unit in enumerate(self.forward_order):
-                unit.place_in_forward = place
-            for place, unit in enumerate(self.backward_order):
-                unit.place_in_backward = place
+        if self._entered != self._forward_order or self._left != self._backward_order:
+            self._forward_order, self._backward_order = self._entered, self._left
+            self._next_in_forward = followers(self._entered)
+            self._next_in_backward = followers(self._left)
         for unit in self.units:
-            unit.end_root_forward()
+            unit.post_root_forward()
 
     # -- backward ------------------------------------------------------------------------------------------------
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether the root's forward is running."""
-        return self._recording
 
     @property
     def in_backward(self) -> bool:
@@ -129,14 +169,14 @@ class Schedule:
         """The number of the backward under way; -2: there is none."""
         return self.backward_number if self._ending is not None else -2
 
-    def begin_backward(self) -> None:
-        """The first unit of a backward is reached: arrange for its end."""
+    def pre_backward(self) -> None:
+        """A backward has come to a unit: if it is the first one, arrange for the end."""
         self.forget_failed_backward()
         if self._ending is not None:
             return
 
         def end() -> None:
-            self._end_backward()
+            self._finalize_backward()
 
         # Autograd alone keeps `end` alive: if it dies without a call, the backward has failed.
         self._ending = weakref.ref(end, self._backward_failed)
@@ -144,7 +184,7 @@ class Schedule:
         Variable._execution_engine.queue_callback(end)
 
     def _backward_failed(self, _: object) -> None:
-        """What may be done at once: whoever looks for parameters now finds shards. The rest waits for the next pass."""
+        """What may be done at once: whoever looks for parameters now finds shards. The rest waits for the next call."""
         for unit in self.units:
             unit.show_shards()
 
@@ -156,22 +196,22 @@ class Schedule:
         reductions, self.reductions = self.reductions, []
         for reduction in reductions:  # the user may have zeroed the gradients since
             reduction.drop()
-        self.shares = Shares(self.shares.total)
+        self.fused_all_reduces = FusedAllReduces(self.fused_all_reduces.total)
         for unit in self.units:
             unit.abandon_backward()
 
-    def _end_backward(self) -> None:
+    def _finalize_backward(self) -> None:
         """Backward is through: reduce what is left, apply all gradients, free all units."""
         self._ending = None
         for unit in reversed(self.units):
-            unit.end_of_backward()
+            unit.finalize_backward()
         if self.is_last_backward:
-            if any(unit.options.finish_late for unit in self.units):
-                remember(self)
+            if any(unit.options.leave_pending for unit in self.units):
+                note_pending_reductions(self)
             else:
                 self.finish_reductions()
         for unit in self.units:
-            assert unit.is_resharded(), f"whole parameters outlive backward: {type(unit.modules[0]).__name__}"
+            assert unit.is_resharded(), f"unsharded parameters outlive backward: {type(unit.modules[0]).__name__}"
 
     # -- reductions ----------------------------------------------------------------------------------------------
 
@@ -185,7 +225,7 @@ class Schedule:
             earlier.receive()
 
     def advance_reductions(self) -> None:
-        """Take the reductions under way a step further."""
+        """Take the reductions under way a step further, in issue order, which is the same on all ranks."""
         for earlier in self.reductions:
             earlier.advance()
         self.reductions = [earlier for earlier in self.reductions if not earlier.done]
@@ -195,14 +235,108 @@ class Schedule:
         reductions, self.reductions = self.reductions, []
         for reduction in reductions:
             reduction.advance()
-        self.shares.close()
+        self.fused_all_reduces.close()
         for reduction in reductions:
             reduction.finish()
         if any(bucket.storage.on_host for unit in self.units for bucket in unit.buckets):
             self.units[0].platform.current_stream().synchronize()  # the host reads gradients next
 
 
-def _neighbour(order: list[Unit], place: int, unit: Unit) -> list[Unit]:
-    if 0 <= place < len(order) - 1 and order[place] is unit:
-        return [order[place + 1]]
-    return []
+def followers(order: Sequence[U]) -> dict[U, list[U]]:
+    """The unit after each one in an order, none after the last; of one that is there twice, after its last place."""
+    return {unit: list(order[place + 1 : place + 2]) for place, unit in enumerate(order)}
+
+
+# -- parameters that come into a model after it was wrapped, which no unit knows of ------------------------------------
+
+
+class Structure:
+    """The modules below a root, as they were when all parameters in them were known.
+
+    Args:
+        roots: The modules of the root's unit.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = roots
+        self._seen: list[tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], int]] = []
+
+    def check(self, known: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """Make sure, if a module or a parameter has come or gone, that every parameter is known.
+
+        Args:
+            known: Gives the parameters that are managed or were ignored.
+
+        Raises:
+            RuntimeError: One that needs a gradient is not: each rank would train its own copy.
+        """
+        if self._seen and not self._has_changed():
+            return
+        identities = {id(parameter) for parameter in known()}
+        for root in self._roots:
+            unmanaged = [
+                name
+                for name, parameter in root.named_parameters()
+                if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in identities
+            ]
+            if unmanaged:
+                raise RuntimeError(
+                    f"parameters came into {type(root).__name__} after it was wrapped: {', '.join(unmanaged)}\n"
+                    "  seen: no unit reduces their gradients, so every rank would train its own copy\n"
+                    "  try: add them before wrapping, wrap the module that brings them, or pass them in ignored_params"
+                )
+        modules = dict.fromkeys(module for root in self._roots for module in root.modules())
+        self._seen = [
+            (module._modules, tuple(module._modules.values()), module._parameters, len(module._parameters))
+            for module in modules
+        ]
+
+    def _has_changed(self) -> bool:
+        return any(
+            len(parameters) != count or (children and tuple(children.values()) != before)
+            for children, before, parameters, count in self._seen
+        )
+
+
+# -- pending reductions, which the end of backward has left under way until somebody asks for their gradients ----------
+
+# Guards the table below; it is no state of a rank, but a lock.
+_LOCK = threading.Lock()
+
+# Schedules with reductions under way, oldest first, of each default process group: every rank has one of its own, so
+# this holds no state of a rank that another could see. A process group takes no attributes, hence a table beside it;
+# all access is under the lock.
+_SCHEDULES = WeakKeyDictionary[dist.ProcessGroup, "list[weakref.ref[Any]]"]()
+
+
+def note_pending_reductions(schedule: Schedule[Any]) -> None:
+    """Note that the end of a backward of `schedule` has left reductions under way."""
+    world = dist.group.WORLD
+    if world is None:
+        return
+    with _LOCK:
+        known = _SCHEDULES.setdefault(world, [])
+        if not any(reference() is schedule for reference in known):
+            known.append(weakref.ref(schedule))
+
+
+def hsdp_sync_stream() -> None:
+    """Wait until every asynchronous reduction of the calling rank has been applied; nothing pending: do nothing.
+
+    ::
+
+        loss.backward()
+        hsdp_sync_stream()  # with hsdp(..., comm_async=True), before gradients are read
+        optimizer.step()
+
+    Communication: what the reductions still have to do; every rank calls it at the same place.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return
+    with _LOCK:
+        pending = _SCHEDULES.pop(world, [])
+    for reference in pending:
+        schedule = reference()
+        if schedule is not None:
+            schedule.finish_reductions()

@@ -1,4 +1,4 @@
-"""State dicts of sharded models: values of any layout go in, parts or whole tensors come out.
+"""State dicts of sharded models: values of any layout go in, shards or whole tensors come out.
 
 Loading lets torch walk through the modules. Just before a module takes its values, a hook brings each of them into the
 layout of its parameter, so that a module's own hooks and overrides see what the caller gave, and so that no more than
@@ -20,15 +20,35 @@ from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.values import fit, fits, give_memory, misfit, whole_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.tensor import distribute_tensor as distribute_by_torch
+from torch.nn.parameter import is_lazy
 
-__all__ = ["get_model_state_dict", "load_into", "load_state_dict"]
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.fully_shard.param import dtensor_like
+from hyper_parallel.core.fully_shard.unit import is_wrapped, nested_units
+from hyper_parallel.core.redistribute import full_tensor, redistribute
+from hyper_parallel.platform import get_platform
+
+__all__ = [
+    "fit",
+    "fits",
+    "get_model_state_dict",
+    "give_memory",
+    "load_into",
+    "load_state_dict",
+    "misfit",
+    "whole_of",
+]
 
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."  # torch's activation checkpointing leaves it out of its keys
+
+
 COMPILED_PREFIX = "_orig_mod."  # its get_model_state_dict leaves out this one, its state_dict does not
+
+
 OWN_HOOKS = ("torch.", "hyper_parallel.")
 
 
@@ -38,7 +58,7 @@ OWN_HOOKS = ("torch.", "hyper_parallel.")
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """Return the values of a model by full name, sharded or whole; all ranks of its meshes call it.
 
-        parts = get_model_state_dict(model)  # DTensors, for torch.distributed.checkpoint
+        shards = get_model_state_dict(model)  # DTensors, for torch.distributed.checkpoint
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if torch.distributed.get_rank() == 0:
             torch.save(whole, "model.pt")
@@ -47,7 +67,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     is gathered at the moment is resharded first. Values are detached; those that were neither gathered nor copied to
     the host share memory with the model, as in ``state_dict()``, so save or clone them before the next step.
 
-    Communication: none for parts. With ``full_state_dict`` one parameter after the other is gathered over the axes that
+    Communication: none for shards. With `full_state_dict` one parameter after the other is gathered over the axes that
     split it, so that beside the result one gathered parameter is held at a time, and the buffers it was gathered in.
 
     Args:
@@ -63,8 +83,6 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
         RuntimeError: The model has no values, and ``strict``.
     """
     from torch.distributed.checkpoint import state_dict as torchs  # costs time to import, so only where it is used
-
-    from hyper_parallel.core.fully_shard.fsdp2 import nested_units
 
     options = torchs.StateDictOptions() if options is None else options
     _check_get(model, options, torchs.StateDictOptions)
@@ -130,7 +148,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     A wrapped model's own ``load_state_dict`` does the same; that of a module that only contains wrapped ones is torch's
     and takes DTensors of exactly the parameters' layouts.
 
-    A value is a DTensor of any layout on any mesh, or a plain tensor of the whole or of this rank's part; where one
+    A value is a DTensor of any layout on any mesh, or a plain tensor of the whole or of this rank's shard; where one
     rank holds all there is of a parameter, the two are one. Each rank checks its own values. Dtypes and devices are
     those of the model. Values that are DTensors in other layouts are communicated, one parameter after the other, as
     ``redistribute`` does; between slices of a larger mesh, each slice gathers its own.
@@ -151,10 +169,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
         RuntimeError: ``strict`` and keys are missing or unexpected; both are listed, sorted.
         TypeError: ``state_dict`` is no mapping.
     """
-    from hyper_parallel.core.fully_shard.fsdp2 import nested_units
-    from hyper_parallel.core.fully_shard.module import ManagedModule
-
-    if isinstance(model, ManagedModule):
+    if is_wrapped(model):  # its class has a method of its own
         return model.load_state_dict(state_dict, strict=strict, assign=assign)
     for unit in nested_units(model):
         unit.reshard()
@@ -261,3 +276,112 @@ def _targets(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.T
     for name, child in module._modules.items():
         if child is not None:
             yield from _targets(child, f"{prefix}{name}.")
+
+
+def fits(value: Any, target: torch.Tensor) -> bool:
+    """Whether ``value`` has a shape that ``target`` can be loaded from, and data."""
+    if is_lazy(target):
+        return True  # it takes any shape
+    if not isinstance(value, torch.Tensor) or (_has_no_data(value) and not _has_no_data(target)):
+        return False
+    if isinstance(target, DTensor) and value.layout != torch.strided:
+        return False  # shards of it are no views
+    if target.dim() == 0 and value.shape == (1,):
+        return True  # what torch has always accepted
+    if value.shape == target.shape:
+        return True
+    return isinstance(target, DTensor) and not isinstance(value, DTensor) and value.shape == target._local_tensor.shape
+
+
+def misfit(key: str, value: Any, target: torch.Tensor, others: str = "") -> ValueError:
+    """The error for a value that does not fit; ``others``: the names of more."""
+    got = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        got += f", {value.layout}"
+    elif isinstance(value, torch.Tensor) and _has_no_data(value):
+        got += " on the meta device"
+    local = target._local_tensor if isinstance(target, DTensor) else target
+    seen = f"global shape: {tuple(target.shape)}   this rank's shard: {tuple(local.shape)}"
+    seen += f"\n  likewise: {others}" if others else ""
+    hint = "a dense tensor of one of these two shapes, or a DTensor of the global shape, with data"
+    return ValueError(explain(f"cannot load {key!r}", f"got a {got}", seen, hint))
+
+
+def _has_no_data(tensor: torch.Tensor) -> bool:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).is_meta
+
+
+@torch.no_grad()
+def fit(key: str, value: Any, target: torch.Tensor) -> Any:
+    """``value`` in the layout of ``target``, for torch to copy, which sees to dtypes and devices."""
+    if is_lazy(target):
+        return value
+    if not fits(value, target):
+        raise misfit(key, value, target)
+    if target.dim() == 0 and value.dim() == 1:
+        value = (whole_of(value) if isinstance(value, DTensor) else value)[0]
+    if not isinstance(target, DTensor):
+        return whole_of(value) if isinstance(value, DTensor) else value
+    return dtensor_like(_shard_of(value.detach(), target), target)
+
+
+def _shard_of(value: torch.Tensor, target: DTensor) -> torch.Tensor:
+    """This rank's shard of ``value``; communicates only for a DTensor that is laid out otherwise."""
+    held = target._local_tensor
+    if not isinstance(value, DTensor):
+        # Also right where the two shapes are the same: then this rank holds the unsharded parameter.
+        return value if value.shape == held.shape else _cut(value, target)
+    if value.device_mesh == target.device_mesh and value._spec.placements == target._spec.placements:
+        return value._local_tensor
+    if value._local_tensor.is_meta:
+        return torch.empty_like(held, device="meta")
+    try:
+        return redistribute(_on_its_mesh(value), Layout.of(target)).to_local()
+    except ValueError:  # raised before anything is sent, on all ranks: between slices of a mesh, for one
+        return _cut(whole_of(value), target).clone()  # a view would keep all of it
+
+
+def _cut(whole: torch.Tensor, target: DTensor) -> torch.Tensor:
+    """This rank's shard of what it has whole: a view."""
+    try:
+        rows = Layout.of(target).local_slice(target.shape)
+    except ValueError:  # strided shards, of which no layout speaks
+        return distribute_by_torch(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
+    return whole[rows]
+
+
+def whole_of(value: DTensor) -> torch.Tensor:
+    """All of ``value``, on every rank of its mesh."""
+    if value._local_tensor.is_meta and _device_of(value).type != "meta":
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    with torch.no_grad():
+        return full_tensor(_on_its_mesh(value))
+
+
+def _on_its_mesh(value: DTensor) -> DTensor:
+    """``value`` where its mesh can send it: shards may have been kept on the host."""
+    local = value._local_tensor
+    if local.is_meta or local.device.type == _device_of(value).type:
+        return value
+    return dtensor_like(local.to(_device_of(value)), value)
+
+
+def _device_of(value: DTensor) -> torch.device:
+    return get_platform(value.device_mesh.device_type).device()
+
+
+def give_memory(target: torch.Tensor, value: Any) -> None:
+    """Put an empty tensor in place of one that is on the meta device; all who refer to it see the new one."""
+    if is_lazy(target) or not target.is_meta or not isinstance(value, torch.Tensor) or value.is_meta:
+        return
+    new = _empty_like(target, value.device)
+    if isinstance(target, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=target.requires_grad)
+    new.__dict__.update({name: kept for name, kept in target.__dict__.items() if name not in new.__dict__})
+    torch.utils.swap_tensors(target, new)
+
+
+def _empty_like(target: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not isinstance(target, DTensor):
+        return torch.empty_like(target, device=device)
+    return dtensor_like(torch.empty_like(target._local_tensor, device=_device_of(target)), target)

@@ -1,5 +1,7 @@
 """The policies of ``fully_shard``, under the module path that users of the existing library know."""
 
+from __future__ import annotations
+
 from hyper_parallel.core.fully_shard.policy import (
     CPUOffloadPolicy,
     FullyShardParamMode,
@@ -8,4 +10,10 @@ from hyper_parallel.core.fully_shard.policy import (
     OptimizerLevel,
 )
 
-__all__ = ["CPUOffloadPolicy", "FullyShardParamMode", "MixedPrecisionPolicy", "OffloadPolicy", "OptimizerLevel"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "FullyShardParamMode",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimizerLevel",
+]

@@ -1,4 +1,4 @@
-"""``hsdp``: the second face of the sharded-parameter engine."""
+"""`hsdp`: the second API of the sharded-parameter engine."""
 
 from hyper_parallel.core.hsdp.api import HSDPCell, hsdp, hsdp_sync_stream
 

@@ -1,8 +1,9 @@
-"""``hsdp``: the engine of ``fully_shard``, told by size and level what to split and what to keep whole."""
+"""`hsdp`: the engine of `fully_shard`, configured by size and level instead of by mesh and placement."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.arguments import check_modules
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
     Found,
     Grouping,
+    check_modules,
+    copy_wrapped,
     find_parameters,
     install,
     is_dtensor,
@@ -24,21 +26,139 @@ from hyper_parallel.core.fully_shard.build import (
     move_buffers,
     refuse_gradients,
 )
-from hyper_parallel.core.fully_shard.carrier import divisor, split_replicated, split_world
-from hyper_parallel.core.fully_shard.copying import copy_wrapped
-from hyper_parallel.core.fully_shard.fsdp2 import nested_units
-from hyper_parallel.core.fully_shard.homes import kept_home, plain_home
-from hyper_parallel.core.fully_shard.mesh import DataParallelMesh, Home
-from hyper_parallel.core.fully_shard.module import wrapped_class
-from hyper_parallel.core.fully_shard.policy import FullyShardParamMode, MixedPrecisionPolicy, OptimizerLevel
-from hyper_parallel.core.fully_shard.unit import UnitOptions
-from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
-from hyper_parallel.core.hsdp.cell import HSDPCell, shown
-from hyper_parallel.core.hsdp.traced import install as install_traced
-from hyper_parallel.core.hsdp.traced import refuse_dtensors, take_over
+from hyper_parallel.core.fully_shard.module import ManagedModule, wrapped_class
+from hyper_parallel.core.fully_shard.placement import (
+    DataParallelMesh,
+    ParameterPlacement,
+    kept_placement,
+    plain_placement,
+)
+from hyper_parallel.core.fully_shard.policy import (
+    FullyShardParamMode,
+    MixedPrecisionPolicy,
+    OptimizerLevel,
+    UnitOptions,
+)
+from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
+from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
+from hyper_parallel.core.hsdp.compiled import install as install_traced
+from hyper_parallel.core.hsdp.compiled import refuse_dtensors, take_over
+from hyper_parallel.core.mesh.spmd_mesh import divisor, split_replicated, split_world
 from hyper_parallel.platform import Platform, get_platform
 
-__all__ = ["HSDPCell", "OptimizerLevel", "hsdp", "hsdp_sync_stream"]
+__all__ = [
+    "HSDPCell",
+    "OptimizerLevel",
+    "hsdp",
+    "hsdp_sync_stream",
+    "shown",
+]
+
+
+class HSDPCell(ManagedModule):
+    """Mixed into the class of every module that :func:`hsdp` has wrapped.
+
+    Methods raise ``ValueError`` for an argument of the wrong kind, and when called on a module that was never wrapped.
+    """
+
+    def set_requires_grad_sync(self, requires_grad_sync: bool) -> None:
+        """Whether the next backwards end a cycle of accumulation: their gradients are reduced over all ranks.
+
+        True at first. False: gradients add up. Without ``enable_grad_accumulation`` nothing is communicated, and each
+        rank keeps its own unsharded gradients; with it, ``param.acc_grad`` shows what has added up, and at level2 and
+        level3 gradients are reduce_scattered in every backward. ``param.grad`` gets the sum in the synced step.
+        Reaches all nested cells.
+        """
+        if not isinstance(requires_grad_sync, bool):
+            raise ValueError(
+                explain(
+                    f"set_requires_grad_sync cannot use {shown(requires_grad_sync)}",
+                    "the flag is True or False",
+                    f"seen: a {type(requires_grad_sync).__name__}",
+                    "set_requires_grad_sync(True)",
+                )
+            )
+        _check_wrapped(self, "set_requires_grad_sync")
+        for traced in nested_traced_units(self):
+            traced.set_requires_grad_sync(requires_grad_sync)
+        for unit in nested_units(self):  # type: ignore[arg-type]
+            if unit.options.show_sums and unit.splits_gradients:
+                unit.options.requires_all_reduce = requires_grad_sync
+            else:
+                unit.options.requires_gradient_sync = requires_grad_sync
+
+    def zero_grads(self) -> None:
+        """Clear gradients and what adds up in ``acc_grad``. Reaches all nested cells."""
+        _check_wrapped(self, "zero_grads")
+        self.zero_grad()
+
+    def set_forward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell]) -> None:
+        """Gather these cells' parameters while this one's forward computes (default: the cell that came next).
+
+        An empty list: none.
+        """
+        _check_wrapped(self, "set_forward_prefetch_cells")
+        chosen = _units("set_forward_prefetch_cells", hsdp_cell_list)
+        unit = unit_of(self)  # type: ignore[arg-type]
+        if unit is not None:  # a traced cell gathers where the graph says
+            unit.forward_prefetch = chosen
+
+    def set_backward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell]) -> None:
+        """Gather these cells' parameters while this one's backward computes (default: the one that came before).
+
+        An empty list: none.
+        """
+        _check_wrapped(self, "set_backward_prefetch_cells")
+        chosen = _units("set_backward_prefetch_cells", hsdp_cell_list)
+        unit = unit_of(self)  # type: ignore[arg-type]
+        if unit is not None:
+            unit.backward_prefetch = chosen
+
+
+def _check_wrapped(module: Any, method: str) -> None:
+    if not isinstance(module, nn.Module) or not is_wrapped(module):
+        raise ValueError(
+            explain(
+                f"{method} cannot do anything for a {type(module).__name__}",
+                "it was never wrapped",
+                f"seen: a {type(module).__name__} without sharded parameters of its own",
+                "hsdp(module) first",
+            )
+        )
+
+
+def _units(method: str, cells: Any) -> list[Unit]:
+    if not isinstance(cells, (list, tuple)):
+        raise ValueError(
+            explain(
+                f"{method} cannot use {shown(cells)}",
+                "it takes a list or tuple of cells",
+                f"seen: a {type(cells).__name__}",
+                f"{method}([model.layers[1]])",
+            )
+        )
+    for index, cell in enumerate(cells):
+        if not isinstance(cell, HSDPCell) or not is_wrapped(cell):  # type: ignore[arg-type]
+            raise ValueError(
+                explain(
+                    f"{method} cannot use item {index}, a {type(cell).__name__}",
+                    "it was not wrapped by hsdp",
+                    f"seen: {len(cells)} items",
+                    "hsdp(that_module) first",
+                )
+            )
+    return [unit for cell in cells if (unit := unit_of(cell)) is not None]
+
+
+def shown(value: Any) -> str:
+    """What was given, on one line: a module's or a tensor's text is long.
+
+    >>> shown("level4"), shown(nn.Sequential(nn.Tanh()))
+    ("'level4'", 'Sequential( ...')
+    """
+    first, *more = repr(value).splitlines()
+    return first if len(first) <= 80 and not more else f"{first[:80]} ..."
+
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,10 +188,10 @@ def hsdp(
     up, and the loss must already be divided by the number of these ranks. A plain parameter is the same data on all
     ranks, a DTensor along the axes on which it is replicated: with tensor parallelism, let all parameters be DTensors.
 
-    Communication per step and parameter of N bytes over n ranks, s of which hold its parts: an all_gather of
+    Communication per step and parameter of N bytes over n ranks, s of which hold its shards: an all_gather of
     N (s - 1) / s received per rank, at level3 two (for the root one, as backward starts with it); then an all_reduce
     of N over all n (level1), or a reduce_scatter of N (s - 1) / s and an all_reduce of N / s over the n / s replicas
-    (level2 and 3). For what stays whole: the all_reduce of N alone. Gathers take all parameters of a cell with one
+    (level2 and 3). For what is replicated: the all_reduce of N alone. Gathers take all parameters of a cell with one
     shard size and dtype at once; a DTensor's all_reduce over all n is one over s and one over n / s ranks.
 
     Parameters of several shard sizes are on several meshes: clip with ``hyper_parallel.clip_grad_norm_``, as torch's
@@ -80,22 +200,22 @@ def hsdp(
     Args:
         cell: A module.
         shard_size: Ranks that a parameter is split over, at most; -1: all that hold the same data. What is used is the
-            largest number up to it that divides both dim 0 and the number of data-parallel ranks. Parts are on
+            largest number up to it that divides both dim 0 and the number of data-parallel ranks. Shards are on
             consecutive ranks. A parameter's attribute ``hsdp_shard_size`` comes first; the outcome is its attribute
             ``hsdp_effective_shard_size``.
-        threshold: Kilobytes (1,024 bytes); parameters that are strictly smaller stay whole, of a DTensor those whose
-            largest part on any rank is.
+        threshold: Kilobytes (1,024 bytes); parameters that are strictly smaller are replicated, of a DTensor those
+            whose largest shard on any rank is.
         optimizer_level: "level1": parameters and optimizer state are split, gradients all_reduced. "level2": gradients
             are split too. "level3": gathered parameters are also freed after forward and gathered again for backward.
             The members of ``OptimizerLevel`` will do.
         enable_grad_accumulation: Show gradients as they add up over micro-steps as ``param.acc_grad``, a DTensor in
-            ``reduce_dtype`` or at least fp32: at level1 whole ones, each rank its own until the synced step; else
-            parts, reduce_scattered in every micro-step and all_reduced over replicas at the synced step. Until then
+            ``reduce_dtype`` or at least fp32: at level1 unsharded ones, each rank its own until the synced step; else
+            shards, reduce_scattered in every micro-step and all_reduced over replicas at the synced step. Until then
             they are ``Partial`` sums, neither averaged nor scaled. See :meth:`HSDPCell.set_requires_grad_sync`.
         use_eager_hook: False: gather and reduce in a form that ``torch.compile`` traces without graph breaks, and that
             takes plain parameters only. Order and fusion of communication are then the compiler's: ``comm_async``,
             ``comm_fusion``, ``bucket_size`` and prefetching have no effect. A parameter is gathered where forward reads
-            it as an attribute (``self.weight``; ``parameters()`` gives parts), so all ranks must read the same ones in
+            it as an attribute (``self.weight``; ``parameters()`` gives shards), so all ranks must read the same ones in
             the same order: a branch that they do not all take mixes up weights, which nothing notices.
         grad_scale: Factor on every gradient.
         reduce_dtype: Dtype in which gradients are reduced; None: that of the parameter.
@@ -126,7 +246,7 @@ def hsdp(
     roots = check_modules(cell, "hsdp")
     found = find_parameters(roots, set(), "hsdp")
     platform = _platform(found, cell)
-    placed = _homes(found, platform, shard_size, threshold * 1024)
+    placed = _placed(found, platform, shard_size, threshold * 1024)
     if not use_eager_hook:
         refuse_dtensors(found)
     options = UnitOptions(
@@ -135,20 +255,20 @@ def hsdp(
         average=not any(map(is_dtensor, found)),
         gradient_scale=grad_scale,
         show_sums=enable_grad_accumulation,
-        finish_late=comm_async,
+        leave_pending=comm_async,
     )
     grouping = Grouping(
         reduce_bytes=(bucket_size * 1024 if bucket_size > 0 else bucket_size) if comm_fusion else 0,
-        whole_gradients=level is OptimizerLevel.SHARD_OPT,
+        unsharded_gradients=level is OptimizerLevel.SHARD_OPT,
     )
     move_buffers(roots, platform)
-    for item, home in placed:
+    for item, placement in placed:
         item.parameter._hyper_parallel_unit_name = item.name  # type: ignore[attr-defined]
-        item.parameter.hsdp_effective_shard_size = home.shard_size  # type: ignore[attr-defined]
+        item.parameter.hsdp_effective_shard_size = placement.shard_size  # type: ignore[attr-defined]
     if use_eager_hook:
         unit = make_unit(roots, placed, Storage(platform), options, grouping)
         install(unit, placed, _cell_class, "hsdp")
-        unit.copied_by = copy_wrapped
+        unit.wrapping.copy = copy_wrapped
     else:
         _install_traced(cell, placed, platform, level, options)
     return cell
@@ -156,7 +276,7 @@ def hsdp(
 
 def _install_traced(
     cell: nn.Module,
-    placed: list[tuple[Found, Home]],
+    placed: list[tuple[Found, ParameterPlacement]],
     platform: Platform,
     level: OptimizerLevel,
     options: UnitOptions,
@@ -245,7 +365,9 @@ def _platform(found: list[Found], cell: nn.Module) -> Platform:
     return get_platform(known[0] if known else None)
 
 
-def _homes(found: list[Found], platform: Platform, shard_size: int, threshold: int) -> list[tuple[Found, Home]]:
+def _placed(
+    found: list[Found], platform: Platform, shard_size: int, threshold: int
+) -> list[tuple[Found, ParameterPlacement]]:
     """Where each parameter goes; one data mesh per shard size, so that what can be gathered together is."""
     _check_alike(found)
     wanted = [_wanted(item, shard_size, threshold) for item in found]  # what is wrong is found before a group is made
@@ -260,12 +382,12 @@ def _homes(found: list[Found], platform: Platform, shard_size: int, threshold: i
         # Whole ones go on the mesh of those that are split as asked: torch's functions want all of them on one.
         mesh = split_world(platform.device_type, size if size > 1 else divisor(shard_size, world, world))
         data = meshes.setdefault(mesh, DataParallelMesh.of(mesh, platform, 2))
-        placed.append((item, plain_home(item.parameter, item.name, data, None, None, whole=size == 1)))
+        placed.append((item, plain_placement(item.parameter, item.name, data, None, None, replicate=size == 1)))
     return placed
 
 
 def _check_alike(found: list[Found]) -> None:
-    """Plain parameters beside DTensors that are split: over whom to add up their gradients, nobody has said."""
+    """Reject plain parameters next to sharded DTensors: the group to reduce their gradients over is ambiguous."""
     plain = [item.name for item in found if not is_dtensor(item)]
     for item in found:
         parameter = item.parameter
@@ -277,14 +399,14 @@ def _check_alike(found: list[Found]) -> None:
             raise ValueError(
                 explain(
                     "hsdp cannot manage plain parameters and split DTensors in one cell",
-                    f"ranks that hold parts of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not",
+                    f"ranks with shards of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not",
                     f"plain: {', '.join(plain)}   {item.name}: {parameter.placements}",
                     "distribute_tensor with Replicate() for the plain ones, or fully_shard(cell, mesh=data_mesh)",
                 )
             )
 
 
-def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | None]:
+def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, ParameterPlacement | None]:
     """Over how many ranks a parameter is split; of a DTensor, also where it is if it is not split further."""
     parameter = item.parameter
     own = getattr(parameter, "hsdp_shard_size", None)
@@ -293,7 +415,7 @@ def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | N
     kept = None
     domain = dist.get_world_size()
     if isinstance(parameter, DTensor):
-        kept = kept_home(parameter, item.name, fused=False, face="hsdp")
+        kept = kept_placement(parameter, item.name, fused=False, api="hsdp")
         domain = math.prod(parameter.device_mesh.size(axis) for axis in kept.reduced_axes)
     rows, numel = _to_split(parameter)
     if parameter.dim() == 0 or numel * parameter.element_size() < threshold:
@@ -302,16 +424,16 @@ def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, Home | N
 
 
 def _to_split(parameter: nn.Parameter) -> tuple[int, int]:
-    """Common divisor of the sizes of dim 0 that ranks hold of it, and the elements of the largest part.
+    """Common divisor of the sizes of dim 0 that ranks hold of it, and the elements of the largest shard.
 
-    Parts of a DTensor that is split unevenly differ, but all ranks must decide alike.
+    Shards of a DTensor that is split unevenly differ, but all ranks must decide alike.
     """
     sizes = [{size} for size in parameter.shape]
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard):
                 ranks = parameter.device_mesh.size(axis)
-                sizes[placement.dim] = {part for size in sizes[placement.dim] for part in _chunks(size, ranks)}
+                sizes[placement.dim] = {rows for size in sizes[placement.dim] for rows in _chunks(size, ranks)}
     return math.gcd(*sizes[0]) if sizes else 1, math.prod(map(max, sizes))
 
 
@@ -322,25 +444,29 @@ def _chunks(size: int, ranks: int) -> set[int]:
 
 
 def _split_further(
-    parameter: DTensor, kept: Home, size: int, platform: Platform, meshes: dict[DeviceMesh, DataParallelMesh]
-) -> Home:
+    parameter: DTensor,
+    kept: ParameterPlacement,
+    size: int,
+    platform: Platform,
+    meshes: dict[DeviceMesh, DataParallelMesh],
+) -> ParameterPlacement:
     """Where a DTensor goes: split over the axes along which it is replicated, or, over one rank, where it is."""
     if size == 1:
         return kept
-    carrier = split_replicated(parameter.device_mesh, kept.reduced_axes, size)
-    data = meshes.setdefault(carrier.mesh, DataParallelMesh.of(carrier.mesh, platform, 2))
+    spmd_mesh = split_replicated(parameter.device_mesh, kept.reduced_axes, size)
+    data = meshes.setdefault(spmd_mesh.mesh, DataParallelMesh.of(spmd_mesh.mesh, platform, 2))
     placements: tuple[Placement, ...] = (
-        *(parameter.placements[axis] for axis in carrier.kept),
+        *(parameter.placements[axis] for axis in spmd_mesh.kept),
         Replicate(),
         Shard(0),
     )
-    return Home(
+    return ParameterPlacement(
         FullyShardParamMode.DTENSOR_UNIFIED,
-        carrier.mesh,
+        spmd_mesh.mesh,
         placements,
         0,
         data,
         parameter.device_mesh,
         tuple(parameter.placements),
-        carrier.shared,
+        spmd_mesh.shared,
     )

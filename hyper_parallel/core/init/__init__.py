@@ -1,8 +1,7 @@
 """Initialisation of a model shard by shard: the same global values on every mesh.
 
-    api -> filling -> elementwise -> draws -> parts -> random
-           filling -> views -> parts
+    api -> filling -> target -> tiles
 
-``filling`` is the mode under which modules fill their tensors, ``parts`` the local shards that look like whole tensors
-meanwhile, ``random`` numbers that depend on an element's place and not on the rank.
+``filling`` is the mode under which modules fill their tensors, ``target`` a tensor that is being filled, ``tiles`` the
+random numbers, which depend on an element's place and not on the rank.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +11,13 @@ from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.init.filling import Filling
-from hyper_parallel.core.init.parts import Box, Cut, Home, Part
-from hyper_parallel.core.init.random import Stream
+from hyper_parallel.core.init.target import FillTarget
+from hyper_parallel.core.init.tiles import Region
 from hyper_parallel.platform import get_platform
 
 __all__ = ["init_parameters"]
@@ -41,14 +40,14 @@ def init_parameters(
 
     A DTensor is filled with this rank's slice of values that depend on the seed, on the parameter's name and on the
     place in the whole tensor only: bit-identical for any mesh, any layout and any number of ranks, and for a model that
-    is not sharded. Nothing is communicated, and no rank makes more than its part and some blocks of 2^14 elements.
-    torch's generators are neither read nor moved.
+    is not sharded. Nothing is communicated. torch's generators are neither read nor moved.
 
     What is drawn is up to the modules: `reset_parameters()` runs for each module that has it, children before their
-    parents, so that a parent can override. In it, in-place draws of torch (`normal_`, `uniform_` and all of
-    `torch.nn.init` that is made of them), element-wise operations and indexing work as on the whole tensor; bounds
-    that come from the shape come from the global one. What needs other ranks' elements (`orthogonal_`, a norm) raises,
-    unless the parameter is not split. A parameter under several names is filled once, by the module that has it first.
+    parents, so that a parent can override. What fills a parameter by `normal_`, `uniform_`, `trunc_normal_` and all of
+    `torch.nn.init` that is made of them, by constants and by element-wise operations with numbers costs time and memory
+    for this rank's shard only. For what else is done to a parameter (`orthogonal_`, a norm, indexing) it is unsharded
+    on the CPU of each rank, one module at a time. A parameter under several names is filled once, by the module that
+    has it first.
 
     Under torch's FakeTensorMode, where no tensor has values, this fills nothing.
 
@@ -56,7 +55,7 @@ def init_parameters(
         model: whose parameters may be on meta, DTensors or both; those that have values get new ones, in their place.
         seed: 0 or more.
         device: where to put what is on meta. Default: the device of the DTensors' mesh; without DTensors, "cpu". "cpu"
-            also for parts that stay on the host.
+            also for shards that stay on the host.
         init_fn: called with each module, instead of `reset_parameters()`; for a Hugging Face model,
             `init_fn=model._init_weights`.
 
@@ -66,31 +65,30 @@ def init_parameters(
     Raises:
         TypeError: model is no module, seed no int, init_fn not callable.
         ValueError: a negative seed; a device that cannot be; a lazy parameter, or one with a reduction pending; a
-            parameter or buffer that was on meta and that nothing fills; an operation that parts do not allow.
+            parameter or buffer that was on meta and that nothing fills; an operation that needs values of other ranks,
+            of a parameter that already had values or was unsharded for a child.
     """
     _check(model, seed, init_fn)
     if detect_fake_mode() is not None:
         return model  # tensors have no values here
-    target = _device(model, device)
-    homes = _homes(model, int(seed))
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # tables are the same on every device
-        for home in homes:
-            if home.tensor.is_meta:
-                _materialise(model, home, target)
-        mode = Filling(int(seed), homes)
+    where = _device(model, device)
+    targets = _targets(model, int(seed))
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        for target in targets:
+            if target.fresh:
+                _materialise(model, target, where)
+        mode = Filling(int(seed), targets)
         owners = _owners(model)
         for path, module in _children_first(model, "", set()):
             fill = _filler(module, init_fn)
             if fill is None:
                 continue
-            for home in homes:
-                home.locked = _is_elsewhere(owners[id(home.tensor)], path)
-            mode.enter(plain_name(path), type(module).__name__)
-            with mode:
-                fill()
-        for home in homes:
-            home.flush()
-    _check_filled(model, homes, init_fn)
+            for target in targets:
+                target.locked = _is_elsewhere(owners[id(target.tensor)], path)
+            mode.fill(fill, plain_name(path), type(module).__name__)
+        for target in targets:
+            target.flush()
+    _check_filled(model, targets, init_fn)
     return model
 
 
@@ -138,56 +136,48 @@ def _is_elsewhere(owners: list[str], path: str) -> bool:
     return not inside(owners[0]) and any(map(inside, owners))
 
 
-def _homes(model: nn.Module, seed: int) -> list[Home]:
+def _targets(model: nn.Module, seed: int) -> list[FillTarget]:
     """What is to be filled; raises before anything is changed."""
     for path, module in model.named_modules():
         unit = module.__dict__.get("_hyper_parallel_unit")
         if unit is not None and not unit.is_resharded():
-            blame = f"{path or 'the model'} shows whole parameters, which are freed or gathered again later"
+            blame = f"{path or 'the model'} shows unsharded parameters, which are freed or gathered again later"
             raise ValueError(explain(_ASKED, blame, f"seen: {type(module).__name__}, unsharded", "reshard() first"))
-    homes = []
+    targets = []
     for name, tensor in _tensors(model):
         if is_lazy(tensor):
             hint = "one forward pass with an input of the right size first, or sizes instead of a Lazy module"
             raise ValueError(explain(_ASKED, f"{name!r} has no shape yet", f"seen: {type(tensor).__name__}", hint))
-        home = Home(plain_name(name), tensor, _box(name, tensor), Stream(seed, plain_name(name)), fresh=tensor.is_meta)
-        homes.append(home)
-    return homes
+        region, sharded = _region(name, tensor)
+        targets.append(FillTarget(plain_name(name), tensor, region, seed, sharded, fresh=tensor.is_meta))
+    return targets
 
 
-def _box(name: str, tensor: torch.Tensor) -> Box:
-    """The part of a tensor that this rank holds."""
-    whole = Box.whole(tensor.shape)
+def _region(name: str, tensor: torch.Tensor) -> tuple[Region, bool]:
+    """The elements of a tensor that this rank holds, and whether it is sharded."""
     if not isinstance(tensor, DTensor):
-        return whole
+        return tuple(slice(0, size) for size in tensor.shape), False
     layout = Layout.of(tensor)
     if layout.is_partial():
         hint = "redistribute(parameter, layout.reset_partial()), or a layout without a reduction"
         blame = f"{name!r} has a reduction pending, so no rank holds values of it"
         raise ValueError(explain(_ASKED, blame, f"layout: {layout}", hint))
-    cuts = tuple(_cut(layout, axes, size) for axes, size in zip(layout.splits(tensor.ndim), tensor.shape, strict=True))
-    if tensor.device_mesh.get_coordinate() is None:  # a rank that has no part of it
-        nothing = tuple(0 for _ in cuts)
-        return replace(whole, size=nothing, cuts=cuts, held=False)
-    slices = layout.local_slice(tuple(tensor.shape))
-    size = tuple(part.stop - part.start for part in slices)
+    sharded = any(layout.mesh_shape[axis] > 1 for axes in layout.splits(tensor.ndim) for axis in axes)
+    if tensor.device_mesh.get_coordinate() is None:  # this rank holds nothing of it
+        return tuple(slice(0, 0) for _ in tensor.shape), sharded
+    region = layout.local_slice(tuple(tensor.shape))
+    size = tuple(part.stop - part.start for part in region)
     if size != tuple(tensor._local_tensor.shape):
-        seen = f"part: {tuple(tensor._local_tensor.shape)}   of: {tuple(tensor.shape)}   layout: {layout}"
-        blame = f"this rank's part of {name!r} has another shape than its layout says, {size}"
+        seen = f"shard: {tuple(tensor._local_tensor.shape)}   of: {tuple(tensor.shape)}   layout: {layout}"
+        blame = f"this rank's shard of {name!r} has another shape than its layout says, {size}"
         raise ValueError(explain(_ASKED, blame, seen, "distribute_tensor, or from_local with the global shape"))
-    return replace(whole, start=tuple(part.start for part in slices), size=size, cuts=cuts)
+    return region, sharded
 
 
-def _cut(layout: Layout, axes: tuple[int, ...], size: int) -> Cut | None:
-    """What splits a dim over ranks; None for nothing."""
-    real = tuple((layout.alias_name[axis], layout.mesh_shape[axis]) for axis in axes if layout.mesh_shape[axis] > 1)
-    return Cut(real, size) if real else None
-
-
-def _materialise(model: nn.Module, home: Home, device: torch.device) -> None:
+def _materialise(model: nn.Module, target: FillTarget, device: torch.device) -> None:
     """Give a tensor memory, full of NaN; whoever refers to it sees the new one."""
-    old = home.tensor
-    fresh = torch.empty_like(home.local, device=device)
+    old = target.tensor
+    fresh = torch.empty_like(target.local, device=device)
     fresh.fill_(float("nan") if fresh.is_floating_point() or fresh.is_complex() else 0)
     if isinstance(old, DTensor):
         fresh = DTensor.__new__(DTensor, fresh, old._spec, requires_grad=False)
@@ -201,24 +191,17 @@ def _materialise(model: nn.Module, home: Home, device: torch.device) -> None:
             registered: Any
             for registered in (module._parameters, module._buffers):
                 registered.update({name: fresh for name, tensor in registered.items() if tensor is old})
-        home.tensor = fresh
+        target.tensor = fresh
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def _check(model: Any, seed: Any, init_fn: Any) -> None:
-    if not isinstance(model, nn.Module):
-        blame = f"model is a {type(model).__name__}, not a module"
-        raise TypeError(explain(_ASKED, blame, f"model: {type(model)!r}", "init_parameters(model, seed=0)"))
-    number = check_int(seed)
-    if number is None:
-        raise TypeError(explain(_ASKED, f"seed is a {type(seed).__name__}, not an int", f"seed: {seed!r}", "seed=0"))
-    if number < 0:
-        raise ValueError(explain(_ASKED, "seed is negative", f"seed: {seed}", f"seed={-number}"))
-    if init_fn is not None and not callable(init_fn):
-        blame = f"init_fn is a {type(init_fn).__name__}, which cannot be called"
-        raise TypeError(explain(_ASKED, blame, f"init_fn: {init_fn!r}", "init_fn=model._init_weights"))
+    check(_ASKED, "module", model=model)
+    check(_ASKED, "int", seed=seed)
+    check_least(_ASKED, 0, seed=seed)
+    check(_ASKED, "callable | None", init_fn=init_fn)
 
 
 def _device(model: nn.Module, device: Any) -> torch.device:
@@ -240,27 +223,24 @@ def _device(model: nn.Module, device: Any) -> torch.device:
     return target
 
 
-def _check_filled(model: nn.Module, homes: list[Home], init_fn: Any) -> None:
+def _check_filled(model: nn.Module, targets: list[FillTarget], init_fn: Any) -> None:
     """Refuse a model with garbage in it."""
-    now = dict(_tensors(model))
-    for name, tensor in now.items():
-        if isinstance(tensor, Part):
-            blame = f"{name!r} was replaced by a temporary tensor, which has no values of its own afterwards"
-            raise ValueError(explain(_ASKED, blame, f"seen: {tensor!r}", "write into the parameter, as copy_ does"))
-    kept = {id(tensor) for tensor in now.values()}  # a buffer may have been replaced by a new one, with values
-    homes = [home for home in homes if id(home.tensor) in kept]
-    bare = [home for home in homes if home.fresh and not home.is_filled]
-    if not bare:
-        bare = [home for home in homes if home.fresh and _has_nan(home.local)]
+    kept = {id(tensor) for _, tensor in _tensors(model)}
+    for target in targets:
+        if isinstance(target.tensor, nn.Parameter) and id(target.tensor) not in kept:
+            seen = f"seen: {target.name!r} of shape {tuple(target.tensor.shape)}"
+            hint = "write into the parameter, as copy_ does"
+            raise ValueError(explain(_ASKED, f"{target.name!r} was replaced by another parameter", seen, hint))
+    fresh = [target for target in targets if target.fresh and id(target.tensor) in kept]  # buffers may be replaced
+    bare = [target for target in fresh if not target.filled] or [one for one in fresh if _has_nan(one.local)]
     if not bare:
         return
     modules = {plain_name(path): module for path, module in model.named_modules()}
-    kinds = {plain_name(name) for name, _ in model.named_parameters()}
     rows = []
-    for home in bare:
-        owner = home.name.rpartition(".")[0]
-        kind = "parameter" if home.name in kinds else "buffer"
-        rows.append(f"{kind} {home.name!r} of {type(modules[owner]).__name__}" if owner in modules else home.name)
+    for target in bare:
+        owner = target.name.rpartition(".")[0]
+        kind = "parameter" if isinstance(target.tensor, nn.Parameter) else "buffer"
+        rows.append(f"{kind} {target.name!r} of {type(modules[owner]).__name__}" if owner in modules else target.name)
     shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     blame = "nothing fills what was on meta" if init_fn is None else "init_fn leaves out what was on meta"
     hint = "a reset_parameters() there that fills all of it" + (", or init_fn=..." if init_fn is None else "")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.fully_shard.held import hold_parameters, release_parameters
+from hyper_parallel.core.fully_shard.module import hold_parameters, release_parameters
 from hyper_parallel.core.pipeline.arguments import (
     LossFn,
     as_tensors,
@@ -23,7 +23,6 @@ from hyper_parallel.core.pipeline.arguments import (
     check_mesh,
     check_split_backward,
     check_units,
-    checked_loss_fn,
     checked_stages,
 )
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
@@ -113,7 +112,10 @@ class Pipeline:
         self.stages = checked_stages(stages)
         self.kind = find_schedule(schedule)
         self._torch_class = self.kind.torch_class
-        self.loss_fn = checked_loss_fn(loss_fn)
+        hint = "loss_fn=lambda output, target: the micro-batch's share of the loss"
+        check("cannot make a pipeline", "callable", hint, loss_fn=loss_fn)
+        assert loss_fn is not None
+        self.loss_fn = loss_fn
         check_mesh(mesh)
         self.group: dist.ProcessGroup = mesh.get_group()
         rank, ranks = self.group.rank(), self.group.size()

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.checks import check, check_modules
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.fsdp2 import nested_units
+from hyper_parallel.core.fully_shard.unit import nested_units
 
 __all__ = [
     "LossFn",
@@ -21,7 +20,6 @@ __all__ = [
     "check_mesh",
     "check_split_backward",
     "check_units",
-    "checked_loss_fn",
     "checked_stages",
 ]
 
@@ -33,40 +31,23 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 def as_tensors(given: Any, what: str) -> tuple[torch.Tensor, ...]:
     """Return a tensor or several as a tuple."""
-    values = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    if not values or not all(isinstance(value, torch.Tensor) for value in values):
-        kinds = ", ".join(type(value).__name__ for value in values) or "nothing"
-        blame = f"{what} must be a tensor or a tuple of tensors"
-        raise TypeError(explain("cannot run the pipeline", blame, f"{what}: {kinds}", f"{what}=tokens"))
+    values = tuple(given) if isinstance(given, (tuple, list)) and given else (given,)
+    for value in values:
+        check("cannot run the pipeline", "tensor", **{what: value})
     return values
 
 
 def checked_stages(stages: Any) -> list[nn.Module]:
     """Return the stages as a list of modules."""
-    if not isinstance(stages, (nn.Module, list, tuple)):
-        check(_ASKED, "list", stages=stages)
-    given = [stages] if isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList) else list(stages)
-    if not given or not all(isinstance(stage, nn.Module) for stage in given):
-        kinds = ", ".join(type(stage).__name__ for stage in given) or "none"
-        raise TypeError(explain(_ASKED, "stages must be modules", f"stages: {kinds}", "Pipeline([stage], ...)"))
-    return given
-
-
-def checked_loss_fn(loss_fn: Any) -> LossFn:
-    """Return a loss function that can be called."""
-    if not callable(loss_fn):
-        blame = f"loss_fn is a {type(loss_fn).__name__}, which cannot be called"
-        hint = "loss_fn=lambda output, target: the micro-batch's share of the loss"
-        raise TypeError(explain(_ASKED, blame, f"loss_fn: {loss_fn!r}", hint))
-    found: LossFn = loss_fn
+    found = check_modules(_ASKED, "stages", list(stages) if isinstance(stages, nn.ModuleList) else stages)
+    if not found:
+        raise TypeError(explain(_ASKED, "there are no stages", f"stages: {stages!r}", "Pipeline([stage], ...)"))
     return found
 
 
 def check_mesh(mesh: Any) -> None:
     """Refuse what is no mesh of one axis."""
-    if not isinstance(mesh, DeviceMesh):
-        blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
-        raise TypeError(explain(_ASKED, blame, f"mesh: {mesh!r}", 'mesh["pp"]'))
+    check(_ASKED, "mesh", 'mesh["pp"]', mesh=mesh)
     if mesh.ndim != 1:
         blame = f"mesh has {mesh.ndim} axes, and stages are along one"
         raise ValueError(explain(_ASKED, blame, f"mesh: {mesh}", 'mesh["pp"]'))

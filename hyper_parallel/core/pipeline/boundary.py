@@ -1,7 +1,7 @@
 """Tensors sent between pipeline stages: plain ones, the local shard where modules work on DTensors.
 
 Between the modules of a tensor-parallel model values are DTensors, such as a residual stream that is split over the
-sequence. Ranks at the same place along the other axes hold the same part on every stage. So a stage sends its part as
+sequence. Ranks at the same place along the other axes hold the same shard on every stage. So a stage sends its shard as
 it is, and the next stage makes a DTensor of it again, on its own mesh.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -26,9 +27,9 @@ class Meta:
     """What is known of a tensor between two stages before it is there.
 
     Attributes:
-        shape: of a rank's part.
+        shape: of a rank's shard.
         dtype: its dtype.
-        whole: shape of the DTensor that it is a part of; None for a plain tensor.
+        whole: shape of the DTensor that it is a shard of; None for a plain tensor.
     """
 
     shape: tuple[int, ...]
@@ -44,8 +45,8 @@ class Meta:
         return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=self.dtype.is_floating_point)
 
     def __str__(self) -> str:
-        part = "" if self.whole is None else f", a part of {self.whole}"
-        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}{part}"
+        shard = "" if self.whole is None else f", a shard of {self.whole}"
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}{shard}"
 
 
 class Boundary:
@@ -72,7 +73,7 @@ class Boundary:
         return list(self.layout)
 
     def outgoing(self, stage: int, output: Any) -> tuple[torch.Tensor, ...]:
-        """Return what a stage sends: contiguous parts.
+        """Return what a stage sends: contiguous shards.
 
         Raises:
             TypeError: it returned something else than a tensor or a tuple of tensors.
@@ -89,21 +90,21 @@ class Boundary:
             raise ValueError(explain(asked, "there must be a layout for each tensor", seen, "one layout for all"))
         return tuple(_part(asked, value, layout) for value, layout in zip(values, layouts, strict=True))
 
-    def metas(self, output: Any, parts: Sequence[torch.Tensor]) -> tuple[Meta, ...]:
+    def metas(self, output: Any, shards: Sequence[torch.Tensor]) -> tuple[Meta, ...]:
         """Return what there is to know about what was sent, given what the stage returned."""
         values = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         return tuple(
-            Meta(tuple(part.shape), part.dtype, tuple(value.shape) if isinstance(value, DTensor) else None)
-            for value, part in zip(values, parts, strict=True)
+            Meta(tuple(shard.shape), shard.dtype, tuple(value.shape) if isinstance(value, DTensor) else None)
+            for value, shard in zip(values, shards, strict=True)
         )
 
-    def incoming(self, parts: Sequence[torch.Tensor], metas: Sequence[Meta]) -> tuple[torch.Tensor, ...]:
-        """Return what a stage is given, of the parts that have come."""
-        layouts = self.layouts(len(parts))
-        passed = tuple(_Contiguous.apply(part) if part.requires_grad else part for part in parts)
+    def incoming(self, shards: Sequence[torch.Tensor], metas: Sequence[Meta]) -> tuple[torch.Tensor, ...]:
+        """Return what a stage is given, of the shards that have come."""
+        layouts = self.layouts(len(shards))
+        passed = tuple(_Contiguous.apply(shard) if shard.requires_grad else shard for shard in shards)
         return tuple(
-            part if layout is None or meta.whole is None else leave(part, layout, meta.whole)
-            for part, layout, meta in zip(passed, layouts, metas, strict=True)
+            shard if layout is None or meta.whole is None else leave(shard, layout, meta.whole)
+            for shard, layout, meta in zip(passed, layouts, metas, strict=True)
         )
 
 
@@ -153,18 +154,16 @@ def _part(asked: str, value: torch.Tensor, layout: Layout | None) -> torch.Tenso
         hint = "boundary=None, or a stage whose last module returns a DTensor"
         raise ValueError(explain(asked, "it is a plain tensor, and a boundary of DTensors was given", seen, hint))
     # Ranks that hold the same compute the same: their gradients are one gradient, and each sends all of it.
-    part = value if layout is None else enter(value, layout, layout)  # type: ignore[arg-type]
-    return part.contiguous()
+    shard = value if layout is None else enter(value, layout, layout)  # type: ignore[arg-type]
+    return shard.contiguous()
 
 
-def _check_layout(given: object, layout: object) -> None:
+def _check_layout(given: object, layout: Any) -> None:
     asked = "cannot pass values between stages"
     if layout is None:
         return
     hint = 'boundary=Layout.from_device_mesh(mesh["tp"])("None", "tp", "None")'
-    if not isinstance(layout, Layout):
-        blame = f"boundary is a {type(layout).__name__}, not a Layout"
-        raise TypeError(explain(asked, blame, f"boundary: {given!r}", hint))
+    check(asked, Layout, hint, boundary=layout)
     if layout.mesh is None or layout.tensor_map is None or layout.is_partial():
         lacks = "has a reduction pending" if layout.is_partial() else "has no mesh"
         lacks = "has no entries for dims" if layout.tensor_map is None else lacks

@@ -47,10 +47,7 @@ def split_layers(
         TypeError: a number of another type.
         ValueError: fewer layers than stages; sizes that do not add up to num_layers, or are not one per stage.
     """
-    for name, value in (("num_layers", num_layers), ("stages", stages)):
-        if check_int(value) is None:
-            blame = f"{name} is a {type(value).__name__}, not an int"
-            raise TypeError(explain(_ASKED, blame, f"{name}: {value!r}", "split_layers(32, 4)"))
+    check(_ASKED, "int", num_layers=num_layers, stages=stages)
     seen = f"num_layers: {num_layers}   stages: {stages}"
     if stages < 1:
         raise ValueError(explain(_ASKED, "there must be a stage at least", seen, "stages=1"))

@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.fsdp2 import nested_units
-from hyper_parallel.core.fully_shard.held import reduce_gradients, units_with_wider_sums
-from hyper_parallel.core.fully_shard.unit import Unit
+from hyper_parallel.core.fully_shard.module import reduce_gradients, units_with_wider_sums
+from hyper_parallel.core.fully_shard.unit import Unit, nested_units
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta, plain_loss
 
 __all__ = ["StagePosition", "Stage"]
@@ -128,12 +127,12 @@ class Stage(PipelineStage):
             output = self.submod(*given, **kwargs)
             if self.is_last:
                 return self._detachable(plain_loss(self.loss_fn(output, self.targets[self._micro_batch])))
-            parts = self.boundary.outgoing(self.stage_index, output)
-            self._check_sent(self.boundary.metas(output, parts))
+            shards = self.boundary.outgoing(self.stage_index, output)
+            self._check_sent(self.boundary.metas(output, shards))
         except Exception as error:
             self.error = error
             raise
-        return tuple(map(self._detachable, parts))
+        return tuple(map(self._detachable, shards))
 
     def _detachable(self, output: torch.Tensor) -> torch.Tensor:
         """Losses, and outputs where backwards are split, are detached in place later, which views cannot be."""

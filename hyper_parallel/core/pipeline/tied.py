@@ -19,7 +19,7 @@ from hyper_parallel.core.common.checks import check, check_modules
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_, get_total_norm
-from hyper_parallel.core.fully_shard.waiting import hsdp_sync_stream
+from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.redistribute.api import redistribute
 

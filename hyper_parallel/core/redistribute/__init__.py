@@ -1,20 +1,30 @@
-"""Moving a tensor from one layout to another: planned, priced, then executed.
+"""Moving a tensor from one layout to another: read, planned, priced, then executed.
 
-    boundary -> api -> execute -> plan -> candidates -> builder -> steps, transition -> holdings
-    api -> arguments
-    steps -> cost
+    api -> gradients -> execute -> plan -> candidates -> builder -> steps -> holdings
+    plan, bounds, candidates -> transition -> cost -> holdings
     show -> bounds, plan
 
-A plan is data until `execute`: ``transition`` reads both layouts once, ``holdings`` says who holds what, ``candidates``
-are the ways there are, made of ``steps`` by the ``builder``, and ``plan`` takes the cheapest. ``bounds`` is the least
-that any plan must move, and the twin that counts it by brute force.
+One way, from top to bottom; nothing returns to a file that it has left.
+
+api           the verbs, and their arguments
+gradients     a DTensor in another layout, its gradient, and local parts
+transition    both layouts, read once into tuples of ints: below, nothing asks a `Layout`
+holdings      who holds what between two steps
+steps         a step as data: who sends what, and the copies and buffers that this takes
+builder       the step between two holdings
+candidates    the ways there are, made of steps
+cost          the seconds of a step on a topology
+plan          the cheapest of the ways, in bounded memory
+execute       a plan carried out on one rank
+bounds        the least that any plan must move, and the twin that counts it by brute force
+show          plans as text, beside torch's
 """
 
-from hyper_parallel.core.redistribute.api import PendingRedistribute, distribute_tensor, redistribute
-from hyper_parallel.core.redistribute.boundary import from_local, full_tensor, to_local
+from hyper_parallel.core.redistribute.api import distribute_tensor, from_local, full_tensor, redistribute, to_local
 from hyper_parallel.core.redistribute.bounds import lower_bound
 from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Link, Topology, topology
 from hyper_parallel.core.redistribute.execute import execute
+from hyper_parallel.core.redistribute.gradients import PendingRedistribute
 from hyper_parallel.core.redistribute.plan import Plan, plan
 from hyper_parallel.core.redistribute.steps import Step
 

@@ -1,34 +1,32 @@
-"""The verbs on torch's DTensor that keep it one: `redistribute` and `distribute_tensor`."""
+"""The verbs on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check, check_int
+from hyper_parallel.core.common.checks import check, check_int, check_shape
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
-from hyper_parallel.core.dtensor.convert import in_split_order, layout_of_spec, to_placements, to_torch
+from hyper_parallel.core.dtensor.convert import build, in_split_order, to_placements, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Shard
-from hyper_parallel.core.dtensor.torch_form import is_strided
+from hyper_parallel.core.dtensor.ownership import count_parts
+from hyper_parallel.core.dtensor.placement_types import Placement, Shard
 from hyper_parallel.core.mesh.device_mesh import axes_of, reorder_axes
-from hyper_parallel.core.redistribute.arguments import LayoutLike, check_dtensor, read_layout
-from hyper_parallel.core.redistribute.cost import Topology, default_topology
-from hyper_parallel.core.redistribute.execute import Working, drive, start
-from hyper_parallel.core.redistribute.plan import TooTight, plan
-from hyper_parallel.core.redistribute.transition import LINEAR
+from hyper_parallel.core.redistribute.cost import Topology
+from hyper_parallel.core.redistribute.gradients import FromLocal, PendingRedistribute, moved, moving, take_part, unmoved
 
-Terms = tuple[Topology | None, int | None]
-"""The topology and the limit of memory that a redistribution was asked for with."""
+LayoutLike = Layout | DeviceMesh | Sequence[Any]
+"""A `Layout`; a `DeviceMesh`, with placements beside it; or placements or alias entries, where a mesh is known."""
 
 
 @overload
@@ -101,25 +99,9 @@ def redistribute(
     x = check_dtensor(asked, x)
     mesh = x.device_mesh
     if layout is mesh and _is_where_it_should_be(x, placements, async_op, topology, max_extra_bytes):
-        return _Unmoved.apply(x) if torch.is_grad_enabled() and x.requires_grad else x
-    target = read_layout(asked, layout, placements, mesh)
-    if target.mesh is not mesh:
-        _check_slices(asked, mesh, target)
-    shape = x.shape
-    names, wanted = torch_form(target, shape)
-    is_there = names is None and target.mesh is mesh and x.placements == wanted and mesh.get_coordinate() is not None
-    if is_there and max_extra_bytes is None and topology is None:
-        # With a gradient to come, where that goes is still to be seen to.
-        result = _Unmoved.apply(x) if torch.is_grad_enabled() and x.requires_grad else x
-        return PendingRedistribute(x, None, target, result) if async_op else result
-    x = _readable(x)
-    src = Layout.of(x)
-    on = topology if topology is not None else default_topology(mesh.device_type)
-    steps = plan(src, target, shape, x.dtype, on, max_extra_bytes=max_extra_bytes)
-    with torch.no_grad():
-        working = start(steps, local_tensor(x), _mesh_for_groups(src, target))
-    pending = PendingRedistribute(x, working, target, terms=(topology, max_extra_bytes))
-    return pending if async_op else pending.wait()
+        return unmoved(x)
+    target, terms = read_layout(asked, layout, placements, mesh), (topology, max_extra_bytes)
+    return moving(x, target, terms) if async_op else moved(x, target, terms)
 
 
 def _is_where_it_should_be(x: DTensor, placements: Sequence[Any] | None, *options: Any) -> bool:
@@ -130,89 +112,6 @@ def _is_where_it_should_be(x: DTensor, placements: Sequence[Any] | None, *option
         and not any(option is not None and option is not False for option in options)
         and x.device_mesh.get_coordinate() is not None
     )
-
-
-def _readable(x: DTensor) -> DTensor:
-    """Return x, by torch reduced and gathered where no layout says what its parts are.
-
-    That is what torch's norms leave behind, of which powers are to be added up, and its embeddings of split tables; and
-    its views that merge two split dims into one: their parts are strided.
-    """
-    whole = torch_tensor.Replicate()
-    kinds = [placement.is_partial() and type(placement) is not Partial for placement in x.placements]
-    if any(kinds):
-        reduced = [whole if kind else placement for kind, placement in zip(kinds, x.placements, strict=True)]
-        x = x.redistribute(x.device_mesh, reduced)
-    if not any(is_strided(placement) for placement in x.placements):
-        return x
-    try:
-        Layout.of(x)
-    except ValueError:
-        split = [getattr(placement, "dim", None) for placement in x.placements]
-        dims = {dim for dim, placement in zip(split, x.placements, strict=True) if is_strided(placement)}
-        if any(x.size(dim) % x.device_mesh.size() for dim in dims if dim is not None):
-            raise  # of uneven parts torch loses rows
-        gathered = [whole if dim in dims else placement for dim, placement in zip(split, x.placements, strict=True)]
-        return x.redistribute(x.device_mesh, gathered)
-    return x
-
-
-def _check_slices(asked: str, mesh: DeviceMesh, target: Layout) -> None:
-    """Refuse to leave or to enter a slice of a larger mesh: elsewhere in that the same code has another slice in hand,
-    so that the ranks of one would wait for those of the other, which do something else."""
-    to = target.mesh
-    assert to is not None, "read_layout sees to a mesh"
-    for name, part, other in (("the mesh of x", mesh, to), ("the mesh of layout", to, mesh)):
-        whole = getattr(part, "_root_mesh", None)
-        own = axes_of(part).ranks
-        if whole is None or whole.size() == len(own) or {*axes_of(other).ranks} <= {*own}:
-            continue
-        blame = f"{name} is a slice, of which ranks elsewhere have another, and the other mesh reaches beyond it"
-        seen = f"mesh of x: {axes_of(mesh)}   layout: {target}   sliced from: {axes_of(whole)}"
-        hint = "both layouts on the mesh that was sliced, 'None' or pending over its other axes"
-        raise ValueError(explain(asked, blame, seen, hint))
-
-
-class PendingRedistribute:
-    """A redistribution under way.
-
-    The first collective was started when it was made; `wait` starts those after it. All ranks wait in the same order.
-    """
-
-    def __init__(
-        self,
-        x: DTensor,
-        working: Working | None,
-        target: Layout,
-        result: DTensor | None = None,
-        terms: Terms = (None, None),
-    ) -> None:
-        self._x = x
-        self._terms = terms
-        self._target = target
-        self._result = result
-        self._working = working
-        self._first: Any = None
-        self._local: torch.Tensor | None = None
-        if working is not None:
-            with torch.no_grad():
-                try:
-                    self._first = next(working)
-                except StopIteration as end:
-                    self._local = end.value
-
-    @runs_eagerly
-    def wait(self) -> DTensor:
-        """Return the DTensor, once all that is left to do is done."""
-        if self._result is None:
-            if self._local is None:
-                assert self._working is not None, "either there is a result or something works on it"
-                with torch.no_grad():
-                    self._first.wait()
-                    self._local = drive(self._working)
-            self._result = _link(self._x, self._local, self._target, self._terms)
-            self._working = self._first = self._local = None
-        return self._result
 
 
 @runs_eagerly
@@ -261,7 +160,7 @@ def distribute_tensor(
         on_mesh = mesh.get_coordinate() is not None
         result = build(parts.to_local(), whole if on_mesh else target, shape)
         if on_mesh and target.is_partial():
-            result = redistribute(result, target)
+            result = moved(result, target)
     result.requires_grad_(tensor.requires_grad)
     return result
 
@@ -292,128 +191,286 @@ def _check_source(asked: str, src_data_rank: int | None, target: Layout) -> None
         raise ValueError(explain(asked, blame, seen, f"0 to {least - 1}, or None for every rank's own"))
 
 
-# -- DTensors from parts ---------------------------------------------------------------------------------------------
+@runs_eagerly
+def from_local(
+    local: torch.Tensor,
+    layout: LayoutLike,
+    placements: Sequence[Any] | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    grad_layout: LayoutLike | None = None,
+) -> DTensor:
+    """Return the DTensor of which every rank gives its part.
 
+        x = from_local(part, layout, shape=(7, 4))
+        x = from_local(part, mesh, [Shard(0), Replicate()], shape=(7, 4))
 
-@lru_cache(maxsize=4096)
-def _torch_form(layout: Layout, shape: torch.Size) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
-    """Return the placements of a DTensor, and the order of axes that they are for if it is not the mesh's own."""
-    plain = in_split_order(layout, len(shape))
-    try:
-        return None, to_placements(layout, shape)
-    except ValueError:
-        if plain is layout:
-            raise
-        return plain.alias_name, to_placements(plain, shape)
+    Forward: no communication with `shape`. Without it, the ranks of the mesh tell each other the shapes and dtypes of
+    their parts, and parts that differ are refused on all of them: what they belong to is not guessed. Backward: the
+    gradient is redistributed to `grad_layout`, and each rank takes its part.
 
+    Args:
+        local: this rank's part, which is not copied.
+        layout: which part that is.
+        placements: beside a mesh, torch's placements or alias entries.
+        shape: the whole tensor's sizes, in elements.
+        grad_layout: which part of the gradient a rank gets. Default: that of its part; the whole where ranks hold the
+            same, or pending sums; 1/n of it for a pending average over n ranks. For a pending max, min or prod it
+            depends on the copies of all ranks, and the backward pass is refused.
 
-def torch_form(layout: Layout, shape: Sequence[int]) -> tuple[tuple[str, ...] | None, tuple[Placement, ...]]:
-    """Return torch's placements for a layout, and the order of axes that they are for if it is not the mesh's own."""
-    return _torch_form(layout, torch.Size(shape))
-
-
-def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """Return a DTensor of a rank's part; nothing is checked and nothing communicated."""
-    names, placements = torch_form(layout, shape)
-    mesh = layout.mesh
-    assert mesh is not None, "the layout has been given a mesh"
-    if names is not None:
-        mesh, placements = to_torch(layout, shape)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride_like(local, shape)
+    Raises:
+        TypeError: local is no plain tensor; layout no layout.
+        ValueError: a part of another shape than the layout gives this rank; parts of different shapes without `shape`.
+    """
+    asked = "cannot make a DTensor from local parts"
+    if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
+        blame = f"local is a {type(local).__name__}, not a plain tensor"
+        hint = "redistribute(local, layout) for a DTensor, torch.as_tensor(...) for numbers"
+        raise TypeError(explain(asked, blame, f"local: {type(local)!r}", hint))
+    target = read_layout(asked, layout, placements, None)
+    wanted = (
+        None if grad_layout is None else read_layout(f"{asked} with this grad_layout", grad_layout, None, target.mesh)
     )
+    sizes = tuple(local.shape) if shape is None else check_shape(shape, f"layout: {target}")
+    for given in (target, wanted or target):
+        torch_form(given, sizes)  # what no shape makes right is said before an exchange
+    whole = _agreed_shape(asked, local, target) if shape is None else sizes
+    _check_part(asked, local, target, whole)
+    return FromLocal.apply(local, target, whole, read_grad_layout(asked, wanted, target, whole))
 
 
-def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides of the whole tensor as those of a part are: dims in the same order, and gaps where it has gaps.
+@runs_eagerly
+def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
+    """Return this rank's part of a DTensor, as a plain tensor that shares its memory.
 
-    torch asks them, and not the part's, whether a view will do.
+        part = to_local(x)  # x is split over every axis, or no gradient is wanted
+        part = to_local(x, grad_layout=Layout.of(x))  # ranks that hold the same compute the same
+        part = to_local(x, grad_layout=layout("dp", "None", partial={"tp": "sum"}))  # over tp, gradients add up
+
+    Forward: no communication. Backward: the gradients of the parts are one tensor in `grad_layout`, which is
+    redistributed to the layout of x. Along axes that split x a part's gradient is a part of the gradient. Along axes
+    over which ranks hold the same, or copies to reduce, only the caller knows; without `grad_layout` the backward pass
+    is refused there.
+
+    Args:
+        x: a DTensor.
+        grad_layout: the layout of the gradient of what is returned; entries are for the mesh of x.
+
+    Raises:
+        TypeError: x is no DTensor.
+        ValueError: a layout that does not fit; in the backward pass, gradients that could mean two things.
     """
-    if local.is_contiguous() or local.dim() != len(shape):
-        return contiguous_stride(shape)
-    strides, behind = list(local.stride()), 1
-    for dim in reversed(range(local.dim())):
-        if local.size(dim) == 1:  # then it may be anything
-            strides[dim] = behind
-        behind = max(behind, strides[dim] * local.size(dim))
-    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
-    dense, part = (contiguous_stride([sizes[dim] for dim in order]) for sizes in (shape, local.shape))
-    return tuple(-(-dense[order.index(dim)] * strides[dim] // part[order.index(dim)]) for dim in range(len(shape)))
+    asked = "cannot take the local part"
+    x = check_dtensor(asked, x)
+    wanted = None if grad_layout is None else read_grad_layout(asked, grad_layout, Layout.of(x), x.shape)
+    return take_part(x, wanted, "to_local")
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose last dim is the fastest.
+@runs_eagerly
+def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
+    """Return the whole tensor on every rank of its mesh, all pending reductions taken.
 
-    >>> contiguous_stride((4, 3, 2))
-    (6, 2, 1)
+        whole = full_tensor(x)  # a plain tensor of the shape of x
+
+    Forward: one all_gather, or all_reduce, where that does. Backward: as for `to_local`, and likewise refused unless
+    `grad_layout` says whether the gradients of the ranks are the same or are to be added.
+
+    Args:
+        x: a DTensor.
+        grad_layout: the layout of the gradient, see `to_local`; entries are for the mesh of x.
+
+    Raises:
+        TypeError: x is no DTensor.
+        ValueError: a `grad_layout` that does not fit; in the backward pass, gradients that could mean two things.
     """
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    asked = "cannot gather the full tensor"
+    x = check_dtensor(asked, x)
+    whole = Layout.from_device_mesh(x.device_mesh)()
+    wanted = read_grad_layout(asked, grad_layout, whole, x.shape)
+    return take_part(moved(x, whole), wanted, "full_tensor")
 
 
-def local_tensor(x: DTensor) -> torch.Tensor:
-    """Return the local tensor of x, with its gradient, once its communication is complete."""
-    local = x.to_local()
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+# -- arguments, read -------------------------------------------------------------------------------------------------
 
 
-def _mesh_for_groups(src: Layout, target: Layout) -> DeviceMesh | None:
-    return src.mesh if src.mesh is not None and src.mesh.get_coordinate() is not None else target.mesh
+_EXAMPLE = 'Layout.from_device_mesh(mesh)("dp", "None")'
 
 
-# -- gradients -------------------------------------------------------------------------------------------------------
+def read_layout(
+    asked: str, given: LayoutLike | None, placements: Sequence[Any] | None, known: DeviceMesh | None
+) -> Layout:
+    """Return a layout with an assignment and a DeviceMesh.
 
+    Args:
+        asked: the start of an error message, "cannot ...".
+        given: what the caller gave for the layout.
+        placements: torch's placements or alias entries, beside a mesh.
+        known: the mesh of the tensor at hand, if it has one.
 
-def _link(x: DTensor, local: torch.Tensor, target: Layout, terms: Terms) -> DTensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Redistributed.apply(x, local, target, terms)
-    return build(local, target, x.shape)
-
-
-def gradient_layout(src: Layout, grad: Layout) -> Layout:
-    """Return where the gradient of a tensor in layout `src` goes: as the tensor, each rank with the whole gradient of
-    the copy it holds; sums that are pending already stay so along axes where the tensor's are."""
-    if not src.is_partial():
-        return src
-    same = src._axes == grad._axes
-    kept = {name: kind for name, kind in grad.partial.items() if same and kind in LINEAR and name in src.partial}
-    entries = src.placement_to_tensor_map(len(src.tensor_map or ())).alias_placements or ()
-    return Layout._make(src._axes, mesh=src.mesh)(*entries, partial=kept)
-
-
-def back_to(grad: DTensor, layout: Layout, terms: Terms = (None, None)) -> DTensor:
-    """Redistribute a gradient. It does not come back in the same memory as another tensor: two gradients that share
-    memory would both be scaled when one is."""
-    topology, limit = terms
+    Raises:
+        TypeError: something else.
+        ValueError: no assignment, no mesh, placements beside a layout that has some, ranks that do not exist.
+    """
+    if isinstance(given, Layout):
+        return _read_assigned(asked, given, placements, known)
+    mesh = given if isinstance(given, DeviceMesh) else known
+    entries: Any = placements if given is None or given is mesh else given
+    seen = f"layout: {given!r}   placements: {placements!r}{_shown(known)}"
+    if entries is None and mesh is not None and mesh is given:
+        blame, first = "a mesh alone does not say where the tensor goes", Layout.from_device_mesh(mesh).alias_name[0]
+        raise ValueError(explain(asked, blame, seen, f'placements=("{first}", "None"), or torch\'s, one per axis'))
+    _check_entries(asked, "placements" if entries is placements else "layout", entries, seen)
+    if entries is given and placements is not None:
+        blame = "entries were given twice, as layout and as placements"
+        raise ValueError(explain(asked, blame, seen, "one of the two"))
+    if mesh is None:
+        blame = "entries do not say which mesh they are for"
+        raise ValueError(explain(asked, blame, seen, f"a mesh before them, or {_EXAMPLE}"))
     try:
-        result = redistribute(grad, layout, topology=topology, max_extra_bytes=limit)
-    except TooTight as error:  # the way there fits, but not the way back: with the least that does
-        result = redistribute(grad, layout, topology=topology, max_extra_bytes=error.least)
-    with torch.no_grad():
-        shared = result is not grad and local_tensor(result).is_set_to(local_tensor(grad))
-    return cast(DTensor, result.clone()) if shared else result
+        return Layout.from_entries(mesh, tuple(entries))
+    except TypeError:  # a list among them, or a mistake, which is then named
+        return Layout.from_device_mesh(mesh)(*entries)
 
 
-class _Redistributed(torch.autograd.Function):
-    """Ties a redistributed part to the DTensor it came from."""
+def _read_assigned(asked: str, given: Layout, placements: Sequence[Any] | None, known: DeviceMesh | None) -> Layout:
+    if placements is not None:
+        seen = f"layout: {given}   placements: {placements!r}"
+        if given.is_assigned:
+            blame = "both a layout with an assignment and placements were given"
+            raise ValueError(explain(asked, blame, seen, "one of the two"))
+        _check_entries(asked, "placements", placements, seen)
+        given = given(*placements)
+    if not given.is_assigned:
+        first = given.alias_name[0]
+        blame, hint = "the layout is a mesh without an assignment", f'layout("{first}", "None")'
+        raise ValueError(explain(asked, blame, f"layout: {given}", f"{hint}, or layout() for everything replicated"))
+    return given if given.mesh is not None else _on_known_mesh(asked, given, known)
 
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, local: torch.Tensor, target: Layout, terms: Terms) -> DTensor:
-        ctx.src, ctx.terms = Layout.of(x), terms
-        return build(local, target, x.shape)
 
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
-        return back_to(grad, gradient_layout(ctx.src, Layout.of(grad)), ctx.terms), None, None, None
+def _check_entries(asked: str, name: str, entries: object, seen: str) -> None:
+    if isinstance(entries, Sequence) and not isinstance(entries, str):
+        return
+    blame, hint = f"{name} is a {type(entries).__name__}, not a layout or a sequence of entries", _EXAMPLE
+    if entries is None:
+        blame = "no layout was given"
+    elif isinstance(entries, str):
+        hint = f"({entries!r},), one entry per dim"
+    elif isinstance(entries, Layout):
+        blame, hint = "a layout was given beside a mesh", "the layout alone, which is for a mesh of its own"
+    elif isinstance(entries, Placement):
+        hint = f"[{entries!r}, ...], one placement per axis"
+    raise TypeError(explain(asked, blame, seen, hint))
 
 
-class _Unmoved(torch.autograd.Function):
-    """Ties a DTensor to itself, so that its gradient comes back in its layout."""
+def _shown(known: DeviceMesh | None) -> str:
+    return "" if known is None else f"   mesh of the tensor: {axes_of(known)}"
 
-    @staticmethod
-    def forward(ctx: Any, x: DTensor) -> DTensor:
-        ctx.spec = x._spec
-        return DTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)  # as torch's own redistribute does
 
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> DTensor:
-        return back_to(grad, gradient_layout(layout_of_spec(ctx.spec), Layout.of(grad)))
+def _on_known_mesh(asked: str, layout: Layout, known: DeviceMesh | None) -> Layout:
+    blame, seen = "the layout was made without a DeviceMesh", f"layout: {layout}{_shown(known)}"
+    if known is not None:
+        if axes_of(known) == layout.axes:
+            return layout.with_mesh(known)
+        blame += ", and the mesh of the tensor is not the one it is for"
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+    if world is not None and max(layout.rank_list) >= world:
+        blame = f"the layout is for ranks up to {max(layout.rank_list)}, and there are {world} ranks"
+        raise ValueError(explain(asked, blame, seen, f"a mesh of at most {world} ranks"))
+    raise ValueError(explain(asked, blame, seen, "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)"))
+
+
+def check_dtensor(asked: str, x: object) -> DTensor:
+    """Return x, which is a DTensor.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(x, DTensor):
+        blame = f"x is a {type(x).__name__}, not a DTensor"
+        hint = "distribute_tensor(x, layout) for a whole tensor, from_local(x, layout) for this rank's part"
+        raise TypeError(explain(asked, blame, f"x: {type(x)!r}", hint))
+    return x
+
+
+def read_grad_layout(asked: str, grad_layout: LayoutLike | None, layout: Layout, shape: Sequence[int]) -> Layout | None:
+    """Return the layout of the gradient of parts, every one of which has to be the gradient of one part of `layout`.
+
+    Raises:
+        TypeError: no layout.
+        ValueError: one that does not fit, or that gives a rank another part than `layout` does.
+    """
+    if grad_layout is None:
+        return None
+    wanted = read_layout(f"{asked} with this grad_layout", grad_layout, None, layout.mesh)
+    torch_form(wanted, tuple(shape))
+    seen, hint = f"layout: {layout}   grad_layout: {wanted}", "the same splits, and partial={...} where gradients add"
+    if sorted(wanted.rank_list) != sorted(layout.rank_list):
+        raise ValueError(explain(asked, "grad_layout lies on other ranks than the parts", seen, hint))
+    if wanted.axes == layout.axes and wanted.splits(len(shape)) == layout.splits(len(shape)):
+        return wanted
+    expected, got = (which.slices(shape)[np.argsort(which.rank_list)] for which in (layout, wanted))
+    differ = (expected != got).any((1, 2))
+    if differ.any():
+        row = int(differ.argmax())
+        rank = sorted(layout.rank_list)[row]
+        blame = f"grad_layout gives rank {rank} {_ranges(got[row])}, and its part is {_ranges(expected[row])}"
+        raise ValueError(explain(asked, blame, seen, hint))
+    return wanted
+
+
+def _ranges(part: npt.NDArray[np.int64]) -> str:
+    """Return a part as one writes it.
+
+    >>> _ranges(np.array([[0, 3], [2, 4]]))
+    '[0:3, 2:4]'
+    """
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in part.tolist())}]"
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+_MOST_DIMS = 32
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def _check_part(asked: str, local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> None:
+    rank = dist.get_rank()
+    if rank not in layout.rank_list:
+        return
+    expected = layout.local_shape(shape, rank)
+    if tuple(local.shape) != expected:
+        blame = f"rank {rank}'s part has shape {tuple(local.shape)}, and the layout gives it {expected}"
+        seen = f"shape: {shape}   layout: {layout}"
+        raise ValueError(
+            explain(asked, blame, seen, "the global shape, and parts as layout.local_slice(shape) cuts them")
+        )
+
+
+def _agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
+    """Return the global shape, which all parts must be of one shape for."""
+    splits = layout.splits(local.dim())
+    parts = [count_parts(layout.mesh_shape, chain) for chain in splits]
+    ranks = tuple(sorted(layout.rank_list))
+    if dist.get_rank() not in ranks:
+        blame, seen = "this rank is not on the mesh, so its part says nothing", f"layout: {layout}"
+        raise ValueError(explain(asked, blame, seen, "shape=(...)"))
+    if len(ranks) > 1:
+        _check_alike(asked, layout, ranks, _all_parts(local, ranks, layout))
+    return tuple(size * count for size, count in zip(local.shape, parts, strict=True))
+
+
+def _check_alike(asked: str, layout: Layout, ranks: tuple[int, ...], parts: list[tuple[tuple[int, ...], str]]) -> None:
+    hints = {"shapes": "shape=(...), the whole tensor's", "dtypes": "parts of one dtype"}
+    for (which, hint), found in zip(hints.items(), zip(*parts, strict=True), strict=True):
+        if len(set(found)) > 1:
+            lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, found, strict=True))
+            blame = f"the parts have different {which}, and which whole they are parts of is not guessed"
+            raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", hint))
+
+
+def _all_parts(local: torch.Tensor, ranks: tuple[int, ...], layout: Layout) -> list[tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of every rank's part, exchanged over the mesh."""
+    mine = [local.dim(), *local.shape, *[0] * (_MOST_DIMS - local.dim()), _DTYPES.index(local.dtype)]
+    rows = gather_numbers(mine, group_of(ranks, layout.alias_name, layout.mesh), local.device)
+    return [(tuple(row[1 : 1 + row[0]]), str(_DTYPES[row[-1]]).removeprefix("torch.")) for row in rows]

@@ -1,25 +1,35 @@
-"""The least that any plan must move, by counting; and what the obvious plans move."""
+"""Bounds that plans are compared with: the least that any plan must move, by counting, and what torch's plan moves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check_shape
+from hyper_parallel.core.common.checks import check, check_shape
+from hyper_parallel.core.dtensor import ownership
+from hyper_parallel.core.dtensor.convert import to_placements
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.holdings import Counts, Holding
-from hyper_parallel.core.redistribute.transition import (
-    Transition,
-    check_countable,
-    check_dtype,
-    check_layout,
-    check_reductions,
-    transition_of,
-)
+from hyper_parallel.core.dtensor.placement_types import Placement, Shard
+from hyper_parallel.core.redistribute import cost
+from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
+from hyper_parallel.core.redistribute.holdings import Counts
+from hyper_parallel.core.redistribute.transition import MeshTransition, Side, Transition, on_one_mesh, read
+
+NO_PLANNER = "this torch has no planner to ask"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+Bytes = npt.NDArray[np.int64]
+_Move = tuple[int, Placement, Placement]
+"""The axis, and what it does to the tensor before and after."""
 
 
 def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: torch.dtype) -> npt.NDArray[Any]:
@@ -47,16 +57,10 @@ def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: to
     Raises:
         TypeError, ValueError: as `plan`.
     """
-    asked = "cannot bound a redistribution"
-    shape = check_shape(global_shape, f"from: {src}   to: {dst}")
-    seen = f"from: {src}   to: {dst}   global_shape: {shape}"
-    check_layout(asked, "src", src, shape, seen)
-    check_layout(asked, "dst", dst, shape, seen)
-    check_countable(asked, src, dst, shape, seen)
-    check_reductions(asked, src, dst, check_dtype(asked, dtype), seen)
-    task = transition_of(src, dst, shape, dtype.itemsize)
+    transition = read("cannot bound a redistribution", src, dst, global_shape, dtype)
+    task = on_one_mesh(transition)
     if task is None:
-        return _between_meshes(src, dst, shape, dtype.itemsize)
+        return _between_meshes(transition)
     if not task.reduces:
         target = task.target
         both = target.overlaps(task.source)
@@ -66,16 +70,16 @@ def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: to
     return np.full(ranks, total / ranks)
 
 
-def _transfers(task: Transition) -> int:
+def _transfers(task: MeshTransition) -> int:
     """Return the least transfers of single elements, copies reduced on the way, over all ranks."""
     copies = task.ways(task.reduces)
     elements = int(np.prod(task.shape)) * task.ways(task.keeps)
-    alike = [a for a in task.live if a not in task.wanted_axes and a not in task.opens]
-    needed_by = task.ways(alike)
+    replicas = [a for a in task.live if a not in task.wanted_axes and a not in task.opens]
+    needed_by = task.ways(replicas)
     return elements * (copies - 1 + needed_by) - _met(task)
 
 
-def _met(task: Transition) -> int:
+def _met(task: MeshTransition) -> int:
     """Return of how many elements a rank that needs them holds a copy."""
     source, result = task.source, task.result
     both = source.overlaps(result)
@@ -83,13 +87,13 @@ def _met(task: Transition) -> int:
     return int(both.sum()) // task.ways(free)
 
 
-def _between_meshes(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> npt.NDArray[Any]:
+def _between_meshes(transition: Transition) -> npt.NDArray[Any]:
     """Count element by element of a coarse grid: the cells between all edges of both layouts."""
-    ranks = sorted({*src.rank_list, *dst.rank_list})
-    cells, sizes = _cells(src, dst, shape or (1,))
-    copies = int(np.prod([src.mesh_shape[src.alias_name.index(name)] for name in src.partial], initial=1))
-    have, need = _held(src, cells, shape or (1,)), _held(dst, cells, shape or (1,))
-    first = _first_only(dst)
+    before, after, ranks = transition.before, transition.after, transition.ranks
+    cells, sizes = _cells(before, after)
+    copies = before.ways(before.pending)
+    have, need = _held(before, cells), _held(after, cells)
+    first = _first_only(after)
     if copies == 1:
         result = []
         for rank in ranks:
@@ -98,26 +102,27 @@ def _between_meshes(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: 
             if wanted is None:
                 result.append(0)
             else:
-                result.append(int(sizes[wanted if mine is None else wanted & ~mine].sum()) * itemsize)
+                missing = wanted if mine is None else wanted & ~mine
+                result.append(int(sizes[missing].sum()) * transition.itemsize)
         return np.array(result, dtype=np.int64)
     wanted_by = sum(need[rank].astype(np.int64) for rank in need if rank in first)
     met = sum((have[rank] & need[rank]).astype(np.int64) for rank in have if rank in need and rank in first)
-    total = int((sizes * (copies - 1 + wanted_by - (np.asarray(met) > 0))).sum()) * itemsize
+    total = int((sizes * (copies - 1 + wanted_by - (np.asarray(met) > 0))).sum()) * transition.itemsize
     return np.full(len(ranks), total / len(ranks))
 
 
-def _first_only(layout: Layout) -> set[int]:
+def _first_only(side: Side) -> set[int]:
     """Return the ranks at coordinate 0 of the pending axes: the others need nothing."""
-    mesh = np.asarray(layout.rank_list).reshape(layout.mesh_shape)
-    index = tuple(slice(0, 1) if name in layout.partial else slice(None) for name in layout.alias_name)
+    mesh = np.asarray(side.ranks).reshape(side.sizes)
+    index = tuple(slice(0, 1) if axis in side.pending else slice(None) for axis in range(len(side.sizes)))
     return set(mesh[index].ravel().tolist())
 
 
-def _cells(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[list[Counts], Counts]:
+def _cells(before: Side, after: Side) -> tuple[list[Counts], Counts]:
     """Return per dim the first index of each cell, and the number of elements of every cell."""
     starts, lengths = [], []
-    slices = [_slices(layout, shape) for layout in (src, dst)]
-    for dim, size in enumerate(shape):
+    slices = [_slices(side) for side in (before, after)]
+    for dim, size in enumerate(before.shape):
         edges = np.unique(np.concatenate([part[:, dim].ravel() for part in slices] + [np.array([0, size])]))
         starts.append(edges[:-1] if len(edges) > 1 else np.zeros(0, dtype=np.int64))
         lengths.append(np.diff(edges))
@@ -127,17 +132,351 @@ def _cells(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[list[Count
     return starts, sizes
 
 
-def _slices(layout: Layout, shape: tuple[int, ...]) -> Counts:
-    held = Holding(layout.mesh_shape, shape, layout.splits(len(shape)))
-    parts = [held.part(at) for at in np.ndindex(*held.sizes)]
+def _slices(side: Side) -> Counts:
+    parts = [side.held.holding.part(at) for at in np.ndindex(*side.sizes)]
     return np.array([[pieces[0] if pieces else (0, 0) for pieces in part] for part in parts], dtype=np.int64)
 
 
-def _held(layout: Layout, starts: list[Counts], shape: tuple[int, ...]) -> dict[int, npt.NDArray[np.bool_]]:
+def _held(side: Side, starts: list[Counts]) -> dict[int, npt.NDArray[np.bool_]]:
     held = {}
-    for rank, part in zip(layout.rank_list, _slices(layout, shape), strict=True):
+    for rank, part in zip(side.ranks, _slices(side), strict=True):
         mask = np.ones((), dtype=bool)
         for dim, (start, stop) in enumerate(part):
             mask = np.logical_and.outer(mask, (starts[dim] >= start) & (starts[dim] < stop))
         held[rank] = mask
     return held
+
+
+# -- the plan of torch -------------------------------------------------------------------------------------------------
+# Nothing here is used by our own plans. torch's planner is private and moves between versions: a version whose planner
+# cannot be asked gives a plan that says so, and no steps.
+
+
+@dataclass(frozen=True, eq=False)
+class TorchStep:
+    """One of torch's steps, over one axis.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; "slice" and "copy" communicate nothing.
+        axis: the axis it runs over.
+        group_size: ranks along that axis.
+        recv_bytes: bytes that each rank receives, in mesh position order.
+        peak_extra_bytes: an estimate of the most that a rank holds meanwhile besides the plan's source and result.
+        seconds: its time on the topology, what torch copies within a rank included.
+    """
+
+    kind: str
+    axis: str
+    group_size: int
+    recv_bytes: Bytes
+    peak_extra_bytes: int
+    seconds: float
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis, as in the steps of our own plans."""
+        return (self.axis,)
+
+    @property
+    def send_bytes(self) -> Bytes:
+        """Bytes that each rank sends: as many as it receives, as all pieces of a group are padded to one size."""
+        return self.recv_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class TorchPlan:
+    """The steps that torch takes from one layout to another, or why it takes none.
+
+    Attributes:
+        ranks: the ranks of the mesh, in mesh position order.
+        steps: in order; axes of one rank need none.
+        refused: why torch refuses, None if it does not.
+    """
+
+    ranks: tuple[int, ...]
+    steps: tuple[TorchStep, ...] = ()
+    refused: str | None = None
+
+    @property
+    def recv_bytes(self) -> Bytes:
+        """Bytes that each rank receives, in mesh position order; 0 everywhere if torch refuses."""
+        return sum((step.recv_bytes for step in self.steps), np.zeros(len(self.ranks), dtype=np.int64))
+
+    @property
+    def send_bytes(self) -> Bytes:
+        """Bytes that each rank sends: as many as it receives."""
+        return self.recv_bytes
+
+    @property
+    def num_collectives(self) -> int:
+        """Steps that communicate."""
+        return sum(step.kind in COLLECTIVES for step in self.steps)
+
+    @property
+    def peak_extra_bytes(self) -> int:
+        """An estimate of the most that a rank holds at any time besides its part of the source and of the result."""
+        return max((step.peak_extra_bytes for step in self.steps), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """The modelled time on the topology."""
+        return sum(step.seconds for step in self.steps)
+
+
+def torch_plan(
+    src: Layout,
+    dst: Layout,
+    global_shape: Sequence[int],
+    dtype: torch.dtype,
+    topology: Topology | None = None,
+    *,
+    device_type: str = "cuda",
+) -> TorchPlan:
+    """Return what torch's `DTensor.redistribute` would do; no process group is needed and nothing is communicated.
+
+    >>> mesh = Layout((2, 4), ("dp", "tp"))
+    >>> plan = torch_plan(mesh("tp", "None"), mesh("None", ("dp", "tp")), (16, 16), torch.float32)
+    >>> [(step.kind, step.axis, int(step.recv_bytes.max())) for step in plan.steps]
+    [('all_gather', 'tp', 768), ('slice', 'dp', 0), ('slice', 'tp', 0)]
+    >>> torch_plan(mesh(), mesh(partial={"tp": "sum"}), (16, 16), torch.float32).refused
+    "torch does not redistribute to Partial: sum over 'tp' would be new"
+
+    Bytes are those of direct exchange, padding included: torch pads the parts of an uneven dim to the largest one. The
+    plan is that of a mesh whose axes the user has not flattened. Ordered splits are planned by torch's min-cost
+    planner, which looks at how many devices the host has: there the answer can differ from one machine to another.
+
+    Args:
+        src: where the tensor is.
+        dst: where it should be.
+        global_shape: the whole tensor's sizes, in elements.
+        dtype: the tensor's.
+        topology: what the steps are priced on; None: bytes only.
+        device_type: on "cpu" torch gathers and chunks where it otherwise exchanges.
+
+    Raises:
+        TypeError: a size that is no int, or another argument of another kind.
+        ValueError: a layout without an assignment, or that a tensor of this shape cannot have.
+    """
+    asked = "cannot plan as torch does"
+    check(asked, Layout, src=src, dst=dst)
+    check(asked, "dtype", dtype=dtype)
+    if topology is not None:
+        check(asked, Topology, topology=topology)
+    check(asked, "str", device_type=device_type)
+    shape = check_shape(global_shape, f"src: {src}   dst: {dst}")
+    splits = src.splits(len(shape))
+    dst.splits(len(shape))
+    refused = _refusal(src, dst)
+    if refused is not None:
+        return TorchPlan(src.rank_list, refused=refused)
+    try:
+        before, after = _placements(src, shape), _placements(dst, shape)
+    except ValueError as error:  # a split that a layout can say and placements cannot
+        return TorchPlan(src.rank_list, refused=str(error).splitlines()[0])
+    moves = _ask(src.mesh_shape, before, after, shape, dtype, device_type)
+    if isinstance(moves, str):
+        return TorchPlan(src.rank_list, refused=moves)
+    counter = _Counter(src, shape, dtype.itemsize, topology or BYTES_ONLY, device_type == "cpu")
+    return TorchPlan(src.rank_list, tuple(counter.steps(splits, moves)))
+
+
+def _refusal(src: Layout, dst: Layout) -> str | None:
+    """Return why torch's public `redistribute` refuses before it plans."""
+    if (src.mesh_shape, src.alias_name, src.rank_list) != (dst.mesh_shape, dst.alias_name, dst.rank_list):
+        return "torch does not redistribute from one mesh to another"
+    kinds = list(dict.fromkeys(src.partial.values()))
+    if len(kinds) > 1 and not {"sum", "avg"}.issuperset(kinds):
+        return f"torch does not mix kinds of Partial: {' and '.join(kinds)}"
+    for name, reduction in dst.partial.items():
+        if src.partial.get(name) != reduction and not (reduction == "sum" and _is_plain_split(src, name)):
+            return f"torch does not redistribute to Partial: {reduction} over {name!r} would be new"
+    return None
+
+
+def _is_plain_split(src: Layout, name: str) -> bool:
+    """Return whether an axis splits a dim in a way that this torch can turn into a pending sum."""
+    placements = src.placements
+    assert placements is not None, "a layout with splits has placements"
+    return isinstance(placements[src.alias_name.index(name)], Shard) and hasattr(Shard, "_to_partial_tensor")
+
+
+def _placements(layout: Layout, shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    """Return torch's placements, with a mix of pending sums and averages too, which torch allows in a source."""
+    to_placements(layout.reset_partial(), shape)  # raises for what torch cannot say
+    placements = layout.placement_to_tensor_map(len(shape)).placements
+    assert placements is not None, "a layout with a tensor map has placements"
+    return placements
+
+
+# -- asking torch ------------------------------------------------------------------------------------------------------
+
+
+def _ask(
+    sizes: tuple[int, ...],
+    before: tuple[Placement, ...],
+    after: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device_type: str,
+) -> tuple[_Move, ...] | str:
+    """Return torch's moves, or why there are none."""
+    if before == after:
+        return ()
+    try:
+        from torch.distributed.tensor import _redistribute
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        mesh = _planning_mesh(sizes, device_type)
+        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
+        now, then = DTensorSpec(mesh, before, tensor_meta=meta), DTensorSpec(mesh, after, tensor_meta=meta)
+        try:
+            # Keywords, so that another signature is noticed.
+            infos: Any = _redistribute._gen_transform_infos_non_cached(src_spec=now, dst_spec=then)
+            return tuple((info.mesh_dim, *info.src_dst_placements) for info in infos)
+        finally:
+            _forget(_redistribute, mesh, meta)
+    except (ImportError, AttributeError, TypeError):
+        return NO_PLANNER
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        return f"torch's planner fails: {type(error).__name__}: {error}"
+
+
+@functools.lru_cache(maxsize=64)
+def _planning_mesh(sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
+    """Return a mesh without process groups, seen from its first rank; no user's mesh has its axis names."""
+    known = device_type if hasattr(torch, device_type) else "cuda"  # the planner counts that device on the host
+    ranks = torch.arange(int(np.prod(sizes)), device="cpu").reshape(sizes)
+    names = tuple(f"_planned_{axis}" for axis in range(len(sizes)))
+    return DeviceMesh(known, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+def _forget(module: Any, mesh: DeviceMesh, meta: Any) -> None:
+    """Take our planner out of torch's process-wide cache: planners remember what they were asked before."""
+    cache = getattr(module, "_planner_cache", None)
+    if isinstance(cache, dict):
+        cache.pop((weakref.ref(mesh), meta), None)
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+class _Load(NamedTuple):
+    """What one move makes of a tensor; per rank, in elements.
+
+    Attributes:
+        kind: the kind of step.
+        received: what a rank receives; of an all_reduce, what is reduced.
+        buffers: what it holds meanwhile besides input and output.
+        copied: what it copies in its own memory.
+    """
+
+    kind: str
+    received: Bytes
+    buffers: Bytes
+    copied: Bytes
+
+
+@dataclass(frozen=True)
+class _Counter:
+    """Follows the parts of all ranks from move to move."""
+
+    mesh: Layout
+    shape: tuple[int, ...]
+    itemsize: int
+    topology: Topology
+    on_cpu: bool
+
+    def steps(self, splits: ownership.Splits, moves: Sequence[_Move]) -> Iterator[TorchStep]:
+        """Yield the step of every move; axes of one rank are passed over, as torch does."""
+        now = [list(axes) for axes in splits]
+        real = [move for move in moves if self.mesh.mesh_shape[move[0]] > 1]
+        for index, (axis, before, after) in enumerate(real):
+            held = self._held(now) if index > 0 else None
+            for axes in now:
+                if axis in axes:
+                    axes.remove(axis)
+            # Without the axis: what its ranks hold together, which is what torch pads and cuts.
+            load = _load(self._held(now), self.mesh.mesh_shape[axis], before, after, on_cpu=self.on_cpu)
+            if (dim := _dim(after)) is not None:
+                now[dim].append(axis)
+            extra = load.buffers
+            extra = extra if held is None else extra + held.prod(axis=1)  # the result of the move before
+            extra = extra if index == len(real) - 1 else extra + self._held(now).prod(axis=1)
+            yield self._step(axis, load, extra)
+
+    def _held(self, splits: Sequence[Sequence[int]]) -> Bytes:
+        """Return the sizes of every rank's part, as an array of ranks x dims."""
+        parts = ownership.all_slices(self.shape, self.mesh.mesh_shape, tuple(map(tuple, splits)))
+        return (parts[..., 1] - parts[..., 0]).reshape(len(parts), len(self.shape))
+
+    def _step(self, axis: int, load: _Load, extra: Bytes) -> TorchStep:
+        size = self.mesh.mesh_shape[axis]
+        received = load.received * self.itemsize
+        if load.kind == "all_reduce":  # a reduce_scatter into parts as equal as can be, and an all_gather of them
+            place = np.indices(self.mesh.mesh_shape)[axis].ravel()
+            own = received * (place + 1) // size - received * place // size
+            received = received + (size - 2) * own
+        received.setflags(write=False)
+        moved, intra_node = int(received.max()), self._ranks_per_node(axis)
+        inter_node = moved * (size - intra_node) // (size - 1)
+        group = size if load.kind in COLLECTIVES else 1
+        priced = cost.Load(group, min(intra_node, group), moved, inter_node, int(load.copied.max()) * self.itemsize)
+        seconds = cost.seconds(load.kind, priced, self.topology)
+        peak = int(extra.max()) * self.itemsize
+        return TorchStep(load.kind, self.mesh.alias_name[axis], size, received, peak, seconds)
+
+    def _ranks_per_node(self, axis: int) -> int:
+        """Return how many ranks along an axis share a node, at least."""
+        size, per_node = self.mesh.mesh_shape[axis], self.topology.ranks_per_node
+        if per_node is None:
+            return size
+        nodes = np.array(self.mesh.rank_list).reshape(self.mesh.mesh_shape) // per_node
+        rows = np.sort(np.moveaxis(nodes, axis, -1).reshape(-1, size), axis=1)
+        return math.ceil(size / int((np.diff(rows, axis=1) != 0).sum(axis=1).max() + 1))
+
+
+def _load(whole: Bytes, size: int, before: Placement, after: Placement, *, on_cpu: bool) -> _Load:
+    """Return what a move over `size` ranks takes, given what they hold together.
+
+    Args:
+        whole: per rank, the sizes of what its group holds, as an array of ranks x dims.
+        size: ranks in each group.
+        before: what the axis does to the tensor.
+        after: what it does next.
+        on_cpu: whether an exchange is a gather.
+    """
+    old, new = _dim(before), _dim(after)
+    total, nothing = whole.prod(axis=1), np.zeros(len(whole), dtype=np.int64)
+    if before.is_partial() and after.is_replicate():
+        return _Load("all_reduce", total, nothing, total)
+    if old is not None and new is not None:
+        block = _piece(whole, size, old, new)
+        if on_cpu:
+            return _Load("all_gather", (size - 1) * size * block, size * size * block, size * size * block)
+        return _Load("all_to_all", (size - 1) * block, 2 * size * block, 2 * size * block)
+    dim = old if old is not None else new
+    if dim is None or before.is_replicate():
+        result = total if dim is None else _piece(whole, size, dim)
+        return _Load("copy" if dim is None else "slice", nothing, nothing, result)
+    if after.is_partial():
+        return _Load("copy", nothing, nothing, total)
+    piece = _piece(whole, size, dim)
+    uneven = whole[:, dim] % size != 0
+    packed = np.where(uneven | (dim != 0), size * piece, 0)  # torch communicates along dim 0, all pieces of one size
+    if before.is_partial():
+        return _Load("reduce_scatter", (size - 1) * piece, packed, packed)
+    padded = np.where(uneven, piece, 0)
+    return _Load("all_gather", (size - 1) * piece, packed + padded, packed + padded)
+
+
+def _piece(whole: Bytes, size: int, *dims: int) -> Bytes:
+    """Return per rank the elements of the largest piece when each of these dims is cut into `size`."""
+    pieces = whole.copy()
+    for dim in dims:
+        pieces[:, dim] = -(-pieces[:, dim] // size)
+    return pieces.prod(axis=1)
+
+
+def _dim(placement: Placement) -> int | None:
+    """Return the dim that a placement splits; torch's strided shard is not always a `Shard`."""
+    return getattr(placement, "dim", None)

@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from hyper_parallel.core.dtensor.shards import split_points
+from hyper_parallel.core.dtensor.ownership import split_points
 from hyper_parallel.core.redistribute import cost
-from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, edges
-from hyper_parallel.core.redistribute.steps import Fill, Kind, Located, Step
-from hyper_parallel.core.redistribute.transition import Nodes, Transition
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, Located, coordinate, edges
+from hyper_parallel.core.redistribute.steps import Fill, Kind, Step
+from hyper_parallel.core.redistribute.transition import MeshTransition
 
 
 class Builder:
@@ -22,10 +22,10 @@ class Builder:
         on: the topology.
     """
 
-    def __init__(self, task: Transition, on: cost.Topology) -> None:
+    def __init__(self, task: MeshTransition, on: cost.Topology) -> None:
         self.task = task
         self.on = on
-        self.nodes = Nodes(task.ranks, task.sizes, on.ranks_per_node)
+        self.nodes = cost.Nodes(task.ranks, task.sizes, on.ranks_per_node)
 
     # -- steps without communication -----------------------------------------------------------------------------------
 
@@ -55,18 +55,18 @@ class Builder:
         ways = self.task.ways(axes)
         own = after.counts() * self.task.itemsize
         sent = self.task.along(own, axes) - own
-        far = None
-        if self.nodes.crosses(axes):
-            far = (ways - self.task.ways(self.nodes.near_axes(axes))) * after.counts()
+        inter_node = None
+        if self.nodes.spans_nodes(axes):
+            inter_node = (ways - self.task.ways(self.nodes.intra_node_axes(axes))) * after.counts()
         return self._step(
-            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, copied=before.counts(), far=far,
-            reduces=axes,
+            "reduce_scatter", axes, before, after, (ways - 1) * own, sent=sent, copied=before.counts(),
+            inter_node=inter_node, reduces=axes,
         )  # fmt: skip
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, before: Holding, after: Holding, axes: Sequence[int], *, alike: Iterable[int] = (),
+        self, before: Holding, after: Holding, axes: Sequence[int], *, replicas: Iterable[int] = (),
         reduces: Sequence[int] = (), inside: bool = False,
     ) -> Step | None:  # fmt: skip
         """Move to each rank what it needs and does not have; None when that is nothing.
@@ -75,7 +75,7 @@ class Builder:
             before: what the ranks hold.
             after: what they need; each finds all of it along `axes`.
             axes: over which ranks to exchange.
-            alike: those of `axes` along which ranks hold the same before.
+            replicas: those of `axes` along which ranks hold the same before.
             reduces: those of `axes` along which there are copies to reduce.
             inside: what a rank has before is all needed after.
         """
@@ -86,22 +86,22 @@ class Builder:
         missing = copies * need - both
         if not missing.any():
             return None
-        sent, exact = self._sent(before, after, axes, tuple(alike), reduces, both)
+        sent, exact = self._sent(before, after, axes, tuple(replicas), reduces, both)
         estimate = missing if sent is None else sent
         kind: Kind = "reduce_scatter" if reduces else "all_to_all"
-        if not reduces and task.ways(alike) == 1 and (task.along(have, axes) == need).all():
+        if not reduces and task.ways(replicas) == 1 and (task.along(have, axes) == need).all():
             kind = "all_gather"
-        far = self._far(before, after, axes, alike, reduces, missing, both)
+        inter_node = self._between_nodes(before, after, axes, replicas, reduces, missing, both)
         known = sent * task.itemsize if exact and sent is not None else None
         copied = missing + estimate
         if kind == "all_gather" and before.even:
             copied = np.zeros_like(need) if _gathers_rows(task, before, axes) else need
         return self._step(
-            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, copied=copied, far=far,
-            reduces=reduces,
+            kind, axes, before, after, missing * task.itemsize, sent=known, estimate=estimate, copied=copied,
+            inter_node=inter_node, reduces=reduces,
         )  # fmt: skip
 
-    def permute(self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int]) -> Step | None:
+    def permute(self, before: Holding, after: Holding, axes: Sequence[int], replicas: Sequence[int]) -> Step | None:
         """Move whole parts, at most one to and from each rank; None when that does not do.
 
         Both holdings are plain. The ranks that lack a part are matched, in order, with the ranks that have it.
@@ -125,18 +125,18 @@ class Builder:
         missing = np.where(lacking, after.counts(), 0)
         return self._step(
             "permute", axes, before, after, missing * task.itemsize, estimate=missing, copied=missing,
-            far=missing if self.nodes.crosses(axes) else None,
+            inter_node=missing if self.nodes.spans_nodes(axes) else None,
         )  # fmt: skip
 
     def _sent(
-        self, before: Holding, after: Holding, axes: Sequence[int], alike: Sequence[int], reduces: Sequence[int],
+        self, before: Holding, after: Holding, axes: Sequence[int], replicas: Sequence[int], reduces: Sequence[int],
         both: Counts,
     ) -> tuple[Counts | None, bool]:  # fmt: skip
         """Return what each rank sends, in elements, rounded up, and whether that is exact; None: it takes enumeration.
 
         Where the target is more than a layout it is an upper bound.
         """
-        task, owners = self.task, self.task.ways(alike)
+        task, owners = self.task, self.task.ways(replicas)
         if not after.plain:
             apart = {axis for dim in range(len(after.shape)) for axis in after.axes_of(dim)} | set(after.first)
             asked = before.counts() * task.ways(axis for axis in axes if axis not in apart)
@@ -146,41 +146,41 @@ class Builder:
         if not before.plain:
             return (None, False) if reduces else (-(-(before.counts() * copies - both) // owners), owners == 1)
         asked = before.restricted(after.splits, [axis for axis in wanted if axis not in axes]).counts() * copies
-        apart = {axis for axis in wanted if axis not in alike}
-        same = task.ways(axis for axis in alike if axis not in wanted)
+        apart = {axis for axis in wanted if axis not in replicas}
+        same = task.ways(axis for axis in replicas if axis not in wanted)
         own = before.restricted(after.splits, sorted(apart)).counts() * same
         return -(-(asked - own) // owners), owners == 1
 
-    def _far(
-        self, before: Holding, after: Holding, axes: Sequence[int], alike: Iterable[int], reduces: Sequence[int],
+    def _between_nodes(
+        self, before: Holding, after: Holding, axes: Sequence[int], replicas: Iterable[int], reduces: Sequence[int],
         missing: Counts, both: Counts,
     ) -> Counts:  # fmt: skip
         """Return what each rank receives from other nodes, in elements."""
         task = self.task
-        if not self.nodes.crosses(axes):
+        if not self.nodes.spans_nodes(axes):
             return np.zeros(1, dtype=np.int64)
         if not before.plain:
             return missing
-        near = self.nodes.near_axes(axes)
-        distant = [axis for axis in axes if axis not in near]
-        node = Holding(task.sizes, task.shape, ((),) * len(task.shape)).restricted(before.splits, distant)
-        close = after.overlaps(node) * task.ways(axis for axis in reduces if axis in near)
-        spread = task.ways(axis for axis in alike if axis in distant)
-        return np.maximum(missing - (close - both) // spread, 0)
+        intra_node = self.nodes.intra_node_axes(axes)
+        outer = [axis for axis in axes if axis not in intra_node]
+        node = Holding(task.sizes, task.shape, ((),) * len(task.shape)).restricted(before.splits, outer)
+        at_hand = after.overlaps(node) * task.ways(axis for axis in reduces if axis in intra_node)
+        spread = task.ways(axis for axis in replicas if axis in outer)
+        return np.maximum(missing - (at_hand - both) // spread, 0)
 
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(
         self, kind: Kind, axes: Sequence[int], before: Holding, after: Holding, received: Counts, *,
         sent: Counts | None = None, estimate: Counts | None = None, copied: Counts | None = None,
-        far: Counts | None = None, reduces: Sequence[int] = (), fill: Fill | None = None,
+        inter_node: Counts | None = None, reduces: Sequence[int] = (), fill: Fill | None = None,
     ) -> Step:  # fmt: skip
         """Make a step and price it.
 
         Args:
             received, sent: in bytes.
             estimate: what is sent, in elements, where the exact number takes enumeration.
-            copied, far: in elements.
+            copied, inter_node: in elements.
         """
         task, size = self.task, self.task.itemsize
         chosen = tuple(sorted(axes))
@@ -188,11 +188,15 @@ class Builder:
         given = max(_most(sent), _most(estimate) * size)
         moved = max(_most(received), given)
         crossing = 0
-        if far is not None and far.any():
-            crossing = min(_most(far) * size, moved)
-            if after.plain:  # then it is known what is given, and as much of that crosses as of what is received
-                all_far, everything = (int(np.broadcast_to(counts, task.sizes).sum()) for counts in (far, received))
-                crossing = max(crossing, given * min(all_far * size, everything) // everything)
+        if inter_node is not None and inter_node.any():
+            crossing = min(_most(inter_node) * size, moved)
+            if (
+                after.plain
+            ):  # then it is known what is given, and as much of that goes between nodes as of what is received
+                all_inter_node, everything = (
+                    int(np.broadcast_to(counts, task.sizes).sum()) for counts in (inter_node, received)
+                )
+                crossing = max(crossing, given * min(all_inter_node * size, everything) // everything)
         ranks, per_node = task.ways(chosen), self.nodes.share(chosen)
         if kind == "permute":
             ranks, per_node = 2, 2 if per_node == ranks else 1
@@ -223,13 +227,13 @@ def _most(counts: Counts | None) -> int:
     return 0 if counts is None else int(counts.max())
 
 
-def _flat(counts: Counts, task: Transition) -> Counts:
+def _flat(counts: Counts, task: MeshTransition) -> Counts:
     full = np.ascontiguousarray(np.broadcast_to(counts, task.sizes)).reshape(-1)
     full.flags.writeable = False
     return full
 
 
-def _zeros(task: Transition) -> Counts:
+def _zeros(task: MeshTransition) -> Counts:
     return np.zeros((1,) * len(task.sizes), dtype=np.int64)
 
 
@@ -245,7 +249,7 @@ def _is_ring(
     return before.even if kind == "all_gather" else True
 
 
-def _gathers_rows(task: Transition, before: Holding, axes: Sequence[int]) -> bool:
+def _gathers_rows(task: MeshTransition, before: Holding, axes: Sequence[int]) -> bool:
     """Return whether parts that arrive in the order of the ranks are the rows of the result, in order."""
     outer = next((dim for dim, size in enumerate(task.shape) if size > 1), 0)
     chain = before.splits[outer]

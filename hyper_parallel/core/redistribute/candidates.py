@@ -14,30 +14,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits, all_slices
+from hyper_parallel.core.dtensor.ownership import Splits, all_slices
 from hyper_parallel.core.redistribute import cost
 from hyper_parallel.core.redistribute.builder import Builder
-from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate, extent
-from hyper_parallel.core.redistribute.steps import Fill, Located, Step, price
-from hyper_parallel.core.redistribute.transition import Nodes, Transition, task_of
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, Located, coordinate, extent
+from hyper_parallel.core.redistribute.steps import Fill, Step, price
+from hyper_parallel.core.redistribute.transition import MeshTransition, Side, Transition, on_one_mesh
 
 
-def candidates(task: Transition, builder: Builder) -> Iterator[list[Step]]:
-    """Yield every way considered; the first moves the fewest bytes."""
+def candidates(transition: Transition, on: cost.Topology) -> tuple[range | tuple[int, ...], list[list[Step]]]:
+    """Return the ranks that take part, and every way considered; the first moves the fewest bytes.
+
+    The ranks are those of the mesh, in its order, or of both meshes, sorted.
+    """
+    task = on_one_mesh(transition, on.ranks_per_node)
+    if task is None:
+        return transition.ranks, list(_between_meshes(transition, on))
+    return task.ranks, list(ways(task, Builder(task, on)))
+
+
+def ways(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
+    """Yield every way considered on one mesh."""
     if 0 in task.shape:  # nothing has to be said about nothing
         yield []
         return
     closing = _closing(task, builder)
-    ways = reductions(task, builder) if task.reduces else exchanges(task, builder, task.source, task.copy_axes)
-    for way in itertools.chain(ways, [axis_by_axis(task, builder)] if task.reduces or task.split_axes else []):
+    found = reductions(task, builder) if task.reduces else exchanges(task, builder, task.source, task.replica_axes)
+    for way in itertools.chain(found, [axis_by_axis(task, builder)] if task.reduces or task.split_axes else []):
         if not task.at_once or sum(bool(step.reduces) for step in way) == 1:
             yield [*way, *closing]
 
 
-def _closing(task: Transition, builder: Builder) -> list[Step]:
+def _closing(task: MeshTransition, builder: Builder) -> list[Step]:
     """Return the local step that makes pending copies, or rescales those that stay."""
     if not task.opens and task.times == task.over:
         return []
@@ -48,32 +57,34 @@ def _closing(task: Transition, builder: Builder) -> list[Step]:
 # -- between what ranks hold and what they need when there is nothing to reduce ----------------------------------------
 
 
-def exchanges(task: Transition, builder: Builder, held: Holding, alike: tuple[int, ...]) -> Iterator[list[Step]]:
-    """Yield the ways from a plain holding to the target; along `alike` ranks hold the same."""
+def exchanges(task: MeshTransition, builder: Builder, held: Holding, replicas: tuple[int, ...]) -> Iterator[list[Step]]:
+    """Yield the ways from a plain holding to the target; `replicas` are axes along which ranks hold the same."""
     target = task.target
-    crossed = axes_to_cross(task, held, target)
-    if not crossed:
+    communicating = communicating_axes(task, held, target)
+    if not communicating:
         yield builder.local(held, target)
         return
-    yield from _sliced_gather(task, builder, held, crossed)
-    yield from ([step] for step in _single(task, builder, held, target, crossed, alike))
+    yield from _sliced_gather(task, builder, held, communicating)
+    yield from ([step] for step in _single(task, builder, held, target, communicating, replicas))
     if not task.opens:
-        yield from _gather_near_last(task, builder, held, alike)
+        yield from _gather_intra_node_last(task, builder, held, replicas)
 
 
-def _sliced_gather(task: Transition, builder: Builder, held: Holding, crossed: tuple[int, ...]) -> Iterator[list[Step]]:
-    """Yield the way that gathers what all ranks along the crossed axes need alike; nothing is packed for each one."""
+def _sliced_gather(
+    task: MeshTransition, builder: Builder, held: Holding, communicating: tuple[int, ...]
+) -> Iterator[list[Step]]:
+    """Yield the way that gathers what all ranks along the communicating axes need; nothing is packed for each one."""
     wanted = task.wanted_axes
-    if not task.target.plain or not wanted or wanted & {*crossed}:
+    if not task.target.plain or not wanted or wanted & {*communicating}:
         return
     sliced = held.restricted(task.target.splits, sorted(wanted))
     first = builder.local(held, sliced)
-    last = builder.exchange(sliced, task.target, crossed, inside=True)
+    last = builder.exchange(sliced, task.target, communicating, inside=True)
     if first and last is not None and last.kind == "all_gather":
         yield [*first, last]
 
 
-def axes_to_cross(task: Transition, held: Holding, target: Holding) -> tuple[int, ...]:
+def communicating_axes(task: MeshTransition, held: Holding, target: Holding) -> tuple[int, ...]:
     """Return the axes of a plain holding along which some rank needs what another one has."""
     axes = sorted({axis for chain in held.splits for axis in chain} & set(task.live))
     counts = target.counts()
@@ -84,24 +95,29 @@ def axes_to_cross(task: Transition, held: Holding, target: Holding) -> tuple[int
 
 
 def _single(
-    task: Transition, builder: Builder, held: Holding, target: Holding, crossed: tuple[int, ...], alike: tuple[int, ...]
+    task: MeshTransition,
+    builder: Builder,
+    held: Holding,
+    target: Holding,
+    communicating: tuple[int, ...],
+    replicas: tuple[int, ...],
 ) -> Iterator[Step]:
-    """Yield single collectives: over the axes that must be crossed, and with replicas that can share in the sending."""
-    alone = builder.exchange(held, target, crossed)
-    assert alone is not None, "axes are crossed because something is missing"
+    """Yield single collectives: over the communicating axes, and with replicas that share in the sending."""
+    alone = builder.exchange(held, target, communicating)
+    assert alone is not None, "axes communicate because something is missing"
     if not target.plain:
         yield alone
         return
-    near = tuple(axis for axis in alike if axis in builder.nodes.near_axes((*crossed, *alike)))
+    intra_node = tuple(axis for axis in replicas if axis in builder.nodes.intra_node_axes((*communicating, *replicas)))
     if alone.kind != "all_gather":
-        for helpers in dict.fromkeys([(), alike, near]):
-            moved = builder.permute(held, target, sorted((*crossed, *helpers)), helpers)
+        for helpers in dict.fromkeys([(), replicas, intra_node]):
+            moved = builder.permute(held, target, sorted((*communicating, *helpers)), helpers)
             if moved is not None:
                 yield moved
     yield alone
     even = alone.sent_most <= int(alone.recv_bytes.max())
-    for helpers in dict.fromkeys([near] if even else [alike, *((axis,) for axis in alike), near]):
-        step = builder.exchange(held, target, sorted((*crossed, *helpers)), alike=helpers) if helpers else None
+    for helpers in dict.fromkeys([intra_node] if even else [replicas, *((axis,) for axis in replicas), intra_node]):
+        step = builder.exchange(held, target, sorted((*communicating, *helpers)), replicas=helpers) if helpers else None
         if step is not None:
             yield step
 
@@ -109,42 +125,42 @@ def _single(
 # -- over slow links once --------------------------------------------------------------------------------------------
 
 
-def _gather_near_last(
-    task: Transition, builder: Builder, held: Holding, alike: tuple[int, ...]
+def _gather_intra_node_last(
+    task: MeshTransition, builder: Builder, held: Holding, replicas: tuple[int, ...]
 ) -> Iterator[list[Step]]:
     """Yield the way that brings each element to a node once, and then spreads it among the ranks of the node."""
-    near = builder.nodes.near_axes(task.live)
-    late = tuple(axis for axis in near if axis not in task.wanted_axes)
-    if len(near) == len(task.live) or not late:
+    intra_node = builder.nodes.intra_node_axes(task.live)
+    gathered = tuple(axis for axis in intra_node if axis not in task.wanted_axes)
+    if len(intra_node) == len(task.live) or not gathered:
         return
     target = task.target
-    between = target.restricted(held.splits, [axis for axis in late if axis in task.split_axes])
-    rest = tuple(axis for axis in late if axis not in task.split_axes)
+    between = target.restricted(held.splits, [axis for axis in gathered if axis in task.split_axes])
+    rest = tuple(axis for axis in gathered if axis not in task.split_axes)
     if rest:
         between = shared_out(task, between, rest, inside=held.splits)
     if between == target:
         return
-    crossed = {axis for chain in held.splits for axis in chain if axis in task.live and axis not in late}
-    helpers = tuple(axis for axis in alike if axis not in late)
-    step = builder.exchange(held, between, sorted((*crossed, *helpers)), alike=helpers)
+    communicating = {axis for chain in held.splits for axis in chain if axis in task.live and axis not in gathered}
+    helpers = tuple(axis for axis in replicas if axis not in gathered)
+    step = builder.exchange(held, between, sorted((*communicating, *helpers)), replicas=helpers)
     first = [step] if step is not None else builder.local(held, between)
-    last = builder.exchange(between, target, late, inside=True)
+    last = builder.exchange(between, target, gathered, inside=True)
     yield [*first, *([last] if last is not None else [])]
 
 
-def spread_near_last(
-    task: Transition, builder: Builder, held: Holding, crossed: tuple[int, ...]
+def spread_intra_node_last(
+    task: MeshTransition, builder: Builder, held: Holding, communicating: tuple[int, ...]
 ) -> Iterator[list[Step]]:
     """Yield the way from reduced parts that brings each element to a node once; along no axis ranks hold the same."""
-    near = builder.nodes.near_axes(task.live)
-    late = tuple(axis for axis in crossed if axis in near and axis not in task.wanted_axes)
-    if not late or len(late) == len(crossed):
+    intra_node = builder.nodes.intra_node_axes(task.live)
+    gathered = tuple(axis for axis in communicating if axis in intra_node and axis not in task.wanted_axes)
+    if not gathered or len(gathered) == len(communicating):
         return
     combs = held.combs or (None,) * len(task.shape)
     chains = tuple(comb[0] if comb is not None else chain for comb, chain in zip(combs, held.splits, strict=True))
-    between = task.target.restricted(chains, late)
-    first = builder.exchange(held, between, [axis for axis in crossed if axis not in late])
-    last = builder.exchange(between, task.target, late, inside=True)
+    between = task.target.restricted(chains, gathered)
+    first = builder.exchange(held, between, [axis for axis in communicating if axis not in gathered])
+    last = builder.exchange(between, task.target, gathered, inside=True)
     if first is not None and last is not None:
         yield [first, last]
 
@@ -153,7 +169,7 @@ def spread_near_last(
 
 
 def shared_out(
-    task: Transition, held: Holding, axes: tuple[int, ...], apart: Sequence[int] = (), *, anew: bool = False,
+    task: MeshTransition, held: Holding, axes: tuple[int, ...], apart: Sequence[int] = (), *, anew: bool = False,
     inside: Splits = (),
 ) -> Holding:  # fmt: skip
     """Return a holding divided over some more axes, along which ranks hold the same.
@@ -183,7 +199,7 @@ def shared_out(
     return replace(held, combs=tuple(combs))
 
 
-def _chain(task: Transition, held: Holding, dim: int, inside: Splits) -> tuple[int, ...] | None:
+def _chain(task: MeshTransition, held: Holding, dim: int, inside: Splits) -> tuple[int, ...] | None:
     """Return the chain of splits that a part of a dim can be divided after, or None."""
     comb = held.combs[dim] if held.combs else None
     own = held.splits[dim]
@@ -195,7 +211,7 @@ def _chain(task: Transition, held: Holding, dim: int, inside: Splits) -> tuple[i
     return wanted if own == wanted[: len(own)] else own
 
 
-def _roomiest(task: Transition, held: Holding, axes: tuple[int, ...], later: Sequence[int] = ()) -> int:
+def _roomiest(task: MeshTransition, held: Holding, axes: tuple[int, ...], later: Sequence[int] = ()) -> int:
     """Return the dim that is divided most evenly over some axes, by what one rank holds; those to divide later last."""
     ways = task.ways(axes)
     sizes = [int(extent(held, dim).flat[0]) for dim in range(len(held.shape))]
@@ -210,17 +226,17 @@ def _roomiest(task: Transition, held: Holding, axes: tuple[int, ...], later: Seq
 # within the nodes first takes more steps, and fewer bytes between the nodes.
 
 
-def reductions(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+def reductions(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Yield the ways that start with copies over `task.reduces`; the first moves the fewest bytes."""
     yield from _scatter_first(task, builder)
     yield from _reduce_whole(task, builder)
     yield from _directly(task, builder)
-    yield from _near_first(task, builder)
+    yield from _intra_node_first(task, builder)
 
 
-def _scatter_first(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+def _scatter_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Reduce each element at one rank, which needs it if it can, then exchange."""
-    spread = (*task.reduces, *task.copy_axes)
+    spread = (*task.reduces, *task.replica_axes)
     settled = _settled(task)
     aimed = [task.wanted_axes]
     if not builder.on.counts_bytes_only and not task.wanted_axes & {*spread} <= settled:
@@ -236,8 +252,8 @@ def _scatter_first(task: Transition, builder: Builder) -> Iterator[list[Step]]:
                 yield [*builder.local(task.source, whole), builder.all_reduce(whole, task.reduces)]
 
 
-def _settled(task: Transition) -> frozenset[int]:
-    """Return the axes that the destination splits dims over which the source splits less far, or not at all.
+def _settled(task: MeshTransition) -> frozenset[int]:
+    """Return the axes that the destination splits dims over which the source splits over fewer axes, or none.
 
     There the destination's splits divide what any rank holds evenly; elsewhere they may give it all or nothing.
     """
@@ -245,35 +261,35 @@ def _settled(task: Transition) -> frozenset[int]:
     return frozenset(axis for own, wanted in pairs if own == wanted[: len(own)] for axis in wanted)
 
 
-def _reduce_whole(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+def _reduce_whole(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Reduce everywhere what any of the ranks along the copies needs, then exchange: fewer steps, more bytes."""
-    held = task.source.restricted(task.dst, [axis for axis in task.copy_axes if axis in task.wanted_axes])
+    held = task.source.restricted(task.dst, [axis for axis in task.replica_axes if axis in task.wanted_axes])
     if not held.plain:
         held = task.source
     first = [*builder.local(task.source, held), builder.all_reduce(held, task.reduces)]
-    for rest in exchanges(task, builder, held, (*task.reduces, *task.copy_axes)):
+    for rest in exchanges(task, builder, held, (*task.reduces, *task.replica_axes)):
         yield [*first, *rest]
 
 
-def _directly(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+def _directly(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Yield the one step in which every rank gets all copies of what it needs and reduces them itself."""
     if task.target.plain:
-        axes = sorted((*axes_to_cross(task, task.source, task.target), *task.reduces))
+        axes = sorted((*communicating_axes(task, task.source, task.target), *task.reduces))
         step = builder.exchange(task.source, task.target, axes, reduces=task.reduces)
         assert step is not None, "the copies of others are missing somewhere"
         yield [step]
 
 
-def _near_first(task: Transition, builder: Builder) -> Iterator[list[Step]]:
+def _intra_node_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
     """Reduce within the nodes, then between them on what is left, then spread within them."""
-    near = builder.nodes.near_axes(task.live)
-    inner = tuple(axis for axis in task.reduces if axis in near)
-    outer = tuple(axis for axis in task.reduces if axis not in near)
-    alike = tuple(axis for axis in task.copy_axes if axis in near or axis in task.wanted_axes)
-    if len(near) == len(task.live) or not (inner or alike) or task.opens:
+    intra_node = builder.nodes.intra_node_axes(task.live)
+    inner = tuple(axis for axis in task.reduces if axis in intra_node)
+    outer = tuple(axis for axis in task.reduces if axis not in intra_node)
+    replicas = tuple(axis for axis in task.replica_axes if axis in intra_node or axis in task.wanted_axes)
+    if len(intra_node) == len(task.live) or not (inner or replicas) or task.opens:
         return
     scattered = tuple(axis for axis in outer if axis in task.wanted_axes)
-    reduced = _reducers(task, (*inner, *alike), task.wanted_axes, scattered)
+    reduced = _reducers(task, (*inner, *replicas), task.wanted_axes, scattered)
     steps = [builder.reduce_into(task.source, reduced, inner)] if inner else builder.local(task.source, reduced)
     if scattered:
         if reduced.share is not None:  # what is shared out cannot be divided once more
@@ -287,14 +303,14 @@ def _near_first(task: Transition, builder: Builder) -> Iterator[list[Step]]:
         yield [*steps, *rest]
 
 
-def _chains(task: Transition, held: Holding) -> tuple[tuple[int, ...], ...]:
+def _chains(task: MeshTransition, held: Holding) -> tuple[tuple[int, ...], ...]:
     """Return the destination's splits, but where a dim has a comb already the chain of that."""
     combs = held.combs or (None,) * len(task.dst)
     return tuple(comb[0] if comb is not None else chain for comb, chain in zip(combs, task.dst, strict=True))
 
 
 def _reducers(
-    task: Transition, over: Sequence[int], wanted: frozenset[int], apart: Sequence[int] = (), *, anew: bool = False
+    task: MeshTransition, over: Sequence[int], wanted: frozenset[int], apart: Sequence[int] = (), *, anew: bool = False
 ) -> Holding:
     """Return who reduces what over some axes, along which ranks hold the same part.
 
@@ -315,23 +331,23 @@ def _reducers(
     return shared_out(task, held, rest, apart, anew=anew) if rest else held
 
 
-def _from_reducers(task: Transition, builder: Builder, between: Holding) -> Iterator[list[Step]]:
+def _from_reducers(task: MeshTransition, builder: Builder, between: Holding) -> Iterator[list[Step]]:
     """Yield the ways from who reduced each element to the target."""
     target = task.target
-    crossed = _divided(task, between) | set(between.first)
+    communicating = _divided(task, between) | set(between.first)
     for axis in task.split_axes:
-        if axis in task.live and (not target.plain or _is_crossed(task, axis)):
-            crossed.add(axis)
-    step = builder.exchange(between, target, sorted(crossed)) if crossed else None
+        if axis in task.live and (not target.plain or _communicates_over(task, axis)):
+            communicating.add(axis)
+    step = builder.exchange(between, target, sorted(communicating)) if communicating else None
     if step is None:
         yield builder.local(between, target)
         return
     yield [step]
     if target.plain and between.share is None:
-        yield from spread_near_last(task, builder, between, tuple(sorted(crossed)))
+        yield from spread_intra_node_last(task, builder, between, tuple(sorted(communicating)))
 
 
-def _divided(task: Transition, held: Holding) -> set[int]:
+def _divided(task: MeshTransition, held: Holding) -> set[int]:
     """Return the axes over which a holding divides what `splits` gives in another way than the destination does."""
     fixed: set[int] = set()
     for comb, wanted in zip(held.combs, task.dst, strict=False):
@@ -341,7 +357,7 @@ def _divided(task: Transition, held: Holding) -> set[int]:
     return fixed | set(held.share[1] if held.share is not None else ())
 
 
-def _is_crossed(task: Transition, axis: int) -> bool:
+def _communicates_over(task: MeshTransition, axis: int) -> bool:
     target = task.target
     return bool((target.restricted(task.src, [axis]).counts() != target.counts()).any())
 
@@ -349,7 +365,7 @@ def _is_crossed(task: Transition, axis: int) -> bool:
 # -- the obvious ways, which the chosen one is never worse than --------------------------------------------------------
 
 
-def axis_by_axis(task: Transition, builder: Builder) -> list[Step]:
+def axis_by_axis(task: MeshTransition, builder: Builder) -> list[Step]:
     """Return the steps that change one axis at a time, as DTensor's default plan does.
 
     Pending axes first, in mesh order: reduced and scattered where the destination splits over the axis and the axes
@@ -381,7 +397,7 @@ def axis_by_axis(task: Transition, builder: Builder) -> list[Step]:
     return [*steps, *builder.local(held, task.target)]
 
 
-def gather_everything(task: Transition, builder: Builder) -> list[Step]:
+def gather_everything(task: MeshTransition, builder: Builder) -> list[Step]:
     """Return the steps that give every rank the whole tensor, reduced, and then slice: the brute-force twin."""
     whole = Holding(task.sizes, task.shape, ((),) * len(task.shape))
     steps = [builder.all_reduce(task.source, task.reduces)] if task.reduces else []
@@ -407,104 +423,68 @@ def _with(held: Holding, dim: int, chain: tuple[int, ...]) -> Holding:
 # moves what is missing; what many ranks of the destination need may be scattered among them first and gathered there.
 
 
-def ways_between_meshes(
-    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
-) -> tuple[tuple[int, ...], list[list[Step]]]:
-    """Return the ranks of both meshes, sorted, and the ways from one layout to the other.
-
-    Args:
-        src: a layout with at most one kind of reduction pending.
-        dst: likewise, on another mesh.
-        shape: the tensor's sizes.
-        dtype: its dtype.
-        on: the topology.
-    """
-    ranks = tuple(sorted({*src.rank_list, *dst.rank_list}))
-    full = shape or (1,)
-    names = tuple(dict.fromkeys((*src.alias_name, *dst.alias_name)))
-    found = []
-    for opening, reducing in _openings(src, shape, dtype, on):
-        for target, gathering in _closings(dst, shape, dtype, on):
-            before, after = Located(_holding(opening, full), src._axes.ranks), _needed(target, full)
-            middle = _exchange(before, after, ranks, dtype.itemsize, on, names)
-            last = _pending(target, full, dtype.itemsize)
-            found.append([_on(step, ranks) for step in (*reducing, *middle, *gathering, *last)])
-    return ranks, found
+def _between_meshes(transition: Transition, on: cost.Topology) -> Iterator[list[Step]]:
+    """Yield the ways from a layout on one mesh to a layout on another."""
+    ranks, size = transition.ranks, transition.itemsize
+    names = tuple(dict.fromkeys((*transition.before.names, *transition.after.names)))
+    for opening, reducing in _openings(transition, on):
+        for target, gathering in _closings(transition, on):
+            middle = _exchange(opening.held, target.needed, ranks, size, on, names)
+            last = _made_pending(target, size)
+            yield [_on(step, ranks) for step in (*reducing, *middle, *gathering, *last)]
 
 
 # -- on each of the meshes -------------------------------------------------------------------------------------------
 
 
-def _openings(
-    src: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
-) -> Iterator[tuple[Layout, list[Step]]]:
+def _openings(transition: Transition, on: cost.Topology) -> Iterator[tuple[Side, list[Step]]]:
     """Yield layouts after all reductions, each with the steps to it: spread over the ranks that had copies, or not."""
-    live = [name for name, size in zip(src.alias_name, src.mesh_shape, strict=True) if name in src.partial and size > 1]
-    if not live:
-        yield src.reset_partial(), []
+    before = transition.before
+    if not before.pending:
+        yield before, []
         return
-    for target in dict.fromkeys([_spread(src, shape, live), src.reset_partial()]):
-        yield target, _cheapest(src, target, shape, dtype, on)
+    spread = before.reduced if transition.scalar else _spread(before, before.pending)
+    for target in dict.fromkeys([spread, before.reduced]):
+        yield target, _cheapest(replace(transition, after=target), on)
 
 
-def _closings(
-    dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology
-) -> Iterator[tuple[Layout, list[Step]]]:
+def _closings(transition: Transition, on: cost.Topology) -> Iterator[tuple[Side, list[Step]]]:
     """Yield the layouts to exchange into, each with the steps from there to the destination."""
-    yield dst, []
-    used = {dst.alias_name[axis] for chain in dst.splits(len(shape)) for axis in chain}
-    alike = [name for name, size in zip(dst.alias_name, dst.mesh_shape, strict=True) if size > 1 and name not in used]
-    if not alike or not shape or dst.partial:
+    after = transition.after
+    yield after, []
+    used = {axis for chain in after.splits for axis in chain}
+    replicas = tuple(axis for axis in after.live if axis not in used)
+    if not replicas or transition.scalar or after.pending:
         return
-    nodes = Nodes(dst._axes.ranks, dst.mesh_shape, on.ranks_per_node)
-    near = [dst.alias_name[axis] for axis in nodes.near_axes([dst.alias_name.index(name) for name in alike])]
-    for names in dict.fromkeys([tuple(alike), tuple(near)]):
-        if names:
-            spread = _spread(dst, shape, names)
-            yield spread, _cheapest(spread, dst, shape, dtype, on)
+    intra_node = cost.Nodes(after.ranks, after.sizes, on.ranks_per_node).intra_node_axes(replicas)
+    for axes in dict.fromkeys([replicas, intra_node]):
+        if axes:
+            spread = _spread(after, axes)
+            yield spread, _cheapest(replace(transition, before=spread), on)
 
 
-def _spread(layout: Layout, shape: tuple[int, ...], names: Sequence[str]) -> Layout:
+def _spread(side: Side, axes: tuple[int, ...]) -> Side:
     """Return a layout that also splits the dim which divides best over some axes that it does not split over."""
-    if not shape:
-        return layout.reset_partial()
-    sizes = dict(zip(layout.alias_name, layout.mesh_shape, strict=True))
-    splits = [[layout.alias_name[axis] for axis in chain] for chain in layout.splits(len(shape))]
-    local = [-(-size // math.prod(sizes[name] for name in chain)) for size, chain in zip(shape, splits, strict=True)]
-    pieces = math.prod(sizes[name] for name in names)
-    dim = min(range(len(shape)), key=lambda d: (-(-local[d] // pieces) * pieces / max(local[d], 1), d))
-    splits[dim] += names
-    return layout(*(tuple(chain) or None for chain in splits))
+    local = [-(-size // side.ways(chain)) for size, chain in zip(side.shape, side.splits, strict=True)]
+    ways = side.ways(axes)
+    dim = min(range(len(local)), key=lambda d: (-(-local[d] // ways) * ways / max(local[d], 1), d))
+    chain = (*side.splits[dim], *axes)
+    return replace(side.reduced, splits=(*side.splits[:dim], chain, *side.splits[dim + 1 :]))
 
 
-def _cheapest(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, on: cost.Topology) -> list[Step]:
-    task = task_of(src, dst, shape, dtype, on.ranks_per_node)
+def _cheapest(transition: Transition, on: cost.Topology) -> list[Step]:
+    task = on_one_mesh(transition, on.ranks_per_node)
     assert task is not None, "both layouts are on one mesh"
-    return min(candidates(task, Builder(task, on)), key=lambda steps: price(steps, on))
+    return min(ways(task, Builder(task, on)), key=lambda steps: price(steps, on))
 
 
-def _holding(layout: Layout, shape: tuple[int, ...]) -> Holding:
-    sizes = layout.mesh_shape
-    splits = layout.splits(len(shape))
-    return Holding(sizes, shape, tuple(tuple(axis for axis in chain if sizes[axis] > 1) for chain in splits))
-
-
-def _needed(target: Layout, shape: tuple[int, ...]) -> Located:
-    """Return what has to get to the target's mesh: of copies that open, the first rank along these axes has it all."""
-    alike = tuple(target._axes.index(name) for name in target.partial)
-    return Located(replace(_holding(target, shape), first=alike), target._axes.ranks)
-
-
-def _pending(dst: Layout, shape: tuple[int, ...], itemsize: int) -> list[Step]:
+def _made_pending(side: Side, itemsize: int) -> list[Step]:
     """Return the local step that makes pending copies of what the first rank along these axes has got."""
-    names = [name for name in dst.partial if dst.mesh_shape[dst._axes.index(name)] > 1]
-    if not names:
+    if side.reduction is None:
         return []
-    kind, sizes = dst.partial[names[0]], [dst.mesh_shape[dst._axes.index(name)] for name in names]
-    fill = Fill(kind, math.prod(sizes) if kind == "avg" else 1, 1)
-    after = Located(_holding(dst, shape), dst._axes.ranks)
-    none = np.zeros(len(after.ranks), dtype=np.int64)
-    return [Step("copy", (), 1, none, 0.0, _needed(dst, shape), after, itemsize, after.ranks, known_send_bytes=none,
+    fill = Fill(side.reduction, side.ways(side.pending) if side.reduction == "avg" else 1, 1)
+    none = np.zeros(len(side.ranks), dtype=np.int64)
+    return [Step("copy", (), 1, none, 0.0, side.needed, side.held, itemsize, side.ranks, known_send_bytes=none,
                  fill=fill)]  # fmt: skip
 
 
@@ -527,9 +507,9 @@ def _exchange(
     owners //= math.prod(at for at in _ways(before.holding))
     sent = np.maximum(askers * held - both, 0) // owners * itemsize
     moved = int(max(received.max(), sent.max()))
-    per_node = Nodes(ranks, (len(ranks),), on.ranks_per_node).share((0,))
-    far = 0 if per_node == len(ranks) else moved
-    load = cost.Load(len(ranks), per_node, moved, far, int((received + sent).max()))
+    per_node = cost.Nodes(ranks, (len(ranks),), on.ranks_per_node).share((0,))
+    inter_node = 0 if per_node == len(ranks) else moved
+    load = cost.Load(len(ranks), per_node, moved, inter_node, int((received + sent).max()))
     return [Step("all_to_all", names, len(ranks), received, cost.seconds("all_to_all", load, on), before, after,
                  itemsize, ranks, None, estimated_send_bytes=sent, load=load)]  # fmt: skip
 

@@ -2,18 +2,22 @@
 
 A collective takes a fixed latency, a little more per rank, and the bytes of its busiest rank over the bandwidth of the
 slowest link they cross (Hockney, "The communication challenge for MPP", 1994; Thakur et al., "Optimization of
-collective communication operations in MPICH", 2005). Two classes of link are told apart: within a node and between.
+collective communication operations in MPICH", 2005). Two classes of link are distinguished: within a node and between.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+
 from hyper_parallel.core.common.checks import check, check_int
 from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.redistribute.holdings import Counts, coordinate
 
 
 @dataclass(frozen=True)
@@ -165,14 +169,14 @@ class Load(NamedTuple):
         ranks: ranks in the group.
         per_node: of them, how many share a node; all of them when the group is within one.
         moved: the larger of sent and received.
-        far: of `moved`, what crosses nodes when each rank talks to each directly.
+        inter_node: of `moved`, what goes between nodes when each rank talks to each directly.
         copied: what is packed and unpacked in memory.
     """
 
     ranks: int
     per_node: int
     moved: int
-    far: int
+    inter_node: int
     copied: int
 
 
@@ -182,7 +186,7 @@ _RINGS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 def seconds(kind: str, load: Load, on: Topology) -> float:
     """Return the modelled time of one step.
 
-    >>> gather = Load(ranks=8, per_node=8, moved=7 * 2**20, far=0, copied=0)
+    >>> gather = Load(ranks=8, per_node=8, moved=7 * 2**20, inter_node=0, copied=0)
     >>> round(seconds("all_gather", gather, topology("h100")) * 1e6)  # microseconds
     40
 
@@ -205,12 +209,107 @@ def latency(load: Load, on: Topology) -> float:
 
 def _moving(kind: str, load: Load, on: Topology) -> float:
     """Return the part of the time that grows with the bytes moved."""
-    near, far = on.intra, on.inter
-    if far is None or load.per_node == load.ranks:
-        return load.moved / near.bandwidth
+    intra, inter = on.intra, on.inter
+    if inter is None or load.per_node == load.ranks:
+        return load.moved / intra.bandwidth
     if kind not in _RINGS:
-        return max((load.moved - load.far) / near.bandwidth, load.far / far.bandwidth)
+        return max((load.moved - load.inter_node) / intra.bandwidth, load.inter_node / inter.bandwidth)
     if not on.multi_rail:
-        return load.moved / far.bandwidth
+        return load.moved / inter.bandwidth
     crossing = load.moved * (load.ranks - load.per_node) / (load.ranks - 1) / load.per_node
-    return max(load.moved / near.bandwidth, crossing / far.bandwidth)
+    return max(load.moved / intra.bandwidth, crossing / inter.bandwidth)
+
+
+# -- nodes below a mesh: intra-node and inter-node axes ----------------------------------------------------------------
+
+
+class Nodes:
+    """The nodes of a mesh.
+
+    >>> nodes = Nodes(range(8), (2, 4), 4)
+    >>> nodes.spans_nodes((0,)), nodes.spans_nodes((1,)), nodes.intra_node_axes((0, 1))
+    (True, False, (1,))
+
+    Args:
+        ranks: the rank at each mesh position, last axis fastest.
+        sizes: ranks along each axis.
+        ranks_per_node: rank r sits on node r // ranks_per_node; None: all on one.
+    """
+
+    def __init__(self, ranks: range | tuple[int, ...], sizes: Sequence[int], ranks_per_node: int | None) -> None:
+        self._ranks = ranks
+        self._sizes = tuple(sizes)
+        self._node: Counts | None = None
+        if ranks_per_node is not None:
+            node = _array(ranks).reshape(self._sizes) // ranks_per_node
+            self._node = node if (node != node.flat[0]).any() else None
+        self._inside = self._along_nodes()
+        self._shared: dict[tuple[int, ...], int] = {}
+
+    def _along_nodes(self) -> frozenset[int] | None:
+        """Return the axes along which nodes do not change, if every other axis leads to another node; else None."""
+        if self._node is None:
+            return frozenset(range(len(self._sizes)))
+        axes = [axis for axis in range(len(self._sizes)) if (self._node == self._node.take([0], axis=axis)).all()]
+        others = math.prod(size for axis, size in enumerate(self._sizes) if axis not in axes)
+        return frozenset(axes) if len(np.unique(self._node)) == others else None
+
+    def share(self, axes: Iterable[int]) -> int:
+        """Return how many ranks of a group over these axes share a node, at least."""
+        chosen = tuple(sorted(axes))
+        if self._inside is not None:
+            return math.prod(self._sizes[axis] for axis in chosen if axis in self._inside)
+        if chosen not in self._shared:
+            self._shared[chosen] = self._share(chosen)
+        return self._shared[chosen]
+
+    def _share(self, axes: tuple[int, ...]) -> int:
+        size = math.prod(self._sizes[axis] for axis in axes)
+        if self._node is None or not axes:
+            return size
+        rows = np.moveaxis(self._node, axes, range(-len(axes), 0)).reshape(-1, size)
+        ordered = np.sort(rows, axis=1)
+        return math.ceil(size / (1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).max(initial=0))))
+
+    def spans_nodes(self, axes: Iterable[int]) -> bool:
+        """Return whether groups over these axes reach over several nodes."""
+        chosen = tuple(sorted(axes))
+        return self.share(chosen) < math.prod(self._sizes[axis] for axis in chosen)
+
+    def intra_node_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
+        """Return those axes whose ranks share a node: as many as go together, inner ones first."""
+        found: tuple[int, ...] = ()
+        for axis in sorted(axes, reverse=True):
+            if self._node is None or not self.spans_nodes((*found, axis)):
+                found = (*found, axis)
+        return tuple(sorted(found))
+
+    def cut(self, axis: int) -> int:
+        """Return how many neighbours along an axis always share a node, if nodes cut the axis into equal parts.
+
+        >>> Nodes(range(8), (8,), 4).cut(0), Nodes(range(8), (2, 4), 4).cut(0), Nodes(range(8), (2, 4), 4).cut(1)
+        (4, 1, 4)
+        """
+        size = self._sizes[axis]
+        if self._node is None:
+            return size
+        for count in range(size, 1, -1):
+            if size % count == 0:
+                blocks = self._node.reshape(*self._sizes[:axis], size // count, count, *self._sizes[axis + 1 :])
+                if (blocks == blocks.take([0], axis=axis + 1)).all():
+                    return count
+        return 1
+
+    def place(self, axes: Sequence[int]) -> Counts:
+        """Return, on every rank, its place among the sorted ranks of its group over some axes."""
+        if isinstance(self._ranks, range) and self._ranks.step > 0:
+            return coordinate(self._sizes, sorted(axes))
+        ranks = _array(self._ranks).reshape(self._sizes)
+        last = range(-len(axes), 0)
+        moved = np.moveaxis(ranks, axes, last)
+        order = moved.reshape(-1, math.prod(self._sizes[axis] for axis in axes)).argsort(axis=1).argsort(axis=1)
+        return np.moveaxis(order.reshape(moved.shape), last, axes)
+
+
+def _array(ranks: range | tuple[int, ...]) -> Counts:
+    return np.arange(ranks.start, ranks.stop, ranks.step) if isinstance(ranks, range) else np.asarray(ranks)

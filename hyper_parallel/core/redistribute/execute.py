@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import group_of
+from hyper_parallel.core.mesh.axes import describe_ranks
+from hyper_parallel.core.redistribute.holdings import Located
 from hyper_parallel.core.redistribute.plan import Plan
 from hyper_parallel.core.redistribute.steps import BufferBox, Moves, Step, local_moves, moves, shape_of
 
@@ -83,15 +85,15 @@ def _run(plan: Plan, local: torch.Tensor, rank: int, mesh: DeviceMesh | None) ->
             held = yield from _collective(step, held, rank, mesh)
     if not held.numel():  # nothing arrived in no shape in particular
         return _empty(plan, held, rank)
-    if plan.steps and rank not in plan.dst.rank_list:
+    if plan.steps and rank not in plan.after.ranks:
         return held.new_empty(0)
     return held.reshape(()) if scalar else held
 
 
 def _empty(plan: Plan, held: torch.Tensor, rank: int) -> torch.Tensor:
-    if rank not in plan.dst.rank_list:
+    shape = _shape_at(plan, plan.after, rank)
+    if shape is None:
         return held if held.shape == (0,) else held.new_empty(0)
-    shape = plan.dst.local_shape(plan.global_shape, rank)
     return held if held.shape == shape else held.new_empty(shape)
 
 
@@ -327,7 +329,7 @@ def _check_rank(plan: Plan) -> int:
 
 
 def _check_local(plan: Plan, local: torch.Tensor | None, rank: int) -> torch.Tensor:
-    expected = _expected_shape(plan, rank)
+    expected = _shape_at(plan, plan.before, rank)
     if isinstance(local, torch.Tensor) and local.dtype == plan.dtype and expected in (None, tuple(local.shape)):
         return local
     if expected is None and local is None:
@@ -346,12 +348,11 @@ def _check_local(plan: Plan, local: torch.Tensor | None, rank: int) -> torch.Ten
 
 
 @lru_cache(maxsize=8192)
-def _expected_shape(plan: Plan, rank: int) -> tuple[int, ...] | None:
-    """Return the shape of a rank's part of the source; None for a rank that is not on that mesh."""
-    return plan.src.local_shape(plan.global_shape, rank) if rank in plan.src.rank_list else None
+def _shape_at(plan: Plan, at: Located, rank: int) -> tuple[int, ...] | None:
+    """Return the shape of a rank's part of the source or of the result; None for a rank that is not on that mesh."""
+    part = at.part_of(rank)
+    return None if part is None else shape_of(part)[: len(plan.global_shape)]
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    from hyper_parallel.core.mesh.axes import describe_ranks
-
     return describe_ranks(tuple(ranks))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hyper_parallel.core.dtensor.shards import Splits, chunk, split_points
+from hyper_parallel.core.dtensor.ownership import Splits, chunk, split_points
 
 Intervals = tuple[tuple[int, int], ...]
 Part = tuple[Intervals, ...]
@@ -111,6 +111,34 @@ class Holding:
     def overlaps(self, other: Holding) -> Counts:
         """Return how many elements each rank holds in both, in an array of the shape of the mesh."""
         return overlaps(self, other)
+
+
+@dataclass(frozen=True)
+class Located:
+    """A holding on a mesh of certain ranks.
+
+    Attributes:
+        holding: who holds what, by position on the mesh.
+        ranks: the rank at each position, last axis fastest.
+    """
+
+    holding: Holding
+    ranks: range | tuple[int, ...]
+
+    def part_of(self, rank: int) -> Part | None:
+        """Return what a rank holds; None for a rank that is not on the mesh."""
+        coordinates = self.coordinates(rank)
+        return None if coordinates is None else self.holding.part(coordinates)
+
+    def coordinates(self, rank: int) -> tuple[int, ...] | None:
+        """Return where a rank sits on the mesh, or None."""
+        if rank not in self.ranks:
+            return None
+        position, found = self.ranks.index(rank), []
+        for size in reversed(self.holding.sizes):
+            position, index = divmod(position, size)
+            found.append(index)
+        return tuple(reversed(found))
 
 
 # -- arithmetic of intervals -----------------------------------------------------------------------------------------
@@ -209,20 +237,20 @@ def volume(part: Part) -> int:
     return math.prod(map(length, part))
 
 
-def divide(part: Part, pieces: int, index: int) -> Part | None:
-    """Return piece `index` when a part is divided evenly along one of its dims, or None when that piece is empty.
+def divide(part: Part, shares: int, index: int) -> Part | None:
+    """Return share `index` when a part is divided evenly along one of its dims, or None when that is empty.
 
     >>> divide((((0, 2),), ((0, 6),)), 3, 1)
     (((0, 2),), ((2, 4),))
 
     The dim is the first that divides without a remainder, else the longest.
     """
-    if pieces == 1:
+    if shares == 1:
         return part
     lengths = [length(intervals) for intervals in part]
-    even = [dim for dim, count in enumerate(lengths) if count % pieces == 0]
+    even = [dim for dim, count in enumerate(lengths) if count % shares == 0]
     dim = even[0] if even else max(range(len(lengths)), key=lengths.__getitem__)
-    offset, count = chunk(lengths[dim], pieces, index)
+    offset, count = chunk(lengths[dim], shares, index)
     return (*part[:dim], cut(part[dim], offset, count), *part[dim + 1 :]) if count else None
 
 
@@ -332,7 +360,7 @@ class _Side:
             self._divide(held, size, held.share[1])
 
     def _divide(self, held: Holding, size: int, axes: tuple[int, ...]) -> None:
-        """Leave an even share of what there is, told by the points where it starts and stops."""
+        """Leave an even share of what there is, as the points where it starts and stops."""
         ruler = _ruler(size, held.sizes, () if self.comb is None else (self.comb,))
         base = ruler.below(self.start)
         parts, index = math.prod(held.sizes[axis] for axis in axes), coordinate(held.sizes, axes)

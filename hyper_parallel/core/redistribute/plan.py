@@ -17,18 +17,11 @@ from hyper_parallel.core.common.checks import check_int, check_shape
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import cost
-from hyper_parallel.core.redistribute.builder import Builder
-from hyper_parallel.core.redistribute.candidates import candidates, ways_between_meshes
+from hyper_parallel.core.redistribute.candidates import candidates
 from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
-from hyper_parallel.core.redistribute.holdings import Counts, extent
+from hyper_parallel.core.redistribute.holdings import Counts, Located, extent
 from hyper_parallel.core.redistribute.steps import Step, price, with_kept
-from hyper_parallel.core.redistribute.transition import (
-    check_countable,
-    check_dtype,
-    check_layout,
-    check_reductions,
-    task_of,
-)
+from hyper_parallel.core.redistribute.transition import Transition, read
 
 _SUFFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -38,13 +31,15 @@ class Plan:
     """The steps from one layout of a tensor to another.
 
     Attributes:
-        src: the layout it starts from, without a DeviceMesh.
+        src: the layout it starts from, without a DeviceMesh, to be shown to people.
         dst: the layout it leads to, likewise.
         global_shape: the tensor's sizes, in elements.
         dtype: the tensor's.
         topology: what it was priced on.
         ranks: the ranks that take part, in the order in which bytes are listed: of the mesh, or of both, sorted.
         steps: what is done, in order; none when every rank has what it needs.
+        before: what each rank holds of the source.
+        after: what each rank holds of the result.
     """
 
     src: Layout
@@ -54,6 +49,8 @@ class Plan:
     topology: Topology
     ranks: range | tuple[int, ...]
     steps: tuple[Step, ...]
+    before: Located
+    after: Located
 
     @cached_property
     def recv_bytes(self) -> Counts:
@@ -128,7 +125,7 @@ def plan(
     0
 
     With a topology that has no latency, which is what None means, a plan moves the fewest bytes there are; see
-    `lower_bound`. With another one, it takes the least modelled time: small tensors in fewer steps, slow links crossed
+    `lower_bound`. With another one, it takes the least modelled time: small tensors in fewer steps, slow links used
     as few times as pays off.
 
     Args:
@@ -146,7 +143,8 @@ def plan(
             a limit that no plan meets.
     """
     if not _is_hashable((src, dst, global_shape, dtype, topology, max_extra_bytes)):  # a list as shape, or a mistake
-        global_shape = _check(src, dst, global_shape, dtype, topology, max_extra_bytes)
+        _check(src, dst, global_shape, dtype, topology, max_extra_bytes)
+        global_shape = check_shape(global_shape, "")
     return _cached(src, dst, global_shape, dtype, topology, max_extra_bytes)
 
 
@@ -167,16 +165,11 @@ def _cached(
     topology: Topology | None,
     max_extra_bytes: int | None,
 ) -> Plan:
-    shape = _check(src, dst, shape, dtype, topology, max_extra_bytes)
-    on = topology or BYTES_ONLY
+    transition = _check(src, dst, shape, dtype, topology, max_extra_bytes)
+    shape, on = tuple(shape), topology or BYTES_ONLY
+    ranks, ways = candidates(transition, on)
     # Equal layouts share an entry, so the plan shows them in one way, however the first caller wrote them.
     src, dst = (layout.with_mesh(None).placement_to_tensor_map(len(shape)) for layout in (src, dst))
-    task = task_of(src, dst, shape, dtype, on.ranks_per_node)
-    ranks: range | tuple[int, ...]
-    if task is None:
-        ranks, ways = ways_between_meshes(src, dst, shape, dtype, on)
-    else:
-        ranks, ways = task.ranks, list(candidates(task, Builder(task, on)))
     if max_extra_bytes is None:
         best = min(ways, key=lambda steps: price(steps, on))
     else:
@@ -184,18 +177,14 @@ def _cached(
     steps = tuple(with_kept(best))
     for step in steps:  # whoever asks again gets the same plan
         step.recv_bytes.setflags(write=False)
-    return Plan(src, dst, shape, dtype, on, ranks, steps)
+    return Plan(src, dst, shape, dtype, on, ranks, steps, transition.before.held, transition.after.held)
 
 
 def _check(
     src: object, dst: object, global_shape: object, dtype: object, topology: object, max_extra_bytes: object
-) -> tuple[int, ...]:
+) -> Transition:
     asked = "cannot plan a redistribution"
-    shape = check_shape(global_shape, f"from: {src}   to: {dst}")
-    seen = f"from: {src}   to: {dst}   global_shape: {shape}"
-    pair = check_layout(asked, "src", src, shape, seen), check_layout(asked, "dst", dst, shape, seen)
-    check_reductions(asked, *pair, check_dtype(asked, dtype), seen)
-    check_countable(asked, *pair, shape, seen)
+    transition = read(asked, src, dst, global_shape, dtype)
     if topology is not None and not isinstance(topology, Topology):
         blame = f"topology is a {type(topology).__name__}, not a Topology"
         hint = f"topology({topology!r})" if isinstance(topology, str) else 'topology("h100")'
@@ -207,7 +196,7 @@ def _check(
             raise TypeError(explain(asked, blame, seen, "max_extra_bytes=2**28"))
         if limit < 0:
             raise ValueError(explain(asked, "max_extra_bytes is negative", seen, "max_extra_bytes=2**28, or None"))
-    return shape
+    return transition
 
 
 def _total(counts: Sequence[Counts], ranks: int) -> Counts:
@@ -266,7 +255,7 @@ def cheapest_within(limit: int, ways: Sequence[Sequence[Step]], on: Topology, se
             best = fitted
     if best is None:
         asked = f"cannot redistribute within max_extra_bytes={limit}"
-        blame = "even in the smallest pieces, every plan takes more"
+        blame = "even in the smallest rounds, every plan takes more"
         raise TooTight(explain(asked, blame, seen, f"max_extra_bytes={min(least)}"), min(least))
     return best
 
@@ -292,7 +281,7 @@ def _fit(step: Step, limit: int, on: Topology) -> Step:
 def _cut(step: Step, rounds: int, on: Topology) -> Step:
     """Return the step in rounds, each of which takes its latency; together they move the same bytes.
 
-    Rounds are exchanges, which pack what they send, and cross nodes from rank to rank: no ring does that for them.
+    Rounds are exchanges, which pack what they send, and go between nodes from rank to rank: no ring does that for them.
     """
     load = step.load
     assert load is not None, "only what communicates is cut"

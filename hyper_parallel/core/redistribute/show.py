@@ -1,376 +1,26 @@
-"""A redistribution drawn as text for people: both layouts in words, our steps, the steps of torch, and their costs."""
+"""A redistribution as text for people: layouts in words, the steps of our plan and of torch's, and drawings of both."""
 
 from __future__ import annotations
 
-import functools
 import io
 import math
-import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check, check_shape
-from hyper_parallel.core.dtensor import shards
-from hyper_parallel.core.dtensor.convert import to_placements
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.placement_types import Placement, Shard
-from hyper_parallel.core.redistribute import cost
-from hyper_parallel.core.redistribute.bounds import lower_bound
-from hyper_parallel.core.redistribute.cost import BYTES_ONLY, Topology
+from hyper_parallel.core.redistribute.bounds import TorchPlan, lower_bound, torch_plan
+from hyper_parallel.core.redistribute.holdings import Intervals, Located, Part
 from hyper_parallel.core.redistribute.plan import Plan
+from hyper_parallel.core.redistribute.steps import Step, program
 
-__all__ = ["TorchPlan", "TorchStep", "torch_plan"]
-
-NO_PLANNER = "this torch has no planner to ask"
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-
-Bytes = npt.NDArray[np.int64]
-_Move = tuple[int, Placement, Placement]
-"""The axis, and what it does to the tensor before and after."""
-
-
-# -- the plan of torch -------------------------------------------------------------------------------------------------
-# Nothing here is used by our own plans. torch's planner is private and moves between versions: a version whose planner
-# cannot be asked gives a plan that says so, and no steps.
-
-
-@dataclass(frozen=True, eq=False)
-class TorchStep:
-    """One of torch's steps, over one axis.
-
-    Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all"; "slice" and "copy" communicate nothing.
-        axis: the axis it runs over.
-        group_size: ranks along that axis.
-        recv_bytes: bytes that each rank receives, in mesh position order.
-        peak_extra_bytes: an estimate of the most that a rank holds meanwhile besides the plan's source and result.
-        seconds: its time on the topology, what torch copies within a rank included.
-    """
-
-    kind: str
-    axis: str
-    group_size: int
-    recv_bytes: Bytes
-    peak_extra_bytes: int
-    seconds: float
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axis, as in the steps of our own plans."""
-        return (self.axis,)
-
-    @property
-    def send_bytes(self) -> Bytes:
-        """Bytes that each rank sends: as many as it receives, as all pieces of a group are padded to one size."""
-        return self.recv_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class TorchPlan:
-    """The steps that torch takes from one layout to another, or why it takes none.
-
-    Attributes:
-        ranks: the ranks of the mesh, in mesh position order.
-        steps: in order; axes of one rank need none.
-        refused: why torch refuses, None if it does not.
-    """
-
-    ranks: tuple[int, ...]
-    steps: tuple[TorchStep, ...] = ()
-    refused: str | None = None
-
-    @property
-    def recv_bytes(self) -> Bytes:
-        """Bytes that each rank receives, in mesh position order; 0 everywhere if torch refuses."""
-        return sum((step.recv_bytes for step in self.steps), np.zeros(len(self.ranks), dtype=np.int64))
-
-    @property
-    def send_bytes(self) -> Bytes:
-        """Bytes that each rank sends: as many as it receives."""
-        return self.recv_bytes
-
-    @property
-    def num_collectives(self) -> int:
-        """Steps that communicate."""
-        return sum(step.kind in COLLECTIVES for step in self.steps)
-
-    @property
-    def peak_extra_bytes(self) -> int:
-        """An estimate of the most that a rank holds at any time besides its part of the source and of the result."""
-        return max((step.peak_extra_bytes for step in self.steps), default=0)
-
-    @property
-    def seconds(self) -> float:
-        """The modelled time on the topology."""
-        return sum(step.seconds for step in self.steps)
-
-
-def torch_plan(
-    src: Layout,
-    dst: Layout,
-    global_shape: Sequence[int],
-    dtype: torch.dtype,
-    topology: Topology | None = None,
-    *,
-    device_type: str = "cuda",
-) -> TorchPlan:
-    """Return what torch's `DTensor.redistribute` would do; no process group is needed and nothing is communicated.
-
-    >>> mesh = Layout((2, 4), ("dp", "tp"))
-    >>> plan = torch_plan(mesh("tp", "None"), mesh("None", ("dp", "tp")), (16, 16), torch.float32)
-    >>> [(step.kind, step.axis, int(step.recv_bytes.max())) for step in plan.steps]
-    [('all_gather', 'tp', 768), ('slice', 'dp', 0), ('slice', 'tp', 0)]
-    >>> torch_plan(mesh(), mesh(partial={"tp": "sum"}), (16, 16), torch.float32).refused
-    "torch does not redistribute to Partial: sum over 'tp' would be new"
-
-    Bytes are those of direct exchange, padding included: torch pads the parts of an uneven dim to the largest one. The
-    plan is that of a mesh whose axes the user has not flattened. Ordered splits are planned by torch's min-cost
-    planner, which looks at how many devices the host has: there the answer can differ from one machine to another.
-
-    Args:
-        src: where the tensor is.
-        dst: where it should be.
-        global_shape: the whole tensor's sizes, in elements.
-        dtype: the tensor's.
-        topology: what the steps are priced on; None: bytes only.
-        device_type: on "cpu" torch gathers and chunks where it otherwise exchanges.
-
-    Raises:
-        TypeError: a size that is no int, or another argument of another kind.
-        ValueError: a layout without an assignment, or that a tensor of this shape cannot have.
-    """
-    asked = "cannot plan as torch does"
-    check(asked, Layout, src=src, dst=dst)
-    check(asked, "dtype", dtype=dtype)
-    if topology is not None:
-        check(asked, Topology, topology=topology)
-    check(asked, "str", device_type=device_type)
-    shape = check_shape(global_shape, f"src: {src}   dst: {dst}")
-    splits = src.splits(len(shape))
-    dst.splits(len(shape))
-    refused = _refusal(src, dst)
-    if refused is not None:
-        return TorchPlan(src.rank_list, refused=refused)
-    try:
-        before, after = _placements(src, shape), _placements(dst, shape)
-    except ValueError as error:  # a split that a layout can say and placements cannot
-        return TorchPlan(src.rank_list, refused=str(error).splitlines()[0])
-    moves = _ask(src.mesh_shape, before, after, shape, dtype, device_type)
-    if isinstance(moves, str):
-        return TorchPlan(src.rank_list, refused=moves)
-    counter = _Counter(src, shape, dtype.itemsize, topology or BYTES_ONLY, device_type == "cpu")
-    return TorchPlan(src.rank_list, tuple(counter.steps(splits, moves)))
-
-
-def _refusal(src: Layout, dst: Layout) -> str | None:
-    """Return why torch's public `redistribute` refuses before it plans."""
-    if (src.mesh_shape, src.alias_name, src.rank_list) != (dst.mesh_shape, dst.alias_name, dst.rank_list):
-        return "torch does not redistribute from one mesh to another"
-    kinds = list(dict.fromkeys(src.partial.values()))
-    if len(kinds) > 1 and not {"sum", "avg"}.issuperset(kinds):
-        return f"torch does not mix kinds of Partial: {' and '.join(kinds)}"
-    for name, reduction in dst.partial.items():
-        if src.partial.get(name) != reduction and not (reduction == "sum" and _is_plain_split(src, name)):
-            return f"torch does not redistribute to Partial: {reduction} over {name!r} would be new"
-    return None
-
-
-def _is_plain_split(src: Layout, name: str) -> bool:
-    """Return whether an axis splits a dim in a way that this torch can turn into a pending sum."""
-    placements = src.placements
-    assert placements is not None, "a layout with splits has placements"
-    return isinstance(placements[src.alias_name.index(name)], Shard) and hasattr(Shard, "_to_partial_tensor")
-
-
-def _placements(layout: Layout, shape: tuple[int, ...]) -> tuple[Placement, ...]:
-    """Return torch's placements, with a mix of pending sums and averages too, which torch allows in a source."""
-    to_placements(layout.reset_partial(), shape)  # raises for what torch cannot say
-    placements = layout.placement_to_tensor_map(len(shape)).placements
-    assert placements is not None, "a layout with a tensor map has placements"
-    return placements
-
-
-# -- asking torch ------------------------------------------------------------------------------------------------------
-
-
-def _ask(
-    sizes: tuple[int, ...],
-    before: tuple[Placement, ...],
-    after: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device_type: str,
-) -> tuple[_Move, ...] | str:
-    """Return torch's moves, or why there are none."""
-    if before == after:
-        return ()
-    try:
-        from torch.distributed.tensor import _redistribute
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-        mesh = _planning_mesh(sizes, device_type)
-        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
-        now, then = DTensorSpec(mesh, before, tensor_meta=meta), DTensorSpec(mesh, after, tensor_meta=meta)
-        try:
-            # Keywords, so that another signature is noticed.
-            infos: Any = _redistribute._gen_transform_infos_non_cached(src_spec=now, dst_spec=then)
-            return tuple((info.mesh_dim, *info.src_dst_placements) for info in infos)
-        finally:
-            _forget(_redistribute, mesh, meta)
-    except (ImportError, AttributeError, TypeError):
-        return NO_PLANNER
-    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-        return f"torch's planner fails: {type(error).__name__}: {error}"
-
-
-@functools.lru_cache(maxsize=64)
-def _planning_mesh(sizes: tuple[int, ...], device_type: str) -> DeviceMesh:
-    """Return a mesh without process groups, seen from its first rank; no user's mesh has its axis names."""
-    known = device_type if hasattr(torch, device_type) else "cuda"  # the planner counts that device on the host
-    ranks = torch.arange(int(np.prod(sizes)), device="cpu").reshape(sizes)
-    names = tuple(f"_planned_{axis}" for axis in range(len(sizes)))
-    return DeviceMesh(known, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
-
-
-def _forget(module: Any, mesh: DeviceMesh, meta: Any) -> None:
-    """Take our planner out of torch's process-wide cache: planners remember what they were asked before."""
-    cache = getattr(module, "_planner_cache", None)
-    if isinstance(cache, dict):
-        cache.pop((weakref.ref(mesh), meta), None)
-
-
-# -- counting ----------------------------------------------------------------------------------------------------------
-
-
-class _Load(NamedTuple):
-    """What one move makes of a tensor; per rank, in elements.
-
-    Attributes:
-        kind: the kind of step.
-        received: what a rank receives; of an all_reduce, what is reduced.
-        buffers: what it holds meanwhile besides input and output.
-        copied: what it copies in its own memory.
-    """
-
-    kind: str
-    received: Bytes
-    buffers: Bytes
-    copied: Bytes
-
-
-@dataclass(frozen=True)
-class _Counter:
-    """Follows the parts of all ranks from move to move."""
-
-    mesh: Layout
-    shape: tuple[int, ...]
-    itemsize: int
-    topology: Topology
-    on_cpu: bool
-
-    def steps(self, splits: shards.Splits, moves: Sequence[_Move]) -> Iterator[TorchStep]:
-        """Yield the step of every move; axes of one rank are passed over, as torch does."""
-        now = [list(axes) for axes in splits]
-        real = [move for move in moves if self.mesh.mesh_shape[move[0]] > 1]
-        for index, (axis, before, after) in enumerate(real):
-            held = self._held(now) if index > 0 else None
-            for axes in now:
-                if axis in axes:
-                    axes.remove(axis)
-            # Without the axis: what its ranks hold together, which is what torch pads and cuts.
-            load = _load(self._held(now), self.mesh.mesh_shape[axis], before, after, on_cpu=self.on_cpu)
-            if (dim := _dim(after)) is not None:
-                now[dim].append(axis)
-            extra = load.buffers
-            extra = extra if held is None else extra + held.prod(axis=1)  # the result of the move before
-            extra = extra if index == len(real) - 1 else extra + self._held(now).prod(axis=1)
-            yield self._step(axis, load, extra)
-
-    def _held(self, splits: Sequence[Sequence[int]]) -> Bytes:
-        """Return the sizes of every rank's part, as an array of ranks x dims."""
-        parts = shards.all_slices(self.shape, self.mesh.mesh_shape, tuple(map(tuple, splits)))
-        return (parts[..., 1] - parts[..., 0]).reshape(len(parts), len(self.shape))
-
-    def _step(self, axis: int, load: _Load, extra: Bytes) -> TorchStep:
-        size = self.mesh.mesh_shape[axis]
-        received = load.received * self.itemsize
-        if load.kind == "all_reduce":  # a reduce_scatter into parts as equal as can be, and an all_gather of them
-            place = np.indices(self.mesh.mesh_shape)[axis].ravel()
-            own = received * (place + 1) // size - received * place // size
-            received = received + (size - 2) * own
-        received.setflags(write=False)
-        moved, near = int(received.max()), self._ranks_per_node(axis)
-        far = moved * (size - near) // (size - 1)
-        group = size if load.kind in COLLECTIVES else 1
-        priced = cost.Load(group, min(near, group), moved, far, int(load.copied.max()) * self.itemsize)
-        seconds = cost.seconds(load.kind, priced, self.topology)
-        peak = int(extra.max()) * self.itemsize
-        return TorchStep(load.kind, self.mesh.alias_name[axis], size, received, peak, seconds)
-
-    def _ranks_per_node(self, axis: int) -> int:
-        """Return how many ranks along an axis share a node, at least."""
-        size, per_node = self.mesh.mesh_shape[axis], self.topology.ranks_per_node
-        if per_node is None:
-            return size
-        nodes = np.array(self.mesh.rank_list).reshape(self.mesh.mesh_shape) // per_node
-        rows = np.sort(np.moveaxis(nodes, axis, -1).reshape(-1, size), axis=1)
-        return math.ceil(size / int((np.diff(rows, axis=1) != 0).sum(axis=1).max() + 1))
-
-
-def _load(whole: Bytes, size: int, before: Placement, after: Placement, *, on_cpu: bool) -> _Load:
-    """Return what a move over `size` ranks takes, given what they hold together.
-
-    Args:
-        whole: per rank, the sizes of what its group holds, as an array of ranks x dims.
-        size: ranks in each group.
-        before: what the axis does to the tensor.
-        after: what it does next.
-        on_cpu: whether an exchange is a gather.
-    """
-    old, new = _dim(before), _dim(after)
-    total, nothing = whole.prod(axis=1), np.zeros(len(whole), dtype=np.int64)
-    if before.is_partial() and after.is_replicate():
-        return _Load("all_reduce", total, nothing, total)
-    if old is not None and new is not None:
-        block = _piece(whole, size, old, new)
-        if on_cpu:
-            return _Load("all_gather", (size - 1) * size * block, size * size * block, size * size * block)
-        return _Load("all_to_all", (size - 1) * block, 2 * size * block, 2 * size * block)
-    dim = old if old is not None else new
-    if dim is None or before.is_replicate():
-        result = total if dim is None else _piece(whole, size, dim)
-        return _Load("copy" if dim is None else "slice", nothing, nothing, result)
-    if after.is_partial():
-        return _Load("copy", nothing, nothing, total)
-    piece = _piece(whole, size, dim)
-    uneven = whole[:, dim] % size != 0
-    packed = np.where(uneven | (dim != 0), size * piece, 0)  # torch communicates along dim 0, all pieces alike
-    if before.is_partial():
-        return _Load("reduce_scatter", (size - 1) * piece, packed, packed)
-    padded = np.where(uneven, piece, 0)
-    return _Load("all_gather", (size - 1) * piece, packed + padded, packed + padded)
-
-
-def _piece(whole: Bytes, size: int, *dims: int) -> Bytes:
-    """Return per rank the elements of the largest piece when each of these dims is cut into `size`."""
-    pieces = whole.copy()
-    for dim in dims:
-        pieces[:, dim] = -(-pieces[:, dim] // size)
-    return pieces.prod(axis=1)
-
-
-def _dim(placement: Placement) -> int | None:
-    """Return the dim that a placement splits; torch's strided shard is not always a `Shard`."""
-    return getattr(placement, "dim", None)
-
+__all__ = ["draw_mesh", "draw_parts", "draw_receipt", "draw_svg", "draw_transfers", "readable", "show", "torch_plan"]
 
 _LOCAL = ("slice", "copy")
 _WIDTH = 200  # of the console that tables are drawn on: wide enough that no cell is ever folded
@@ -549,3 +199,177 @@ def _comparison(plan: Plan, theirs: TorchPlan, least: npt.NDArray[Any]) -> str:
         ratio = f"{theirs_mean / ours:.2f}" if ours else "-" if not theirs_mean else "infinite"
     head = "received per rank" if alike else "received per rank on average"
     return f"{head}: ours {readable(ours)}, {said}, least possible {readable(bound)}; torch / ours: {ratio}"
+
+
+# -- drawings ----------------------------------------------------------------------------------------------------------
+# Of tensors of one dim or two. A row or column of a drawing is as long as no rank's part starts or ends within it.
+
+
+def draw_mesh(layout: Layout) -> str:
+    """Return the ranks of a mesh of one axis or two.
+
+    >>> print(draw_mesh(Layout((2, 4), ("dp", "tp"))))
+            tp=0   tp=1   tp=2   tp=3
+          +------+------+------+------+
+    dp=0  |  0   |  1   |  2   |  3   |
+          +------+------+------+------+
+    dp=1  |  4   |  5   |  6   |  7   |
+          +------+------+------+------+
+    """
+    names, sizes = layout.alias_name, layout.mesh_shape
+    _check_two("axes", layout.alias_name)
+    columns = [f"{names[-1]}={at}" for at in range(sizes[-1])]
+    rows = [f"{names[0]}={at}" for at in range(sizes[0])] if len(sizes) == 2 else [""]
+    ranks = [str(rank) for rank in layout.rank_list]
+    return _grid(rows, columns, [ranks[at : at + sizes[-1]] for at in range(0, len(ranks), sizes[-1])])
+
+
+def draw_parts(at: Located) -> str:
+    """Return a tensor, and in each block of it the ranks that hold it.
+
+    >>> from hyper_parallel.core.redistribute.plan import plan
+    >>> mesh = Layout((2, 2), ("dp", "tp"))
+    >>> print(draw_parts(plan(mesh("tp", "None"), mesh("dp", "tp"), (8, 6), torch.float32).before))
+           0:6
+         +-----+
+    0:4  | 0 2 |
+         +-----+
+    4:8  | 1 3 |
+         +-----+
+
+    Args:
+        at: what each rank holds, such as `plan.before`, `plan.after`, or `step.after` between two steps.
+    """
+    parts = {rank: at.part_of(rank) for rank in at.ranks}
+    return _blocks(at.holding.shape, [(str(rank), part) for rank, part in parts.items() if part is not None], " ")
+
+
+def draw_transfers(step: Step) -> str:
+    """Return how many elements each rank sends to each other one, a row per sender and a column per receiver.
+
+    >>> from hyper_parallel.core.redistribute.plan import plan
+    >>> mesh = Layout((2,), ("tp",))
+    >>> print(draw_transfers(plan(mesh("tp", "None"), mesh("None", "tp"), (8, 6), torch.float32).steps[0]))
+            to 0  to 1
+    from 0     .    12
+    from 1    12     .
+    """
+    ranks = sorted(step.ranks)
+    sent = {(sender, rank): 0 for sender in ranks for rank in ranks}
+    for rank in ranks:
+        work = program(step, rank)
+        for piece in work.receives:
+            sent[work.group[piece.peer], rank] += piece.volume
+    rows = [["", *(f"to {rank}" for rank in ranks)]]
+    rows += [[f"from {sender}", *(str(sent[sender, rank] or ".") for rank in ranks)] for sender in ranks]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def draw_receipt(step: Step, rank: int) -> str:
+    """Return what a rank needs in a step, and in each block of it the ranks that this comes from.
+
+    >>> from hyper_parallel.core.redistribute.plan import plan
+    >>> mesh = Layout((2,), ("tp",))
+    >>> print(draw_receipt(plan(mesh("tp", "None"), mesh("None", "tp"), (8, 6), torch.float32).steps[0], rank=1))
+           3:6
+         +-----+
+    0:4  |  0  |
+         +-----+
+    4:8  |  1  |
+         +-----+
+
+    Args:
+        step: a step that communicates, in one round.
+        rank: the receiver; what it has itself comes from itself.
+    """
+    work = program(step, rank)
+    need = step.after.part_of(rank)
+    assert need is not None, "a receiver is on the mesh"
+    pieces = sorted((*work.own, *work.receives), key=lambda piece: piece.peer)
+    found = [(str(work.group[piece.peer]), piece.part) for piece in pieces]
+    return _blocks(step.after.holding.shape, found, " + " if step.reduces else " ", need)
+
+
+def draw_svg(panels: Sequence[tuple[str, Located]]) -> str:
+    """Return drawings of one tensor side by side as an SVG: in each block the ranks that hold it, in the colour of one.
+
+    Args:
+        panels: a title, and what each rank holds, from left to right.
+    """
+    size, margin = 240, 24
+    ranks = sorted({rank for _, at in panels for rank in at.ranks})
+    width, height = len(panels) * (size + margin) + margin, size + 2 * margin + 8
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="monospace">']
+    for place, (title, at) in enumerate(panels):
+        left, top = margin + place * (size + margin), margin + 8
+        lines.append(f'<text x="{left}" y="{margin - 4}" font-size="14" fill="#888">{title}</text>')
+        parts = [(rank, part) for rank in at.ranks if (part := at.part_of(rank)) is not None]
+        (rows, columns), cells = _cells(at.holding.shape, [(str(rank), part) for rank, part in parts])
+        scale = [size / max(stop for _, stop in intervals) for intervals in (rows, columns)]
+        for row, names in zip(rows, cells, strict=True):
+            for column, held in zip(columns, names, strict=True):
+                x, y = left + column[0] * scale[1], top + row[0] * scale[0]
+                across, down = (column[1] - column[0]) * scale[1], (row[1] - row[0]) * scale[0]
+                hue = 360 * ranks.index(int(held[0])) // len(ranks) if held else 0
+                lines.append(
+                    f'<rect x="{x:g}" y="{y:g}" width="{across:g}" height="{down:g}" stroke="#333" '
+                    f'fill="hsl({hue}, 70%, {80 if held else 100}%)"/>'
+                    f'<text x="{x + across / 2:g}" y="{y + down / 2 + 5:g}" font-size="14" text-anchor="middle">'
+                    f"{' '.join(held)}</text>"
+                )
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _blocks(shape: tuple[int, ...], parts: Sequence[tuple[str, Part]], between: str, within: Part | None = None) -> str:
+    """Return a grid of a tensor, or of a part of it, with the names of the parts that each block lies in."""
+    edges, cells = _cells(shape, parts, within)
+    labels = [[f"{start}:{stop}" for start, stop in intervals] for intervals in edges]
+    rows = [[between.join(names) for names in row] for row in cells]
+    return _grid(labels[0] if len(shape) == 2 else [""], labels[1], rows)
+
+
+def _cells(
+    shape: tuple[int, ...], parts: Sequence[tuple[str, Part]], within: Part | None = None
+) -> tuple[list[list[tuple[int, int]]], list[list[list[str]]]]:
+    """Return the intervals of rows and of columns, and for each block the names of the parts that it lies in.
+
+    A tensor of one dim is one row.
+    """
+    _check_two("dims", shape)
+    row: list[Intervals] = [((0, 1),)] if len(shape) == 1 else []
+    full = [*row, *(within or tuple(((0, size),) for size in shape))]
+    both = [(name, [*row, *part]) for name, part in parts if all(part)]
+    edges = [_edges(full[dim], [part[dim] for _, part in both]) for dim in range(2)]
+    cells = [
+        [[name for name, part in both if _has(part[0], down) and _has(part[1], across)] for across in edges[1]]
+        for down in edges[0]
+    ]
+    return edges, cells
+
+
+def _edges(whole: Intervals, cuts: Sequence[Intervals]) -> list[tuple[int, int]]:
+    """Return the intervals that a dim is cut into where any part starts or stops."""
+    points = {point for intervals in (whole, *cuts) for interval in intervals for point in interval}
+    return [pair for pair in pairwise(sorted(points)) if _has(whole, pair)]
+
+
+def _has(intervals: Intervals, wanted: tuple[int, int]) -> bool:
+    return any(start <= wanted[0] and wanted[1] <= stop for start, stop in intervals)
+
+
+def _grid(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """Return cells of one width between lines, with the names of the rows and columns."""
+    margin = max(map(len, rows)) + (2 if any(rows) else 0)
+    width = max(len(text) for text in (*columns, *(cell for row in cells for cell in row))) + 2
+    line = " " * margin + "+".join(["", *["-" * width] * len(columns), ""])
+    lines = [" " * (margin + 1) + " ".join(name.center(width) for name in columns), line]
+    for name, row in zip(rows, cells, strict=True):
+        lines += [name.ljust(margin) + "|".join(["", *(cell.center(width) for cell in row), ""]), line]
+    return "\n".join(text.rstrip() for text in lines)
+
+
+def _check_two(what: str, given: Sequence[object]) -> None:
+    if not 1 <= len(given) <= 2:
+        blame = f"it has {len(given)} {what}, and a page has two"
+        raise ValueError(explain("cannot draw a redistribution", blame, f"{what}: {tuple(given)}", f"1 or 2 {what}"))

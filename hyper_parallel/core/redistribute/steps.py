@@ -20,8 +20,8 @@ import torch
 from hyper_parallel.core.redistribute.cost import Load, Topology
 from hyper_parallel.core.redistribute.holdings import (
     Counts,
-    Holding,
     Intervals,
+    Located,
     Part,
     boxes,
     cut,
@@ -35,34 +35,6 @@ Kind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_al
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"})
 
 _MANY_PAIRS = 2**17  # of a rank with a member of its group
-
-
-@dataclass(frozen=True)
-class Located:
-    """A holding on a mesh of certain ranks.
-
-    Attributes:
-        holding: who holds what, by position on the mesh.
-        ranks: the rank at each position, last axis fastest.
-    """
-
-    holding: Holding
-    ranks: range | tuple[int, ...]
-
-    def part_of(self, rank: int) -> Part | None:
-        """Return what a rank holds; None for a rank that is not on the mesh."""
-        coordinates = self.coordinates(rank)
-        return None if coordinates is None else self.holding.part(coordinates)
-
-    def coordinates(self, rank: int) -> tuple[int, ...] | None:
-        """Return where a rank sits on the mesh, or None."""
-        if rank not in self.ranks:
-            return None
-        position, found = self.ranks.index(rank), []
-        for size in reversed(self.holding.sizes):
-            position, index = divmod(position, size)
-            found.append(index)
-        return tuple(reversed(found))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +103,7 @@ class Step:
 
     @property
     def sent_most(self) -> int:
-        """About the most bytes that a rank sends, told without going through all that moves."""
+        """About the most bytes that a rank sends, without going through all that moves."""
         counts = self.estimated_send_bytes if self.known_send_bytes is None else self.known_send_bytes
         return 0 if counts is None else int(counts.max())
 
@@ -643,7 +615,7 @@ def _uncut(step: Step, total: int, pieces: int = 0) -> int:
     """Return how many elements more than its share a round may have, or an owner give, of some number of elements.
 
     A piece is cut along one dim, with up to one row more than the share. Of d dims the longest is cut, so that a row of
-    a piece of v elements has v ** (1 - 1 / d) of them, which sum up to most where all pieces are alike.
+    a piece of v elements has v ** (1 - 1 / d) of them, which sum up to most where all pieces are of one size.
     """
     number, dims = pieces or step.group_size, len(step.after.holding.shape)
     return math.ceil(number * (total / number) ** (1 - 1 / dims))

@@ -1,6 +1,7 @@
-"""The transition between two layouts of one mesh, read once, as index arithmetic.
+"""The transition between two layouts, read once: axes, ranks, sizes and splits as tuples of ints.
 
-Two meshes of the same ranks are cut into axes that both have in common; axes that nodes cut are cut there.
+`read` is the only function below the verbs that asks a `Layout` anything. Two meshes of the same ranks are cut into the
+axes that both have in common, and axes that nodes cut are cut there.
 """
 
 from __future__ import annotations
@@ -14,21 +15,103 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from hyper_parallel.core.common.checks import check_shape
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.shards import Splits
-from hyper_parallel.core.redistribute.holdings import Counts, Holding, coordinate
+from hyper_parallel.core.dtensor.ownership import Splits
+from hyper_parallel.core.redistribute.cost import Nodes
+from hyper_parallel.core.redistribute.holdings import Counts, Holding, Located
 
 LINEAR = frozenset({"sum", "avg"})
 
 
 @dataclass(frozen=True)
+class Side:
+    """One layout of a tensor. Axes are indices from the left.
+
+    Attributes:
+        sizes: ranks along each axis.
+        names: the axes' names; sub-axes of one axis all have its name.
+        ranks: the rank at each position, last axis fastest.
+        shape: the tensor's sizes; a scalar is taken as one element in one dim.
+        splits: per dim the axes that split it, outer first, without axes of one rank.
+        pending: the axes, of more than one rank, over which copies are to be reduced; the same kind over all of them.
+        reduction: that kind; None without such axes.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    ranks: range | tuple[int, ...]
+    shape: tuple[int, ...]
+    splits: Splits
+    pending: tuple[int, ...] = ()
+    reduction: str | None = None
+
+    @property
+    def held(self) -> Located:
+        """What each rank holds, of copies to reduce its own."""
+        return Located(Holding(self.sizes, self.shape, self.splits), self.ranks)
+
+    @property
+    def needed(self) -> Located:
+        """What each rank needs: of copies that are made, the first rank along these axes has it all."""
+        return Located(replace(self.held.holding, first=self.pending), self.ranks)
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The axes of more than one rank."""
+        return tuple(axis for axis, size in enumerate(self.sizes) if size > 1)
+
+    @property
+    def reduced(self) -> Side:
+        """The same without copies to reduce."""
+        return replace(self, pending=(), reduction=None)
+
+    def ways(self, axes: Iterable[int]) -> int:
+        """Return how many ranks there are along some axes together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def is_on_mesh_of(self, other: Side) -> bool:
+        """Return whether both lie on one mesh: the same axes and ranks."""
+        return (self.sizes, self.names, self.ranks) == (other.sizes, other.names, other.ranks)
+
+
+@dataclass(frozen=True)
 class Transition:
-    """From which layout to which, on one mesh.
+    """From which layout to which, on one mesh or on two.
+
+    Attributes:
+        before: the source.
+        after: the destination.
+        itemsize: bytes per element.
+        exact: whether elements are ints or bools, which are rounded when divided.
+        scalar: whether the tensor has no dims.
+    """
+
+    before: Side
+    after: Side
+    itemsize: int
+    exact: bool
+    scalar: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's sizes, at least one."""
+        return self.before.shape
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both meshes, sorted."""
+        return tuple(sorted({*self.before.ranks, *self.after.ranks}))
+
+
+@dataclass(frozen=True)
+class MeshTransition:
+    """A transition on one mesh, whose axes may be smaller than those of the layouts.
 
     Axes are indices from the left. Axes of size 1 take no part. Every axis has one role at the source: it splits a dim
     (`split_axes`), copies are to be reduced over it (`reduces`), copies stay as they are over it (`keeps`), or the
-    ranks along it hold the same (`copy_axes`).
+    ranks along it hold the same (`replica_axes`).
 
     Attributes:
         sizes: ranks along each axis.
@@ -84,9 +167,9 @@ class Transition:
         if not self.opens:
             return self.result
         apart = [axis for axis in self.opens if axis in self.split_axes]
-        alike = tuple(axis for axis in self.opens if axis not in self.split_axes)
+        replicas = tuple(axis for axis in self.opens if axis not in self.split_axes)
         held = self.result.restricted(self.src, apart)
-        return Holding(held.sizes, held.shape, held.splits, held.combs, None, alike)
+        return Holding(held.sizes, held.shape, held.splits, held.combs, None, replicas)
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -104,7 +187,7 @@ class Transition:
         return frozenset(axis for chain in self.dst for axis in chain)
 
     @cached_property
-    def copy_axes(self) -> tuple[int, ...]:
+    def replica_axes(self) -> tuple[int, ...]:
         """Axes along which ranks hold the same at the source."""
         return tuple(a for a in self.live if a not in self.split_axes and a not in self.reduces)
 
@@ -117,34 +200,57 @@ class Transition:
         return np.broadcast_to(counts.sum(axis=tuple(axes), keepdims=True), self.sizes)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- layouts, read -----------------------------------------------------------------------------------------------------
 
 
-def check_layout(asked: str, name: str, layout: object, shape: tuple[int, ...], seen: str) -> Layout:
-    """Return a layout, or refuse what is none, has no assignment, does not fit the shape, or mixes kinds of reduction.
+def read(asked: str, src: object, dst: object, global_shape: object, dtype: object) -> Transition:
+    """Read both layouts, and refuse what is none or what does not fit.
+
+    >>> mesh = Layout((2, 4), ("dp", "tp"))
+    >>> found = read("cannot plan", mesh("dp", "tp"), mesh(("tp", "dp")), (8, 8), torch.float32)
+    >>> found.before.sizes, found.before.splits, found.after.splits
+    ((2, 4), ((0,), (1,)), ((1, 0), ()))
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        src: the layout that the tensor is in.
+        dst: the layout that it is to be in.
+        global_shape: the whole tensor's sizes, in elements.
+        dtype: its dtype.
 
     Raises:
-        TypeError, ValueError: with four parts.
+        TypeError: something else than layouts, sizes or a dtype; a dtype that torch cannot reduce as asked.
+        ValueError: a layout without an assignment, or that does not fit the shape, or that mixes kinds of reduction;
+            more elements than can be counted.
     """
+    shape = check_shape(global_shape, f"from: {src}   to: {dst}")
+    seen = f"from: {src}   to: {dst}   global_shape: {shape}"
+    before, after = (_read_side(asked, name, layout, shape, seen) for name, layout in (("src", src), ("dst", dst)))
+    checked = _check_dtype(asked, dtype)
+    _check_reductions(asked, before, after, checked, seen)
+    _check_countable(asked, before, after, seen)
+    exact = not (checked.is_floating_point or checked.is_complex)
+    return Transition(before, after, checked.itemsize, exact, scalar=not shape)
+
+
+def _read_side(asked: str, name: str, layout: object, shape: tuple[int, ...], seen: str) -> Side:
     if not isinstance(layout, Layout):
         blame = f"{name} is a {type(layout).__name__}, not a Layout"
         raise TypeError(explain(asked, blame, f"{name}: {layout!r}", 'Layout((2, 4), ("dp", "tp"))("dp", "None")'))
-    layout.splits(len(shape))
-    kinds = list(dict.fromkeys(layout.partial.values()))
+    splits, partial, axes = layout.splits(len(shape)), layout.partial, layout.axes
+    kinds = list(dict.fromkeys(partial.values()))
     if len(kinds) > 1:
-        pending = ", ".join(f"{kind} over {axis!r}" for axis, kind in layout.partial.items())
+        pending = ", ".join(f"{kind} over {axis!r}" for axis, kind in partial.items())
         blame = f"{name} has {pending} pending, and the order in which to take them is nowhere said"
-        hint = f"one kind, such as partial={dict.fromkeys(layout.partial, kinds[0])!r}"
+        hint = f"one kind, such as partial={dict.fromkeys(partial, kinds[0])!r}"
         raise ValueError(explain(asked, blame, seen, hint))
-    return layout
+    real = tuple(tuple(axis for axis in chain if axes.sizes[axis] > 1) for chain in splits)
+    over = tuple(axis for axis in map(axes.index, partial) if axes.sizes[axis] > 1)
+    kind = kinds[0] if over else None
+    return Side(axes.sizes, axes.names, axes.ranks, shape or (1,), real if shape else ((),), over, kind)
 
 
-def check_dtype(asked: str, dtype: object) -> torch.dtype:
-    """Return a dtype, or refuse what is none.
-
-    Raises:
-        TypeError: with four parts.
-    """
+def _check_dtype(asked: str, dtype: object) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     blame = f"dtype is a {type(dtype).__name__}, not a torch.dtype"
@@ -153,37 +259,30 @@ def check_dtype(asked: str, dtype: object) -> torch.dtype:
     raise TypeError(explain(asked, blame, f"dtype: {dtype!r}", hint))
 
 
-def check_countable(asked: str, src: Layout, dst: Layout, shape: Sequence[int], seen: str) -> None:
-    """Refuse a tensor so large that the bytes of all ranks together are no 64-bit integer.
+_MOST_BYTES = 16  # of an element: complex128
 
-    Raises:
-        ValueError: with four parts.
-    """
-    ranks = len(src.rank_list) + len(dst.rank_list)
-    if math.prod(shape) * _MOST_BYTES * ranks >= 2**63:
-        blame = f"{math.prod(shape):,} elements are more than {len(src.rank_list)} ranks' bytes can be counted for"
+
+def _check_countable(asked: str, before: Side, after: Side, seen: str) -> None:
+    """Refuse a tensor so large that the bytes of all ranks together are no 64-bit integer."""
+    elements = math.prod(before.shape)
+    if elements * _MOST_BYTES * (len(before.ranks) + len(after.ranks)) >= 2**63:
+        blame = f"{elements:,} elements are more than {len(before.ranks)} ranks' bytes can be counted for"
         raise ValueError(explain(asked, blame, seen, "a tensor of fewer elements"))
 
-
-_MOST_BYTES = 16  # of an element: complex128
 
 # Integers that torch stores and does not add; likewise floats of one byte.
 _NO_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
-def check_reductions(asked: str, src: Layout, dst: Layout, dtype: torch.dtype, seen: str) -> None:
-    """Refuse to take, or to make, pending copies of a dtype that torch cannot reduce.
-
-    Raises:
-        TypeError: with four parts.
-    """
-    for layout, other in ((src, dst), (dst, src)):
-        for axis, kind in layout.partial.items():
-            stays = src._axes == dst._axes and other.partial.get(axis) == kind
-            why = None if stays or layout.mesh_shape[layout.alias_name.index(axis)] == 1 else _no_reduction(kind, dtype)
-            if why is not None:
-                hint = "a tensor of another dtype, such as x.to(torch.float32)"
-                raise TypeError(explain(asked, f"{kind} is pending over {axis!r}, and {why}", seen, hint))
+def _check_reductions(asked: str, before: Side, after: Side, dtype: torch.dtype, seen: str) -> None:
+    """Refuse to take, or to make, pending copies of a dtype that torch cannot reduce."""
+    stay = before.is_on_mesh_of(after) and before.reduction == after.reduction
+    for side, other in ((before, after), (after, before)):
+        why = None if side.reduction is None else _no_reduction(side.reduction, dtype)
+        moved = [axis for axis in side.pending if not (stay and axis in other.pending)]
+        if why is not None and moved:
+            blame = f"{side.reduction} is pending over {side.names[moved[0]]!r}, and {why}"
+            raise TypeError(explain(asked, blame, seen, "a tensor of another dtype, such as x.to(torch.float32)"))
 
 
 def _no_reduction(kind: str, dtype: torch.dtype) -> str | None:
@@ -195,135 +294,97 @@ def _no_reduction(kind: str, dtype: torch.dtype) -> str | None:
     return f"there is no average of {dtype}" if dtype == torch.bool and kind == "avg" else None
 
 
-# -- layouts, read -----------------------------------------------------------------------------------------------------
+# -- on one mesh -------------------------------------------------------------------------------------------------------
 
 
-def task_of(
-    src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, ranks_per_node: int | None
-) -> Transition | None:
-    """Return the transition for tensors of some dtype; see `transition_of`."""
-    exact = not (dtype.is_floating_point or dtype.is_complex)
-    task = transition_of(src, dst, shape, dtype.itemsize, ranks_per_node, exact=exact)
-    return replace(task, at_once=True) if task is not None and exact and task.reduction == "avg" else task
-
-
-def transition_of(
-    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, ranks_per_node: int | None = None, *,
-    exact: bool = False,
-) -> Transition | None:  # fmt: skip
-    """Return the transition between two layouts of one mesh, or None when they lie on meshes that do not agree.
-
-    With `exact`, a pending average does not become a pending sum by dividing the copies, as ints would be rounded.
+def on_one_mesh(transition: Transition, ranks_per_node: int | None = None) -> MeshTransition | None:
+    """Return a transition with a role for every axis, or None when its layouts lie on meshes that do not agree.
 
     Two meshes of the same ranks in the same order agree when their axes can be cut into the same smaller ones, and the
     tensor divides evenly where that matters. Axes that nodes cut are cut likewise, where that is possible.
     """
-    names = src.alias_name
-    if not (src.mesh_shape == dst.mesh_shape and names == dst.alias_name and src._axes.ranks == dst._axes.ranks):
-        common = on_common_mesh(src, dst, shape)
-        if common is None:
-            return None
-        src, dst, names = common
-    if ranks_per_node is not None:
-        src, dst, names = cut_at_nodes(src, dst, names, shape, ranks_per_node)
-    sizes = src.mesh_shape
-    before = _pending(src)
-    after = _pending(dst)
-    keeps, times, over = [], 1, 1
-    for axis in before:
-        old, new = before[axis], after.get(axis)
-        if new is not None and (old == new or ({old, new} <= LINEAR and not (exact and old == "avg"))):
-            keeps.append(axis)
-            times *= sizes[axis] if (old, new) == ("sum", "avg") else 1
-            over *= sizes[axis] if (old, new) == ("avg", "sum") else 1
-    reduces = tuple(axis for axis in before if axis not in keeps)
-    opens = tuple(axis for axis in after if axis not in keeps)
-    full = shape or (1,)
-    return Transition(
-        sizes=sizes,
-        names=names,
-        ranks=src._axes.ranks,
-        shape=full,
-        src=_real(src, len(shape)) if shape else ((),),
-        dst=_real(dst, len(shape)) if shape else ((),),
+    pair: tuple[Side, Side] | None = (transition.before, transition.after)
+    if not transition.before.is_on_mesh_of(transition.after):
+        pair = on_common_mesh(transition.before, transition.after)
+    if pair is None:
+        return None
+    before, after = pair if ranks_per_node is None else cut_at_nodes(*pair, ranks_per_node)
+    old, new = before.reduction, after.reduction
+    # An average of ints does not become a sum by dividing the copies, as that would round them.
+    stay = old == new or ({old, new} <= LINEAR and not (transition.exact and old == "avg"))
+    keeps = tuple(axis for axis in before.pending if axis in after.pending) if stay else ()
+    reduces = tuple(axis for axis in before.pending if axis not in keeps)
+    opens = tuple(axis for axis in after.pending if axis not in keeps)
+    return MeshTransition(
+        sizes=before.sizes,
+        names=before.names,
+        ranks=before.ranks,
+        shape=before.shape,
+        src=before.splits,
+        dst=after.splits,
         reduces=reduces,
-        reduction=before[reduces[0]] if reduces else None,
-        keeps=tuple(keeps),
+        reduction=old if reduces else None,
+        keeps=keeps,
         opens=opens,
-        opening=after[opens[0]] if opens else None,
-        times=times,
-        over=over,
-        itemsize=itemsize,
+        opening=new if opens else None,
+        times=before.ways(keeps) if (old, new) == ("sum", "avg") else 1,
+        over=before.ways(keeps) if (old, new) == ("avg", "sum") else 1,
+        itemsize=transition.itemsize,
+        at_once=transition.exact and bool(reduces) and old == "avg",
     )
 
 
-def _pending(layout: Layout) -> dict[int, str]:
-    """Return the pending reductions by axis index, without axes of one rank."""
-    names = layout.alias_name
-    pending = {names.index(name): kind for name, kind in layout.partial.items()}
-    return {axis: kind for axis, kind in pending.items() if layout.mesh_shape[axis] > 1}
+# -- sub-axes: those that two meshes have in common, or that nodes cut an axis into ------------------------------------
 
 
-def _real(layout: Layout, ndim: int) -> Splits:
-    """Return the splits per dim, without axes of one rank."""
-    sizes = layout.mesh_shape
-    return tuple(tuple(axis for axis in chain if sizes[axis] > 1) for chain in layout.splits(ndim))
-
-
-# -- smaller axes: those that two meshes have in common, or that nodes cut the axes into -------------------------------
-
-
-Pair = tuple[Layout, Layout, tuple[str, ...]]
-"""Two layouts of one mesh, and per axis of it the name of the axis that it is a piece of."""
-
-
-def on_common_mesh(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Pair | None:
-    """Write two layouts of the same ranks on one mesh, whose axes are pieces of the axes of both.
+def on_common_mesh(before: Side, after: Side) -> tuple[Side, Side] | None:
+    """Write two layouts of the same ranks on one mesh, whose axes are sub-axes of those of both.
 
     >>> mesh, flat = Layout((2, 4), ("dp", "tp")), Layout((8,), ("all",))
-    >>> pair = on_common_mesh(mesh("tp"), flat("all"), (16,))
-    >>> pair[1].mesh_shape, pair[2]
-    ((2, 4), ('dp', 'tp'))
+    >>> found = read("cannot plan", mesh("tp"), flat("all"), (16,), torch.float32)
+    >>> pair = on_common_mesh(found.before, found.after)
+    >>> pair[1].sizes, pair[1].names, pair[1].splits
+    ((2, 4), ('dp', 'tp'), ((0, 1),))
 
     Returns:
-        The layouts and the names of the source's axes, or None when there is no such mesh.
+        The layouts, on axes with the names of the source's, or None when there is no such mesh.
     """
-    if src._axes.ranks != dst._axes.ranks:
+    if before.ranks != after.ranks:
         return None
-    strides = sorted({*_strides(src.mesh_shape), *_strides(dst.mesh_shape)})
+    strides = sorted({*_strides(before.sizes), *_strides(after.sizes)})
     if any(large % small for small, large in itertools.pairwise(strides)):
         return None
-    places = strides[:-1][::-1] or [1]  # the stride of each small axis
-    sizes = [large // small for small, large in itertools.pairwise(strides)][::-1] or [1]
-    pieces = [_pieces_between(layout, places) for layout in (src, dst)]
-    pair = _write(src, dst, sizes, pieces, shape)
-    if pair is None:
-        return None
-    owners = [name for name, mine in zip(src.alias_name, pieces[0], strict=True) for _ in mine]
-    return (*pair, tuple(owners) or src.alias_name[:1])
+    places = strides[:-1][::-1] or [1]  # the stride of each sub-axis
+    sizes = tuple(large // small for small, large in itertools.pairwise(strides))[::-1] or (1,)
+    sub_axes = [_sub_axes_of(side.sizes, places) for side in (before, after)]
+    owners = tuple(name for name, mine in zip(before.names, sub_axes[0], strict=True) for _ in mine)
+    names = owners or before.names[:1]
+    first, second = (
+        _on_sub_axes(side, sizes, names, mine) for side, mine in zip((before, after), sub_axes, strict=True)
+    )
+    return None if first is None or second is None else (first, second)
 
 
-def cut_at_nodes(src: Layout, dst: Layout, names: tuple[str, ...], shape: tuple[int, ...], ranks_per_node: int) -> Pair:
-    """Cut each axis of two layouts of one mesh in two, so that along the inner piece all ranks share a node.
+def cut_at_nodes(before: Side, after: Side, ranks_per_node: int) -> tuple[Side, Side]:
+    """Cut each axis of two layouts of one mesh in two, so that along the inner one all ranks share a node.
 
-    Where nodes do not cut an axis into equal pieces, or the tensor does not divide evenly, nothing is cut.
+    Where nodes do not cut an axis into equal parts, or the tensor does not divide evenly, nothing is cut.
     """
-    sizes = src.mesh_shape
-    nodes = Nodes(src._axes.ranks, sizes, ranks_per_node)
-    near = [nodes.cut(axis) for axis in range(len(sizes))]
-    cut = [axis for axis, size in enumerate(sizes) if 1 < near[axis] < size]
+    nodes = Nodes(before.ranks, before.sizes, ranks_per_node)
+    inner = [nodes.cut(axis) for axis in range(len(before.sizes))]
+    cut = [axis for axis, size in enumerate(before.sizes) if 1 < inner[axis] < size]
     if not cut:
-        return src, dst, names
-    smaller: list[int] = []
-    owners: list[str] = []
-    pieces: list[tuple[int, ...]] = []
-    for axis, size in enumerate(sizes):
-        mine = [size // near[axis], near[axis]] if axis in cut else [size]
-        pieces.append(tuple(range(len(smaller), len(smaller) + len(mine))))
-        smaller += mine
-        owners += [names[axis]] * len(mine)
-    pair = _write(src, dst, smaller, [pieces, pieces], shape)
-    return (*pair, tuple(owners)) if pair is not None else (src, dst, names)
+        return before, after
+    sizes: list[int] = []
+    names: list[str] = []
+    sub_axes: list[tuple[int, ...]] = []
+    for axis, size in enumerate(before.sizes):
+        mine = [size // inner[axis], inner[axis]] if axis in cut else [size]
+        sub_axes.append(tuple(range(len(sizes), len(sizes) + len(mine))))
+        sizes += mine
+        names += [before.names[axis]] * len(mine)
+    first, second = (_on_sub_axes(side, tuple(sizes), tuple(names), sub_axes) for side in (before, after))
+    return (before, after) if first is None or second is None else (first, second)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
@@ -338,9 +399,12 @@ def _strides(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def _pieces_between(layout: Layout, places: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return, per axis of a layout, the small axes that it consists of, told by their strides."""
-    sizes = layout.mesh_shape
+def _sub_axes_of(sizes: Sequence[int], places: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return, per axis, the sub-axes that it consists of, found by their strides.
+
+    >>> _sub_axes_of((2, 4), (4, 2, 1))
+    [(0,), (1, 2)]
+    """
     strides = reversed(_strides(sizes)[:-1])
     return [
         tuple(index for index, place in enumerate(places) if stride <= place < stride * size)
@@ -348,119 +412,13 @@ def _pieces_between(layout: Layout, places: Sequence[int]) -> list[tuple[int, ..
     ]
 
 
-def _write(
-    src: Layout, dst: Layout, sizes: Sequence[int], pieces: Sequence[Sequence[tuple[int, ...]]], shape: tuple[int, ...]
-) -> tuple[Layout, Layout] | None:
-    """Write both layouts on a mesh of these sizes, or return None if the tensor does not divide evenly."""
-    mesh = Layout(sizes, [f"piece{index}" for index in range(len(sizes))], src._axes.ranks)
-    first, second = (_in_pieces(layout, mesh, mine, shape) for layout, mine in zip((src, dst), pieces, strict=True))
-    return None if first is None or second is None else (first, second)
-
-
-def _in_pieces(
-    layout: Layout, mesh: Layout, pieces: Sequence[tuple[int, ...]], shape: tuple[int, ...]
-) -> Layout | None:
-    """Write a layout on the mesh of pieces; None where cutting an axis in two would split a dim otherwise."""
-    names, entries = mesh.alias_name, []
-    for size, chain in zip(shape, layout.splits(len(shape)), strict=True):
-        cut = any(len(pieces[axis]) > 1 for axis in chain)
-        if cut and size % math.prod(layout.mesh_shape[axis] for axis in chain):
+def _on_sub_axes(
+    side: Side, sizes: tuple[int, ...], names: tuple[str, ...], sub_axes: Sequence[tuple[int, ...]]
+) -> Side | None:
+    """Write a layout on sub-axes; None where cutting an axis in two would split a dim otherwise."""
+    for size, chain in zip(side.shape, side.splits, strict=True):
+        if any(len(sub_axes[axis]) > 1 for axis in chain) and size % side.ways(chain):
             return None
-        entries.append(tuple(names[piece] for axis in chain for piece in pieces[axis]) or None)
-    pending = [(kind, pieces[layout.alias_name.index(axis)]) for axis, kind in layout.partial.items()]
-    return mesh(*entries, partial={names[piece]: kind for kind, mine in pending for piece in mine})
-
-
-def _array(ranks: range | tuple[int, ...]) -> Counts:
-    return np.arange(ranks.start, ranks.stop, ranks.step) if isinstance(ranks, range) else np.asarray(ranks)
-
-
-# -- nodes below a mesh: intra-node and inter-node axes ----------------------------------------------------------------
-
-
-class Nodes:
-    """The nodes of a mesh.
-
-    >>> nodes = Nodes(range(8), (2, 4), 4)
-    >>> nodes.crosses((0,)), nodes.crosses((1,)), nodes.near_axes((0, 1))
-    (True, False, (1,))
-
-    Args:
-        ranks: the rank at each mesh position, last axis fastest.
-        sizes: ranks along each axis.
-        ranks_per_node: rank r sits on node r // ranks_per_node; None: all on one.
-    """
-
-    def __init__(self, ranks: range | tuple[int, ...], sizes: Sequence[int], ranks_per_node: int | None) -> None:
-        self._ranks = ranks
-        self._sizes = tuple(sizes)
-        self._node: Counts | None = None
-        if ranks_per_node is not None:
-            node = _array(ranks).reshape(self._sizes) // ranks_per_node
-            self._node = node if (node != node.flat[0]).any() else None
-        self._inside = self._along_nodes()
-        self._shared: dict[tuple[int, ...], int] = {}
-
-    def _along_nodes(self) -> frozenset[int] | None:
-        """Return the axes along which nodes do not change, if every other axis leads to another node; else None."""
-        if self._node is None:
-            return frozenset(range(len(self._sizes)))
-        axes = [axis for axis in range(len(self._sizes)) if (self._node == self._node.take([0], axis=axis)).all()]
-        others = math.prod(size for axis, size in enumerate(self._sizes) if axis not in axes)
-        return frozenset(axes) if len(np.unique(self._node)) == others else None
-
-    def share(self, axes: Iterable[int]) -> int:
-        """Return how many ranks of a group over these axes share a node, at least."""
-        chosen = tuple(sorted(axes))
-        if self._inside is not None:
-            return math.prod(self._sizes[axis] for axis in chosen if axis in self._inside)
-        if chosen not in self._shared:
-            self._shared[chosen] = self._share(chosen)
-        return self._shared[chosen]
-
-    def _share(self, axes: tuple[int, ...]) -> int:
-        size = math.prod(self._sizes[axis] for axis in axes)
-        if self._node is None or not axes:
-            return size
-        rows = np.moveaxis(self._node, axes, range(-len(axes), 0)).reshape(-1, size)
-        ordered = np.sort(rows, axis=1)
-        return math.ceil(size / (1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).max(initial=0))))
-
-    def crosses(self, axes: Iterable[int]) -> bool:
-        """Return whether groups over these axes reach over several nodes."""
-        chosen = tuple(sorted(axes))
-        return self.share(chosen) < math.prod(self._sizes[axis] for axis in chosen)
-
-    def near_axes(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Return those axes whose ranks share a node: as many as go together, inner ones first."""
-        near: tuple[int, ...] = ()
-        for axis in sorted(axes, reverse=True):
-            if self._node is None or not self.crosses((*near, axis)):
-                near = (*near, axis)
-        return tuple(sorted(near))
-
-    def cut(self, axis: int) -> int:
-        """Return how many neighbours along an axis always share a node, if nodes cut the axis into equal pieces.
-
-        >>> Nodes(range(8), (8,), 4).cut(0), Nodes(range(8), (2, 4), 4).cut(0), Nodes(range(8), (2, 4), 4).cut(1)
-        (4, 1, 4)
-        """
-        size = self._sizes[axis]
-        if self._node is None:
-            return size
-        for near in range(size, 1, -1):
-            if size % near == 0:
-                pieces = self._node.reshape(*self._sizes[:axis], size // near, near, *self._sizes[axis + 1 :])
-                if (pieces == pieces.take([0], axis=axis + 1)).all():
-                    return near
-        return 1
-
-    def place(self, axes: Sequence[int]) -> Counts:
-        """Return, on every rank, its place among the sorted ranks of its group over some axes."""
-        if isinstance(self._ranks, range) and self._ranks.step > 0:
-            return coordinate(self._sizes, sorted(axes))
-        ranks = _array(self._ranks).reshape(self._sizes)
-        last = range(-len(axes), 0)
-        moved = np.moveaxis(ranks, axes, last)
-        order = moved.reshape(-1, math.prod(self._sizes[axis] for axis in axes)).argsort(axis=1).argsort(axis=1)
-        return np.moveaxis(order.reshape(moved.shape), last, axes)
+    splits = tuple(tuple(sub_axis for axis in chain for sub_axis in sub_axes[axis]) for chain in side.splits)
+    pending = tuple(sorted(sub_axis for axis in side.pending for sub_axis in sub_axes[axis]))
+    return Side(sizes, names, side.ranks, side.shape, splits, pending, side.reduction)

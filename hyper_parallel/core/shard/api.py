@@ -22,13 +22,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import note_replaced
+from hyper_parallel.core.dtensor.convert import build, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.replaced import note_replaced
 from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.core.mesh.device_mesh import axes_of
-from hyper_parallel.core.redistribute.api import build, distribute_tensor, redistribute, torch_form
+from hyper_parallel.core.redistribute.api import distribute_tensor, redistribute
 from hyper_parallel.core.shard.boundaries import Arguments, Inputs, Outputs, localized
 from hyper_parallel.core.shard.local import custom_shard
 from hyper_parallel.core.shard.local_module import LocalModule
@@ -91,15 +93,8 @@ def shard_module(model: M, device_mesh: DeviceMesh, sharding_plan: ShardingPlan,
             fit; parameters that `fully_shard` or another mesh has already.
     """
     asked = "cannot shard the model"
-    given: Any = model
-    if not isinstance(given, nn.Module) and not callable(given):
-        blame = f"model is a {type(model).__name__}, not a module or a function"
-        raise TypeError(explain(asked, blame, f"model: {model!r}", "shard_module(model, mesh, plan)"))
-    mesh: Any = device_mesh
-    if not isinstance(mesh, DeviceMesh):
-        blame = f"device_mesh is a {type(device_mesh).__name__}, not a DeviceMesh"
-        hint = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))'
-        raise TypeError(explain(asked, blame, f"device_mesh: {device_mesh!r}", hint))
+    check(asked, "module | callable", "shard_module(model, mesh, plan)", model=model)
+    check(asked, "mesh", device_mesh=device_mesh)
     if not isinstance(model, nn.Module):
         return _shard_function(asked, model, device_mesh, sharding_plan)
     modules, parameters = names_of(model)

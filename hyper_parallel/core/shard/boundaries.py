@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map_only
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.redistribute.api import redistribute
-from hyper_parallel.core.redistribute.boundary import from_local
+from hyper_parallel.core.redistribute.api import from_local, redistribute
 from hyper_parallel.core.shard.spelling import LayoutTree, describe
 
 
@@ -135,7 +134,7 @@ class Inputs:
         where: the module or function, for messages.
         tree: the layouts.
         arguments: what it can be called with.
-        wrap: take plain tensors as local parts.
+        wrap: take plain tensors as local shards.
     """
 
     def __init__(self, where: str, tree: LayoutTree, arguments: Arguments, *, wrap: bool) -> None:
@@ -261,17 +260,17 @@ def _redistributed(x: Any, layout: Layout) -> Any:
 
 def _redistributed_or_wrapped(x: Any, layout: Layout) -> Any:
     if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
-        whole = None if any(layout.splits(x.dim())) else tuple(x.shape)  # what nobody splits has the shape of its part
+        whole = None if any(layout.splits(x.dim())) else tuple(x.shape)  # what nobody splits has the shape of its shard
         try:
             return from_local(x, layout, shape=whole)
         except ValueError as error:
-            hint = "try: from_local(x, layout, shape=...) before the call, which says what they are parts of"
+            hint = "try: from_local(x, layout, shape=...) before the call, which says what they are shards of"
             raise ValueError(str(error).replace("try: shape=(...), the whole tensor's", hint)) from None
     return _redistributed(x, layout)
 
 
 def by_torch(x: DTensor, layout: Layout) -> DTensor:
-    """Let torch take the reduction of parts that a layout has no word for, as the masked ones of a split embedding."""
+    """Let torch take the reduction of shards that a layout has no word for, as the masked ones of a split embedding."""
     if layout.mesh is x.device_mesh and layout.placements is not None:
         return x.redistribute(x.device_mesh, layout.placements)
     whole = [torch_tensor.Replicate() if placement.is_partial() else placement for placement in x.placements]
@@ -279,13 +278,13 @@ def by_torch(x: DTensor, layout: Layout) -> DTensor:
 
 
 def localized(result: Any) -> Any:
-    """Return what a module returns with this rank's parts in place of DTensors, in containers of any depth.
+    """Return what a module returns with this rank's shards in place of DTensors, in containers of any depth.
 
     Ranks that hold the same are taken to go on computing the same: their gradients are one gradient.
     """
-    return tree_map_only(DTensor, _local_part, result)
+    return tree_map_only(DTensor, _local_shard, result)
 
 
-def _local_part(x: DTensor) -> torch.Tensor:
+def _local_shard(x: DTensor) -> torch.Tensor:
     whole = [torch_tensor.Replicate() if placement.is_partial() else placement for placement in x.placements]
     return x.to_local(grad_placements=whole)

@@ -4,8 +4,8 @@ Each does in one step, with one communication forward and one backward, what a r
 `from_local` does in two. The gradient of a gathered input, for one, goes back as a single reduce_scatter to where the
 input was split, and not as an all_reduce of which most is then thrown away.
 
-    forward    enter: x -> target, take the part          leave: the parts in produced -> target
-    backward   enter: parts in grad_layout -> as x is     leave: the gradient -> as the parts are, sums whole
+    forward    enter: x -> target, take the shard         leave: the shards in produced -> target
+    backward   enter: shards in grad_layout -> as x is    leave: the gradient -> as the shards are, sums whole
 
 Layouts and shapes are checked by who calls, once; a crossing without communication costs some microseconds.
 """
@@ -26,23 +26,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
-from hyper_parallel.core.dtensor import shards
-from hyper_parallel.core.dtensor.convert import layout_of_spec
+from hyper_parallel.core.dtensor.convert import build, contiguous_stride, stride_like, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.placement_types import Partial, Placement, Replicate
-from hyper_parallel.core.dtensor.torch_form import is_strided
-from hyper_parallel.core.redistribute.api import (
-    back_to,
-    build,
-    contiguous_stride,
-    redistribute,
-    stride_like,
-    torch_form,
-)
-from hyper_parallel.core.redistribute.boundary import FromLocal, cotangents, refuse_ambiguous
+from hyper_parallel.core.dtensor.placements import is_strided
+from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.cost import default_topology
 from hyper_parallel.core.redistribute.execute import drive, start
+from hyper_parallel.core.redistribute.gradients import FromLocal, back_to, cotangents, refuse_ambiguous
 from hyper_parallel.core.redistribute.plan import plan
 
 __all__ = [
@@ -62,47 +55,47 @@ __all__ = [
 
 @runs_eagerly
 def enter(x: DTensor, target: Layout, grad_layout: Layout | None = None) -> torch.Tensor:
-    """Return this rank's part of a DTensor in some layout, as a plain tensor.
+    """Return this rank's shard of a DTensor in some layout, as a plain tensor.
 
-        part = enter(x, layout())  # gathered
-        part = enter(x, layout(), layout(partial={"tp": "sum"}))  # and over tp, gradients add up
+        shard = enter(x, layout())  # gathered
+        shard = enter(x, layout(), layout(partial={"tp": "sum"}))  # and over tp, gradients add up
 
-    Forward: as `redistribute`; where x is in that layout, no communication, and the part shares its memory. Backward:
+    Forward: as `redistribute`; where x is in that layout, no communication, and the shard shares its memory. Backward:
     one redistribution, from `grad_layout` to the layout of x; where x has copies to reduce, to the whole gradient.
 
     Args:
         x: a DTensor.
-        target: the layout to take the part of, with a mesh.
-        grad_layout: how the gradients of the parts lie: split as `target` is, and pending where they add up. None: as
-            the parts, and the backward pass is refused where ranks hold the same, as for `to_local`.
+        target: the layout to take the shard of, with a mesh.
+        grad_layout: how the gradients of the shards lie: split as `target` is, and pending where they add up. None: as
+            the shards, and the backward pass is refused where ranks hold the same, as for `to_local`.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return cast(torch.Tensor, _Enter.apply(x, target, grad_layout, _hands_gradients_on(x)))
-    part = _part_of(x, target)
-    return part.detach() if part.requires_grad else part  # torch's own parts may want a gradient
+    shard = _shard_of(x, target)
+    return shard.detach() if shard.requires_grad else shard  # torch's own shards may want a gradient
 
 
 @runs_eagerly
 def leave(local: torch.Tensor, produced: Layout, shape: Sequence[int], target: Layout | None = None) -> DTensor:
-    """Return the DTensor of which every rank gives its part, in some layout.
+    """Return the DTensor of which every rank gives its shard, in some layout.
 
-        y = leave(part, layout("dp", partial={"tp": "sum"}), (8, 4), layout("dp", "tp"))  # one reduce_scatter
+        y = leave(shard, layout("dp", partial={"tp": "sum"}), (8, 4), layout("dp", "tp"))  # one reduce_scatter
 
     Forward: as `redistribute`; no communication without `target`. Backward: one redistribution of the gradient to the
-    layout of the parts. Where they are copies to add up, and where ranks hold the same, every rank gets the whole; of
+    layout of the shards. Where they are copies to add up, and where ranks hold the same, every rank gets the whole; of
     an average over n ranks, 1/n of it; the gradient of a pending max, min or prod is refused.
 
     Args:
-        local: this rank's part, which is not copied.
-        produced: which part that is, with a mesh.
+        local: this rank's shard, which is not copied.
+        produced: which shard that is, with a mesh.
         shape: the whole tensor's sizes, in elements.
         target: the layout of the result. Default: `produced`.
 
     Raises:
-        ValueError: a part of another shape than `produced` gives this rank.
+        ValueError: a shard of another shape than `produced` gives this rank.
     """
     whole = torch.Size(shape)
-    _check_part(local, produced, whole)
+    _check_shard(local, produced, whole)
     to = produced if target is None else target
     if not (torch.is_grad_enabled() and local.requires_grad):
         return wrapped(local_redistributed(waited_for(local.detach()), produced, to, whole), to, whole)
@@ -116,8 +109,8 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, target: Layout, grad_layout: Layout | None, hand_on: bool) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.target, ctx.grad_layout, ctx.hand_on = x._spec, target, grad_layout, hand_on
-        part = _part_of(x, target)
-        return part.view_as(part)  # autograd writes into what is returned, which must not be x's own part
+        shard = _shard_of(x, target)
+        return shard.view_as(shard)  # autograd writes into what is returned, which must not be x's own shard
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
@@ -158,15 +151,15 @@ class _Leave(torch.autograd.Function):
         to = produced.reset_partial() if produced.is_partial() else produced
         if torch.is_grad_enabled():
             return enter(back_to(grad, to), to, cotangents(produced, grad.dim())), None, None, None
-        return _part_of(grad, to), None, None, None
+        return _shard_of(grad, to), None, None, None
 
 
-# The node that `leave` puts into the graph: a DTensor that has it as its `grad_fn` hands on the gradient's own part.
+# The node that `leave` puts into the graph: a DTensor that has it as its `grad_fn` hands on the gradient's own shard.
 _LEFT: type = _Leave._backward_cls
 
 
 def _hands_gradients_on(x: DTensor) -> bool:
-    """Return whether the gradient of x may be made of the very tensor that is the gradient of its part.
+    """Return whether the gradient of x may be made of the very tensor that is the gradient of its shard.
 
     Two leaves could get it, each in a DTensor of its own, so that autograd would not see that they share memory, and
     clipping, in place, would scale it twice. Where x comes from `leave`, that very tensor comes out of the DTensor
@@ -175,7 +168,7 @@ def _hands_gradients_on(x: DTensor) -> bool:
     return isinstance(x.grad_fn, _LEFT)
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------
+# -- shards ----------------------------------------------------------------------------------------------------------
 
 
 def waited_for(local: torch.Tensor) -> torch.Tensor:
@@ -189,22 +182,22 @@ def _is_there(mesh: DeviceMesh, placements: tuple[Placement, ...], target: Layou
     return target.mesh is mesh and placements == wanted and names is None and mesh.get_coordinate() is not None
 
 
-def _part_of(x: DTensor, target: Layout) -> torch.Tensor:
-    """Return this rank's part of x in a layout; no gradient is recorded by who calls."""
+def _shard_of(x: DTensor, target: Layout) -> torch.Tensor:
+    """Return this rank's shard of x in a layout; no gradient is recorded by who calls."""
     mesh, placements, shape = x.device_mesh, x.placements, x.shape
     if _is_there(mesh, placements, target, shape):
         return waited_for(x._local_tensor)
     if any(map(_is_odd, placements)):
         with torch.no_grad():
-            return _part_of(x.redistribute(mesh, _whole_where_odd(placements)), target)
+            return _shard_of(x.redistribute(mesh, _whole_where_odd(placements)), target)
     if target.mesh is not mesh or any(map(is_strided, placements)):  # what only the verb checks, or can read
         with torch.no_grad():
             return waited_for(redistribute(x, target)._local_tensor)
-    return local_redistributed(waited_for(x._local_tensor).detach(), layout_of_spec(x._spec), target, shape)
+    return local_redistributed(waited_for(x._local_tensor).detach(), Layout.of_spec(x._spec), target, shape)
 
 
 def _is_odd(placement: Placement) -> bool:
-    """Return whether a reduction is pending that no layout has a word for: a row-split embedding masks its parts."""
+    """Return whether a reduction is pending that no layout has a word for: a row-split embedding masks its shards."""
     return type(placement) is not Partial and placement.is_partial()
 
 
@@ -217,37 +210,37 @@ def _source(spec: DTensorSpec) -> Layout:
     if any(map(_is_odd, spec.placements)):
         mesh = Layout.from_device_mesh(spec.mesh)
         return mesh(*_whole_where_odd(spec.placements)).placement_to_tensor_map(len(spec.shape))
-    return layout_of_spec(spec)
+    return Layout.of_spec(spec)
 
 
 def local_redistributed(local: torch.Tensor, src: Layout, dst: Layout, shape: torch.Size) -> torch.Tensor:
-    """Return this rank's part of a tensor in another layout: `local` itself, or memory of its own."""
+    """Return this rank's shard of a tensor in another layout: `local` itself, or memory of its own."""
     if src is dst or (src == dst and src.mesh is dst.mesh):
         return local
     mesh = src.mesh
     assert mesh is not None, "the callers see to a mesh"
     if dst.mesh is not mesh:
         with torch.no_grad():
-            part = waited_for(redistribute(build(local, src, shape), dst)._local_tensor)
-        return local if part.is_set_to(local) else part
+            shard = waited_for(redistribute(build(local, src, shape), dst)._local_tensor)
+        return local if shard.is_set_to(local) else shard
     steps = plan(src, dst, shape, local.dtype, default_topology(mesh.device_type))
     if not steps.steps and local.numel():
         return local
-    return drive(start(steps, local, mesh))  # also of no steps: an empty part may get another shape
+    return drive(start(steps, local, mesh))  # also of no steps: an empty shard may get another shape
 
 
 @lru_cache(maxsize=4096)
 def shard_shape(layout: Layout, shape: torch.Size, rank: int) -> tuple[int, ...] | None:
-    """Return the shape of a rank's part; None for a rank that is not on the mesh."""
+    """Return the shape of a rank's shard; None for a rank that is not on the mesh."""
     return layout.local_shape(shape, rank) if rank in layout.rank_list else None
 
 
-def _check_part(local: torch.Tensor, produced: Layout, shape: torch.Size) -> None:
+def _check_shard(local: torch.Tensor, produced: Layout, shape: torch.Size) -> None:
     rank = dist.get_rank()
     expected = shard_shape(produced, shape, rank)
     if expected is not None and tuple(local.shape) != expected:
-        asked = "cannot make a DTensor from local parts"
-        blame = f"rank {rank}'s part has shape {tuple(local.shape)}, and the layout gives it {expected}"
+        asked = "cannot make a DTensor from local shards"
+        blame = f"rank {rank}'s shard has shape {tuple(local.shape)}, and the layout gives it {expected}"
         seen = f"shape: {tuple(shape)}   layout: {produced}"
         raise ValueError(explain(asked, blame, seen, "the shape of the whole tensor, and the layout it really has"))
 
@@ -256,7 +249,7 @@ def _check_part(local: torch.Tensor, produced: Layout, shape: torch.Size) -> Non
 
 
 def wrapped(local: torch.Tensor, layout: Layout, shape: torch.Size) -> DTensor:
-    """Return a DTensor of a rank's part, which records no gradient: as `build` does, in a tenth of the time."""
+    """Return a DTensor of a rank's shard, which records no gradient: as `build` does, in a tenth of the time."""
     names, placements = torch_form(layout, shape)
     mesh = layout.mesh
     assert mesh is not None, "the callers see to a mesh"
@@ -292,47 +285,47 @@ _MOST_DIMS = 32
 
 @runs_eagerly
 def agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int, ...]:
-    """Return the global shape of which every rank's part is one in a layout; all ranks of the mesh call it.
+    """Return the global shape of which every rank's shard is one in a layout; all ranks of the mesh call it.
 
     Communication: one all_gather of 33 integers per rank.
 
     Args:
         asked: the start of an error message, "cannot ...".
-        local: this rank's part.
-        layout: which part that is, with a mesh.
+        local: this rank's shard.
+        layout: which shard that is, with a mesh.
 
     Raises:
-        ValueError: no shape has these parts, as when a dim is split into others than `torch.chunk` would make.
+        ValueError: no shape has these shards, as when a dim is split into others than `torch.chunk` would make.
     """
     ranks = tuple(layout.rank_list)
-    parts = _all_shapes(local, layout)
+    shards = _all_shapes(local, layout)
     splits = layout.splits(local.dim())
     blame = None
     shape: tuple[int, ...] = ()
-    if len({len(part) for part in parts}) > 1:
-        blame = "the parts have different numbers of dims"
+    if len({len(shard) for shard in shards}) > 1:
+        blame = "the shards have different numbers of dims"
     else:
-        shape = tuple(_whole(dim, chain, parts, layout) for dim, chain in enumerate(splits))
-        wrong = [r for r, part in zip(ranks, parts, strict=True) if layout.local_shape(shape, r) != part]
+        shape = tuple(_whole(dim, chain, shards, layout) for dim, chain in enumerate(splits))
+        wrong = [r for r, shard in zip(ranks, shards, strict=True) if layout.local_shape(shape, r) != shard]
         if wrong:
             expected = layout.local_shape(shape, wrong[0])
-            blame = f"the parts add up to {shape}, of which rank {wrong[0]} would have {expected}"
+            blame = f"the shards add up to {shape}, of which rank {wrong[0]} would have {expected}"
     if blame is not None:
-        lines = "\n  ".join(f"rank {rank}: {part}" for rank, part in zip(ranks, parts, strict=True))
-        hint = "a layout that the parts have, with dims split as torch.chunk does it"
+        lines = "\n  ".join(f"rank {rank}: {shard}" for rank, shard in zip(ranks, shards, strict=True))
+        hint = "a layout that the shards have, with dims split as torch.chunk does it"
         raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", hint))
     return shape
 
 
-def _whole(dim: int, chain: tuple[int, ...], parts: list[tuple[int, ...]], layout: Layout) -> int:
+def _whole(dim: int, chain: tuple[int, ...], shards: list[tuple[int, ...]], layout: Layout) -> int:
     """Return the size of a dim: the sum over the ranks along the axes that split it."""
-    sizes = np.array([part[dim] for part in parts]).reshape(layout.mesh_shape)
+    sizes = np.array([shard[dim] for shard in shards]).reshape(layout.mesh_shape)
     along = tuple(slice(None) if axis in chain else 0 for axis in range(len(layout.mesh_shape)))
-    return int(sizes[along].sum()) if shards.count_parts(layout.mesh_shape, chain) > 1 else int(sizes.flat[0])
+    return int(sizes[along].sum()) if count_parts(layout.mesh_shape, chain) > 1 else int(sizes.flat[0])
 
 
 def _all_shapes(local: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
-    """Return the shape of every rank's part, in the order of the layout's ranks."""
+    """Return the shape of every rank's shard, in the order of the layout's ranks."""
     mesh = layout.mesh
     assert mesh is not None, "the callers see to a mesh"
     ranks = tuple(sorted(layout.rank_list))
@@ -352,54 +345,54 @@ _NAME = "_hyper_parallel_layout"
 
 
 class Mark(NamedTuple):
-    """What a plain tensor is a part of: a layout and the whole tensor's sizes, in elements."""
+    """What a plain tensor is a shard of: a layout and the whole tensor's sizes, in elements."""
 
     layout: Layout
     shape: torch.Size
 
 
-def mark_of(part: torch.Tensor) -> Mark | None:
+def mark_of(shard: torch.Tensor) -> Mark | None:
     """Return the mark of a plain tensor; what an operation returns has none."""
-    return cast("Mark | None", part.__dict__.get(_NAME))
+    return cast("Mark | None", shard.__dict__.get(_NAME))
 
 
-def marked(part: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
+def marked(shard: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
     """Mark a plain tensor, and return it."""
-    part.__dict__[_NAME] = Mark(layout, shape)
-    return part
+    shard.__dict__[_NAME] = Mark(layout, shape)
+    return shard
 
 
 @runs_eagerly
-def cross(part: torch.Tensor, mark: Mark, target: Layout, grad_layout: Layout | None) -> torch.Tensor:
-    """Return this rank's part in another layout.
+def cross(shard: torch.Tensor, mark: Mark, target: Layout, grad_layout: Layout | None) -> torch.Tensor:
+    """Return this rank's shard in another layout.
 
-    Forward: as `redistribute`. Backward: one redistribution, from `grad_layout` to the layout of the part; where
+    Forward: as `redistribute`. Backward: one redistribution, from `grad_layout` to the layout of the shard; where
     that is a copy to reduce, to the whole gradient.
 
     Args:
-        part: this rank's part.
-        mark: what it is a part of.
+        shard: this rank's shard.
+        mark: what it is a shard of.
         target: the layout wanted.
         grad_layout: how gradients of what is returned lie; None: as that.
     """
     given = grad_layout or target.reset_partial()
     if mark.layout == target and not given.is_partial():
-        return part
-    if torch.is_grad_enabled() and part.requires_grad:
+        return shard
+    if torch.is_grad_enabled() and shard.requires_grad:
         if any(kind not in (None, "sum") for kind in mark.layout._partial):
-            return enter(leave(part, mark.layout, mark.shape), target, given)
-        return cast(torch.Tensor, _Cross.apply(part, mark, target, given))
-    return local_redistributed(waited_for(part), mark.layout, target, mark.shape)
+            return enter(leave(shard, mark.layout, mark.shape), target, given)
+        return cast(torch.Tensor, _Cross.apply(shard, mark, target, given))
+    return local_redistributed(waited_for(shard), mark.layout, target, mark.shape)
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mark: Mark, target: Layout, given: Layout) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, mark: Mark, target: Layout, given: Layout) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.mark, ctx.given = mark, given
-        held = waited_for(part.detach())
+        held = waited_for(shard.detach())
         moved = local_redistributed(held, mark.layout, target, mark.shape)
-        return part.view_as(part) if moved is held else moved
+        return shard.view_as(shard) if moved is held else moved
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:

@@ -1,7 +1,7 @@
 """Hand-written parallel code on local tensors inside a sharded model: `custom_shard`.
 
 torch's `local_map` is the model. What differs: inputs are brought to their layouts, a gradient that could mean two
-things is an error and no guess, the way back is one communication, and parts may be uneven.
+things is an error and no guess, the way back is one communication, and shards may be uneven.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.core.common.checks import check_shape
+from hyper_parallel.core.common.checks import check, check_shape
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -34,7 +34,7 @@ def custom_shard(
     out_shapes: Any = None,
     in_grad_layouts: Any = None,
 ) -> Callable[..., Any]:
-    """Return a function of DTensors that runs `fn` on this rank's parts of them.
+    """Return a function of DTensors that runs `fn` on this rank's shards of them.
 
         def rows_times_columns(x, w):  # w: this rank's rows of the weight
             return x @ w
@@ -48,15 +48,15 @@ def custom_shard(
         )
         y = matmul(x, w)
 
-    A DTensor is redistributed to its layout, and `fn` gets the part of it that is this rank's. Anything else `fn` gets
+    A DTensor is redistributed to its layout, and `fn` gets the shard of it that is this rank's. Anything else `fn` gets
     as it is. What `fn` returns is put together to DTensors, in the container it comes in. If no argument with a layout
     is a DTensor, the result is returned as it is: the same function runs on one device.
 
-    Gradients. Over each axis of the mesh, the gradient of an input's part is
+    Gradients. Over each axis of the mesh, the gradient of an input's shard is
 
     | the input is, over the axis | and the outputs | its gradient is |
     |---|---|---|
-    | split | | the part's |
+    | split | | the shard's |
     | pending as a sum | | the whole one, alike on all ranks |
     | held by all ranks | are all held by all ranks | the whole one: the ranks repeat the same work |
     | held by all ranks | are all split or pending | to be added: each rank has done a share |
@@ -80,7 +80,7 @@ def custom_shard(
             leaves an output alone.
         out_shapes: sizes of the whole outputs, in elements: one shape, a list or a dict of them, as `out_layouts` is
             built; or a function of the arguments, as they were given, that returns these. None, also for one of
-            several: the ranks tell each other the shapes of their parts.
+            several: the ranks tell each other the shapes of their shards.
         in_grad_layouts: layouts of gradients, as `in_layouts` is built, for what the table refuses or gets wrong: split
             as the input is, and `partial={"tp": "sum"}` where gradients are to be added. None: as in the table.
 
@@ -90,8 +90,8 @@ def custom_shard(
         ValueError: layouts that cannot be read, for arguments that do not exist, or that do not fit a tensor; a
             gradient that is refused; outputs built otherwise than their layouts, or of another shape than declared.
     """
-    asked = f"cannot run {_name(fn)} on local parts"
-    _check_callable(asked, fn)
+    asked = f"cannot run {_name(fn)} on local shards"
+    check(asked, "callable", "a function of local tensors", fn=fn)
     base = layout_on(device_mesh)
     outs = _own(read_layouts(f"{asked} (out_layouts)", out_layouts, base))
     ins = _read_inputs(asked, Arguments.of(fn), base, in_layouts, in_grad_layouts, list(leaves(outs)))
@@ -104,7 +104,7 @@ class _Input(NamedTuple):
 
     Attributes:
         layout: where it is to be.
-        grad_layout: how the gradients of its parts lie; None: not known.
+        grad_layout: how the gradients of its shards lie; None: not known.
         unclear: axes over which that would be a guess.
         by_rule: whether it follows from the outputs' layouts, and there is an axis over which it does.
     """
@@ -143,9 +143,9 @@ class _Code:
                 return x
             known = self.inputs.known[id(layout)]
             grad = None if known.grad_layout is None else resolved(known.grad_layout, x.dim())
-            part = enter(x, resolved(layout, x.dim()), grad)
-            entered.append(known if part.requires_grad else known._replace(by_rule=False))
-            return part
+            shard = enter(x, resolved(layout, x.dim()), grad)
+            entered.append(known if shard.requires_grad else known._replace(by_rule=False))
+            return shard
 
         values, named = self._spread(args, kwargs, take)
         result = self.fn(*values, **named)
@@ -272,17 +272,17 @@ class _Shapes:
         self._declared: dict[int, tuple[int, ...]] = {}
         self._match(tree, shapes(*args, **kwargs) if callable(shapes) else shapes)
 
-    def put_together(self, part: Any, layout: Layout) -> DTensor:
-        """Return the DTensor of which an output is this rank's part."""
-        if not isinstance(part, torch.Tensor) or isinstance(part, DTensor):
-            blame = f"an output that has a layout is a {type(part).__name__}, not a plain tensor"
+    def put_together(self, shard: Any, layout: Layout) -> DTensor:
+        """Return the DTensor of which an output is this rank's shard."""
+        if not isinstance(shard, torch.Tensor) or isinstance(shard, DTensor):
+            blame = f"an output that has a layout is a {type(shard).__name__}, not a plain tensor"
             hint = "local tensors, or None in out_layouts for what is left alone"
             raise TypeError(explain(self._asked, blame, f"layout: {layout}", hint))
-        shape, known = self._declared.get(id(layout)), resolved(layout, part.dim())
+        shape, known = self._declared.get(id(layout)), resolved(layout, shard.dim())
         if shape is None:
-            live = any(known.mesh_shape[axis] > 1 for chain in known.splits(part.dim()) for axis in chain)
-            shape = agreed_shape(self._asked, part, known) if live else tuple(part.shape)
-        return leave(part, known, shape)
+            live = any(known.mesh_shape[axis] > 1 for chain in known.splits(shard.dim()) for axis in chain)
+            shape = agreed_shape(self._asked, shard, known) if live else tuple(shard.shape)
+        return leave(shard, known, shape)
 
     def _match(self, tree: LayoutTree, shapes: Any) -> None:
         if shapes is None or tree is None:
@@ -325,12 +325,6 @@ def _left_alone(value: Any, tree: LayoutTree) -> Iterator[Any]:
     elif isinstance(tree, tuple) and isinstance(value, (list, tuple)):
         for each, part in zip(value, tree):  # noqa: B905 - of different lengths, they are refused right after
             yield from _left_alone(each, part)
-
-
-def _check_callable(asked: str, fn: object) -> None:
-    if not callable(fn):
-        blame = f"fn is a {type(fn).__name__}, which cannot be called"
-        raise TypeError(explain(asked, blame, f"fn: {fn!r}", "a function of local tensors"))
 
 
 def _name(fn: object) -> str:

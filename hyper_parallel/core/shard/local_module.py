@@ -1,7 +1,7 @@
-"""Modules whose own code computes on local tensors: arguments and parameters are this rank's parts while it runs.
+"""Modules whose own code computes on local tensors: arguments and parameters are this rank's shards while it runs.
 
-What the gradients of those parts are follows from the layouts of what the code returns. Along an axis over which every
-result is held whole, ranks repeat the same work, and the gradient of a part that they all hold is one gradient. Where
+What the gradients of those shards are follows from the layouts of what the code returns. Along an axis over which every
+result is held whole, ranks repeat the same work, and the gradient of a shard that they all hold is one gradient. Where
 no result is, each rank has done a share of the work, and its gradients are shares to be added.
 """
 
@@ -68,7 +68,7 @@ def _live(axes: frozenset[str], produced: LayoutTree) -> list[str]:
 
 
 class _Call(NamedTuple):
-    """A forward that is running: what shapes follow from, and where parts stand in front of parameters."""
+    """A forward that is running: what shapes follow from, and where shards stand in front of parameters."""
 
     key: Any
     shown: list[tuple[nn.Module, str]]
@@ -85,7 +85,7 @@ class LocalModule:
         inputs: the layouts to bring its arguments to.
         outputs: the layouts to bring its results to.
         region: the others of the model; inside of another one, plain tensors come and go.
-        wraps: whether a plain tensor is accepted as a part of a declared input, of which nothing says what it is.
+        wraps: whether a plain tensor is accepted as a shard of a declared input, of which nothing says what it is.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LocalModule:
 
     @runs_eagerly
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take this rank's parts of arguments and parameters."""
+        """Take this rank's shards of arguments and parameters."""
         is_inside = bool(self.region.running)
         key = self._key((args, *kwargs.values()))
         self._bare = 0
@@ -132,7 +132,7 @@ class LocalModule:
 
     @runs_eagerly
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """Put DTensors together from the parts that were returned; also called when the code has raised."""
+        """Put DTensors together from the shards that were returned; also called when the code has raised."""
         if not self._running:  # not even the arguments could be taken
             return None
         call = self._running.pop()
@@ -146,7 +146,7 @@ class LocalModule:
         """Return what shapes follow from, the same on all ranks or another one on all; None: nothing of that kind.
 
         Outside of all such modules these are the arguments' global shapes, which plain tensors alone do not tell: of
-        the parts of 7 and of 8 rows, those on rank 0 are alike. Inside, it is also how many calls came before.
+        the shards of 7 and of 8 rows, those on rank 0 are alike. Inside, it is also how many calls came before.
         """
         running = self.region.running
         if not running:
@@ -160,7 +160,7 @@ class LocalModule:
     # -- going in ----------------------------------------------------------------------------------------------------
 
     def _entered(self, value: Any) -> Any:
-        """Take the parts of what no layout was declared for."""
+        """Take the shards of what no layout was declared for."""
         if isinstance(value, DTensor):
             return self._enter_as_it_is(value)
         if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
@@ -177,23 +177,23 @@ class LocalModule:
         if mark is not None:
             return cross(x, mark, known, self._grad_layout(known))
         if self.is_inner and not self.wraps and x.is_floating_point():
-            blame = "it is a plain tensor, and nothing says which part of the whole it is"
-            hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that part already"
-            raise ValueError(explain("cannot take the part", blame, f"layout: {target}", hint))
+            blame = "it is a plain tensor, and nothing says which shard of the whole it is"
+            hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that shard already"
+            raise ValueError(explain("cannot take the shard", blame, f"layout: {target}", hint))
         self._bare += 1
-        return self._wrapped(x, known) if self.wraps else x  # this rank's part already
+        return self._wrapped(x, known) if self.wraps else x  # this rank's shard already
 
     def _check_bare(self, *, is_inside: bool) -> None:
-        """Refuse to take for parts what had marks before: a reentrant checkpoint computes again with other tensors."""
+        """Refuse to take for shards what had marks before: a reentrant checkpoint computes again with other tensors."""
         if is_inside:
             self._seen_bare.add(self._bare)
         elif self._seen_bare and self._bare > max(self._seen_bare):
-            blame = "nothing says which parts they are, as it did inside of the module that holds this one"
+            blame = "nothing says which shards they are, as it did inside of the module that holds this one"
             hint = "checkpoint(..., use_reentrant=False), as the other kind computes with other tensors"
             raise ValueError(explain(f"cannot take the inputs of {self.where}", blame, "inputs: plain tensors", hint))
 
     def _wrapped(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return a plain tensor that is a part in a layout; where the ranks do shares, its gradients are added."""
+        """Return a plain tensor that is a shard in a layout; where the ranks do shares, its gradients are added."""
         grad_layout = self._grad_layout(layout)
         if grad_layout is None or not grad_layout.is_partial() or not (torch.is_grad_enabled() and x.requires_grad):
             return x
@@ -210,7 +210,7 @@ class LocalModule:
         return enter(x, known[1], self._grad_layout(known[1]))
 
     def _grad_layout(self, layout: Layout) -> Layout | None:
-        """Return the layout of the gradient of parts: as they are, and shares where the ranks share the work."""
+        """Return the layout of the gradient of shards: as they are, and shares where the ranks share the work."""
         known = self._grads.get(layout)
         if known is None or known.mesh is not layout.mesh:
             known = self._grads[layout] = grad_layout_of(layout, self.shared)
@@ -227,18 +227,18 @@ class LocalModule:
             if type(value) is torch.Tensor:
                 return self._whole(call, what, value, produced, wanted, path)
             return spread(
-                what, value, produced, lambda part, layout: self._whole(call, what, part, layout, wanted, path)
+                what, value, produced, lambda shard, layout: self._whole(call, what, shard, layout, wanted, path)
             )
         if isinstance(produced, Mapping):
             names = wanted if isinstance(wanted, Mapping) else {}
-            changed = spread(what, value, produced, lambda part, _: part)
+            changed = spread(what, value, produced, lambda shard, _: shard)
             changed = copy.copy(value) if changed is value else changed
             for name, part in produced.items():
                 changed[name] = self._leave(
                     call, f"entry {name!r} of {what}", value[name], part, names.get(name), (*path, name)
                 )
             return changed
-        checked = spread(what, value, produced, lambda part, _: part)
+        checked = spread(what, value, produced, lambda shard, _: shard)
         ends = wanted if isinstance(wanted, tuple) else (None,) * len(produced)
         return remade(
             checked,
@@ -249,47 +249,47 @@ class LocalModule:
         )
 
     def _whole(
-        self, call: _Call, what: str, part: Any, layout: Layout, wanted: LayoutTree, path: tuple[Any, ...]
+        self, call: _Call, what: str, shard: Any, layout: Layout, wanted: LayoutTree, path: tuple[Any, ...]
     ) -> Any:
-        if part is None or isinstance(part, (bool, int, float, complex, str)):
-            return part
-        if not isinstance(part, torch.Tensor):
-            blame = f"it is a {type(part).__name__}, not a tensor"
+        if shard is None or isinstance(shard, (bool, int, float, complex, str)):
+            return shard
+        if not isinstance(shard, torch.Tensor):
+            blame = f"it is a {type(shard).__name__}, not a tensor"
             hint = "a tensor, or a list, tuple or mapping of tensors"
-            raise ValueError(explain(f"cannot take the {what} as a local part", blame, f"layout: {layout}", hint))
-        if isinstance(part, DTensor):
+            raise ValueError(explain(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint))
+        if isinstance(shard, DTensor):
             blame, hint = "it is a DTensor already", "no local_plan for a module that returns DTensors"
-            raise ValueError(explain(f"cannot take the {what} as a local part", blame, f"layout: {layout}", hint))
-        layout = resolved(layout, part.dim())
-        target = resolved(wanted, part.dim()) if isinstance(wanted, Layout) else None
-        shape = torch.Size(self._shape(call, what, part, layout, path))
+            raise ValueError(explain(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint))
+        layout = resolved(layout, shard.dim())
+        target = resolved(wanted, shard.dim()) if isinstance(wanted, Layout) else None
+        shape = torch.Size(self._shape(call, what, shard, layout, path))
         if not self.is_inner:
-            return leave(part, layout, shape, target)
-        moved = part if target is None else cross(part, Mark(layout, shape), target, None)
+            return leave(shard, layout, shape, target)
+        moved = shard if target is None else cross(shard, Mark(layout, shape), target, None)
         return marked(moved, layout if target is None else target, shape)
 
     def _shape(
-        self, call: _Call, what: str, part: torch.Tensor, layout: Layout, path: tuple[Any, ...]
+        self, call: _Call, what: str, shard: torch.Tensor, layout: Layout, path: tuple[Any, ...]
     ) -> tuple[int, ...]:
         """Return the shape of the whole: what the ranks have told each other when it was first asked for."""
-        if not any(layout.splits(part.dim())):
-            return tuple(part.shape)
+        if not any(layout.splits(shard.dim())):
+            return tuple(shard.shape)
         key = (path, call.key)
         known = None if call.key is None else self._shapes.get(key)
         if known is None:
-            known = self._shapes[key] = agreed_shape(f"cannot take the {what} as a local part", part, layout)
+            known = self._shapes[key] = agreed_shape(f"cannot take the {what} as a local shard", shard, layout)
         if not self.is_inner:  # `leave` looks at it
             return known
         rank = dist.get_rank()
-        if shard_shape(layout, torch.Size(known), rank) != tuple(part.shape):
-            blame = f"rank {rank} returned a part of shape {tuple(part.shape)}, and of {known} it has another one"
+        if shard_shape(layout, torch.Size(known), rank) != tuple(shard.shape):
+            blame = f"rank {rank} returned a shard of shape {tuple(shard.shape)}, and of {known} it has another one"
             hint = "code whose shapes follow from those of its arguments"
-            raise ValueError(explain(f"cannot take the {what} as a local part", blame, f"layout: {layout}", hint))
+            raise ValueError(explain(f"cannot take the {what} as a local shard", blame, f"layout: {layout}", hint))
         return known
 
 
 def grad_layout_of(layout: Layout, shared: frozenset[str]) -> Layout | None:
-    """Return the layout of the gradient of parts; None: as the parts.
+    """Return the layout of the gradient of shards; None: as the shards.
 
     >>> layout = Layout((2, 4), ("dp", "tp"))
     >>> print(grad_layout_of(layout("dp", "None"), frozenset({"tp"})))
@@ -308,7 +308,7 @@ def grad_layout_of(layout: Layout, shared: frozenset[str]) -> Layout | None:
     if refused:
         blame = f"{refused[0]} is pending, and whose copy counts is known only when all are compared"
         hint = "an input_plan that says where it should be"
-        raise ValueError(explain("cannot take a part for a gradient", blame, f"layout: {layout}", hint))
+        raise ValueError(explain("cannot take a shard for a gradient", blame, f"layout: {layout}", hint))
     added = {name: "sum" for name, kind in pending.items() if kind == "avg" or (kind is None and name in shared)}
     if not added and not layout.is_partial():
         return layout
@@ -401,19 +401,19 @@ def begin_lookup(
     layout = Layout.of(weight)
     if not layout.splits(2)[0]:
         return args, kwargs, None
-    if _has_empty_part(layout, weight.shape):
+    if _has_empty_shard(layout, weight.shape):
         blame = f"some rank has none of the {weight.shape[0]} rows"
         raise ValueError(explain(asked, blame, f"layout: {layout}", "fewer ranks along the axes that split the rows"))
-    part = layout.local_slice(weight.shape)[0]
+    shard = layout.local_slice(weight.shape)[0]
     ids = args[0] if args else kwargs["input"]
-    local = ids - part.start
-    rows = part.stop - part.start
+    local = ids - shard.start
+    rows = shard.stop - shard.start
     outside = (local < 0) | (local >= rows)
     local = local.masked_fill(outside, 0)
     lookup = Lookup(outside, module.padding_idx)
     if module.padding_idx is not None:
-        inside = part.start <= module.padding_idx < part.stop
-        module.padding_idx = module.padding_idx - part.start if inside else None
+        inside = shard.start <= module.padding_idx < shard.stop
+        module.padding_idx = module.padding_idx - shard.start if inside else None
     return ((local, *args[1:]), kwargs, lookup) if args else (args, {**kwargs, "input": local}, lookup)
 
 
@@ -432,7 +432,7 @@ def end_lookup(module: nn.Module, lookup: Lookup, result: torch.Tensor | None) -
 def _check_options(asked: str, module: nn.Embedding, *, wants_gradient: bool) -> None:
     """Refuse what depends on the tokens, or on the numbers, of other ranks."""
     if module.max_norm is not None:
-        blame = "rows are parts or copies on several ranks, and max_norm changes them in each forward"
+        blame = "rows are shards or copies on several ranks, and max_norm changes them in each forward"
         raise ValueError(explain(asked, blame, f"max_norm: {module.max_norm}", "max_norm=None"))
     if wants_gradient and module.scale_grad_by_freq:
         blame = "scale_grad_by_freq counts how often a token is among those of a rank, not among all"
@@ -443,6 +443,6 @@ def _check_options(asked: str, module: nn.Embedding, *, wants_gradient: bool) ->
 
 
 @lru_cache(maxsize=1024)
-def _has_empty_part(layout: Layout, shape: torch.Size) -> bool:
+def _has_empty_shard(layout: Layout, shape: torch.Size) -> bool:
     starts_and_stops = layout.slices(shape)[:, 0]
     return bool((starts_and_stops[:, 0] == starts_and_stops[:, 1]).any())

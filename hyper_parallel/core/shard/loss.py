@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.checks import check, check_choice
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
@@ -269,12 +269,8 @@ def _checked_shape(
     raise ValueError(explain(_ASKED, blame, f"logits: shape {tuple(logits.shape)}, classes in the last dim", hint))
 
 
-def _check_tensors(logits: object, targets: object) -> None:
-    for name, value in (("logits", logits), ("targets", targets)):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(explain(_ASKED, f"{name} is a {type(value).__name__}, not a tensor", f"{value!r}", name))
-    assert isinstance(logits, torch.Tensor)
-    assert isinstance(targets, torch.Tensor)
+def _check_tensors(logits: torch.Tensor, targets: torch.Tensor) -> None:
+    check(_ASKED, "tensor", logits=logits, targets=targets)
     seen = f"logits: {logits.dtype} {tuple(logits.shape)}   targets: {targets.dtype} {tuple(targets.shape)}"
     if not logits.is_floating_point() or not logits.dim():
         blame = "logits are no floats" if logits.dim() else "logits have no dim of classes"
@@ -286,17 +282,11 @@ def _check_tensors(logits: object, targets: object) -> None:
         raise TypeError(explain(_ASKED, blame, seen, "both as DTensors, or full_tensor(targets)"))
 
 
-def _check_options(reduction: object, ignore_index: object, label_smoothing: object) -> int:
-    index = check_int(ignore_index)
+def _check_options(reduction: object, ignore_index: Any, label_smoothing: Any) -> int:
+    check(_ASKED, "int", ignore_index=ignore_index)
+    check(_ASKED, "float", label_smoothing=label_smoothing)
+    check_choice(_ASKED, "reduction", reduction, _REDUCTIONS)
     seen = f"reduction: {reduction!r}   ignore_index: {ignore_index!r}   label_smoothing: {label_smoothing!r}"
-    if reduction not in _REDUCTIONS:
-        raise ValueError(explain(_ASKED, f"there is no reduction {reduction!r}", seen, "'mean', 'sum' or 'none'"))
-    if index is None:
-        blame = f"ignore_index is a {type(ignore_index).__name__}, not an int"
-        raise TypeError(explain(_ASKED, blame, seen, "ignore_index=-100"))
-    if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, (int, float)):
-        blame = f"label_smoothing is a {type(label_smoothing).__name__}, not a float"
-        raise TypeError(explain(_ASKED, blame, seen, "a number from 0.0 to 1.0"))
     if not 0 <= label_smoothing <= 1:
         raise ValueError(explain(_ASKED, "label_smoothing is not from 0 to 1", seen, "label_smoothing=0.1"))
-    return index
+    return int(ignore_index)

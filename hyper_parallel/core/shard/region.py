@@ -1,4 +1,4 @@
-"""This rank's parts of a module's parameters, shown in their place while the module's own code computes on them."""
+"""This rank's shards of a module's parameters, shown in their place while the module's own code computes on them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.dtensor.convert import layout_of_spec
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.dtensor.torch_form import is_strided
+from hyper_parallel.core.dtensor.placements import is_strided
 from hyper_parallel.core.redistribute.api import redistribute
-from hyper_parallel.core.redistribute.boundary import FromLocal
+from hyper_parallel.core.redistribute.gradients import FromLocal
 from hyper_parallel.core.shard.crossing import local_redistributed, waited_for, wrapped
 
 __all__ = ["OWN_PARTS", "LocalParameters", "Region", "Taken", "hide", "is_unit"]
 
 OWN_PARTS = "_hyper_parallel_own_parts"
 """What an attribute of a module is called that says: its parameters are DTensors on a mesh that the plan need not know,
-and its code takes its parts of them itself, and says what their gradients are. `fully_shard` may be called on it."""
+and its code takes its shards of them itself, and says what their gradients are. `fully_shard` may be called on it."""
 
 _FEWEST_TO_TIDY = 256
 
@@ -70,7 +69,7 @@ class Region:
 class Taken:
     """Whose memory the gradients of parameters are in.
 
-    Two parameters may get one and the same tensor as the gradient of their parts, as the terms of a sum do. Each would
+    Two parameters may get one and the same tensor as the gradient of their shards, as the terms of a sum do. Each would
     wrap it in a DTensor of its own, so that autograd would not see that they share memory, and clipping, which is in
     place, would scale it twice. The second one to come gets a copy.
     """
@@ -109,7 +108,7 @@ class LocalParameters:
     """The parameters of one module that computes on local tensors, with those of the modules in it that are none.
 
     Args:
-        grad_layout: returns the layout of the gradients of a parameter's parts.
+        grad_layout: returns the layout of the gradients of a parameter's shards.
         region: the others of the model.
         where: the module, for messages.
         shared: the axes over which its ranks do shares of the work.
@@ -124,7 +123,7 @@ class LocalParameters:
         self._owners: list[nn.Module] | None = None  # known when first needed: `fully_shard` may be called until then
 
     def show(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
-        """Put parts in front of the parameters, and return where; attributes of an instance come before parameters."""
+        """Put shards in front of the parameters, and return where; attributes of an instance come before parameters."""
         places: list[tuple[nn.Module, str]] = []
         wanting: list[DTensor] = []
         known: list[_Known] = []
@@ -145,9 +144,9 @@ class LocalParameters:
                     owner.__dict__[name] = waited_for(param._local_tensor).detach()
                     places.insert(0, (owner, name))
         if wanting:
-            parts = _Parts.apply(known, self._region.taken, *wanting)
-            for (owner, name), part in zip(places[-len(parts) :], parts, strict=True):
-                owner.__dict__[name] = part
+            shards = _Shards.apply(known, self._region.taken, *wanting)
+            for (owner, name), shard in zip(places[-len(shards) :], shards, strict=True):
+                owner.__dict__[name] = shard
         return places
 
     def _unknown(self, module: nn.Module, param: nn.Parameter) -> ValueError:
@@ -162,7 +161,7 @@ class LocalParameters:
     def _look_up(self, owner: nn.Module, name: str, param: DTensor) -> _Known:
         found = self._known.get((id(owner), name))
         if found is None or found.spec is not param._spec:
-            layout = layout_of_spec(param._spec)
+            layout = Layout.of_spec(param._spec)
             is_plain = param.is_contiguous() and not any(map(is_strided, param.placements))
             found = self._known[id(owner), name] = _Known(param._spec, layout, self._grad_layout(layout), is_plain)
         return found
@@ -173,20 +172,20 @@ def _parameters(owner: nn.Module) -> list[tuple[str, Any]]:
 
 
 def hide(places: Sequence[tuple[nn.Module, str]]) -> None:
-    """Take away the parts that stand in front of parameters."""
+    """Take away the shards that stand in front of parameters."""
     for owner, name in places:
         owner.__dict__.pop(name, None)
 
 
-class _Parts(torch.autograd.Function):
-    """DTensors in, this rank's parts of them out; the gradients go back as the parameters lie."""
+class _Shards(torch.autograd.Function):
+    """DTensors in, this rank's shards of them out; the gradients go back as the parameters lie."""
 
     @staticmethod
     def forward(ctx: Any, known: Sequence[_Known], taken: Taken, *params: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.known, ctx.taken = known, taken
         held = [waited_for(param._local_tensor) for param in params]
-        return tuple(part.view_as(part) for part in held)
+        return tuple(shard.view_as(shard) for shard in held)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.spelling import LayoutTree, layout_on, read_layout, read_layouts
@@ -40,11 +41,11 @@ class ShardingPlan:
         plan: parameter path -> layout. What is not named stays as it is.
         input_plan: "<module path>.input", of the model itself "input" -> layouts of the arguments.
         output_plan: "<module path>.output", of the model itself "output" -> layouts of what it returns.
-        return_local_tensor: paths of modules whose DTensors are returned as this rank's parts; "" is the model itself.
-        wrap_inputs: take a plain tensor at a declared input as that layout's local part.
+        return_local_tensor: paths of modules whose DTensors are returned as this rank's shards; "" is the model itself.
+        wrap_inputs: take a plain tensor at a declared input as that layout's local shard.
         local_plan: module path -> layouts of what the module's own code returns when it computes on local tensors. In
             such a module DTensor arguments, once in the layouts of `input_plan`, and all parameters are this rank's
-            parts; what it returns is taken as a part of the layout given here, and then brought to that of
+            parts; what it returns is taken as a shard of the layout given here, and then brought to that of
             `output_plan`. Torch's dispatch of DTensors, some 20 us per operation, does not take place inside.
     """
 
@@ -114,25 +115,17 @@ def names_of(model: nn.Module) -> tuple[list[str], dict[str, int]]:
     return modules, {name: param.dim() for name, param in model.named_parameters(remove_duplicate=False)}
 
 
-def _check_fields(asked: str, plan: object) -> ShardingPlan:
-    if not isinstance(plan, ShardingPlan):
-        hint = "ShardingPlan(plan={...})" if not isinstance(plan, Mapping) else "ShardingPlan(plan=<that dict>)"
-        blame = f"the plan is a {type(plan).__name__}, not a ShardingPlan"
-        raise TypeError(explain(asked, blame, f"given: {_short(plan)}", hint))
+def _check_fields(asked: str, plan: Any) -> ShardingPlan:
+    hint = "ShardingPlan(plan=<that dict>)" if isinstance(plan, Mapping) else "ShardingPlan(plan={...})"
+    check(asked, ShardingPlan, hint, plan=plan)
+    examples = {"plan": "mlp.w1.weight", "input_plan": "mlp.input", "output_plan": "mlp.output", "local_plan": "mlp"}
+    special = {"return_local_tensor": ("list | None", '["head"]'), "wrap_inputs": ("bool", "True")}
     for field in fields(ShardingPlan):
-        value = getattr(plan, field.name)
-        kind: Any = {"return_local_tensor": (list, tuple), "wrap_inputs": bool}.get(field.name, Mapping)
-        if not isinstance(value, kind) and not (value is None and kind is not bool):
-            word = {"return_local_tensor": "list", "wrap_inputs": "bool"}.get(field.name, "dict")
-            blame = f"{field.name} is a {type(value).__name__}, not a {word}"
-            key = {"plan": "mlp.w1.weight", "local_plan": "mlp"}.get(field.name, f"mlp.{field.name.partition('_')[0]}")
-            hint = {"list": '["head"]', "bool": "True", "dict": f'{{"{key}": ("tp", "None")}}'}[word]
-            raise TypeError(explain(asked, blame, f"{field.name}: {_short(value)}", f"{field.name}={hint}"))
-        keys: Sequence[Any] = list(value or []) if kind is not bool else []
-        for key in keys:
-            if not isinstance(key, str):
-                blame = f"a path in {field.name} is a {type(key).__name__}, not a str"
-                raise TypeError(explain(asked, blame, f"{field.name}: {_short(value)}", "'layers.*.mlp'"))
+        name, value = field.name, getattr(plan, field.name)
+        kinds, example = special.get(name, ("mapping | None", f'{{"{examples.get(name)}": ("tp", "None")}}'))
+        check(asked, kinds, f"{name}={example}", **{name: value})
+        for key in () if isinstance(value, bool) else value or ():
+            check(asked, "str", "'layers.*.mlp'", **{f"a path in {name}": key})
     return plan
 
 

@@ -8,10 +8,13 @@ from typing import Any, cast
 
 import torch
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.dtensor.convert import contiguous_stride
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Replicate
-from hyper_parallel.core.redistribute.api import PendingRedistribute, contiguous_stride, redistribute
+from hyper_parallel.core.redistribute.api import redistribute
+from hyper_parallel.core.redistribute.gradients import PendingRedistribute
 from hyper_parallel.core.shard.boundaries import remade
 
 _ASKED = "cannot differentiate"
@@ -142,22 +145,16 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 # -- what can go wrong -----------------------------------------------------------------------------------------------
 
 
-def _check_weights(fn: object, weights: object) -> list[torch.Tensor]:
-    if not callable(fn):
-        blame, hint = f"fn is a {type(fn).__name__}, which cannot be called", "a function that returns the loss"
-        raise TypeError(explain(_ASKED, blame, f"fn: {fn!r}", hint))
-    if not isinstance(weights, (torch.Tensor, list, tuple)):
-        blame = f"weights is a {type(weights).__name__}, not a tensor or a list or tuple of them"
-        raise TypeError(explain(_ASKED, blame, f"weights: {weights!r}", "list(model.parameters())"))
+def _check_weights(fn: object, weights: Any) -> list[torch.Tensor]:
+    check(_ASKED, "callable", "a function that returns the loss", fn=fn)
+    check(_ASKED, "tensor | list", "list(model.parameters())", weights=weights)
     chosen = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     if not chosen:
         blame = "weights is empty, so there is nothing to differentiate for"
         raise TypeError(explain(_ASKED, blame, f"weights: {weights!r}", "list(model.parameters())"))
     for place, weight in enumerate(chosen):
         name = "weights" if isinstance(weights, torch.Tensor) else f"weights[{place}]"
-        if not isinstance(weight, torch.Tensor):
-            blame, seen = f"{name} is a {type(weight).__name__}, not a tensor", f"{name}: {weight!r}"
-            raise TypeError(explain(_ASKED, blame, seen, "a flat list of tensors, such as list(model.parameters())"))
+        check(_ASKED, "tensor", **{name: weight})
         if not weight.requires_grad:
             blame, seen = f"{name} wants no gradient", f"{name}: shape {tuple(weight.shape)}, {weight.dtype}"
             hint = "weight.requires_grad_(), or [w for w in model.parameters() if w.requires_grad]"
@@ -165,17 +162,12 @@ def _check_weights(fn: object, weights: object) -> list[torch.Tensor]:
     return chosen
 
 
-def _check_sens(sens: object) -> tuple[float, ...] | None:
+def _check_sens(sens: Any) -> tuple[float, ...] | None:
     if sens is None:
         return None
-    seen = f"sens: {sens!r}"
-    if not isinstance(sens, (list, tuple)):
-        blame = f"sens is a {type(sens).__name__}, not a list or tuple of floats"
-        raise TypeError(explain(_ASKED, blame, seen, "one float per output, such as [1.0, 0.5]; None for one output"))
+    check(_ASKED, "list", "one float per output, such as [1.0, 0.5]; None for one output", sens=sens)
     for place, scale in enumerate(sens):
-        if not isinstance(scale, float):
-            blame = f"sens[{place}] is a {type(scale).__name__}, not a float"
-            raise TypeError(explain(_ASKED, blame, seen, "one float per output, such as [1.0, 0.5]"))
+        check(_ASKED, float, **{f"sens[{place}]": scale})
     return tuple(sens)
 
 

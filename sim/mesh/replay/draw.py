@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hyper_parallel.core.common.errors import explain
-from sim.errors import SimError
+from sim.explain.errors import SimError
 from sim.mesh.memory import ClassMemory
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, DrawnSpan, exposed_parts, spans
 from sim.mesh.timeline import Timeline

@@ -11,11 +11,11 @@ from torch import nn
 
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.expert_parallel.api import expert_parallel
-from hyper_parallel.core.fully_shard.utils import MixedPrecisionPolicy
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models.moe import MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
-from hyper_parallel.trainer.steps import checkpointed, shard_units
+from hyper_parallel.trainer.parallelize import checkpointed, shard_units
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Place
 from sim.mesh.tracing.compiled import compile_block

@@ -17,14 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.base import Stream
 from hyper_parallel.platform.cpu import HostEvent, HostStream
-from sim.collectives import Call
-from sim.errors import RankFailed
-from sim.group import Group, Message, Slot
-from sim.platform import SimPlatform
-from sim.scheduler import Scheduler, Waitable
-from sim.store import SharedStore
-from sim.trace import Event, Span, Trace
-from sim.world import RankContext, World
+from sim.comm.collectives import Call
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Group, Message, Slot
+from sim.comm.observer import Observer, observe
+from sim.comm.store import SharedStore
+from sim.comm.trace import Event, Span
+from sim.explain.errors import RankFailed
+from sim.kernel.scheduler import Scheduler
+from sim.kernel.waiting import Waitable
+from sim.patches.rank import SimPlatform
+from sim.trace import Trace
+from sim.world import World, WorldOptions
 
 __all__ = ["MAX_LONE_RANKS", "LoneWorld", "Listener"]
 
@@ -141,14 +145,14 @@ class _LoneGroup(Group):
         for tensor in (*slot.calls[0].inputs, *slot.calls[0].outputs) if slot.calls[0] is not None else ():
             _check_no_values(tensor, slot.describe())
         slot.calls, slot.first = [], None  # the tensors are the rank's own again
-        self.world.scheduler.complete(slot, 0.0)
+        self.network.scheduler.complete(slot, 0.0)
 
     def meet(self, message: Message) -> Message | None:
         if message.sender is None:  # from anybody: from the member before this one
             message.sender = (message.receiver - 1) % len(self.ranks)
         _check_no_values(message.tensor, message.describe())
         message.span = Span(0.0, 0.0)
-        self.world.scheduler.complete(message, 0.0)
+        self.network.scheduler.complete(message, 0.0)
         return None
 
     def forget_unfinished(self) -> None:
@@ -171,8 +175,8 @@ def _check_no_values(tensor: torch.Tensor, what: str) -> None:
 class _LoneStore(SharedStore):
     """What the others would put into it is what this rank has put last: they are taken to be like it."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
         self._last = b"0"
 
     def put(self, key: str, value: bytes) -> None:
@@ -183,26 +187,24 @@ class _LoneStore(SharedStore):
         self.data.setdefault(key, self._last)
 
 
-class _LoneContext(RankContext):
-    """The rank that lives."""
+class _Listening(Observer):
+    """Passes on to a listener what the rank communicates."""
 
-    def record(self, call: Call, axis: str, slot: Slot) -> None:
-        super().record(call, axis, slot)
-        world = self.world
-        assert isinstance(world, LoneWorld)
-        if world.listener is not None:
-            world.listener.on_collective(call, axis, slot.group.ranks, slot)
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
 
-    def record_message(self, message: Message, axis: str) -> None:
-        super().record_message(message, axis)
-        world = self.world
-        assert isinstance(world, LoneWorld)
-        if world.listener is not None:
-            sending = message.who_waits == "send"
-            member = message.receiver if sending else message.sender
-            assert member is not None, "a group that is met alone says who sends"
-            pair = (self.rank, message.group.ranks[member])
-            world.listener.on_message(message.tensor, axis, pair, message, sending=sending)
+    def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
+        """Pass on an operation."""
+        ranks = what.group.ranks
+        if call is not None:
+            self._listener.on_collective(call, call.axis, ranks, what)
+            return
+        assert isinstance(what, Message)
+        sending = what.who_waits == "send"
+        member = what.receiver if sending else what.sender
+        assert member is not None, "a group that is met alone says who sends"
+        pair = (endpoint.rank, ranks[member])
+        self._listener.on_message(what.tensor, what.axis, pair, what, sending=sending)
 
 
 class LoneWorld(World):
@@ -240,7 +242,11 @@ class LoneWorld(World):
             raise ValueError(explain(asked, blame, f"rank: {rank!r}", "rank=0"))
         self.lone = rank
         self.listener = listener
-        super().__init__(world_size, 0, init=True, intraop_threads=1, pin=None)
+        super().__init__(world_size, WorldOptions(keep_events=None))
+        self.network.group_type = _LoneGroup
+        if listener is not None:
+            self.host.platform = lambda: _LonePlatform(listener)
+            observe(self.network, _Listening(listener))
 
     def __enter__(self) -> LoneWorld:
         super().__enter__()
@@ -250,31 +256,21 @@ class LoneWorld(World):
         return (self.lone,)
 
     def _new_store(self) -> SharedStore:
-        return _LoneStore(self)
+        return _LoneStore(self.scheduler)
 
     def _new_trace(self) -> Trace:
         return _LoneTrace(self.world_size, self.lone)
 
-    def _new_context(self, rank: int, environment: dict[bytes, bytes]) -> RankContext:
-        return _LoneContext(self, rank, environment)
-
-    def _new_group(self, name: str, ranks: tuple[int, ...]) -> Group:
-        return _LoneGroup(self, name, ranks)
-
-    def platform(self) -> SimPlatform:
-        """What the rank is answered that asks for its device."""
-        return super().platform() if self.listener is None else _LonePlatform(self.listener)
-
-    def _new_scheduler(self) -> Scheduler:
-        scheduler = super()._new_scheduler()
+    def _new_scheduler(self, schedule: Any) -> Scheduler:
+        scheduler = super()._new_scheduler(schedule)
         listener, block = self.listener, scheduler.block
         if listener is not None:
 
-            def told(waitable: Waitable) -> None:
+            def listened(waitable: Waitable) -> None:
                 listener.on_wait(waitable)
                 block(waitable)
 
-            scheduler.block = told  # type: ignore[method-assign]
+            scheduler.block = listened  # type: ignore[method-assign]
         return scheduler
 
     def run_alone(self, fn: Callable[..., Any], *args: Any) -> Any:

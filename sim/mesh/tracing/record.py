@@ -19,7 +19,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.common.errors import explain
-from sim.collectives import Call
+from sim.comm.collectives import Call
+from sim.kernel.waiting import Waitable
 from sim.mesh.program import (
     COMPUTE,
     Alloc,
@@ -38,7 +39,6 @@ from sim.mesh.program import (
 from sim.mesh.tracing import compiled
 from sim.mesh.tracing.kinds import attention_shape, count_flops, kind_of, matmul_shape, reads_only_its_output
 from sim.mesh.tracing.lone import Listener
-from sim.scheduler import Waitable
 
 __all__ = ["Recorder", "RecordedEvent", "RecordedStream"]
 

@@ -1,9 +1,10 @@
 """Engine of `zero <= 1`: whole weights on every rank, flat gradient buffers, optimizer state split or whole.
 
-This is ZeRO's first stage (Rajbhandari et al. 2020, section 5.1), as distributed optimizers train with it: gradients of all micro-batches add up in buffers that live for the whole run, in `reduce_dtype`; after the last
-micro-batch they are reduced, bucket by bucket; each rank updates its part of the weights in float32, and the parts are
-gathered. It is real code on real collectives, which the recorder follows like any other. Here a buffer, and so a
-bucket, ends where a layer does, so that layers are alike.
+This is ZeRO's first stage (Rajbhandari et al. 2020, section 5.1), as distributed optimizers train with it: gradients
+of all micro-batches add up in buffers that live for the whole run, in `reduce_dtype`; after the last micro-batch they
+are reduced, bucket by bucket; each rank updates its part of the weights in float32, and the parts are gathered. It is
+real code on real collectives, which the recorder follows like any other. Here a buffer, and so a bucket, ends where a
+layer does, so that layers are alike.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from hyper_parallel.core.expert_parallel.router import Router
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.fully_shard.comm import all_gather
-from hyper_parallel.core.fully_shard.held import hold_parameters, reduce_gradients, release_parameters
+from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
 from hyper_parallel.core.pipeline.stage import Stage, StagePosition

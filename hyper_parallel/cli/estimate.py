@@ -1,0 +1,325 @@
+"""The commands `estimate` and `search`: a training step on a mesh that nobody has."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hyper_parallel.cli.kit import (
+    INTERRUPTED,
+    busy,
+    check_can_write,
+    mistakes_as_messages,
+    print_wide,
+    stderr_console,
+    stdout_console,
+)
+from hyper_parallel.cli.options import Given, options, with_options
+from hyper_parallel.core.common.errors import explain, nearest
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+
+__all__ = ["estimate", "search"]
+
+GIB = 2**30
+_RECIPE, _OUT = "Recipe", "What comes out"
+
+_DEGREES = options(
+    "degrees",
+    "hyper_parallel.trainer.config",
+    "ParallelConfig",
+    *("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree=ulysses", "pp", "ep", "etp"),
+    panel="Parallel degrees",
+    optional=True,
+)
+
+
+def _of_recipe(*fields: str, optional: bool = False) -> Any:
+    return options("recipe", "sim.mesh.recipe", "Recipe", *fields, panel=_RECIPE, optional=optional)
+
+
+_CHECKPOINTING, _LAYERS, _ZERO = _of_recipe("checkpointing", "checkpoint_layers", "zero", optional=True)
+_HOW = _of_recipe(
+    *("compile", "schedule", "stages_per_rank", "microbatches", "param_dtype", "reduce_dtype"),
+    *("master=weights_behind", "optimizer", "fused_loss", "float8", "attention", "sequence_parallel"),
+)
+
+
+def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **rest)
+
+
+# What `estimate` and `search` have in common beside fields of dataclasses
+ModelName = Annotated[str, _option("Such as llama3-8b; or module:function, or file.py:function, of your own.")]
+HardwareName = Annotated[str, _option("A name that `hyper-parallel hardware` lists, or the path of a TOML file.")]
+SeqLen = Annotated[int, _option("Tokens of a sequence.")]
+Settings = Annotated[
+    list[str] | None,
+    _option("Any other field of sim.mesh.Recipe: loss=compiled, norm=eager, graphs=true ...", _RECIPE, "--set"),
+]
+Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
+
+
+@with_options(*_DEGREES, _CHECKPOINTING, _LAYERS, _ZERO, *_HOW)
+def estimate(
+    model: ModelName,
+    hardware: HardwareName,
+    given: Given,
+    devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
+    seq_len: SeqLen = 4096,
+    global_batch: Annotated[int | None, _option("Sequences of a step, over all ranks together.")] = None,
+    batch: Annotated[int | None, _option("Sequences of a step on each data-parallel rank; default: 1.")] = None,
+    settings: Settings = None,
+    in_words: Annotated[bool, _option("Say it in words, too, and what to change.", _OUT, "--explain")] = False,
+    tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
+    plot: Annotated[Path | None, _option("PNG file: the timeline and the memory of a step.", _OUT)] = None,
+    trace: Annotated[Path | None, _option("JSON file for ui.perfetto.dev: the timeline.", _OUT)] = None,
+    json_file: Json = None,
+) -> None:
+    """Say whether a training step fits into memory, how long it takes, and where the time goes. No device is needed.
+
+    hyper-parallel estimate --model llama3-8b --hardware h100-sxm --devices 64 --batch 2 --seq-len 8192
+    """
+    with _mistakes_as_messages():
+        from sim.mesh.estimate import estimate as estimate_step
+
+        dims = _dims(given["degrees"], devices)
+        recipe = _recipe(given["recipe"], settings)
+        for path in (plot, trace, None if json_file in (None, "-") else Path(str(json_file))):
+            check_can_write(path)
+        sequences = _batch(batch, global_batch, dims, recipe)
+        with busy(f"estimating {model} on {dims.world_size:,} devices"):
+            found = estimate_step(
+                model=_model(model),
+                dims=dims,
+                batch=sequences,
+                seq_len=seq_len,
+                hardware=hardware,
+                recipe=recipe,
+            )
+        _show_estimate(found, in_words or tries > 0, tries, plot, trace, json_file)
+
+
+def _show_estimate(
+    found: Any, in_words: bool, tries: int, plot: Path | None, trace: Path | None, json_file: str | None
+) -> None:
+    from sim.mesh.explain import explain as in_prose
+    from sim.mesh.report import estimate_dict, estimate_view
+
+    if json_file != "-":
+        print_wide(estimate_view(found))
+        if in_words:
+            with busy("estimating what could be changed"):
+                said = in_prose(found, check=tries)
+            print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
+    for path in (plot, trace):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (found.timeline.plot if path is plot else found.timeline.to_chrome)(path)
+            _say_written(path, json_file)
+    _write_json(estimate_dict(found), json_file)
+
+
+@with_options(*_DEGREES, _CHECKPOINTING, _ZERO, *_HOW)
+def search(
+    model: ModelName,
+    hardware: HardwareName,
+    devices: Annotated[int, _option("Devices in all.")],
+    global_batch: Annotated[int, _option("Sequences of a step, over all ranks together.")],
+    given: Given,
+    seq_len: SeqLen = 4096,
+    memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
+    limit: Annotated[int, _option("Most candidates to estimate.", min=1)] = 24,
+    settings: Settings = None,
+    rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
+    json_file: Json = None,
+) -> None:
+    """Rank the ways to train a model on a number of devices; what is given as an option stays as it is.
+
+    hyper-parallel search --model llama3-8b --hardware h100-sxm --devices 64 --global-batch 128 --seq-len 8192
+
+    Ctrl-C ends it: what it has found so far is printed.
+    """
+    recipe = given["recipe"]
+    with _mistakes_as_messages():
+        from sim.mesh.search import search as search_ways
+        from sim.mesh.searching.search_report import SearchBar, search_dict, search_view
+
+        check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
+        levels = [recipe["checkpointing"]] if "checkpointing" in recipe else ["none", "selective", "full"]
+        stages = [recipe["zero"]] if "zero" in recipe else [3, 2]
+        recipes = [
+            _recipe({**recipe, "checkpointing": level, "zero": zero}, settings) for level in levels for zero in stages
+        ]
+        with SearchBar(stderr_console()) as bar:
+            result = search_ways(
+                _model(model),
+                hardware,
+                devices,
+                global_batch,
+                None if memory_limit is None else memory_limit * GIB,
+                seq_len=seq_len,
+                recipes=recipes,
+                fixed=given["degrees"],
+                limit=limit,
+                progress=bar.on_estimate,
+            )
+        if json_file != "-":
+            print_wide(search_view(result, rows))
+        _write_json(search_dict(result), json_file)
+    if not result.complete:
+        raise typer.Exit(INTERRUPTED)
+
+
+# -- from options to what the simulator takes --------------------------------------------------------------------------
+
+
+def _dims(degrees: dict[str, int], devices: int | None) -> ParallelDims:
+    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+
+    if devices is None:
+        axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+        devices = math.prod(degrees.get(axis, 1) for axis in axes)
+        if devices < 1:
+            raise ValueError(
+                explain(
+                    "cannot place the model", "dp_shard=-1 takes what is left", "--devices is missing", "--devices 8"
+                )
+            )
+    if devices < 1:
+        blame = "there must be a device at least"
+        raise ValueError(explain("cannot place the model", blame, f"--devices {devices}", "--devices 8"))
+    return ParallelDims.from_config(degrees, devices)
+
+
+def _batch(batch: int | None, global_batch: int | None, dims: ParallelDims, recipe: Any) -> int:
+    """Return the sequences of a data-parallel rank."""
+    ranks = dims.batch_ranks
+    if batch is not None and global_batch is not None:
+        seen = f"--batch {batch} --global-batch {global_batch}   data-parallel ranks: {ranks}"
+        raise ValueError(explain("cannot tell the batch", "it is given twice", seen, "one of the two"))
+    if batch is not None:
+        return batch
+    if global_batch is None:
+        return recipe.microbatches or (2 * dims.pp if dims.pp_enabled else 1)
+    if global_batch < 1 or global_batch % ranks:
+        around = sorted({max(global_batch // ranks, 1) * ranks, max(-(-global_batch // ranks), 1) * ranks})
+        blame = f"there are {ranks:,} data-parallel ranks (dp_replicate x dp_shard x ep)"
+        hint = f"--global-batch {' or '.join(map(str, around))}"
+        asked = f"cannot split a global batch of {global_batch} sequences evenly"
+        raise ValueError(explain(asked, blame, f"degrees: {dims.summary()}", hint))
+    return global_batch // ranks
+
+
+def _settings(given: list[str] | None) -> dict[str, Any]:
+    """Read fields of the recipe that have no option of their own, written as name=value."""
+    from sim.mesh.recipe import Recipe
+    from sim.mesh.routing import Routing
+
+    fields = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = (part.strip() for part in text.partition("="))
+        asked = f"cannot use --set {text}"
+        if not equals or name not in fields:
+            blame = f"the recipe has no field {name!r}" if equals else "it is not of the form name=value"
+            raise ValueError(
+                explain(asked, blame, f"fields: {', '.join(fields)}", f"--set {nearest(name, fields)}=...")
+            )
+        if name == "routing":
+            found[name] = Routing.zipf(_number(asked, value.removeprefix("zipf:")))
+        elif isinstance(fields[name], bool):
+            if value.lower() not in ("true", "false"):
+                raise ValueError(explain(asked, "it is neither true nor false", f"{name}: {value!r}", f"{name}=true"))
+            found[name] = value.lower() == "true"
+        else:
+            found[name] = int(value) if value.lstrip("-").isdigit() else value
+    return found
+
+
+def _number(asked: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        blame = "the skew of loads is a number, 0 for even ones"
+        raise ValueError(explain(asked, blame, f"given: {text!r}", "--set routing=zipf:0.5")) from None
+
+
+def _recipe(given: dict[str, Any], settings: list[str] | None) -> Any:
+    """Build the recipe of what is given, and of what --set says."""
+    from sim.mesh.recipe import Recipe
+
+    return Recipe(**given | _settings(settings))
+
+
+def _model(name: str) -> Any:
+    """Return the name of a known model, or what a function of the user's returns."""
+    from hyper_parallel.cli.subject import named_object
+
+    path, colon, inside = name.partition(":")
+    if not colon:
+        return name
+    made = (_in_file(Path(path), inside) if path.endswith(".py") else named_object("--model", name))()
+    if isinstance(made, type) or callable(getattr(made, "parameters", None)):
+        blame = f"it returned a {type(made).__name__}, and an estimate makes the model itself, without data"
+        hint = "return sim.mesh.Custom(...), a LlamaConfig or a MoEConfig"
+        raise ValueError(explain(f"cannot use --model {name}", blame, f"returned: {type(made).__name__}", hint))
+    return made
+
+
+def _in_file(path: Path, name: str) -> Any:
+    """Return what a Python file calls by a name."""
+    asked = f"cannot use --model {path}:{name}"
+    if not path.is_file():
+        files = ", ".join(sorted(file.name for file in Path.cwd().glob("*.py"))[:8]) or "none"
+        raise ValueError(explain(asked, f"there is no file {str(path)!r}", f"Python files here: {files}", "its path"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a .py file"
+    assert spec.loader is not None, "a .py file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        blame = f"{path.name} has no function {name!r}"
+        hint = f"--model {path}:{functions[-1]}" if functions else "a function that returns sim.mesh.Custom(...)"
+        raise ValueError(explain(asked, blame, f"it has: {', '.join(functions) or 'none'}", hint))
+    return found
+
+
+# -- what a person sees ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _mistakes_as_messages() -> Iterator[None]:
+    """Turn mistakes, and operations that have no price, into one message and exit code 2."""
+    with mistakes_as_messages(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")  # torch, of fake tensors
+        yield
+
+
+def _write_json(content: dict[str, Any], where: str | None) -> None:
+    if where is None:
+        return
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    if where == "-":
+        stdout_console().file.write(text)
+        return
+    path = Path(where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    _say_written(path, where)
+
+
+def _say_written(path: Path, json_file: str | None) -> None:
+    (stderr_console() if json_file == "-" else stdout_console()).print(f"wrote {path}")

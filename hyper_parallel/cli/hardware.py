@@ -1,0 +1,112 @@
+"""The command `hardware`: the devices that estimates know, and measuring this machine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from hyper_parallel.cli.kit import busy, check_can_write, mistakes_as_messages, print_wide, stdout_console
+
+__all__ = ["hardware"]
+
+GIB = 2**30
+_WIDEST = 240  # columns of the list, with titles in one line each
+
+hardware = typer.Typer(
+    help="List the hardware that estimates know, show what is known of it, or measure this machine.",
+    invoke_without_command=True,
+)
+
+
+@hardware.callback()
+def list_hardware(context: typer.Context) -> None:
+    """List the hardware that estimates know, show what is known of it, or measure this machine."""
+    if context.invoked_subcommand is not None:
+        return
+    with mistakes_as_messages():
+        from sim.mesh.hardware import FOLDER_VARIABLE, find_hardware, hardware_names
+
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("name", no_wrap=True)
+        for column in ("devices per node", "memory", "its bandwidth", "bf16", "in a node", "between nodes"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("")
+        for name in hardware_names():
+            found = find_hardware(name)
+            table.add_row(
+                name,
+                str(found.devices_per_node),
+                f"{found.total_bytes / 1e9:,.0f} GB",
+                f"{found.memory_bandwidth / 1e9:,.0f} GB/s",
+                f"{_three_digits(found.peak('bf16') / 1e12)} TFLOP/s",
+                f"{_three_digits(found.value('intra.bandwidth') / 1e9)} GB/s",
+                f"{_three_digits(found.value('inter.bandwidth') / 1e9)} GB/s",
+                found.title,
+            )
+        print_wide(table, _WIDEST)
+        print_wide(
+            f"bandwidths between devices are those of one device in one direction; your own: a TOML file in the folder "
+            f"that {FOLDER_VARIABLE} names, or its path in place of a name"
+        )
+
+
+@hardware.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A name from the list, or the path of a TOML file.")],
+) -> None:
+    """Show every figure of a description, with its source and how good the evidence is."""
+    with mistakes_as_messages():
+        from sim.mesh.hardware import find_hardware
+
+        found = find_hardware(name)
+        print_wide(f"{found.name}: {found.title}")
+        print_wide(
+            f"family {found.family}; {found.links} in a node ({found.topology}), {found.fabric} between nodes; "
+            f"backend {found.backend}, allocator {found.allocator}"
+        )
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in ("figure", "value", "evidence", "source"):
+            table.add_column(column, justify="right" if column == "value" else "left", no_wrap=column != "source")
+        for figure, known in sorted(found.figures.items()):
+            table.add_row(figure, _figure(known.value, known.unit), known.grade, known.source)
+        print_wide(table)
+
+
+@hardware.command()
+def measure(
+    write: Annotated[Path, typer.Option(help="TOML file to write; then: --hardware FILE.")] = Path("out/hardware.toml"),
+    processes: Annotated[int, typer.Option(help="Processes that communicate.", min=1)] = 2,
+) -> None:
+    """Measure this machine: matrix products, memory, communication between processes, the host's time for operations.
+
+    hyper-parallel hardware measure --write out/laptop.toml
+    """
+    with mistakes_as_messages():
+        from sim.mesh.pricing.measure import measure as measure_machine
+
+        check_can_write(write)
+        with busy("measuring"):
+            found = measure_machine(processes)
+        write.parent.mkdir(parents=True, exist_ok=True)
+        found.write(write)
+        stdout_console().print(f"wrote {write}; try: hyper-parallel hardware show {write}")
+
+
+def _figure(value: float, unit: str) -> str:
+    """Write a figure of the hardware with a unit that suits its size."""
+    if unit == "B":
+        return f"{value / GIB:,.2f} GiB" if value >= GIB else f"{value / 2**20:,.1f} MiB"
+    if unit == "s":
+        return f"{value * 1e6:,.2f} us"
+    if unit in ("B/s", "FLOP/s") and value > 0:
+        power = min(int(math.log10(value) // 3), 4)
+        return f"{_three_digits(value / 1000**power)} {('', 'K', 'M', 'G', 'T')[power]}{unit}"
+    return f"{value:,.4g} {unit}".removesuffix(" 1")
+
+
+def _three_digits(amount: float) -> str:
+    return f"{amount:,.0f}" if amount >= 99.95 else f"{amount:.3g}"

@@ -1,0 +1,58 @@
+"""The command `plan`: the way of a tensor from one layout to another."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hyper_parallel.cli.kit import mistakes_as_messages, stdout_console
+
+__all__ = ["plan"]
+
+
+def plan(
+    mesh: Annotated[str, typer.Option(help="Axes and their sizes, the last one fastest: dp=2,tp=4")],
+    shape: Annotated[str, typer.Option(help="Sizes of the whole tensor: 4096,4096")],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="Layout it has, one entry per dim: dp,None; several axes on one dim, outer first: dp+tp,None; "
+            'reductions still to be taken: "None,None; tp=sum"',
+        ),
+    ],
+    target: Annotated[str, typer.Option("--to", help="Layout it should have, written alike.")],
+    dtype: Annotated[str, typer.Option(help="Of the tensor.")] = "float32",
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="h100, a100, ascend-910b or laptop, to take the least time; default: the fewest bytes."),
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="If not the usual number for the hardware.")] = None,
+    max_extra_bytes: Annotated[
+        int | None, typer.Option(help="Most memory per rank besides its part of the source and of the result.")
+    ] = None,
+    steps_only: Annotated[bool, typer.Option("--steps-only", help="Print nothing but our steps.")] = False,
+) -> None:
+    """Show how a tensor gets from one layout to another: our steps, torch's, and the least there is to move.
+
+    hyper-parallel plan --mesh dp=2,tp=4 --shape 4096,4096 --from dp,None --to None,tp
+    """
+    with mistakes_as_messages():
+        if hardware is None and ranks_per_node is not None:
+            raise ValueError(
+                f"cannot place ranks on nodes: --ranks-per-node {ranks_per_node} is given without --hardware\n"
+                f"  try: --hardware h100 --ranks-per-node {ranks_per_node}"
+            )
+        from hyper_parallel.core.dtensor.text import parse_dtype, parse_layout, parse_mesh, parse_shape
+        from hyper_parallel.core.redistribute import plan as plan_redistribution
+        from hyper_parallel.core.redistribute import topology
+        from hyper_parallel.core.redistribute.show import show
+
+        axes, on = parse_mesh(mesh), None if hardware is None else topology(hardware, ranks_per_node)
+        src, dst = parse_layout(axes, source), parse_layout(axes, target)
+        steps = plan_redistribution(
+            src, dst, parse_shape(shape), parse_dtype(dtype), on, max_extra_bytes=max_extra_bytes
+        )
+        drawn = show(steps, device_type="cpu" if hardware == "laptop" else "cuda", steps_only=steps_only)
+    stdout_console().print(drawn)

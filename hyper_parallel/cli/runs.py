@@ -1,0 +1,228 @@
+"""The runs behind `train` and `demo`, once their options are read.
+
+torch is imported here, and not where options are: `--help` and a wrong option come before that.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hyper_parallel.cli.kit import (
+    FAILURE,
+    INTERRUPTED,
+    is_first_rank,
+    say_error,
+    stderr_console,
+)
+from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.data import load_corpus
+from hyper_parallel.trainer.guards import NonFiniteError, StopRequest
+from hyper_parallel.trainer.loop import RankPlace
+from hyper_parallel.trainer.loop import train as train_rank
+from hyper_parallel.trainer.parallelize import describe_axes
+from hyper_parallel.trainer.preflight import check_machine, check_precision, plan_run
+from hyper_parallel.trainer.report import (
+    Traffic,
+    TrainingDisplay,
+    TrainResult,
+    bits_per_byte,
+    largest_difference,
+    loss_table,
+    plot_losses,
+    traffic_table,
+)
+from hyper_parallel.trainer.saving import run_to_go_on_from
+from hyper_parallel.trainer.watchdog import RankLostError
+
+__all__ = [
+    "check_run",
+    "compare_runs",
+    "describe_run",
+    "one_thread",
+    "run_here",
+    "run_simulated",
+    "summarise",
+    "while_ranks_run",
+]
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+def run_here(console: Console, title: str, run: Config, stop: StopRequest | None = None) -> TrainResult:
+    """Train as the rank that torchrun made of this process, or alone."""
+    with TrainingDisplay(console, title, run.train.steps) as display:
+        return train_rank(run, display.on_step, stop)
+
+
+def run_simulated(
+    console: Console, title: str, run: Config, world_size: int, stop: StopRequest | None = None
+) -> tuple[TrainResult, list[Traffic]]:
+    """Train as every rank of a simulated world; also return what the ranks communicated."""
+    import sim
+
+    with (
+        TrainingDisplay(console, title, run.train.steps) as display,
+        sim.world(world_size, seed=run.train.seed) as world,
+    ):
+        results = world.run(train_rank, args=(run, display.on_step, stop))
+        return results[0], list(world.trace.by_axis())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one core, as each simulated rank does: the comparison is then the same on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def while_ranks_run(left: str) -> Iterator[None]:
+    """Turn Ctrl-C into exit code 130, and a failure into exit code 1, with its traceback if it was not foreseen."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_first_rank():
+            stderr_console().print(f"interrupted; {escape(left)}")
+        raise typer.Exit(INTERRUPTED) from None
+    except NonFiniteError as error:
+        say_error(f"{_own(error)}\n  {left}")
+        raise typer.Exit(FAILURE) from None
+    except CheckpointError as error:
+        say_error(str(_own(error)))
+        raise typer.Exit(FAILURE) from None
+    except RankLostError as error:
+        stderr_console().print(f"[red]error:[/red] rank {os.environ.get('RANK', '0')} {escape(str(error))}")
+        raise typer.Exit(FAILURE) from None
+    except Exception:
+        traceback.print_exc()
+        raise typer.Exit(FAILURE) from None
+
+
+def _own(error: Exception) -> BaseException:
+    """Return what the rank raised: the simulator wraps it."""
+    return error.__cause__ if hasattr(error, "rank") and error.__cause__ is not None else error
+
+
+def check_run(run: Config, sim: int | None) -> Config:
+    """Check the run against the ranks and the machine; raise ValueError or PlatformUnavailableError."""
+    if sim is not None:
+        run = _check_simulated(run, sim)
+        world_size = local_ranks = sim
+    else:
+        place = RankPlace.from_environment()
+        world_size, local_ranks = place.world_size, place.local_world_size
+    platform = get_platform(run.train.device)
+    dims = plan_run(run, world_size)
+    check_precision(run, platform)
+    check_machine(run, dims, local_ranks, on_host=platform.device_type == "cpu")
+    return run
+
+
+def _check_simulated(run: Config, world_size: int) -> Config:
+    if world_size < 1:
+        raise ValueError(f"cannot simulate {world_size} ranks: --sim {world_size}\n  try: --sim 8")
+    started = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if started:
+        raise ValueError(
+            f"--sim {world_size} starts ranks of its own, but this process is a rank already ({', '.join(started)})\n"
+            "  try: leave out --sim under torchrun, or start hyper-parallel without torchrun"
+        )
+    if run.train.device not in (None, "cpu"):
+        raise ValueError(
+            f"simulated ranks compute on the CPU, but device is '{run.train.device}' (--sim {world_size})\n"
+            "  try: leave out --device, or leave out --sim and start the ranks with torchrun"
+        )
+    return run.with_changes("train", {"device": "cpu"})
+
+
+# -- what a person sees ----------------------------------------------------------------------------------------------
+
+
+def describe_run(console: Console, run: Config, sim: int | None) -> None:
+    """Print the model, the text, the batch and the ranks of a run, and where it starts."""
+    model, train = run.shape(), run.train
+    corpus = load_corpus(run.data.path, run.data.pattern, run.data.max_bytes)
+    dims = plan_run(run, sim or RankPlace.from_environment().world_size)
+    kind = "Llama" if train.model == "llama" else f"Llama with {run.experts.num_experts} experts per layer"
+    console.print(
+        f"{kind}, {model.num_parameters():,} parameters: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_attention_heads} heads ({model.num_key_value_heads} key/value)"
+    )
+    console.print(
+        f"text: {corpus.source}, {corpus.files} files, {corpus.train.size / 1e6:.1f} MB + "
+        f"{corpus.valid.size / 1e6:.1f} MB held back"
+    )
+    console.print(f"batch: {train.batch_size} x {train.seq_len} bytes, {train.steps} steps; {describe_axes(dims)}")
+    found = None
+    with suppress(CheckpointError):  # also while another run saves there; all ranks find it, and say so alike
+        found = None if console.quiet else run_to_go_on_from(run)
+    if found is not None:
+        console.print(f"goes on from step {found[0]} in {run.checkpoint.folder}")
+        for change in found[1]:
+            console.print(f"  other text than before: {change}")
+    elif train.start_from is not None:
+        console.print(f"starts with the weights of {train.start_from}")
+
+
+def summarise(console: Console, result: TrainResult) -> None:
+    """Print what a run has come to: steps, losses, speed, and what could not be saved."""
+    for failure in result.save_failures:
+        console.print(f"a checkpoint could not be written: {failure}")
+    if not result.steps:
+        console.print(f"nothing to do: the checkpoint is of the last step, {result.first_step - 1}")
+        return
+    if result.first_step > 1:
+        console.print(f"went on from step {result.first_step - 1}")
+    if result.stopped is not None:
+        console.print(f"stopped by {result.stopped} after step {result.steps[-1].step}")
+    last, first = result.losses[-10:], result.steps[0]
+    at = "" if first.step == result.first_step else f" at step {first.step:,}"
+    console.print(
+        f"loss {first.loss:.3f}{at} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} steps), "
+        f"{result.tokens_per_s:,.0f} tokens/s"
+    )
+    if result.valid_loss is not None:
+        console.print(
+            f"held-back text: loss {result.valid_loss:.3f}, {bits_per_byte(result.valid_loss):.2f} bits per byte "
+            "(8 is guessing)"
+        )
+
+
+def compare_runs(console: Console, runs: dict[str, TrainResult], traffic: list[Traffic], out: Path) -> None:
+    """Print the runs side by side, and draw their losses in the folder `out`."""
+    simulated, single = runs.values()
+    difference, step = largest_difference(simulated, single)
+    console.print("\nThe same steps on 8 simulated ranks and on one device", style="bold")
+    console.print(loss_table(runs))
+    console.print(f"largest difference in {len(simulated.steps)} steps: {difference:.1e} (step {step})")
+    console.print("\nWhat the 8 ranks communicated (bytes received, validation included)", style="bold")
+    console.print(traffic_table(traffic))
+    console.print()
+    summarise(console, simulated)
+    console.print(f"one device alone: {single.tokens_per_s:,.0f} tokens/s on one core, as the simulated ranks together")
+    picture = out / "loss.png"
+    title = f"Llama, {simulated.parameters:,} parameters, on Python source text"
+    if plot_losses(runs, picture, title):
+        console.print(f"wrote {picture}, {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")
+    else:
+        console.print(f"no {picture}: matplotlib is not installed; try: pip install 'hyper_parallel[plot]'")
+        console.print(f"wrote {out / '8_ranks.jsonl'} and {out / 'one_device.jsonl'}")

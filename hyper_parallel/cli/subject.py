@@ -1,0 +1,373 @@
+"""The comparison behind `verify`: a small Llama with the shipped plan, or a model of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+from torch import nn
+
+from hyper_parallel.cli.kit import stderr_console
+from hyper_parallel.cli.runs import one_thread
+from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.dtensor.text import NOT_SPLIT, parse_dtype, parse_layout, parse_mesh, parse_shape, write_layout
+from hyper_parallel.core.shard.plan_file import load_plan
+from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.models.llama import Llama, LlamaConfig
+from hyper_parallel.models.plans import llama_plan
+
+__all__ = ["LlamaSizes", "Subject", "llama_subject", "named_object", "own_subject", "painted", "verify_subject"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A parallel model, and what it takes to compare it with the same model on one device.
+
+    Attributes:
+        title: what it is, in a line.
+        model_fn: makes the model.
+        inputs: whole arguments of the model.
+        mesh: the axes.
+        input_layouts: which part of each input a rank is given; None: what the plan says of "input".
+        plan: the plan, or None.
+        parallelize: what makes the model parallel if no plan does.
+        dtype: what to compute in.
+        seed: of weights and inputs.
+    """
+
+    title: str
+    model_fn: Callable[[], nn.Module]
+    inputs: tuple[Any, ...]
+    mesh: Layout
+    input_layouts: list[Layout | None] | None
+    plan: ShardingPlan | None
+    parallelize: Callable[..., Any] | None
+    dtype: torch.dtype
+    seed: int
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the mesh has."""
+        return math.prod(self.mesh.mesh_shape)
+
+    def shown_plan(self) -> ShardingPlan:
+        """Return the plan, to show it.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.plan is None:
+            blame = "--parallelize makes the model parallel, and no plan does"
+            raise ValueError(explain("cannot --show-plan", blame, self.title, "--plan plan.toml, or --model llama"))
+        return self.plan
+
+    def lines(self) -> list[str]:
+        """Say what is compared."""
+        shown = [
+            f"{' x '.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')}"
+            + (f" as {write_layout(layout)}" if layout is not None else "")
+            for value, layout in zip(self.inputs, self.input_layouts or [None] * len(self.inputs), strict=True)
+        ]
+        dtype = str(self.dtype).removeprefix("torch.")
+        axes = ", ".join(
+            f"{name}={size}" for name, size in zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)
+        )
+        return [
+            self.title,
+            f"inputs: {'; '.join(shown)}",
+            f"{self.ranks} simulated ranks on {axes} beside one device, in {dtype} ...",
+        ]
+
+
+@dataclass(frozen=True)
+class LlamaSizes:
+    """The size of the Llama that is compared; None: small, and as the mesh needs it.
+
+    Args:
+        layers: blocks of the Llama.
+        hidden: width of its residual stream.
+        heads: query heads; None: at least two per rank along tp.
+        kv_heads: key and value heads.
+        vocab: number of tokens.
+        seq_len: tokens per sequence.
+        batch: sequences, over all ranks together.
+        tied: the embedding is the head, too.
+    """
+
+    layers: int = 2
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    vocab: int | None = None
+    seq_len: int | None = None
+    batch: int | None = None
+    tied: bool = False
+
+    def config(self, degree: int) -> LlamaConfig:
+        """Return the shape of the model.
+
+        >>> LlamaSizes().config(degree=4).num_key_value_heads, LlamaSizes(heads=8).config(degree=4).head_dim
+        (4, 8)
+
+        Args:
+            degree: how many ranks share the heads.
+        """
+        heads = self.heads or (2 * self.kv_heads if self.kv_heads else 2 * max(2, degree))
+        kv_heads = self.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
+        hidden = self.hidden or 8 * heads
+        seq_len = self.seq_len or max(8, 2 * degree)
+        return LlamaConfig(
+            vocab_size=self.vocab or 16 * max(8, degree),
+            hidden_size=hidden,
+            intermediate_size=max(1, -(-3 * hidden // degree) * degree),
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_seq_len=seq_len,
+            tie_embeddings=self.tied,
+        )
+
+
+def llama_subject(
+    mesh: str,
+    sizes: LlamaSizes,
+    *,
+    plan_path: Path | None = None,
+    tp: str = "tp",
+    options: Mapping[str, Any] | None = None,
+    input_layouts: Sequence[str] = (),
+    dtype: str = "float64",
+    seed: int = 0,
+) -> Subject:
+    """Return the Llama with its shipped plan, or with one from a file.
+
+    Args:
+        mesh: names and sizes of the axes, "dp=2,tp=4".
+        sizes: of the model and of the batch.
+        plan_path: a TOML file; None: the shipped plan.
+        tp: the axis that splits modules; "None" or "-": none does. The others split the batch.
+        options: of `llama_plan`.
+        input_layouts: the layout of the tokens, in place of a split of the batch.
+        dtype: name of what to compute in.
+        seed: of weights and tokens.
+
+    Raises:
+        ValueError: what does not exist, does not parse, or does not fit.
+    """
+    base = parse_mesh(mesh)
+    axis = None if tp in NOT_SPLIT else tp
+    sizes_of = dict(zip(base.alias_name, base.mesh_shape, strict=True))
+    rows = tuple(name for name in base.alias_name if name != axis)
+    for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq_len", "batch"):
+        _check_size(name, getattr(sizes, name))
+    config = sizes.config(sizes_of.get(axis or "", 1))
+    shipped = llama_plan(config, base, tp=axis, **(options or {}))
+    plan = shipped if plan_path is None else load_plan(plan_path, base)
+    batch = sizes.batch or 2 * max(2, math.prod(sizes_of[name] for name in rows))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(config.vocab_size, (batch, config.max_seq_len), generator=generator)
+    layouts = _layouts(base, input_layouts, (tokens,))
+    if layouts is None and "input" not in (plan.input_plan or {}):
+        layouts = [base(rows or None, "None")]
+    said = f"the plan of {plan_path}" if plan_path is not None else "the shipped plan"
+    title = (
+        f"Llama, {config.num_parameters():,} parameters: {config.num_hidden_layers} layers, "
+        f"hidden {config.hidden_size}, {config.num_attention_heads} heads ({config.num_key_value_heads} key/value), "
+        f"{said}"
+    )
+    return Subject(title, lambda: Llama.build(config, seed), (tokens,), base, layouts, plan, None, _dtype(dtype), seed)
+
+
+def own_subject(
+    model: str,
+    mesh: str,
+    inputs: Sequence[str],
+    *,
+    plan_path: Path | None = None,
+    parallelize: str | None = None,
+    input_layouts: Sequence[str] = (),
+    dtype: str = "float64",
+    seed: int = 0,
+) -> Subject:
+    """Return a model of the user's own.
+
+    Args:
+        model: "module:function", where the function returns the model.
+        mesh: names and sizes of the axes, "dp=2,tp=4".
+        inputs: shapes of the arguments; "4,16:100" are whole numbers below 100.
+        plan_path: a TOML file.
+        parallelize: "module:function", called with model and mesh, in place of a plan.
+        input_layouts: per argument its layout, "-" leaves one whole.
+        dtype: name of what to compute in.
+        seed: of weights and inputs.
+
+    Raises:
+        ValueError: what does not exist, does not parse, or does not fit.
+    """
+    asked = f"cannot verify {model!r}"
+    base = parse_mesh(mesh)
+    build = named_object("--model", model)
+    if (plan_path is None) == (parallelize is None):
+        blame = f"{'neither' if plan_path is None else 'both'} of --plan and --parallelize given"
+        hint = "--plan plan.toml, or --parallelize my_module:function, called with model and mesh"
+        raise ValueError(explain(asked, blame, f"--model {model}", hint))
+    if not inputs:
+        hint = "--input 4,16 for floats, --input 4,16:100 for whole numbers below 100; once per argument"
+        raise ValueError(explain(asked, "no --input says what the model takes", f"--model {model}", hint))
+    generator = torch.Generator().manual_seed(seed)
+    values = tuple(_input(text, generator) for text in inputs)
+    plan = None if plan_path is None else load_plan(plan_path, base)
+    chosen = None if parallelize is None else named_object("--parallelize", parallelize)
+    said = f"the plan of {plan_path}" if plan_path is not None else parallelize
+    return Subject(
+        title=f"{model}, {said}",
+        model_fn=build,
+        inputs=values,
+        mesh=base,
+        input_layouts=_layouts(base, input_layouts, values),
+        plan=plan,
+        parallelize=chosen,
+        dtype=_dtype(dtype),
+        seed=seed,
+    )
+
+
+def named_object(option: str, name: str) -> Callable[..., Any]:
+    """Import "module:function"; modules in the working folder count, too.
+
+    >>> named_object("--model", "torch.nn:GELU")()
+    GELU(approximate='none')
+
+    Args:
+        option: what asks for it, for messages.
+        name: module and function.
+
+    Raises:
+        ValueError: no such module, nothing of that name in it, something that cannot be called.
+    """
+    asked, (path, colon, inside) = f"cannot use {option} {name}", name.partition(":")
+    if not colon or not path or not inside:
+        blame = "it is not of the form module:function" + ("" if option != "--model" else ", and not 'llama'")
+        raise ValueError(explain(asked, blame, f"{option} {name}", f"{option} my_module:function"))
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
+            raise
+        files = ", ".join(sorted(file.name for file in Path.cwd().glob("*.py"))[:8]) or "none"
+        hint = f"{option} {path.removesuffix('.py')}:{inside}" if path.endswith(".py") else "a module that is there"
+        raise ValueError(explain(asked, f"there is no module {error.name!r}", f"here: {files}", hint)) from None
+    finally:
+        if added:
+            sys.path.remove(here)
+    found = getattr(module, inside, None)
+    if not callable(found):
+        blame = f"{inside!r} cannot be called" if found is not None else f"{path} has no {inside!r}"
+        names = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == path and not name.startswith("_")
+        ]
+        near = nearest(inside, names) if names else "a function that is there"
+        hint = near if near.startswith("one of ") or not names else f"{option} {path}:{near[1:-1]}"
+        raise ValueError(explain(asked, blame, f"functions: {', '.join(names[:8]) or 'none'}", hint))
+    return found
+
+
+def verify_subject(console: Console, subject: Subject, everything: bool) -> bool:
+    """Compare the ranks with one device, and print the report; return whether all is well."""
+    from sim import SimError, verify_plan
+
+    console.print("\n".join(subject.lines()))
+    console.file.flush()
+    start = time.perf_counter()
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what ranks raise, too
+    try:
+        with one_thread():
+            report = verify_plan(
+                subject.model_fn,
+                subject.inputs,
+                subject.mesh,
+                subject.plan,
+                parallelize=subject.parallelize,
+                input_layouts=subject.input_layouts,
+                dtype=subject.dtype,
+                seed=subject.seed,
+            )
+    except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
+        said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
+        stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
+        return False
+    except (ValueError, TypeError):
+        raise
+    except Exception:  # the model fails on one device, too
+        traceback.print_exc()
+        return False
+    console.print()
+    console.print(painted(report.table(verbose=everything)))
+    console.print(f"took {time.perf_counter() - start:.1f} s")
+    return report.ok
+
+
+def painted(table: str) -> Text:
+    """Give the lines of a report that are about mistakes a colour."""
+    text = Text()
+    for line in table.splitlines(keepends=True):
+        wrong = line.rstrip().endswith("  bug") or "does not compute" in line
+        text.append(line, style="red" if wrong else "yellow" if line.startswith("note: ") else "")
+    return text
+
+
+def _input(text: str, generator: torch.Generator) -> torch.Tensor:
+    """Make a random input: numbers, or whole numbers below what stands after a colon."""
+    shape, colon, most = text.partition(":")
+    if not colon:
+        return torch.randn(parse_shape(shape), generator=generator, dtype=torch.float64)
+    if not most.strip().isdigit() or int(most) < 1:
+        blame = f"{most.strip()!r} is no whole number from 1 up"
+        raise ValueError(
+            explain(f"cannot make --input {text}", blame, "form: SHAPE, or SHAPE:N", f"--input {shape}:100")
+        )
+    return torch.randint(int(most), parse_shape(shape), generator=generator)
+
+
+def _layouts(base: Layout, texts: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[Layout | None] | None:
+    if not texts:
+        return None
+    if len(texts) > len(inputs):
+        blame = f"there are {len(texts)} of them for {len(inputs)} {'input' if len(inputs) == 1 else 'inputs'}"
+        hint = 'one for each, in order; "-" leaves one whole'
+        raise ValueError(explain("cannot use --input-layout", blame, f"given: {'; '.join(texts)}", hint))
+    read = [None if text.strip() == "-" else parse_layout(base, text) for text in texts]
+    return read + [None] * (len(inputs) - len(read))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = parse_dtype(name)
+    if found not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        hint = "float64, in which no fault hides, or float32; bfloat16 and float16, which hide small ones"
+        raise ValueError(explain("cannot verify", f"models do not compute in {name}", f"--dtype {name}", hint))
+    return found
+
+
+def _check_size(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        option = f"--{name.replace('_', '-')}"
+        raise ValueError(explain("cannot build the Llama", f"{option} is below 1", f"{option} {value}", f"{option} 4"))

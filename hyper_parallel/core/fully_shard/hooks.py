@@ -1,0 +1,248 @@
+"""One forward call of a unit, and the hooks by which autograd tells when backward enters and leaves it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, ValuesView
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = [
+    "ForwardCall",
+    "cast",
+    "copy_aliases",
+    "mark_inputs",
+    "restore_containers",
+    "tensors_in",
+    "watch_outputs",
+]
+
+
+class Listener(Protocol):
+    """What a forward call reports to: its unit."""
+
+    def pre_backward(self, call: ForwardCall) -> None:
+        """Backward is about to use an output of this call."""
+
+    def post_backward(self, call: ForwardCall) -> None:
+        """Backward has computed the gradients of this call's inputs."""
+
+
+class ForwardCall:
+    """One call of a unit's module.
+
+    Attributes:
+        pre_backward_in: Number of the last backward that came to the outputs; -1: none has.
+        post_backward_in: Number of the last backward that left through the inputs; -1: none has.
+        version: Of the shards whose values it has used.
+        replaced: What the caller's lists and dictionaries held, replaced while the module sees marked tensors in them.
+        around: Calls of other units that have returned an output of this one as it was, the innermost first.
+        given: Identities of the caller's tensors whose views the module sees, valid until its forward is through.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "around",
+        "given",
+        "listener",
+        "post_backward_in",
+        "pre_backward_in",
+        "replaced",
+        "version",
+    )
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.pre_backward_in = -1
+        self.post_backward_in = -1
+        self.version: object = None
+        self.replaced: list[Any] = []
+        self.around: list[ForwardCall] = []
+        self.given: set[int] = set()
+
+    def reach(self, *gradients: Any) -> None:
+        """The hook on outputs; it leaves their gradients alone."""
+        del gradients
+        # The units around are first, although their hooks on the same tensor come later: a rank on which they have made
+        # a tensor of their own reaches them first, and all ranks must gather in one order. Otherwise units of equal
+        # size get each other's values, and others hang.
+        for outer in reversed(self.around):
+            outer.reach()
+        self.listener.pre_backward(self)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """The identity; its backward runs when the gradients of all of a unit's inputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ForwardCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        # An input that the unit does not use gets no gradient, not one of zeros, as on a single device.
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: ForwardCall = ctx.call
+        call.listener.post_backward(call)
+        return (None, *gradients)
+
+
+def mark_inputs(
+    call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put a node behind the inputs that tells when backward has left the unit.
+
+    A tensor that is given twice stays one object, which modules may test for (attention does). Lists and dictionaries
+    stay the caller's, and get their own tensors back when the call is through.
+    """
+    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # as most are, and much cheaper
+        if not args[0].requires_grad:
+            return args, kwargs
+        return _marked(call, args[0]), kwargs
+    leaves, spec = tree_flatten((args, kwargs))
+    inputs = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    if not inputs:
+        return args, kwargs
+    marked = dict(zip(inputs, _marked(call, *inputs.values()), strict=True))
+    del leaves, spec  # torch's flatten leaves a cycle that would keep the inputs until the garbage collector runs
+
+    def mark(tensor: torch.Tensor) -> torch.Tensor:
+        return marked.get(id(tensor), tensor)
+
+    undo = call.replaced
+    new_args = tuple(_replaced(argument, mark, undo) for argument in args)
+    return new_args, {name: _replaced(argument, mark, undo) for name, argument in kwargs.items()}
+
+
+def _marked(call: ForwardCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    marked: tuple[torch.Tensor, ...] = tuple(_EndOfBackward.apply(call, *inputs))
+    call.given = {id(tensor._base) for tensor in marked}
+    return marked
+
+
+def restore_containers(call: ForwardCall) -> None:
+    """Put the caller's own tensors back into its lists and dictionaries, where the module has left the marked ones."""
+    for container, key, own, marked in reversed(call.replaced):
+        if type(container) is dict:
+            if container.get(key) is marked:
+                container[key] = own
+            continue
+        for index, item in enumerate(container):
+            if item is marked:
+                container[index] = own
+    call.replaced = []
+
+
+def _replaced(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None = None) -> Any:
+    """``tree`` with its tensors replaced; a container in which nothing is replaced stays the caller's own object.
+
+    Modules may fill a list or a dictionary that they are given, and the caller looks into it afterwards: so with
+    ``undo`` these are changed in place, and what has to be put back is noted there.
+    """
+    if isinstance(tree, torch.Tensor):
+        return replace(tree)
+    if undo is not None and type(tree) in (list, dict):
+        for key, child in list(enumerate(tree) if type(tree) is list else tree.items()):
+            new = _replaced(child, replace, undo)
+            if new is not child:
+                tree[key] = new
+                undo.append((tree, key, child, new))
+        return tree
+    # One level. By identity: torch's flatten leaves a cycle with this function, which must not hold the tensors.
+    own = id(tree)
+    children, spec = tree_flatten(tree, is_leaf=lambda node: id(node) != own)
+    if len(children) == 1 and children[0] is tree:  # no container
+        return _replaced_fields(tree, replace, undo) if dataclasses.is_dataclass(tree) else tree
+    replaced = [_replaced(child, replace, undo) for child in children]
+    if all(new is old for new, old in zip(replaced, children, strict=True)):
+        return tree
+    return tree_unflatten(replaced, spec)
+
+
+def _replaced_fields(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None) -> Any:
+    """A copy of a dataclass with its fields' tensors replaced; what ``__post_init__`` did is not done again."""
+    if isinstance(tree, (type, nn.Module)):
+        return tree
+    names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+    replaced = {name: _replaced(getattr(tree, name), replace, undo) for name in names}
+    changed = {name: new for name, new in replaced.items() if new is not getattr(tree, name)}
+    if not changed:
+        return tree
+    made = copy.copy(tree)
+    for name, new in changed.items():
+        if tree.__dataclass_params__.frozen:
+            object.__setattr__(made, name, new)
+        else:
+            setattr(made, name, new)
+    return made
+
+
+def watch_outputs(call: ForwardCall, tensors: list[torch.Tensor]) -> None:
+    """Have the call hear of it before backward uses any of `tensors`, which require gradients and are no leaves."""
+    for tensor in tensors:
+        for hook in (tensor._backward_hooks or {}).values():
+            inner = getattr(hook, "__self__", None)
+            if isinstance(inner, ForwardCall) and inner is not call:
+                inner.around.append(call)
+        tensor.register_hook(call.reach)
+        # A hook on a view is lost when the view is modified in place: autograd then gives it a new history. Of a view
+        # of an input, backward comes to the base after it has left the unit, or without being in it.
+        base = tensor._base if tensor._is_view() else None
+        if base is not None and base.grad_fn is not None and id(base) not in call.given:
+            base.grad_fn.register_prehook(call.reach)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a nest of containers, dataclasses and plain objects."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+        return
+    yield from _found(tree, set())
+
+
+def _found(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif id(leaf) not in seen and (inside := _inside(leaf)):
+            seen.add(id(leaf))
+            yield from _found(inside, seen)
+
+
+def _inside(leaf: Any) -> list[Any]:
+    """What an object that torch does not know as a container holds."""
+    if leaf is None or isinstance(leaf, (str, bytes, int, float, complex, type, nn.Module)) or callable(leaf):
+        return []
+    if dataclasses.is_dataclass(leaf):
+        return [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    if isinstance(leaf, Mapping):
+        return list(leaf.values())
+    if isinstance(leaf, (list, tuple, set, frozenset, ValuesView)):
+        return list(leaf)
+    return list(getattr(leaf, "__dict__", {}).values())
+
+
+def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
+    """Copy the tensors of which ``is_alias`` says that their memory will not outlive the unit's pass."""
+    if not any(is_alias(tensor) for tensor in tensors_in(tree)):
+        return tree
+    return _replaced(tree, lambda tensor: tensor.clone() if is_alias(tensor) else tensor)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Cast floating-point tensors, in containers and dataclasses; one that is there twice stays one object."""
+    done: dict[int, torch.Tensor] = {}
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.to(dtype)
+        return done[id(tensor)]
+
+    return _replaced(tree, convert)

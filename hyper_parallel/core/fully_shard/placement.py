@@ -1,0 +1,441 @@
+"""Placement of each parameter: sharded, replicated, kept as the DTensor it is, or sharded further.
+
+The data-parallel mesh is read once, into `DataParallelMesh`; a `ParameterPlacement` then says of one parameter what
+optimizers see, what its module sees, and over which groups it is gathered and reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.dtensor.placements import is_strided
+from hyper_parallel.core.fully_shard.policy import (
+    FullyShardParamMode,
+)
+from hyper_parallel.core.mesh.device_mesh import flatten_axes
+from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
+from hyper_parallel.platform import Platform, get_platform
+
+__all__ = [
+    "DataParallelMesh",
+    "ParameterPlacement",
+    "PlacementFn",
+    "check_fusion",
+    "common_spmd_mesh",
+    "data_axes",
+    "describe_mesh",
+    "has_extension",
+    "kept_placement",
+    "plain_placement",
+    "platform_of",
+    "resolve_mesh",
+    "shard_dim",
+    "unified_placement",
+]
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """A 1-D mesh (shard) or a 2-D mesh (replicate, shard), with its groups looked up once.
+
+    Attributes:
+        mesh: torch's mesh.
+        shard_group: The ranks that hold the shards of one copy.
+        shard_size: How many they are.
+        shard_rank: The calling rank's place among them.
+        replicate_group: The ranks that hold the same shard; None on a 1-D mesh.
+        replicate_size: How many they are.
+        platform: The device under it.
+        axes: How many of the mesh's axes, the last ones, these are: 1 or 2.
+    """
+
+    mesh: DeviceMesh
+    shard_group: dist.ProcessGroup
+    shard_size: int
+    shard_rank: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_size: int
+    platform: Platform
+    axes: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, platform: Platform, axes: int) -> DataParallelMesh:
+        """Read the last axis of ``mesh`` as the shard axis and, of two, that before it as the replicate axis."""
+        shard_group = mesh.get_group(mesh.ndim - 1)
+        replicate_group = mesh.get_group(mesh.ndim - 2) if axes == 2 else None
+        return cls(
+            mesh=mesh,
+            shard_group=shard_group,
+            shard_size=shard_group.size(),
+            shard_rank=shard_group.rank(),
+            replicate_group=replicate_group,
+            replicate_size=1 if replicate_group is None else replicate_group.size(),
+            platform=platform,
+            axes=axes,
+        )
+
+    @property
+    def size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.shard_size * self.replicate_size
+
+    @property
+    def domain_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups over which to reduce, one after the other, to have reduced over all ranks of the mesh."""
+        world = dist.group.WORLD
+        if world is not None and self.size == world.size():
+            return (world,)
+        return (self.shard_group,) if self.replicate_group is None else (self.shard_group, self.replicate_group)
+
+
+@dataclass(frozen=True)
+class ParameterPlacement:
+    """Where a parameter lives: what optimizers see of it, what its module sees, and over whom it is reduced.
+
+    Attributes:
+        mode: How the engine manages it.
+        mesh: Mesh of the DTensor that optimizers see.
+        placements: Its placements.
+        shard_dim: The dim that is split over the shard axis; None: replicated over the data mesh.
+        data: The data mesh; None for a DTensor that keeps its layout.
+        view_mesh: Mesh of the DTensor that the module sees; None: it sees a plain tensor.
+        view_placements: Its placements.
+        reduced_axes: The axes of ``view_mesh`` over which the engine reduces gradients.
+        reduce_groups: Where it is replicated: groups over which gradients are all_reduced, one after the other.
+    """
+
+    mode: FullyShardParamMode
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shard_dim: int | None
+    data: DataParallelMesh | None
+    view_mesh: DeviceMesh | None = None
+    view_placements: tuple[Placement, ...] = ()
+    reduced_axes: tuple[int, ...] = ()
+    reduce_groups: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def shard_size(self) -> int:
+        """Parts that the parameter is split into over the shard axis."""
+        return 1 if self.shard_dim is None or self.data is None else self.data.shard_size
+
+    @property
+    def shard_rank(self) -> int:
+        """The shard of the calling rank."""
+        return 0 if self.shard_dim is None or self.data is None else self.data.shard_rank
+
+
+def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParallelMesh:
+    """Check ``mesh``, or make the default one: 1-D, over all ranks, on the parameters' device type.
+
+    Raises:
+        ValueError: Not a mesh; more than two axes; axes named in the wrong order; no process group yet.
+    """
+    if mesh is None:
+        mesh = _default_mesh(device_types)
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"fully_shard cannot use {mesh!r} as its mesh\n"
+            "  expected: a DeviceMesh, or None for all ranks\n"
+            "  try: mesh=init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp_replicate', 'dp_shard'))"
+        )
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard needs a mesh of 1 axis (shard) or 2 axes (replicate, shard), got {mesh.ndim}\n"
+            f"  mesh: {describe_mesh(mesh)}\n"
+            "  try: a slice of it, such as mesh['dp_replicate', 'dp_shard']"
+        )
+    names = mesh.mesh_dim_names
+    if names and mesh.ndim == 2 and "shard" in names[0].lower() and "repl" in names[1].lower():
+        raise ValueError(
+            f"fully_shard takes the first axis to replicate and the second to shard, but they are named {names}\n"
+            f"  mesh: {describe_mesh(mesh)}\n"
+            f"  try: mesh[{names[1]!r}, {names[0]!r}] of a mesh built in that order"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"fully_shard was called on rank {dist.get_rank()}, which is not in its mesh\n"
+            f"  mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.flatten().tolist()}\n"
+            "  try: call fully_shard on the ranks of the mesh only"
+        )
+    with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
+        in_order = bool((mesh.mesh.diff(dim=-1) > 0).all())
+    if not in_order:
+        raise ValueError(
+            "fully_shard needs the ranks along the shard axis in ascending order: a process group sorts them, and "
+            f"shards would change places\n  mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.tolist()}\n"
+            "  try: a mesh whose rows ascend, as init_device_mesh makes them"
+        )
+    return DataParallelMesh.of(mesh, platform_of(mesh), mesh.ndim)
+
+
+def data_axes(mesh: Any, dims: Any) -> DeviceMesh:
+    """The data-parallel axes of an SPMD mesh, as torch's ``DataParallelMeshDims`` names them; several are flattened.
+
+    Raises:
+        ValueError: No mesh with names, or an axis that is not there.
+    """
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+        raise ValueError(
+            f"fully_shard cannot find dp_mesh_dims={dims!r}: it names axes of mesh\n"
+            f"  seen: {'mesh=None' if mesh is None else 'a mesh without names'}\n"
+            "  try: mesh=init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'tp'))"
+        )
+    if not (hasattr(dims, "replicate_names") and hasattr(dims, "shard_names")):
+        blame, hint = "it names the axes of mesh", "DataParallelMeshDims(shard='dp')"
+        asked = f"fully_shard cannot use a {type(dims).__name__} as dp_mesh_dims"
+        raise ValueError(explain(asked, blame, f"got: {dims!r}", hint))
+    replicate, shard = tuple(dims.replicate_names), tuple(dims.shard_names)
+    missing = [name for name in (*replicate, *shard) if name not in mesh.mesh_dim_names]
+    if missing or not (replicate or shard) or set(replicate) & set(shard):
+        blame = f"no axis {missing[0]!r}" if missing else "each axis once, and at least one"
+        raise ValueError(
+            f"fully_shard cannot use dp_mesh_dims={dims!r}: {blame}\n"
+            f"  mesh: {describe_mesh(mesh)}\n"
+            f"  try: DataParallelMeshDims(shard={mesh.mesh_dim_names[0]!r})"
+        )
+    lines = [_one_axis(mesh, names) for names in (replicate, shard) if names]
+    if len(lines) == 1:
+        return lines[0]
+    here = mesh.get_coordinate()
+    assert here is not None, "the axes' meshes exist on this rank"
+    order = [mesh.mesh_dim_names.index(name) for name in (*replicate, *shard)]
+    others = [axis for axis in range(mesh.ndim) if axis not in order]
+    with _disable_current_modes():
+        ranks = mesh.mesh.permute(*others, *order)[tuple(here[axis] for axis in others)]
+        ranks = ranks.reshape(lines[0].size(), lines[1].size()).contiguous()
+    names = ("_".join(replicate), "_".join(shard))
+    groups = [line.get_group() for line in lines]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flatten_axes(mesh, names, "_".join(names))
+
+
+def _default_mesh(device_types: set[str]) -> DeviceMesh:
+    known = sorted(device_types - {"meta"})
+    if len(known) > 1:
+        raise ValueError(
+            f"fully_shard cannot choose a mesh for parameters on several device types: {', '.join(known)}\n"
+            "  seen: mesh=None\n"
+            "  try: pass mesh=, or move the module to one device first"
+        )
+    if not dist.is_initialized():
+        raise ValueError(
+            "fully_shard cannot make a mesh: torch.distributed is not initialised\n"
+            "  seen: mesh=None\n"
+            "  try: torch.distributed.init_process_group() first, or pass mesh="
+        )
+    device_type = known[0] if known else get_platform().device_type
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def platform_of(mesh: DeviceMesh) -> Platform:
+    """The platform under a mesh.
+
+    Raises:
+        ValueError: Its device type is unknown.
+    """
+    try:
+        return get_platform(mesh.device_type)
+    except ValueError as error:
+        raise ValueError(
+            f"fully_shard does not know the device type {mesh.device_type!r} of its mesh\n"
+            f"  mesh: {describe_mesh(mesh)}\n"
+            "  try: a mesh on cuda, npu or cpu"
+        ) from error
+
+
+def describe_mesh(mesh: Any) -> str:
+    """Names and sizes of a mesh, for messages."""
+    names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, torch.Size(mesh.shape), strict=True))
+
+
+PlacementFn = Callable[[nn.Parameter], Any]
+
+
+def unpackable(parameter: nn.Parameter) -> str | None:
+    """Why shards of a parameter cannot be copied as plain memory; None if they can."""
+    local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if local.layout is not torch.strided:
+        return "it is sparse"
+    if has_extension(local):
+        return "it is gathered in its own way, by fsdp_pre_all_gather"
+    if is_traceable_wrapper_subclass(local):
+        return "it is a tensor subclass that holds its values in other tensors"
+    return None
+
+
+def check_fusion(name: str, reason: str) -> None:
+    """Refuse ``comm_fusion`` for a parameter.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        f"comm_fusion cannot take parameter {name!r}: {reason}\n"
+        "  seen: comm_fusion=True\n"
+        "  try: comm_fusion=False, or pass it in replicate_params or ignored_params"
+    )
+
+
+def shard_dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int:
+    """The dim to split, as ``shard_placement_fn`` says.
+
+    Raises:
+        ValueError: It returns something else than ``Shard(dim)`` or None, or a dim that the parameter lacks.
+    """
+    if placement_fn is None:
+        return 0
+    placement = placement_fn(parameter)
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {name!r}\n"
+            "  expected: Shard(dim) of torch.distributed.tensor, or None for dim 0\n"
+            "  try: lambda p: Shard(1) if p.dim() > 1 else None"
+        )
+    dims = parameter.dim()
+    if not -dims <= placement.dim < dims:
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {name!r}, which has no such dim\n"
+            f"  seen: shape {tuple(parameter.shape)}\n"
+            f"  try: a dim from 0 to {dims - 1}"
+        )
+    if placement.dim % dims and has_extension(parameter):
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {name!r}, which has fsdp_pre_all_gather\n"
+            "  expected: Shard(0): what it gathers is handed to fsdp_post_all_gather one below the other\n"
+            "  try: Shard(0) or None for this parameter"
+        )
+    return placement.dim % dims
+
+
+def has_extension(parameter: torch.Tensor) -> bool:
+    """Whether a parameter says itself what is gathered of it, by FSDP2's tensor extension."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")
+
+
+def plain_placement(
+    parameter: nn.Parameter,
+    name: str,
+    data: DataParallelMesh,
+    placement_fn: PlacementFn | None,
+    spmd_mesh: DeviceMesh | None,
+    *,
+    replicate: bool,
+) -> ParameterPlacement:
+    """Where a plain parameter goes: split over the shard axis or, if told so or without a dim, replicated.
+
+    Args:
+        parameter: The parameter.
+        name: Its name.
+        data: The data mesh.
+        placement_fn: What chooses the dim.
+        spmd_mesh: The mesh that DTensor parameters of the same model are on, and this one is to be on as well.
+        replicate: Do not split it.
+    """
+    mesh = data.mesh if spmd_mesh is None else spmd_mesh
+    before: list[Placement] = [Replicate() for _ in range(mesh.ndim - data.axes)]
+    local = FullyShardParamMode.LOCAL_PARAM
+    if replicate or parameter.dim() == 0:
+        placements = (*before, *[Replicate()] * data.axes)
+        return ParameterPlacement(local, mesh, placements, None, data, reduce_groups=data.domain_groups)
+    dim = shard_dim(parameter, name, placement_fn)
+    placements = (*before, *[Replicate()] * (data.axes - 1), Shard(dim))
+    return ParameterPlacement(local, mesh, placements, dim, data)
+
+
+def kept_placement(parameter: DTensor, name: str, *, fused: bool, api: str = "fully_shard") -> ParameterPlacement:
+    """Where a DTensor goes that keeps its layout: nowhere; gradients are reduced where it is replicated.
+
+    Raises:
+        ValueError: It has a partial placement; communication was to be fused.
+    """
+    if fused:
+        check_fusion(name, f"it is a DTensor that keeps its layout, {parameter.placements}")
+    _check_placements(parameter, name, api)
+    mesh = parameter.device_mesh
+    axes = tuple(axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
+    groups = tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
+    world = dist.group.WORLD
+    if world is not None and len(groups) > 1 and prod(group.size() for group in groups) == world.size():
+        groups = (world,)
+    return ParameterPlacement(
+        FullyShardParamMode.DTENSOR_COMPAT,
+        mesh,
+        tuple(parameter.placements),
+        None,
+        None,
+        view_mesh=mesh,
+        view_placements=tuple(parameter.placements),
+        reduced_axes=axes,
+        reduce_groups=groups,
+    )
+
+
+def unified_placement(
+    parameter: DTensor, name: str, data: DataParallelMesh, placement_fn: PlacementFn | None, *, replicate: bool
+) -> ParameterPlacement:
+    """Where a DTensor goes that is split further: on the mesh over both its axes and the data axes.
+
+    Raises:
+        ValueError: It is split over a data axis already, or has a placement that cannot be split further; the meshes
+            are no slices of one mesh.
+    """
+    _check_placements(parameter, name, "fully_shard")
+    spmd_mesh = spmd_mesh_of(parameter.device_mesh, data.mesh)
+    for axis in spmd_mesh.shared:
+        if not parameter.placements[axis].is_replicate():
+            raise ValueError(
+                f"fully_shard cannot split parameter {name!r} over its mesh: it is split over these ranks already\n"
+                f"  layout: {parameter.placements} on {describe_mesh(parameter.device_mesh)}   "
+                f"mesh: {describe_mesh(data.mesh)}\n"
+                "  try: mesh=None, which keeps its layout, or a mesh of axes along which it is replicated"
+            )
+    kept = [parameter.placements[axis] for axis in spmd_mesh.kept]
+    unified = FullyShardParamMode.DTENSOR_UNIFIED
+    view = (parameter.device_mesh, tuple(parameter.placements), spmd_mesh.shared)
+    if replicate or parameter._local_tensor.dim() == 0:
+        placements = (*kept, *[Replicate()] * data.axes)
+        return ParameterPlacement(
+            unified, spmd_mesh.mesh, placements, None, data, *view, reduce_groups=data.domain_groups
+        )
+    dim = shard_dim(parameter, name, placement_fn)  # type: ignore[arg-type]
+    placements = (*kept, *[Replicate()] * (data.axes - 1), Shard(dim))
+    return ParameterPlacement(unified, spmd_mesh.mesh, placements, dim, data, *view)
+
+
+def common_spmd_mesh(placements: Sequence[ParameterPlacement], data: DataParallelMesh) -> DeviceMesh | None:
+    """The one SPMD mesh of the DTensor parameters among these, if there is exactly one over this data mesh."""
+    found: list[DeviceMesh] = []
+    for placement in placements:
+        is_over_data = placement.data is not None and placement.data.mesh == data.mesh
+        if is_over_data and placement.mesh.ndim > data.axes and placement.mesh not in found:
+            found.append(placement.mesh)
+    return found[0] if len(found) == 1 else None
+
+
+def _check_placements(parameter: DTensor, name: str, api: str) -> None:
+    for placement in parameter.placements:
+        if placement.is_partial() or is_strided(placement):
+            raise ValueError(
+                f"{api} cannot manage parameter {name!r}, a DTensor with placement {placement}\n"
+                f"  layout: {parameter.placements} on {describe_mesh(parameter.device_mesh)}\n"
+                "  try: hyper_parallel.redistribute it to Shard and Replicate placements first"
+            )

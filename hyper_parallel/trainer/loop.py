@@ -1,0 +1,533 @@
+"""The loop of a training run, called by every rank, real or simulated, or by one process alone."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.groups import init_process_group
+from hyper_parallel.core.fully_shard.api import HSDPModule
+from hyper_parallel.core.hsdp.api import HSDPCell
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.models.hf_weights import load_huggingface
+from hyper_parallel.platform import Platform, get_platform
+from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
+from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
+from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
+from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
+from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate
+from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
+from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
+from hyper_parallel.trainer.preflight import check_precision, plan_run
+from hyper_parallel.trainer.report import KEPT, JsonlLog, StepRecord, TensorBoardLog, TrainResult
+from hyper_parallel.trainer.saving import Progress, Saver, check_start
+from hyper_parallel.trainer.watchdog import Watchdog, default_store
+
+OnStep = Callable[[StepRecord], None]
+
+PARALLELIZE = MappingProxyType({"llama": parallelize_llama, "moe": parallelize_moe})
+
+
+def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | None = None) -> TrainResult:
+    """Train as one rank of a world and return the same result on every rank.
+
+    >>> from hyper_parallel.trainer.config import TrainConfig
+    >>> result = train(Config(train=TrainConfig(steps=2, batch_size=2, seq_len=16, device="cpu")))
+    >>> len(result.losses)
+    2
+
+    The world is that of the process group, if there is one, which is used and left alone; else torchrun's environment,
+    from which one is made for the run; none means one rank. Runs with the same config see the same global batches and
+    start from the same weights, however many ranks share the work, and whatever the degrees.
+
+    Args:
+        config: the run.
+        on_step: called by the first rank after every step.
+        stop: asks the run to save and end after the step it is in; who started the process sets it, see
+            `stop_on_signals`.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: the config does not fit the number of ranks, the device, or the checkpoint it should go on from.
+        PlatformUnavailableError: the device cannot be used here.
+        NonFiniteError: the loss or the gradient is inf or NaN, and the config says to stop.
+        RankLostError: other ranks have failed or do not answer.
+    """
+    check("cannot train", Config, config=config)
+    check("cannot train", "callable | None", on_step=on_step)
+    if stop is not None:
+        check("cannot train", StopRequest, stop=stop)
+    place = RankPlace.current()
+    dims = plan_run(config, place.world_size)
+    platform = get_platform(config.train.device)
+    check_precision(config, platform)
+    platform.set_device(place.local_rank)
+    with _watchdog(config, place, stop) as watchdog:
+        if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
+            return Trainer(config, dims, platform, place, None, stop, watchdog).run(on_step)
+        watchdog.beat(0, "meeting the other ranks")
+        with process_group(platform, place), watchdog.telling():
+            watchdog.connect(default_store())
+            watchdog.beat(0, "building the model")
+            mesh = dims.build_mesh(platform.device_type)
+            return Trainer(config, dims, platform, place, mesh, stop, watchdog).run(on_step)
+
+
+def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None) -> Watchdog:
+    """Return what ends this rank when it cannot go on; one without others may take its time, as in a debugger."""
+    seconds = config.train.stuck_after_s
+    if seconds is None:
+        seconds = STUCK_AFTER_S if place.world_size > 1 else 0
+    folder = _out(config) / "stuck"
+    return Watchdog(seconds or math.inf, folder, rank=place.rank, world_size=place.world_size, stop=stop)
+
+
+def _out(config: Config) -> Path:
+    """Return where reports on what went wrong go."""
+    return Path(config.train.log or "out/train.jsonl").parent
+
+
+class Trainer:
+    """One rank's side of a run: its part of the model, of the optimizer state and of the data.
+
+    Args:
+        config: the run.
+        dims: its degrees.
+        platform: the calling rank's kind of device.
+        place: which rank this is.
+        mesh: the ranks by axis; None trains the bare model on one device, without torch.distributed.
+        stop: asks the run to end.
+        watchdog: hears of progress.
+
+    Attributes:
+        model: this rank's part of the model.
+        steps_done: optimizer steps so far, those before a resumption included.
+        samples_used: sequences of the text so far, over all ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dims: ParallelDims,
+        platform: Platform,
+        place: RankPlace,
+        mesh: DeviceMesh | None,
+        stop: StopRequest | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
+        self.watchdog = watchdog
+        self.device = platform.device(place.local_rank)
+        self.corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
+        self.ranks = RunGroups(dims, mesh is not None, self.device, WEIGHTS[config.parallel.param_dtype])
+        self.share = ShareOfLoss()
+        self.model = PARALLELIZE[config.train.model](config, dims, self.device, self.share)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.policy = NonFinitePolicy(config.train.on_nonfinite, config.train.max_skips)
+        self.steps_done = self.samples_used = self.skipped = 0
+        self.saver = Saver(
+            config, self.model, self.optimizer, self.device, rank=place.rank, world_size=place.world_size
+        )
+        self._resume()
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self, on_step: OnStep | None = None) -> TrainResult:
+        """Take all steps that are left, log them, validate at the end, and save when it is time."""
+        train, first_rank = self.config.train, self.place.rank == 0
+        records, first_step = deque[StepRecord](maxlen=KEPT), self.steps_done + 1
+        stopped: str | None = None
+        with ExitStack() as stack:
+            log = stack.enter_context(JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
+            board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None))
+            stack.enter_context(self.saver)
+            while self.steps_done < train.steps and stopped is None:
+                self._tell(self.steps_done + 1, "training")
+                record = self.step()
+                records.append(record)
+                log.write(record)  # before the save: what goes on from there keeps the lines up to its step
+                stopped = self._asked_to_stop()
+                self._tell(self.steps_done, "saving")
+                self._save_if_due(ends=stopped is not None)
+                if first_rank:
+                    board.write(record)
+                    if on_step is not None:
+                        on_step(record)
+        return TrainResult(
+            steps=tuple(records),
+            valid_loss=records[-1].valid_loss if records else None,
+            parameters=self.config.shape().num_parameters(),
+            layout=describe_axes(self.dims),
+            device=self.platform.name(),
+            stopped=stopped,
+            first_step=first_step,
+            save_failures=self.saver.failures,
+            safe_step=self.saver.safe_step,
+            last_save_failed=self.saver.last_failed,
+        )
+
+    def _tell(self, step: int, doing: str) -> None:
+        """Tell the watchdog that this rank has come here; steps are numbered from 1, as in the log."""
+        if self.watchdog is not None:
+            self.watchdog.beat(step, doing)
+
+    def _asked_to_stop(self) -> str | None:
+        if self.stop is None or not self.ranks.any(self.stop.requested()):
+            return None
+        return self.stop.reason or "another rank"
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepRecord:
+        """Take the next optimizer step: forward and backward over this rank's samples, reduce, update."""
+        train, start = self.config.train, time.perf_counter()
+        self.platform.reset_peak_memory()
+        lr = learning_rate(self.steps_done, train.steps, self.config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        part = rank_part(self.samples_used, train.batch_size, self.ranks.batch_rank, self.ranks.batch_ranks)
+        inputs, targets = samples(self.corpus.train, part, train.seq_len, train.seed, self.config.data.ignored)
+        outcome = training_step(
+            self.model,
+            self.optimizer,
+            *self._place(inputs, targets),
+            share=self.share,
+            groups=self.ranks,
+            accumulate=train.accumulate,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
+            accepts=lambda loss, grad_norm: self._accepts(loss, grad_norm, part),
+        )
+        counted = self.share.counted  # before a validation sets its own
+        self.steps_done += 1
+        self.samples_used += train.batch_size
+        self.platform.synchronize()
+        seconds = time.perf_counter() - start
+        speed = train.batch_size * train.seq_len / seconds
+        per_token = flops_per_token(self.config.shape(), train.seq_len)
+        due = self.steps_done == train.steps or (train.eval_every and self.steps_done % train.eval_every == 0)
+        return StepRecord(
+            step=self.steps_done,
+            loss=outcome.loss,
+            lr=lr,
+            grad_norm=outcome.grad_norm,
+            seconds=seconds,
+            tokens_per_s=speed,
+            valid_loss=self.evaluate() if due else None,
+            mfu=model_flops_utilisation(speed, per_token, self.platform.name(), self.place.world_size),
+            memory_bytes=memory_bytes(self.platform),
+            tokens=int(counted),
+            skipped=not outcome.taken,
+        )
+
+    def _place(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move this rank's sequences to its device, keep its part of each, and count the tokens of all ranks."""
+        context = self.model.context
+        if context is not None:
+            inputs, targets = context.split(inputs), context.split(targets)
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        self.share.counted = self.ranks.over_tokens((targets != IGNORED).sum()).item()
+        return inputs, targets
+
+    def _accepts(self, loss: float, grad_norm: float, part: range) -> bool:
+        """Tell whether the optimizer's step is to be taken; raise where what is not finite ends the run."""
+        step = self.steps_done + 1
+        action = self.policy.check(loss, grad_norm, self.skipped)
+        if action in ("stop", "dump"):
+            folder = None
+            if action == "dump":
+                folder = _out(self.config) / "nonfinite"
+                named, rank = self.model.named_parameters(), self.place.rank
+                dump_nonfinite(folder, named, rank=rank, step=step, loss=loss, grad_norm=grad_norm, samples=part)
+                self.ranks.any(False)  # a rank that raises ends the others: let all have written
+            raise nonfinite_error(step, loss, grad_norm, skipped_in_a_row=self.skipped, dumped_to=folder)
+        self.skipped = 0 if action == "go" else self.skipped + 1
+        return action == "go"
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the mean loss over the held-back text; every rank takes its part, and gets the same number."""
+        train, ranks = self.config.train, self.ranks
+        self._tell(self.steps_done, "validating")
+        size = train.batch_size // ranks.batch_ranks
+        size = size if self.model.pipeline is not None else max(size // train.accumulate, 1)
+        sequences = valid_samples(
+            self.corpus.valid, train.eval_sequences, train.seq_len, ranks.batch_rank, ranks.batch_ranks, size
+        )
+        inputs, targets = self._place(*sequences)
+        total = torch.zeros((), device=self.device, dtype=self.ranks.dtype)
+        with self.model.evaluating():
+            for some, expected in zip(inputs.split(size), targets.split(size), strict=True):
+                if self.model.pipeline is not None:
+                    total += self.model.pipeline.eval(some, expected)
+                else:
+                    total += self.share(self.model.parts[0](some), expected)
+        return ranks.over_shares(total)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        self._tell(0, "loading")
+        found = self.saver.resume()
+        if found is None and self.config.train.start_from is not None:
+            check_start(self.config)
+            load_huggingface(dict(self.model.named_tensors()), self.config.train.start_from)
+        if found is not None:
+            self.steps_done, self.samples_used, self.skipped = found.steps, found.samples, found.skipped
+
+    def _save_if_due(self, ends: bool) -> None:
+        keep, train = self.config.checkpoint, self.config.train
+        ends = ends or self.steps_done == train.steps
+        if keep.folder is not None and (ends or (keep.every and self.steps_done % keep.every == 0)):
+            self.saver.save(Progress(self.steps_done, self.samples_used, self.skipped))
+
+
+# -- one step ----------------------------------------------------------------------------------------------------------
+
+
+class StepOutcome(NamedTuple):
+    """The numbers that every rank knows after a step.
+
+    Attributes:
+        loss: mean over the tokens of the global batch, before the step.
+        grad_norm: over all parameters, before clipping.
+        taken: the optimizer's step was taken.
+    """
+
+    loss: float
+    grad_norm: float
+    taken: bool
+
+
+def training_step(
+    model: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    share: ShareOfLoss,
+    groups: RunGroups,
+    accumulate: int = 1,
+    max_grad_norm: float = 0.0,
+    accepts: Callable[[float, float], bool] = lambda loss, grad_norm: True,
+) -> StepOutcome:
+    """Take one step: forward and backward over this rank's sequences, clip, update, and clear the gradients.
+
+    Communication: that of the model, of the loss over `groups`, and of `clip_gradients`.
+
+    Args:
+        model: this rank's part of it.
+        optimizer: of its parameters, with the rates of this step.
+        inputs: ids (batch, seq) of this rank, on its device.
+        targets: likewise; `IGNORED` for tokens that do not count.
+        share: the loss; knows the number of tokens of the global batch.
+        groups: what the loss is added up over.
+        accumulate: backward passes; with a pipeline its micro-batches, which it knows itself.
+        max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
+        accepts: called with loss and norm, alike on every rank; False leaves the optimizer's step out.
+    """
+    loss = groups.over_shares(forward_backward(model, inputs, targets, share, groups.dtype, accumulate))
+    grad_norm = clip_gradients(model, max_grad_norm)
+    taken = accepts(loss, grad_norm)
+    if taken:
+        optimizer.step()
+    optimizer.zero_grad()
+    model.after_step(taken)
+    return StepOutcome(loss, grad_norm, taken)
+
+
+def forward_backward(
+    model: Parallelized,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    share: ShareOfLoss,
+    dtype: torch.dtype,
+    accumulate: int = 1,
+) -> torch.Tensor:
+    """Add up gradients over the micro-batches, and return this rank's share of the loss.
+
+    Args:
+        model: this and the following: see `training_step`.
+        inputs: ids (batch, seq).
+        targets: likewise.
+        share: the loss.
+        dtype: to add up shares in.
+        accumulate: backward passes; only the last one reduces gradients over ranks.
+    """
+    if model.pipeline is not None:
+        loss = model.pipeline.step(inputs, targets)
+        if model.tied is not None:
+            model.tied.add_gradients()
+        return loss
+    (module,) = model.parts
+    total = torch.zeros((), device=inputs.device, dtype=dtype)
+    for index, (some, expected) in enumerate(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True)):
+        _communicate_gradients(module, index == accumulate - 1)
+        loss = share(module(some), expected)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _communicate_gradients(model: torch.nn.Module, flag: bool) -> None:
+    """Let the next backward reduce gradients over ranks, or let it only add them up."""
+    if isinstance(model, HSDPModule):
+        model.set_requires_gradient_sync(flag)
+    elif isinstance(model, HSDPCell):
+        model.set_requires_grad_sync(flag)
+
+
+# -- the calling rank's place in the world -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank this is, and of how many.
+
+    Args:
+        rank: number in the world.
+        local_rank: number on its machine, which is also its device.
+        world_size: ranks in the world.
+        local_world_size: ranks on this machine.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    @classmethod
+    def current(cls) -> RankPlace:
+        """Ask the process group of torch.distributed, where there is one; else read torchrun's environment.
+
+        Raises:
+            ValueError: there is no process group, and as `from_environment`.
+        """
+        if not dist.is_initialized():
+            return cls.from_environment()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return cls(rank, _number("LOCAL_RANK", rank), world_size, _number("LOCAL_WORLD_SIZE", world_size))
+
+    @classmethod
+    def from_environment(cls) -> RankPlace:
+        """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, as torchrun sets them; none set means one rank.
+
+        Raises:
+            ValueError: one of them is no number, or only some of them are set; with more than one rank,
+                MASTER_ADDR and MASTER_PORT belong to them.
+        """
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        found = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if name in os.environ}
+        seen = ", ".join(f"{name}={value}" for name, value in found.items())
+        if not all(value.isdigit() for value in found.values()):
+            raise ValueError(f"cannot read torchrun's environment: not all numbers in {seen}")
+        if not any(name in found for name in names):
+            return cls()
+        missing = [name for name in names if name not in found]
+        if found.get("WORLD_SIZE", "1") != "1":
+            missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"cannot read torchrun's environment: {' and '.join(missing)} not set, but {seen}\n"
+                "  try: start the ranks with torchrun, or unset all of them for one rank"
+            )
+        world_size = int(found["WORLD_SIZE"])
+        return cls(
+            int(found["RANK"]), int(found["LOCAL_RANK"]), world_size, int(found.get("LOCAL_WORLD_SIZE", world_size))
+        )
+
+
+def _number(name: str, otherwise: int) -> int:
+    """Read a number that whoever made the process group may have set or not."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else otherwise
+
+
+@contextmanager
+def process_group(platform: Platform, place: RankPlace) -> Iterator[None]:
+    """Hold torch.distributed's process group for the block; one that is there already is used and left alone.
+
+    Args:
+        platform: says which backend: gloo, nccl or hccl.
+        place: the calling rank; alone in its world it needs no rendezvous.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    if place.world_size == 1:
+        dist.init_process_group(platform.backend, store=HashStore(), rank=0, world_size=1)
+    else:
+        init_process_group(platform.backend)
+    try:
+        yield
+        # Nobody leaves while others still communicate: rank 0 holds the store, and a gloo thread that releases
+        # its last tensor while the interpreter shuts down aborts the process.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+# -- communication of a step outside of the model ----------------------------------------------------------------------
+
+
+class RunGroups:
+    """The groups of a run that numbers are added up over, of the calling rank.
+
+    Args:
+        dims: the degrees; their mesh is built, unless `meshed` is False.
+        meshed: False for one process without torch.distributed.
+        device: where the numbers are.
+        dtype: that losses are added up in, of weights; not every device has float64.
+    """
+
+    def __init__(self, dims: ParallelDims, meshed: bool, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.batch_rank, self.batch_ranks = 0, dims.batch_ranks
+        self.world: dist.ProcessGroup | None = None
+        self.tokens: dist.ProcessGroup | None = None
+        self.stages: dist.ProcessGroup | None = None
+        if not meshed:
+            return
+        self.world = dist.group.WORLD
+        # Ranks with other tokens: those of the mesh's "loss", and those along ep.
+        tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")
+        self.tokens = None if tokens is None else tokens.get_group()
+        self.stages = dims.get_mesh("pp").get_group() if dims.pp_enabled else None
+        batch = [axis for axis in ("dp_replicate", "dp_shard", "ep") if axis in dims.mesh_axes]
+        for axis in batch:
+            mesh = dims.get_mesh(axis)
+            self.batch_rank = self.batch_rank * mesh.size() + mesh.get_local_rank()
+
+    def over_tokens(self, value: torch.Tensor) -> torch.Tensor:
+        """Add up a number over the ranks with other tokens; ranks along tp and pp have the same."""
+        if self.tokens is not None:
+            dist.all_reduce(value, group=self.tokens)
+        return value
+
+    def over_shares(self, share: torch.Tensor) -> float:
+        """Add up shares of the loss, which only the last stage of a pipeline has, the others zeros."""
+        total = share.detach().to(self.dtype, copy=True)
+        if self.stages is not None:
+            dist.all_reduce(total, group=self.stages)
+        return self.over_tokens(total).item()
+
+    def any(self, flag: bool) -> bool:
+        """Tell, alike on every rank, whether any rank says yes."""
+        if self.world is None or dist.get_world_size() == 1:
+            return flag
+        value = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())

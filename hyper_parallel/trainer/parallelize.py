@@ -1,0 +1,371 @@
+"""The parallelisms of a model, each a function, in the order in which `parallelize_llama.py` applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from hyper_parallel.core.common.torch_compat import plain_name
+from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
+from hyper_parallel.core.hsdp.api import hsdp
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.pipeline.api import Pipeline
+from hyper_parallel.core.pipeline.split import StageSlice, stage_slices
+from hyper_parallel.core.pipeline.tied import TiedWeights
+from hyper_parallel.core.redistribute.api import from_local
+from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
+from hyper_parallel.models.llama import Llama
+from hyper_parallel.trainer.config import Config, ParallelConfig
+from hyper_parallel.trainer.data import IGNORED
+
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What selective checkpointing keeps: matrix products and attention, the expensive part; the rest is made again."""
+
+WEIGHTS = MappingProxyType({"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64})
+"""The dtype that weights are kept in; "bf16" is what they are gathered and computed in."""
+
+
+@dataclass
+class Parallelized:
+    """A model on one rank, ready for an optimizer.
+
+    Attributes:
+        parts: what this rank has of the model: all of it, or stages of a pipeline, in their order.
+        pipeline: runs the stages; None without one, then there is one part, and it is called.
+        context: tells which tokens of a sequence are this rank's; None: all of them.
+        tied: the embedding that is the head, too, on two stages; None: there is no such, or no pipeline.
+        after_step: called after every optimizer step, with False if it was left out.
+    """
+
+    parts: list[nn.Module]
+    pipeline: Pipeline | None = None
+    context: ContextParallel | None = None
+    tied: TiedWeights | None = None
+    after_step: Callable[[bool], None] = lambda taken: None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all parts by their names in the whole model."""
+        for part in self.parts:
+            for name, param in part.named_parameters():
+                yield plain_name(name), param
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield parameters and persistent buffers of all parts by their names in the whole model."""
+        for part in self.parts:
+            for name, tensor in part.state_dict().items():
+                yield plain_name(name), tensor
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Put the parts into evaluation mode for the block."""
+        for part in self.parts:
+            part.eval()
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.train()
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Return the context in which a model is built that takes no memory yet.
+
+    Where tensors have no values anyway, under torch's FakeTensorMode, they take none on their own device either.
+    """
+    return nullcontext() if detect_fake_mode() is not None else torch.device("meta")
+
+
+def kept_in(model: nn.Module, param_dtype: str) -> None:
+    """Let the weights of a model that has no values yet be of the dtype that they are kept in, see `WEIGHTS`."""
+    dtype = WEIGHTS[param_dtype]
+    if any(param.dtype != dtype for param in model.parameters()):
+        model.to(dtype)
+
+
+def describe_axes(dims: ParallelDims) -> str:
+    """Say for people how the ranks are arranged.
+
+    >>> describe_axes(ParallelDims(dp_replicate=2, dp_shard=4, world_size=8))
+    '8 ranks: dp_replicate=2 x dp_shard=4'
+
+    Args:
+        dims: the degrees.
+    """
+    if dims.world_size == 1:
+        return "1 rank"
+    axes = " x ".join(f"{axis}={size}" for axis, size in dims.mesh_axes.items())
+    return f"{dims.world_size} ranks: {axes}"
+
+
+def own_stages(run: Config, dims: ParallelDims) -> list[StageSlice]:
+    """Return what this rank has of the model: one slice with all of it, without a pipeline.
+
+    Args:
+        run: number of layers, schedule, and the layers per stage.
+        dims: the degrees; the mesh is built, with a pipeline.
+
+    Raises:
+        ValueError: layers that do not go on so many stages.
+    """
+    layers = run.model.num_hidden_layers
+    if not dims.pp_enabled:
+        return [StageSlice(0, range(layers), is_first=True, is_last=True)]
+    return stage_slices(
+        layers,
+        run.parallel.schedule,
+        dims.get_mesh("pp").get_local_rank(),
+        dims.pp,
+        stages_per_rank=run.parallel.stages_per_rank,
+        sizes=run.parallel.stage_sizes(),
+    )
+
+
+def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | None:
+    """Let attention reach over all ranks along cp, of which each has a part of every sequence."""
+    if not dims.cp_enabled:
+        return None
+    mesh, ulysses = dims.get_mesh("cp"), dims.ulysses_degree
+    contexts = [  # a stage without a layer has no attention
+        context_parallel(model, mesh, ulysses) if len(model.layers) else ContextParallel(mesh, ulysses)
+        for model in models
+    ]
+    return contexts[0]  # all alike
+
+
+def checkpoint_blocks(model: Llama, policy: str) -> None:
+    """Let backward compute blocks again in place of keeping what their forward computed.
+
+    Args:
+        model: whose blocks are wrapped.
+        policy: see `checkpointed`; "none" wraps none.
+    """
+    if policy == "none":
+        return
+    for name, block in model.layers.named_children():
+        model.layers._modules[name] = checkpointed(block, policy)
+
+
+def checkpointed(block: nn.Module, policy: str) -> nn.Module:
+    """Return a block wrapped so that backward computes it again.
+
+    Args:
+        block: which.
+        policy: "full": nothing is kept but the input; "selective": matrix products and attention are kept as well,
+            which makes the second computation cheap; "alternate": attention, and every other matrix product.
+    """
+    keeping = {"selective": _keep_products, "alternate": _keep_alternate_products}.get(policy)
+    context: dict[str, Any] = {} if keeping is None else {"context_fn": keeping}
+    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, **context)
+
+
+def _keep_products() -> Any:
+    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def _keep_alternate_products() -> Any:
+    counts = {False: 0, True: 0}  # of forward, and of the second computation
+
+    def choose(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def compile_blocks(model: Llama, enabled: bool) -> None:
+    """Compile the attention and the plain feed-forward of each block: what computes between two communications.
+
+    Blocks as a whole are left alone: their hooks communicate, at which a graph would break anyway.
+    """
+    if not enabled:
+        return
+    for block in model.layers:
+        for child in (block.get_submodule("attention"), block.get_submodule("mlp")):
+            if not hasattr(child, "experts"):  # their inputs have another length in every step
+                child.forward = torch.compile(child.forward)
+
+
+def shard_blocks(model: Llama, dims: ParallelDims, parallel: ParallelConfig) -> None:
+    """Split the parameters of each block over the ranks with other tokens, then those of what is left of the model.
+
+    Each block becomes one unit: its weights are gathered while it computes, its gradients reduced when its backward is
+    done. Gradients are added up over ranks: each rank's loss is its share of the mean over the global batch.
+
+    Args:
+        model: changed in place.
+        dims: the degrees; the mesh is built.
+        parallel: engine, precision and resharding.
+    """
+    if dims.token_ranks == 1 and parallel.param_dtype != "bf16":
+        return
+    if parallel.engine == "hsdp":
+        _wrap_by_hsdp(model, dims, parallel)
+        return
+    dtype = torch.bfloat16 if parallel.param_dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    shard_units(model, list(model.layers), dims, policy, reshard_after_forward=parallel.reshard_after_forward)
+
+
+def shard_units(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    dims: ParallelDims,
+    policy: MixedPrecisionPolicy,
+    *,
+    reshard_after_forward: bool,
+) -> None:
+    """Make a unit of `fully_shard` of each block, one of its experts, and one of what is left of the model.
+
+    Args:
+        model: changed in place.
+        blocks: of the model.
+        dims: the degrees; the mesh is built.
+        policy: precision.
+        reshard_after_forward: free gathered weights after forward.
+    """
+    options: dict[str, Any] = {
+        "mp_policy": policy,
+        # A pipeline runs each stage many times per step: gathering the weights for each micro-batch would cost more
+        # than it saves.
+        "reshard_after_forward": reshard_after_forward and not dims.pp_enabled,
+    }
+    units: list[Any] = []
+    for block in blocks:
+        experts = getattr(getattr(block, "mlp", None), "experts", None)
+        if experts is not None and dims.ep_enabled:  # they are on a mesh of their own
+            # Tokens come in the dtype of the block already; the weights of the router stay float32.
+            inner = replace(policy, cast_forward_inputs=False)
+            units.append(fully_shard(experts, mesh=dims.data_mesh(experts=True), **{**options, "mp_policy": inner}))
+        units.append(fully_shard(block, mesh=dims.data_mesh(), **options))
+    units.append(fully_shard(model, mesh=dims.data_mesh(), **options))
+    for unit in units:
+        unit.set_reduce_op_type("sum")
+
+
+def build_pipeline(
+    models: list[Any], stages: list[StageSlice], run: Config, dims: ParallelDims, loss: ShareOfLoss
+) -> Pipeline | None:
+    """Make the pipeline of this rank's stages; None without one.
+
+    Args:
+        models: the stages, sharded and on their device.
+        stages: what each of them has of the model.
+        run: the schedule, and the number of micro-batches.
+        dims: the degrees; the mesh is built.
+        loss: what ends the last stage.
+    """
+    if not dims.pp_enabled:
+        return None
+    stream = None  # between stages go a rank's own parts of what is split over the sequence
+    if dims.tp_enabled:
+        stream = Layout.from_device_mesh(dims.get_mesh("tp"))("None", "tp", "None")
+    return Pipeline(
+        models,
+        dims.get_mesh("pp"),
+        run.parallel.schedule,
+        run.train.accumulate,
+        loss,
+        stage_indices=[part.index for part in stages],
+        boundary=stream,
+    )
+
+
+def tie_stages(pipeline: Pipeline | None, run: Config) -> TiedWeights | None:
+    """Give the last stage's head the values of the first stage's embedding, where they are one weight.
+
+    Args:
+        pipeline: with its weights; None: there is one part, in which they are one.
+        run: says whether they are.
+    """
+    if pipeline is None or not run.model.tie_embeddings:
+        return None
+    tied = TiedWeights(pipeline)
+    tied.copy_values()
+    return tied
+
+
+def _wrap_by_hsdp(model: Llama, dims: ParallelDims, parallel: ParallelConfig) -> None:
+    level = "level3" if parallel.reshard_after_forward else "level2"
+    size = dims.token_ranks // dims.dp_replicate
+    cells: list[Any] = [*model.layers, model]
+    for cell in cells:
+        hsdp(
+            cell,
+            shard_size=size,
+            threshold=0,
+            optimizer_level=level,
+            comm_fusion=True,
+            grad_scale=float(dims.token_ranks),
+        )
+
+
+# -- each rank's share of the loss -------------------------------------------------------------------------------------
+
+# With n tokens in the global batch that count (whose target is not `IGNORED`), on all ranks and in all micro-batches,
+#
+#     loss = sum over ranks, micro-batches and tokens of cross_entropy / n
+#
+# So shares are added up, and so are gradients: no rank and no micro-batch weighs more because few of its tokens count.
+
+
+class ShareOfLoss:
+    """Turns logits and targets of some of the tokens into their share of the mean over all of them.
+
+    >>> share = ShareOfLoss()
+    >>> share.counted = 6
+    >>> round(share(torch.zeros(1, 3, 8), torch.tensor([[0, 1, IGNORED]])).item(), 4)  # 2 / 6 * log(8)
+    0.6931
+
+    Attributes:
+        counted: tokens of the global batch that count; set before every step.
+    """
+
+    def __init__(self) -> None:
+        self.counted: float = 1.0
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the share of these tokens, a plain tensor without dims.
+
+        Args:
+            logits: (batch, seq, vocab); a DTensor where tensor parallelism splits the vocabulary.
+            targets: ids (batch, seq), `IGNORED` for tokens that do not count.
+
+        Communication: see `vocab_parallel_cross_entropy`, along tp only.
+        """
+        if isinstance(logits, DTensor):
+            rows = Layout.of(logits).reset_partial()("None", "None")
+            targets = from_local(targets, rows)
+        total = vocab_parallel_cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        if isinstance(total, DTensor):
+            total = total.to_local()
+        return total / max(self.counted, 1.0)

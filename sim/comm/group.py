@@ -1,0 +1,429 @@
+"""The meeting points of ranks: a network, its groups, and the operations on which the members of a group meet.
+
+The ranks of a world share one :class:`Network`, those of a process group one :class:`Group`. The k-th call of every
+member must be the same collective; the last one to arrive carries it out for all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+from sim.comm.collectives import Call, MemoryGone, Problem, check_memory, execute
+from sim.comm.membership import GroupsMade
+from sim.comm.pricing import CommPricing
+from sim.comm.store import SharedStore
+from sim.comm.trace import EventLog, Span
+from sim.explain.errors import ranks_phrase, short_ranks_phrase
+from sim.kernel.scheduler import Scheduler
+from sim.kernel.waiting import Lost, Waitable
+
+__all__ = ["Explanations", "Group", "Message", "Network", "Slot", "deliver", "without_modes"]
+
+Done = TypeVar("Done")
+
+
+class Slot(Waitable):
+    """One collective in the making: the calls that have arrived so far, and when the last one did."""
+
+    __slots__ = ("arrived", "calls", "first", "group", "latest", "mismatch", "seq", "span")
+
+    def __init__(self, group: Group, seq: int) -> None:
+        super().__init__()
+        self.group = group
+        self.seq = seq
+        self.calls: list[Call | None] = [None] * len(group.ranks)
+        self.arrived = 0
+        self.first: Call | None = None
+        self.latest = 0.0
+        self.mismatch = False
+        self.span = Span()
+
+    def describe(self) -> str:
+        """Name the operation and its group."""
+        op = self.first.contract.op if self.first else "collective"
+        return f"{op} #{self.seq} of group {self.group.title!r}"
+
+    def missing(self) -> list[int]:
+        """Name the ranks that have not come."""
+        return [rank for rank, call in zip(self.group.ranks, self.calls, strict=True) if call is None]
+
+    def line_of(self, rank: int) -> str:
+        """Name the user's line in which ``rank`` has called it."""
+        call = self.calls[self.group.ranks.index(rank)]
+        return call.line if call is not None else ""
+
+
+class Message(Waitable):
+    """One side of a point-to-point transfer; ready once the other side has come.
+
+    Attributes:
+        sender: Member of the group; None while a receive from anybody has not met its send.
+        receiver: Member of the group.
+        number: Counts the messages of a group, so that the oldest one that fits is taken.
+        seq: Number of the send or receive among those of its rank in the group.
+        issued: The virtual clock of the rank at the call.
+        axis: The name under which the rank knows the group.
+        digest: The fingerprint of what is sent, where an observer makes one.
+        met: The other side has come.
+        span: When the transfer runs; one for both sides once they have met.
+        dropped: A fault loses it, or what it should have received.
+    """
+
+    __slots__ = (
+        "axis",
+        "digest",
+        "dropped",
+        "group",
+        "issued",
+        "line",
+        "met",
+        "number",
+        "receiver",
+        "sender",
+        "seq",
+        "span",
+        "tag",
+        "tensor",
+        "who_waits",
+    )
+
+    def __init__(
+        self, group: Group, sender: int | None, receiver: int, tag: int, tensor: torch.Tensor, sending: bool
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.sender = sender
+        self.receiver = receiver
+        self.tag = tag
+        self.tensor = tensor
+        self.who_waits = "send" if sending else "recv"
+        self.line = self.axis = self.digest = ""
+        self.dropped = self.met = False
+        self.issued = group.network.scheduler.now
+        self.span = Span()
+        self.number = group.next_message = group.next_message + 1
+        own = self.member
+        self.seq = group.messages[own]
+        group.messages[own] = self.seq + 1
+
+    @property
+    def member(self) -> int:
+        """Whose side of the transfer this is."""
+        own = self.sender if self.who_waits == "send" else self.receiver
+        assert own is not None, "only a receive may not know its sender"
+        return own
+
+    def describe(self) -> str:
+        """Name the operation and its group."""
+        ranks = self.group.ranks
+        if self.who_waits == "send":
+            what = f"send #{self.seq} to rank {ranks[self.receiver]}"
+        else:
+            what = f"recv #{self.seq} from {'any rank' if self.sender is None else f'rank {ranks[self.sender]}'}"
+        tag = f" with tag {self.tag}" if self.tag else ""
+        return f"{what}{tag} in group {self.group.title!r}"
+
+    def missing(self) -> list[int]:
+        """Name the ranks that have not come."""
+        ranks = self.group.ranks
+        if self.who_waits == "send":
+            return [ranks[self.receiver]]
+        if self.sender is None:
+            return [rank for rank in ranks if rank != ranks[self.receiver]]
+        return [ranks[self.sender]]
+
+    def line_of(self, rank: int) -> str:
+        """Name the user's line."""
+        return self.line
+
+
+class Group:
+    """What the ranks of one process group share.
+
+    Args:
+        network: Of its ranks; None once their world has ended.
+        name: torch's name of the group.
+        ranks: The global ranks, in group order.
+    """
+
+    def __init__(self, network: Network | None, name: str, ranks: tuple[int, ...]) -> None:
+        self._network = network
+        self.name = name
+        self.ranks = ranks
+        self.label = f"{name} ({len(ranks)} ranks)"
+        self.slots: dict[int, Slot] = {}
+        self.next_seq = [0] * len(ranks)
+        self.next_message = 0
+        self.messages = [0] * len(ranks)  # by member: how many sends and receives it has begun
+        self.busy_until = 0.0  # in virtual time: the collectives of a group run one after the other
+        self.timeout = 1800.0  # in virtual seconds; matters only where a fault holds somebody up
+        self.left: set[int] = set()  # the members that have destroyed it
+        self.lost: Lost | None = None  # a member has died: what becomes of all further operations
+        # Keyed by sender (None: anybody), receiver and tag; a key is there only while a message waits under it.
+        self.sends: dict[tuple[int | None, int, int], deque[Message]] = {}
+        self.recvs: dict[tuple[int | None, int, int], deque[Message]] = {}
+
+    @property
+    def network(self) -> Network:
+        """The network of its ranks."""
+        assert self._network is not None, "only the group of an ended world has none"
+        return self._network
+
+    @property
+    def title(self) -> str:
+        """What messages call it: by its ranks, too, where other groups may go by its name.
+
+        That is so for an axis of a mesh, which has one group for each place along the other axes.
+        """
+        network, ranks = self._network, self.ranks
+        label = self.label
+        is_whole = network is None or len(ranks) == network.world_size
+        if is_whole or label == "world" or f": {ranks_phrase(ranks)}" in label:
+            return label
+        return f"{label}: {short_ranks_phrase(ranks)}"
+
+    def enter(self, member: int, call: Call) -> Slot:
+        """Enter ``member``'s next call."""
+        seq = self.next_seq[member]
+        self.next_seq[member] = seq + 1
+        slot = self.slots.get(seq)
+        if slot is None:
+            slot = self.slots[seq] = Slot(self, seq)
+            slot.first, slot.lost = call, self.lost
+        elif slot.first is not None and call.contract != slot.first.contract:
+            slot.mismatch = True
+        slot.calls[member] = call
+        slot.arrived += 1
+        slot.latest = max(slot.latest, self.network.scheduler.now)
+        return slot
+
+    def meet(self, message: Message) -> Message | None:
+        """The oldest waiting message that fits ``message``, or None; then ``message`` waits."""
+        sender, receiver, tag = message.sender, message.receiver, message.tag
+        sending = message.who_waits == "send"
+        theirs = self.recvs if sending else self.sends
+        if sending:
+            keys = [(sender, receiver, tag), (None, receiver, tag)]
+        elif sender is None:
+            keys = [(source, receiver, tag) for source in range(len(self.ranks))]
+        else:
+            keys = [(sender, receiver, tag)]
+        waiting = [theirs[key] for key in keys if key in theirs]
+        if not waiting:
+            mine = self.sends if sending else self.recvs
+            mine.setdefault((sender, receiver, tag), deque()).append(message)
+            return None
+        queue = min(waiting, key=lambda queue: queue[0].number)
+        other = queue.popleft()
+        if not queue:
+            del theirs[other.sender, other.receiver, other.tag]
+        source = message if sending else other
+        message.sender = other.sender = source.sender
+        message.met = other.met = True
+        message.span = other.span
+        return other
+
+    def withdraw(self, message: Message) -> None:
+        """Take a message back that waits, if it does: it will not be met any more."""
+        waiting = self.sends if message.who_waits == "send" else self.recvs
+        key = (message.sender, message.receiver, message.tag)
+        if message in waiting.get(key, ()):
+            waiting[key].remove(message)
+            if not waiting[key]:
+                del waiting[key]
+
+    def unmatched(self) -> list[Message]:
+        """The messages whose other side has not come."""
+        return [m for waiting in (self.sends, self.recvs) for queue in waiting.values() for m in queue]
+
+    def forget_unfinished(self) -> None:
+        """Drop what was left over when a run ended, and number on alike on all ranks."""
+        self.slots.clear()
+        self.sends.clear()
+        self.recvs.clear()
+        self.next_seq = [max(self.next_seq)] * len(self.ranks)
+
+    def carry_out(self, slot: Slot) -> None:
+        """Do what all members have called."""
+        network = self.network
+        calls = [call for call in slot.calls if call is not None]
+        if network.groups_made.others and len(self.ranks) == len(network.endpoints):
+            slot.mismatch = True  # all ranks meet, and have made groups that do not go together
+        try:
+            problem = None if slot.mismatch else without_modes(partial(network.execute, calls))
+        except Exception as cause:
+            failure = network.explain.cannot_carry_out(network, slot, cause)
+            network.scheduler.fail(failure)
+            raise failure from cause
+        if slot.mismatch or problem is not None:
+            error = network.explain.collective_mismatch(network, slot, problem)
+            network.scheduler.fail(error)
+            raise error
+        del self.slots[slot.seq]
+        start = max(slot.latest, self.busy_until)
+        self.busy_until = end = start + network.pricing.of_collective(calls, self.ranks)
+        for completed in network.completed:
+            completed(slot, start, end)
+        slot.calls = []  # the tensors are the ranks' own again
+        network.scheduler.complete(slot, end)
+
+
+class Explanations(Protocol):
+    """The texts of what does not fit together; the simulator's are in ``sim.explain.mismatch``."""
+
+    def collective_mismatch(self, network: Network, slot: Slot, problem: Problem | None) -> Exception:
+        """The error for a collective on which the ranks do not agree."""
+
+    def cannot_carry_out(self, network: Network, slot: Slot, cause: Exception) -> Exception:
+        """The error for a collective that the ranks agree on and that torch cannot compute."""
+
+    def message_mismatch(self, network: Network, source: Message, target: Message) -> Exception:
+        """The error for a send and a receive that do not fit together."""
+
+    def message_without_memory(
+        self, network: Network, source: Message, target: Message, cause: MemoryGone
+    ) -> Exception:
+        """The error for a send and a receive of which one has no memory left."""
+
+    def not_reduced(self, backend: str, op: str, reduce_op: str, tensor: torch.Tensor, group: str) -> Exception:
+        """The error for a reduction that the backend refuses for which the network stands."""
+
+
+class Network:
+    """What the ranks of a world share to communicate.
+
+    Args:
+        scheduler: Lets the ranks run.
+        world_size: Number of ranks.
+        trace: Of what they communicate.
+        store: Their key-value store.
+        pricing: What communication costs in virtual time.
+        backend: The name of the default group: ``sim``, or the backend whose reductions it imitates.
+        explain: Makes the errors.
+        replay: The call that runs the same again.
+
+    Attributes:
+        endpoints: The ranks that are run.
+        groups: By torch's name, ranks and generation of the default group.
+        groups_made: Of which ranks they have made their groups.
+        lost: The ranks that faults have killed or frozen.
+        execute: Carries out a collective.
+        rejoin: Lets a rank join a default group that is made anew, as this rank of so many; None: nobody can be lost.
+        issuing, issued, completed, waited, made, ended: What observers are called with; see ``observer.Observer``.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        world_size: int,
+        *,
+        trace: EventLog,
+        store: SharedStore,
+        pricing: CommPricing,
+        backend: str,
+        explain: Explanations,
+        replay: str,
+    ) -> None:
+        self.scheduler = scheduler
+        self.world_size = world_size
+        self.trace = trace
+        self.store = store
+        self.pricing = pricing
+        self.backend = backend
+        self.explain = explain
+        self.replay = replay
+        self.group_type: type[Group] = Group
+        self.endpoints: list[Any] = []
+        self.groups: dict[tuple[str, tuple[int, ...], int], Group] = {}
+        self.groups_made = GroupsMade()
+        self.lost: Mapping[int, object] = {}
+        self.execute: Callable[[list[Call]], Problem | None] = execute
+        self.rejoin: Callable[[Any, int, int], None] | None = None
+        self.issuing: tuple[Callable[..., None], ...] = ()
+        self.issued: tuple[Callable[..., None], ...] = ()
+        self.completed: tuple[Callable[..., None], ...] = ()
+        self.waited: tuple[Callable[..., None], ...] = ()
+        self.made: tuple[Callable[..., None], ...] = ()
+        self.ended: tuple[Callable[..., None], ...] = ()
+        self._ends: dict[Group, list[Any]] = {}  # the members' process groups
+
+    def group(self, name: str, ranks: tuple[int, ...], generation: int) -> Group:
+        """Return the group of these ranks; the first that asks for it makes it."""
+        key = (name, ranks, generation)
+        group = self.groups.get(key)
+        if group is None:
+            group = self.groups[key] = self.group_type(self, name, ranks)
+            for made in self.made:
+                made(group)
+        return group
+
+    def join(self, group: Group, member: int, process_group: Any) -> None:
+        """Note a member's process group, to be ended with the network."""
+        group.left.discard(member)
+        self._ends.setdefault(group, []).append(process_group)
+
+    def leave(self, group: Group, member: int) -> None:
+        """Forget a group once all of its members have destroyed it, so that a long run may make many."""
+        group.left.add(member)
+        if len(group.left) < len(group.ranks) or group.slots or any(group.unmatched()):
+            return
+        self.groups = {key: other for key, other in self.groups.items() if other is not group}
+        for process_group in self._ends.pop(group, ()):
+            process_group.end()
+        self.groups_made.forget_before(min(counted) if (counted := self.groups_by_rank().values()) else None)
+
+    def groups_by_rank(self) -> dict[int, tuple[int, int, int]]:
+        """The number of the next group, by rank; without ranks that are lost, or have no default group."""
+        return {
+            end.rank: (end.generation, end.inits, end.c10d.group_count)
+            for end in self.endpoints
+            if end.rank not in self.lost and end.c10d.default_pg is not None
+        }
+
+    def close(self) -> None:
+        """End all process groups: who still holds one does not hold the world."""
+        for process_groups in self._ends.values():
+            for process_group in process_groups:
+                process_group.end()
+        self._ends = {}
+        self.groups.clear()
+        self.endpoints = []
+        self.issuing = self.issued = self.completed = self.waited = self.made = self.ended = ()
+
+
+def without_modes(run: Callable[[], Done]) -> Done:
+    """Keep the dispatch modes of the rank that happens to arrive last away from all ranks' data."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        with dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            return run()
+    return run()
+
+
+def deliver(network: Network, source: Message, target: Message) -> float:
+    """Move the data; returns the virtual time at which that is over."""
+    give, take = source.tensor, target.tensor
+    if give.dtype != take.dtype or give.numel() != take.numel() or give.is_meta != take.is_meta:
+        error = network.explain.message_mismatch(network, source, target)
+        network.scheduler.fail(error)
+        raise error
+    assert source.sender is not None
+    try:
+        check_memory(source.sender, [give])
+        check_memory(target.receiver, [take])
+    except MemoryGone as cause:
+        gone = network.explain.message_without_memory(network, source, target, cause)
+        network.scheduler.fail(gone)
+        raise gone from None
+    with torch.inference_mode():
+        take.data.copy_(give.data.reshape(take.shape))
+    ranks, start = source.group.ranks, max(source.issued, target.issued)
+    took = network.pricing.of_message(ranks[source.sender], ranks[source.receiver], give.numel() * give.element_size())
+    for completed in network.completed:
+        completed(source, start, start + took)
+    return start + took

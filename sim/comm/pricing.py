@@ -1,0 +1,80 @@
+"""Prices of communication in virtual time.
+
+A collective starts when the last member of its group has come and the group's collective before it is over; it ends
+when the cost function says so, and ``wait`` moves the clock of each member to that end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hyper_parallel.core.redistribute.cost import Load, Topology, seconds, topology
+from sim.comm.collectives import Call
+from sim.kernel.clock import check_seconds
+
+__all__ = ["CommPricing", "Cost"]
+
+Cost = Callable[[str, Load], float]
+_OF_ONE_COPY = {"broadcast": "recv_bytes", "reduce": "send_bytes"}  # a root does not send to each one itself
+
+
+class CommPricing:
+    """What communication costs in a world.
+
+    >>> CommPricing(None).of_message(0, 1, 2**20)
+    0.0
+    >>> round(CommPricing("h100").of_message(0, 1, 2**20) * 1e6)  # microseconds
+    17
+
+    Args:
+        on: The topology that is priced, or its name; None: communication is free.
+        cost: Seconds of an operation and a load, in place of the topology's own model.
+    """
+
+    def __init__(self, on: str | Topology | None, cost: Cost | None = None) -> None:
+        found = topology(on) if isinstance(on, str) else on
+        if found is not None and not isinstance(found, Topology):
+            raise TypeError(
+                f"cannot use {on!r} as the topology of a world\n  topology: a name, a Topology or None\n"
+                "  try: sim.world(8, topology='h100')"
+            )
+        if cost is not None and not callable(cost):
+            raise TypeError(
+                f"cannot use {cost!r} as the cost of communication\n  cost: a function of an operation and its Load\n"
+                "  try: sim.world(8, cost=lambda op, load: 1e-6)"
+            )
+        if cost is None and found is not None:
+            model: Topology = found
+            cost = lambda op, load: seconds(op, load, model)  # noqa: E731
+        self._cost = cost
+        self._per_node = found.ranks_per_node if found is not None else None
+
+    def of_collective(self, calls: Sequence[Call], ranks: tuple[int, ...]) -> float:
+        """Seconds of a collective that ``ranks`` have called."""
+        if self._cost is None:
+            return 0.0
+        op = calls[0].contract.op
+        if op in _OF_ONE_COPY:
+            moved = max(getattr(call, _OF_ONE_COPY[op]) for call in calls)
+        else:
+            moved = max(max(call.send_bytes, call.recv_bytes) for call in calls)
+        intra = self._most_on_a_node(ranks)
+        inter = moved * (len(ranks) - intra) // max(len(ranks) - 1, 1)
+        return self._checked(op, Load(len(ranks), intra, moved, inter, 0))
+
+    def of_message(self, sender: int, receiver: int, size: int) -> float:
+        """Seconds of a send of ``size`` bytes."""
+        if self._cost is None or sender == receiver:
+            return 0.0
+        intra = self._most_on_a_node((sender, receiver))
+        return self._checked("send", Load(2, intra, size, size if intra == 1 else 0, 0))
+
+    def _most_on_a_node(self, ranks: tuple[int, ...]) -> int:
+        if self._per_node is None:
+            return len(ranks)
+        nodes = [rank // self._per_node for rank in ranks]
+        return max(map(nodes.count, set(nodes)))
+
+    def _checked(self, op: str, load: Load) -> float:
+        assert self._cost is not None
+        return check_seconds(self._cost(op, load), f"the cost of {op}")

@@ -1,0 +1,741 @@
+"""The simulated process group: what ``torch.distributed`` calls on one rank, matched with the other ranks' calls.
+
+Each rank has its own :class:`SimProcessGroup` object for a group; the ranks of a group share one
+:class:`sim.group.Group`, in which the k-th call of every member must be the same collective. A call never blocks: it
+leaves its tensors in a slot and returns a work object; the last rank to arrive carries the collective
+out for all. Ranks block only in ``wait``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from hyper_parallel.platform import reductions_of
+from sim.comm.collectives import Call, Contract, reduce_op_name
+from sim.comm.dispatcher import Dispatched, seen_by_modes
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Group, Message, deliver, without_modes
+from sim.explain.errors import SimError
+from sim.explain.lines import user_line
+from sim.kernel.waiting import Waitable
+
+__all__ = ["SimProcessGroup", "SimWork"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+class SimWork(dist.Work):
+    """The handle of a call: ``wait`` lets other ranks run until all of them have arrived."""
+
+    def __init__(self, endpoint: Endpoint, waitables: Sequence[Waitable], outputs: Tensors) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._scheduler = endpoint.scheduler
+        self._waitables = waitables
+        self._outputs = outputs
+        self._asked_at = -1.0
+
+    def wait(self, timeout: Any = None) -> bool:
+        del timeout  # time is virtual: a wait that cannot end is a Deadlock at once
+        block = self._scheduler.block
+        try:
+            for waitable in self._waitables:
+                block(waitable)
+        finally:
+            self._note_waited()
+        return True
+
+    def _note_waited(self) -> None:
+        for waited in self._endpoint.network.waited:
+            for waitable in self._waitables:
+                waited(self._endpoint, waitable)
+
+    def describe(self) -> str:
+        """Name the operations whose end it tells."""
+        return ", ".join(waitable.describe() for waitable in self._waitables) or "no operation"
+
+    def is_completed(self) -> bool:
+        if self._is_lost():
+            return True  # as a real one is that has failed; ``wait`` raises
+        if not self._is_ready():
+            self._scheduler.poll()  # a loop that asks until it is done lets the others do their part
+        if not (self._is_ready() and self._is_over()):
+            return False
+        self._note_waited()
+        return True
+
+    def _is_over(self) -> bool:
+        """Whether it ends before the rank's virtual now; a rank that only asks and asks waits for it that way."""
+        scheduler, ends = self._scheduler, max((waitable.at for waitable in self._waitables), default=0.0)
+        now = scheduler.now
+        if ends > now and self._asked_at != now:
+            self._asked_at = now
+            return False
+        scheduler.reach(ends)
+        return True
+
+    def is_success(self) -> bool:
+        return self._is_ready()
+
+    def _is_lost(self) -> bool:
+        return any(waitable.lost is not None and not waitable.ready for waitable in self._waitables)
+
+    def _is_ready(self) -> bool:
+        return all(waitable.ready for waitable in self._waitables)
+
+    def _source_rank(self) -> int:
+        message = self._waitables[0] if self._waitables else None
+        if not isinstance(message, Message) or message.who_waits == "send":
+            raise SimError("only a receive has a source rank\n  try: it on what dist.irecv returned")
+        assert message.sender is not None
+        return message.sender
+
+    def exception(self) -> BaseException | None:
+        lost = [waitable for waitable in self._waitables if waitable.lost is not None and not waitable.ready]
+        return lost[0].lost(lost[0], self._endpoint.rank) if lost and lost[0].lost is not None else None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return list(self._outputs)
+
+    def get_future(self) -> Future[Any]:
+        # A C++ Future.wait would hold the turn for ever, so the future is complete when it is handed out.
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result(list(self._outputs))
+        return future
+
+    getFuture = get_future  # noqa: N815 - torch's spelling
+
+
+def _numels(tensors: Tensors) -> str:
+    return " ".join([str(t.numel()) for t in tensors])
+
+
+def _nbytes(tensors: Tensors) -> int:
+    return sum([t.numel() * t.element_size() for t in tensors])
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in whatever order."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != reach:
+            return False
+        reach *= size
+    return True
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _shapes(tensors: Tensors) -> str:
+    return _shape(tensors[0]) if len(tensors) == 1 else " ".join(map(_shape, tensors))
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return _name_of(tensor.dtype)
+
+
+def _dtypes(tensors: Tensors) -> str:
+    first = tensors[0].dtype
+    if len(tensors) == 1 or all(t.dtype is first for t in tensors):
+        return _name_of(first)
+    return " ".join(dict.fromkeys(map(_dtype, tensors)))
+
+
+def _unsupported(name: str) -> Callable[..., Any]:
+    def method(self: SimProcessGroup, *args: Any, **options: Any) -> Any:
+        raise SimError(
+            f"simulated groups have no {name}\n  group: {self._title()!r}\n"
+            "  try: the collectives of torch.distributed; dist.split_group and dist.new_group make groups"
+        )
+
+    return method
+
+
+class SimProcessGroup(Dispatched):
+    """One rank's end of a group. torch calls its methods, by old and new names alike."""
+
+    def __init__(self, endpoint: Endpoint, group: Group, member: int) -> None:
+        super().__init__(member, len(group.ranks))
+        self._alive: Endpoint | None = endpoint
+        self._group = group
+        self._member = member
+        self._size = len(group.ranks)
+        self._coalescing: list[Waitable] | None = None
+        self._label: str | None = None
+        self._backend = endpoint.network.backend
+        self.line = ""  # the user's line that has made it
+
+    # -- plumbing ----------------------------------------------------------------------------------------------
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        if self._alive is None:
+            raise SimError(f"the world of {self!r} has ended\n  try: use the group inside of the rank's function")
+        return self._alive
+
+    def end(self) -> None:
+        """Release the world: torch's caches may hold this group longer than the world lives."""
+        self._alive = None
+        self._group = Group(None, self._group.name, self._group.ranks)
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's spelling
+        return self._backend
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group.next_seq[self._member]
+
+    # What the base class would hand to the placeholder that stands in for a backend, and which does nothing.
+    merge_remote_group = _unsupported("merge_remote_group")
+    split_group = _unsupported("split_group of their own")
+    new_window = _unsupported("new_window")
+    reconfigure = _unsupported("reconfigure")
+    use_pg_for_symm_mem_rendezvous = _unsupported("symmetric memory")
+    _register_on_completion_hook = _unsupported("completion hooks")
+    _wait_for_pending_works = _unsupported("completion hooks to wait for")
+    register_abort_hook = _unsupported("abort hooks")
+    register_pre_hook = _unsupported("hooks before an operation")
+    register_post_hook = _unsupported("hooks after an operation")
+    get_reconfigure_handle = _unsupported("reconfigure")
+    unregister_abort_hook = _unsupported("abort hooks")
+    unregister_pre_hook = _unsupported("hooks before an operation")
+    unregister_post_hook = _unsupported("hooks after an operation")
+    supports_abort_hooks = supports_completion_hooks = False
+    supports_reconfigure = supports_window = False
+
+    def __repr__(self) -> str:
+        return f"SimProcessGroup({self._group.label!r}, rank {self._member} of {self._size})"
+
+    def _axis(self) -> str:
+        """The mesh axis (or other name) under which this group is reported; known once torch has named it."""
+        if self._label is None:
+            self._label = self._endpoint.axis_of(self._group.name, self.group_desc, self._group.ranks)
+            self._group.label = self._label
+        return self._label
+
+    def _title(self) -> str:
+        """What messages call this group."""
+        self._axis()
+        return self._group.title
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The global ranks, in group order."""
+        return self._group.ranks
+
+    def rename(self) -> None:
+        """Ask again under which name the group is reported."""
+        self._label = None
+
+    def _root(self, op: str, root: int) -> int:
+        if not 0 <= root < self._size:
+            raise ValueError(
+                f"{op}: there is no member {root} in the group, which has {self._size}; group: {self._title()}; "
+                "try: the rank of a member"
+            )
+        return root
+
+    def _check_list(self, op: str, which: str, tensors: Tensors, like: torch.Tensor, *, uneven: bool = True) -> None:
+        """One tensor per member, all of the dtype of ``like``, and of its size if they have to be even."""
+        if len(tensors) != self._size:
+            raise ValueError(
+                f"{op}: the {which} list has {len(tensors)} tensors, expected one for each of {self._size} ranks; "
+                f"group: {self._title()}; try: a list of {self._size} tensors"
+            )
+        for place, tensor in enumerate(tensors):
+            self._check_dtype(op, f"{which} {place}", tensor, like)
+            if not uneven and tensor.numel() != like.numel():
+                raise ValueError(
+                    f"{op}: {which} {place} has {tensor.numel()} elements, expected {like.numel()}; "
+                    f"group: {self._title()}; try: tensors of one size"
+                )
+
+    def _check_dtype(self, op: str, which: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        if tensor.dtype != like.dtype:
+            raise TypeError(
+                f"{op}: the {which} is {_dtype(tensor)}, but the other side of the transfer is {_dtype(like)}; "
+                f"group: {self._title()}; try: one dtype for both"
+            )
+
+    def _check_reduces(self, op: str, reduce_op: str, tensors: Tensors) -> None:
+        """Refuse what the backend that the world stands for does not reduce; groups under another name take all."""
+        endpoint = self._endpoint
+        network, backend = endpoint.network, endpoint.network.backend
+        if backend == "sim" or backend not in str(endpoint.c10d.pg_map[self][0]):
+            return
+        reductions = reductions_of(backend)
+        # Where a backend reduces complex numbers, torch has made pairs of real ones of them.
+        refused = next((t for t in tensors if t.is_complex() or not reductions.takes(t.dtype, reduce_op, op)), None)
+        if refused is not None:
+            raise network.explain.not_reduced(backend, op, reduce_op, refused, self._title())
+
+    def _check_no_gaps(self, op: str, tensors: Tensors) -> None:
+        """Refuse what nccl refuses, and where gloo writes into the elements between: it moves plain memory."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided and not tensor.is_contiguous() and not _fills_its_memory(tensor):
+                raise ValueError(
+                    f"{op}: a tensor of shape {list(tensor.shape)} does not fill its memory without gaps or overlaps "
+                    f"(strides {list(tensor.stride())}); group: {self._title()}; try: a .contiguous() copy of it"
+                )
+
+    def _check_dense(self, op: str, which: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{op}: the {which} of shape {list(tensor.shape)} is not contiguous (strides "
+                f"{list(tensor.stride())}); group: {self._title()}; try: .contiguous()"
+            )
+
+    def _check_wholes(self, op: str, wholes: Tensors, which: str, parts: Tensors, other: str) -> None:
+        """Coalesced: each whole holds one part of every rank."""
+        size = self._size
+        if len(wholes) != len(parts) or not wholes:
+            raise ValueError(
+                f"{op}: {len(wholes)} {which}s and {len(parts)} {other}s; group: {self._title()}; "
+                f"try: one {which} for each {other}"
+            )
+        for whole, part in zip(wholes, parts, strict=True):
+            if whole.dtype != part.dtype:
+                self._check_dtype(op, which, whole, part)
+            if not whole.is_contiguous():
+                self._check_dense(op, which, whole)
+            if not part.is_contiguous():
+                self._check_dense(op, other, part)
+            if whole.numel() != part.numel() * size:
+                raise ValueError(
+                    f"{op}: the {which} has {whole.numel()} elements, expected {part.numel()} * {size} ranks = "
+                    f"{part.numel() * size}; group: {self._title()}; try: an {which} of that size"
+                )
+
+    def _issue(self, call: Call, outputs: Tensors = ()) -> SimWork:
+        endpoint = self._endpoint
+        network = endpoint.network
+        endpoint.check_caller()
+        if network.scheduler.fatal is not None:
+            raise network.scheduler.end_of_rank()
+        call.line = user_line()
+        call.axis = self._axis()
+        for issuing in network.issuing:
+            issuing(endpoint, self._group, call)
+        slot = self._group.enter(self._member, call)
+        for issued in network.issued:
+            issued(endpoint, slot, call)
+        if slot.arrived == self._size and slot.lost is None:
+            self._group.carry_out(slot)
+        if self._coalescing is not None:
+            self._coalescing.append(slot)
+        return SimWork(endpoint, (slot,), outputs)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        del device
+        self._coalescing = []
+
+    def _end_coalescing(self, device: Any = None) -> SimWork:
+        del device
+        waitables, self._coalescing = self._coalescing or [], None
+        return SimWork(self._endpoint, waitables, ())
+
+    def _together(self, works: list[SimWork], outputs: Tensors) -> SimWork:
+        return SimWork(self._endpoint, [w for work in works for w in work._waitables], outputs)
+
+    def shutdown(self) -> None:
+        """Leave the group, as `destroy_process_group` does; the network forgets it when all members have."""
+        if self._alive is not None:
+            self._alive.network.leave(self._group, self._member)
+
+    def abort(self) -> None:
+        """Nothing is in flight when a rank runs."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Accepted and without effect: time is virtual."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Operations are numbered from the start."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Accepted and without effect: the trace has the times of all operations."""
+
+    def get_group_store(self) -> dist.Store:
+        endpoint = self._endpoint
+        return endpoint.c10d.pg_map[self][1] if self in endpoint.c10d.pg_map else endpoint.store
+
+    # -- reductions --------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, tensors: Tensors, opts: Any = None) -> SimWork:
+        self._check_no_gaps("all_reduce", tensors)
+        name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        self._check_reduces("all_reduce", name, tensors)
+        if name != "SUM" and any(tensor.is_sparse for tensor in tensors):
+            raise ValueError(
+                f"all_reduce: sparse tensors can be added up only, but the reduce op is {name}; "
+                f"group: {self._title()}; try: ReduceOp.SUM, or .to_dense()"
+            )
+        # A reduce_scatter into parts as equal as can be, and an all_gather of them: 2 (n - 1) times the data in all.
+        size, total = self._size, _nbytes(tensors)
+        own = total * (self._member + 1) // size - total * self._member // size
+        moved = total + (size - 2) * own
+        call = Call(
+            Contract("all_reduce", name, None, _dtypes(tensors), _shapes(tensors)),
+            tensors,
+            tensors,
+            factor=factor,
+            send_bytes=moved,
+            recv_bytes=moved,
+        )
+        return self._issue(call, tensors)
+
+    allreduce = seen_by_modes("allreduce")(_all_reduce)
+    allreduce_coalesced = seen_by_modes("allreduce_coalesced")(_all_reduce)
+
+    @seen_by_modes("reduce")
+    def reduce(self, tensors: Tensors, opts: Any) -> SimWork:
+        self._check_no_gaps("reduce", tensors)
+        name, factor = reduce_op_name(opts.reduceOp)
+        self._check_reduces("reduce", name, tensors)
+        at_root = self._root("reduce", opts.rootRank) == self._member
+        total = _nbytes(tensors)
+        call = Call(
+            Contract("reduce", name, opts.rootRank, _dtype(tensors[0]), _shape(tensors[0])),
+            tensors,
+            tensors,
+            factor=factor,
+            send_bytes=0 if at_root else total,
+            recv_bytes=(self._size - 1) * total if at_root else 0,
+        )
+        return self._issue(call, tensors)
+
+    def _reduce_scatter(self, output: torch.Tensor, inputs: Tensors, opts: Any, *, single: bool) -> SimWork:
+        name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        self._check_reduces("reduce_scatter", name, inputs)
+        if single:
+            self._check_dtype("reduce_scatter", "input", inputs[0], output)
+            self._check_dense("reduce_scatter", "input", inputs[0])
+            if inputs[0].numel() != output.numel() * self._size:
+                raise ValueError(
+                    f"reduce_scatter: the input has {inputs[0].numel()} elements, expected {output.numel()} * "
+                    f"{self._size} ranks; group: {self._title()}; try: an input of that size"
+                )
+            sizes = str(inputs[0].numel())
+        else:
+            self._check_list("reduce_scatter", "input", inputs, output)
+            if inputs[self._member].numel() != output.numel():
+                raise ValueError(
+                    f"reduce_scatter: rank {self._group.ranks[self._member]} receives {output.numel()} elements, but "
+                    f"its input list has {inputs[self._member].numel()} at that place; group: {self._title()}; "
+                    "try: one input per rank, of the size of that rank's output"
+                )
+            sizes = str([t.numel() for t in inputs])
+        own = _nbytes([output])
+        call = Call(
+            Contract("reduce_scatter", name, None, _dtype(output), sizes),
+            inputs,
+            [output],
+            factor=factor,
+            send_bytes=_nbytes(inputs) - own,
+            recv_bytes=(self._size - 1) * own,
+        )
+        return self._issue(call, [output])
+
+    @seen_by_modes("reduce_scatter")
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> SimWork:
+        return self._reduce_scatter(outputs[0], inputs[0], opts, single=False)
+
+    @seen_by_modes("reduce_scatter_single", "_reduce_scatter_base")
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SimWork:
+        return self._reduce_scatter(output, [input], opts, single=True)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @seen_by_modes("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
+        name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
+        self._check_reduces("reduce_scatter", name, inputs)
+        self._check_wholes("reduce_scatter", inputs, "input", outputs, "output")
+        own = _nbytes(outputs)
+        call = Call(
+            Contract("reduce_scatter", name, None, _dtypes(outputs), _numels(inputs)),
+            inputs,
+            outputs,
+            factor=factor,
+            send_bytes=own * (self._size - 1),
+            recv_bytes=own * (self._size - 1),
+        )
+        return self._issue(call, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- movement ----------------------------------------------------------------------------------------------
+
+    @seen_by_modes("broadcast")
+    def broadcast(self, tensors: Tensors, opts: Any) -> SimWork:
+        self._check_no_gaps("broadcast", tensors)
+        total, at_root = _nbytes(tensors), self._root("broadcast", opts.rootRank) == self._member
+        call = Call(
+            Contract("broadcast", "-", opts.rootRank, _dtypes(tensors), _shapes(tensors)),
+            (),
+            tensors,
+            send_bytes=(self._size - 1) * total if at_root else 0,
+            recv_bytes=0 if at_root else total,
+        )
+        return self._issue(call, tensors)
+
+    def _all_gather(self, outputs: Tensors, input: torch.Tensor, *, single: bool) -> SimWork:
+        size = self._size
+        if single:
+            self._check_dtype("all_gather", "output", outputs[0], input)
+            self._check_dense("all_gather", "output", outputs[0])
+            sizes = str(input.numel())
+            expected = input.numel() * size
+            if outputs[0].numel() != expected:
+                raise ValueError(
+                    f"all_gather: the output has {outputs[0].numel()} elements, expected {input.numel()} * {size} "
+                    f"ranks = {expected}; group: {self._title()}; try: an output of that size"
+                )
+        else:
+            self._check_list("all_gather", "output", outputs, input)
+            sizes = str([t.numel() for t in outputs])
+            if outputs[self._member].numel() != input.numel():
+                raise ValueError(
+                    f"all_gather: rank {self._group.ranks[self._member]} gives {input.numel()} elements, but its "
+                    f"output list has {outputs[self._member].numel()} at that place; group: {self._title()}; "
+                    "try: one output per rank, of that rank's size"
+                )
+        own = _nbytes([input])
+        call = Call(
+            Contract("all_gather", "-", None, _dtype(input), sizes),
+            [input],
+            outputs,
+            send_bytes=(size - 1) * own,
+            recv_bytes=_nbytes(outputs) - own,
+        )
+        return self._issue(call, outputs)
+
+    @seen_by_modes("allgather")
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> SimWork:
+        del opts
+        return self._all_gather(outputs[0], inputs[0], single=False)
+
+    @seen_by_modes("all_gather_single", "_allgather_base")
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SimWork:
+        del opts
+        return self._all_gather([output], input, single=True)
+
+    _allgather_base = all_gather_single
+
+    @seen_by_modes("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
+        del opts
+        self._check_wholes("all_gather", outputs, "output", inputs, "input")
+        own = _nbytes(inputs)
+        call = Call(
+            Contract("all_gather", "-", None, _dtypes(inputs), _numels(inputs)),
+            inputs,
+            outputs,
+            send_bytes=own * (self._size - 1),
+            recv_bytes=own * (self._size - 1),
+        )
+        return self._issue(call, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @seen_by_modes("allgather_coalesced")
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> SimWork:
+        del opts
+        if len(output_lists) != self._size or any(len(outputs) != len(inputs) for outputs in output_lists):
+            raise ValueError(
+                f"all_gather_coalesced: the output lists have {[len(outputs) for outputs in output_lists]} tensors, "
+                f"expected {len(inputs)}, one for each input, from each of {self._size} ranks; group: {self._title()}; "
+                f"try: {self._size} lists of {len(inputs)} tensors"
+            )
+        by_input = zip(*output_lists, strict=True)
+        works = [self._all_gather(outputs, i, single=False) for outputs, i in zip(by_input, inputs, strict=True)]
+        return self._together(works, [t for outputs in output_lists for t in outputs])
+
+    @seen_by_modes("gather")
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> SimWork:
+        at_root = self._root("gather", opts.rootRank) == self._member
+        if at_root:
+            self._check_list("gather", "output", outputs[0], inputs[0], uneven=False)
+        own = _nbytes(inputs)
+        call = Call(
+            Contract("gather", "-", opts.rootRank, _dtype(inputs[0]), _shape(inputs[0])),
+            inputs,
+            outputs[0] if at_root else (),
+            send_bytes=0 if at_root else own,
+            recv_bytes=(self._size - 1) * own if at_root else 0,
+        )
+        return self._issue(call, call.outputs)
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> SimWork:
+        pieces: Tensors = ()
+        if self._root("gather", opts.rootRank) == self._member:
+            self._check_dense("gather", "output", output)
+            if output.numel() != input.numel() * self._size:
+                raise ValueError(
+                    f"gather: the output has {output.numel()} elements, expected {input.numel()} * {self._size} "
+                    f"ranks; group: {self._title()}; try: an output of that size"
+                )
+            pieces = output.view(self._size, *input.shape).unbind(0)
+        return self.gather([pieces], [input], opts)
+
+    gather_into_tensor = gather_single
+
+    @seen_by_modes("scatter")
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> SimWork:
+        at_root = self._root("scatter", opts.rootRank) == self._member
+        if at_root:
+            self._check_list("scatter", "input", inputs[0], outputs[0], uneven=False)
+        own = _nbytes(outputs)
+        call = Call(
+            Contract("scatter", "-", opts.rootRank, _dtype(outputs[0]), _shape(outputs[0])),
+            inputs[0] if at_root else (),
+            outputs,
+            send_bytes=(self._size - 1) * own if at_root else 0,
+            recv_bytes=0 if at_root else own,
+        )
+        return self._issue(call, outputs)
+
+    def _all_to_all(
+        self, outputs: Tensors, inputs: Tensors, splits: tuple[list[int], list[int]] | None = None
+    ) -> SimWork:
+        if splits is None and len(inputs) > 1:
+            kept = _nbytes([inputs[self._member]])
+        elif splits is None:
+            kept = _nbytes(inputs) // self._size
+        else:
+            row = inputs[0].stride(0) if inputs[0].dim() and inputs[0].numel() else 0
+            kept = splits[0][self._member] * row * inputs[0].element_size()
+        call = Call(
+            Contract("all_to_all", "-", None, _dtype(inputs[0])),
+            inputs,
+            outputs,
+            splits=splits,
+            send_bytes=_nbytes(inputs) - kept,
+            recv_bytes=_nbytes(outputs) - kept,
+        )
+        return self._issue(call, outputs)
+
+    @seen_by_modes("alltoall")
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
+        del opts
+        self._check_list("all_to_all", "output", outputs, inputs[0])
+        self._check_list("all_to_all", "input", inputs, outputs[0])
+        return self._all_to_all(outputs, inputs)
+
+    @seen_by_modes("all_to_all_single", "alltoall_base")
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> SimWork:
+        del opts
+        self._check_dtype("all_to_all_single", "output", output, input)
+        self._check_dense("all_to_all_single", "input", input)
+        self._check_dense("all_to_all_single", "output", output)
+        size = self._size
+        splits = (self._split_of(input, input_splits, "input"), self._split_of(output, output_splits, "output"))
+        assert len(splits[0]) == len(splits[1]) == size
+        return self._all_to_all([output], [input], splits)
+
+    alltoall_base = all_to_all_single
+
+    def _split_of(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
+        if not tensor.dim():
+            raise ValueError(
+                f"all_to_all_single: the {which} has no dim 0 to split over {self._size} ranks: it is a scalar; "
+                f"group: {self._title()}; try: a tensor with one row or more for each rank"
+            )
+        rows = tensor.shape[0]
+        if splits is None or not len(splits):
+            if rows % self._size:
+                raise ValueError(
+                    f"all_to_all_single: dim 0 of the {which} has {rows} rows, not divisible by {self._size} ranks; "
+                    f"group: {self._title()}; try: pass {which}_split_sizes"
+                )
+            return [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows:
+            raise ValueError(
+                f"all_to_all_single: {which}_split_sizes {list(splits)} must be {self._size} numbers that add up to "
+                f"the {rows} rows of the {which}; group: {self._title()}; try: one size per rank"
+            )
+        return list(splits)
+
+    @seen_by_modes("barrier")
+    def barrier(self, opts: Any = None) -> SimWork:
+        del opts
+        return self._issue(Call(Contract("barrier")))
+
+    @seen_by_modes("monitored_barrier")
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        del timeout, wait_all_ranks
+        self.barrier().wait()
+
+    # -- point to point ----------------------------------------------------------------------------------------
+
+    @seen_by_modes("send")
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> SimWork:
+        self._check_no_gaps("send", tensors)
+        return self._meet(tensors[0], self._member, self._root("send", dst), tag, sending=True)
+
+    @seen_by_modes("recv")
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> SimWork:
+        self._check_no_gaps("recv", tensors)
+        return self._meet(tensors[0], self._root("recv", src), self._member, tag, sending=False)
+
+    @seen_by_modes("recv_anysource")
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> SimWork:
+        self._check_no_gaps("recv", tensors)
+        return self._meet(tensors[0], None, self._member, tag, sending=False)
+
+    def _meet(self, tensor: torch.Tensor, sender: int | None, receiver: int, tag: int, *, sending: bool) -> SimWork:
+        """Pair a send with its receive, first come first served; the data moves when both are there."""
+        endpoint, group = self._endpoint, self._group
+        endpoint.check_caller()
+        network, scheduler = endpoint.network, endpoint.scheduler
+        if scheduler.fatal is not None:
+            raise scheduler.end_of_rank()
+        message = Message(group, sender, receiver, tag, tensor, sending)
+        message.line = user_line()
+        message.axis = self._axis()
+        for issuing in network.issuing:
+            issuing(endpoint, group, message)
+        other = group.meet(message)
+        for issued in network.issued:
+            issued(endpoint, message, None)
+        if message.dropped:
+            scheduler.complete(message)
+        if other is not None and (message.dropped or other.dropped):
+            message.dropped = other.dropped = True
+        elif other is not None:
+            source, target = (message, other) if sending else (other, message)
+            ends = without_modes(partial(deliver, network, source, target))
+            scheduler.complete(other, ends)
+            scheduler.complete(message, ends)
+        if self._coalescing is not None:
+            self._coalescing.append(message)
+        return SimWork(endpoint, (message,), [tensor])

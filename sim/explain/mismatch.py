@@ -1,0 +1,253 @@
+"""The texts of calls that do not fit together: one line per rank, sorted by rank, the minority marked."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.platform import reductions_of
+from sim.comm.collectives import Call, Contract, MemoryGone, Problem, sizes_of
+from sim.comm.group import Message, Network, Slot
+from sim.comm.membership import Key
+from sim.explain.errors import CollectiveMismatch, SimError, ranks_phrase, short_ranks_phrase, table
+from sim.explain.handling import being_handled
+
+__all__ = [
+    "call_row",
+    "cannot_carry_out",
+    "collective_mismatch",
+    "group_mismatch",
+    "message_mismatch",
+    "message_without_memory",
+    "not_reduced",
+    "tensor_text",
+]
+
+
+def collective_mismatch(network: Network, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
+    """Describe a collective on which the ranks of a group do not agree, or why they met in it at all."""
+    return group_mismatch(network) or _collective_mismatch(network, slot, problem)
+
+
+def _collective_mismatch(network: Network, slot: Slot, problem: Problem | None) -> CollectiveMismatch:
+    ranks = slot.group.ranks
+    present = [(rank, call) for rank, call in zip(ranks, slot.calls, strict=True) if call is not None]
+    hint = "let every rank of the group call the same operation, with the same arguments, in the same order"
+    majority = None
+    if problem is None:
+        majority = Counter(call.contract for _, call in present).most_common(1)[0][0]
+        differs = _differences(present)
+    else:
+        differs, hint = [problem.what(ranks)], problem.hint
+    on_meta = {_is_on_meta(call) for _, call in present if _tensors(call)}
+    rows, marked = [], []
+    for index, (rank, call) in enumerate(zip(ranks, slot.calls, strict=True)):
+        rows.append(call_row(rank, call, slot, with_device=len(on_meta) > 1))
+        if call is not None and majority is not None and call.contract != majority:
+            marked.append(index)
+    if problem is not None:
+        marked += problem.blamed
+    handled = being_handled(network.scheduler, network.world_size)
+    return handled.chained(
+        CollectiveMismatch(
+            f"the ranks of group {slot.group.title!r} do not agree on its operation #{slot.seq}\n"
+            f"{table(rows, marked=marked)}\n"
+            f"{handled.lines}"
+            f"  differs: {'; '.join(differs)}\n"
+            f"  try: {handled.advice or hint}\n"
+            f"  replay: {network.replay}"
+        )
+    )
+
+
+def cannot_carry_out(network: Network, slot: Slot, cause: Exception) -> SimError:
+    """Describe a collective on which all ranks agree, but which torch cannot compute."""
+    rows = [call_row(rank, call, slot) for rank, call in zip(slot.group.ranks, slot.calls, strict=True)]
+    if isinstance(cause, MemoryGone):
+        return _memory_gone(network, slot.describe(), rows, slot.group.ranks[cause.member], cause)
+    return SimError(
+        f"{slot.describe()} cannot be computed\n"
+        f"{table(rows)}\n"
+        f"  because: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}\n"
+        "  try: a dtype and a reduce op that torch can compute on the CPU\n"
+        f"  replay: {network.replay}"
+    )
+
+
+def _memory_gone(network: Network, what: str, rows: list[tuple[str, ...]], rank: int, cause: MemoryGone) -> SimError:
+    """Describe an operation on a tensor whose storage has been released."""
+    return SimError(
+        f"{what} cannot be carried out: a tensor of rank {rank} has lost its memory\n"
+        f"{table(rows, marked=[index for index, row in enumerate(rows) if row[0] == f'rank {rank}'])}\n"
+        f"  because: {cause.what}\n"
+        "  try: to wait for the work that the operation returned before its storage is resized, and to resize it back "
+        "before the next one\n"
+        f"  replay: {network.replay}"
+    )
+
+
+def message_without_memory(network: Network, source: Message, target: Message, cause: MemoryGone) -> SimError:
+    """Describe a send or a receive of a tensor whose storage has been released."""
+    own = source if cause.member == source.sender else target
+    return _memory_gone(network, own.describe(), _message_rows(source, target), own.group.ranks[own.member], cause)
+
+
+def not_reduced(backend: str, op: str, reduce_op: str, tensor: torch.Tensor, group: str) -> Exception:
+    """Describe a reduction that the backend a world stands for refuses: a dtype, or a reduce op of any dtype."""
+    reductions = reductions_of(backend)
+    dtypes = [dtype for dtype in _REDUCIBLE if reductions.takes(dtype, reduce_op, op)]
+    asked = f"cannot {op} {_name(tensor.dtype)} by ReduceOp.{reduce_op}"
+    seen = f"tensor: {_name(tensor.dtype)} {list(tensor.shape)}   group: {group}   {backend} takes: "
+    if not dtypes:
+        ops = [name for name in reductions.dtypes if reductions.takes(tensor.dtype, name, op)]
+        hint = f"ReduceOp.{ops[0]}, or gather the tensors and reduce them on each rank"
+        return ValueError(explain(asked, f"{backend} has no such reduce op", seen + ", ".join(ops), hint))
+    other = torch.float32 if tensor.is_floating_point() or torch.int32 not in dtypes else torch.int32
+    hint = "torch.view_as_real(tensor)" if tensor.is_complex() else f"tensor.to(torch.{_name(other)})"
+    return TypeError(
+        explain(asked, f"{backend} does not reduce this dtype", seen + ", ".join(map(_name, dtypes)), hint)
+    )
+
+
+_REDUCIBLE = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def call_row(rank: int, call: Call | None, slot: Slot, *, with_device: bool = False) -> tuple[str, ...]:
+    """What one rank has called, in the columns of a table."""
+    if call is None:
+        return (f"rank {rank}", "has not called it", "", "", "", "")
+    contract = call.contract
+    root = "" if contract.root is None else f"root={slot.group.ranks[contract.root]}"
+    reduce_op = "" if contract.reduce_op == "-" else contract.reduce_op
+    data = " ".join(part for part in (contract.dtype, contract.shape) if part != "-")
+    if contract.op == "all_to_all":
+        send, recv = sizes_of(call)
+        data += f" send={list(send)} recv={list(recv)}"
+    if with_device and _tensors(call):
+        data += f" on {_tensors(call)[0].device}"
+    return (f"rank {rank}", contract.op, reduce_op, root, data, call.line)
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    return [*call.outputs, *call.inputs]
+
+
+def _is_on_meta(call: Call) -> bool:
+    return any(tensor.is_meta for tensor in _tensors(call))
+
+
+_WORDS = {"op": "operation", "reduce_op": "reduce op", "root": "root", "dtype": "dtype", "shape": "size"}
+
+
+def _differences(present: list[tuple[int, Call]]) -> list[str]:
+    found = []
+    usual = Counter(call.contract.op for _, call in present).most_common(1)[0][0]
+    for field in Contract._fields:
+        by_value: dict[object, list[int]] = {}
+        for rank, call in present:
+            if field != "op" and call.contract.op != usual:
+                continue  # another operation differs in more than its arguments
+            by_value.setdefault(getattr(call.contract, field), []).append(rank)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value} on {short_ranks_phrase(who)}" for value, who in by_value.items())
+            found.append(f"{_WORDS[field]} ({values})")
+    return found
+
+
+def message_mismatch(network: Network, source: Message, target: Message) -> CollectiveMismatch:
+    """Describe a send and a receive of different dtype or size."""
+    ranks = source.group.ranks
+    assert source.sender is not None
+    sender, receiver = ranks[source.sender], ranks[target.receiver]
+    what = "device" if source.tensor.is_meta != target.tensor.is_meta else "dtype and size"
+    rows = _message_rows(source, target)
+    handled = being_handled(network.scheduler, network.world_size)
+    return handled.chained(
+        CollectiveMismatch(
+            f"a send from rank {sender} does not fit the recv on rank {receiver} "
+            f"(group {source.group.title!r})\n"
+            f"{table(rows)}\n"
+            f"{handled.lines}"
+            f"  try: receive into a tensor of the {what} that is sent\n"
+            f"  replay: {network.replay}"
+        )
+    )
+
+
+def _message_rows(source: Message, target: Message) -> list[tuple[str, ...]]:
+    ranks = source.group.ranks
+    return [
+        (f"rank {ranks[message.member]}", f"{message.who_waits} #{message.seq}", tensor_text(message), message.line)
+        for message in sorted([source, target], key=lambda message: ranks[message.member])
+    ]
+
+
+def tensor_text(message: Message) -> str:
+    """Dtype and shape of what a message carries."""
+    device = " on meta" if message.tensor.is_meta else ""
+    return f"{str(message.tensor.dtype).removeprefix('torch.')} {list(message.tensor.shape)}{device}"
+
+
+# -- groups of one number that are not of the same ranks everywhere ------------------------------------------------
+
+
+def group_mismatch(network: Network, *, at_end: bool = False) -> CollectiveMismatch | None:
+    """The error for a group on whose members the ranks do not agree, if there is one.
+
+    Args:
+        network: Of the ranks.
+        at_end: Whether all ranks have come to the end of their function, so that a group may be missing, too.
+    """
+    made = network.groups_by_rank()
+    keys = network.groups_made.differing()
+    if at_end and not network.lost:
+        keys += [fewest for fewest in made.values() if any(fewest[:2] == m[:2] and fewest < m for m in made.values())]
+    if not keys:
+        return None
+    key = min(keys)
+    by_rank = {rank: key < counted for rank, counted in made.items() if counted[:2] == key[:2]}
+    return _group_error(network, key, by_rank, at_end)
+
+
+def _group_error(network: Network, key: Key, made: dict[int, bool], at_end: bool) -> CollectiveMismatch:
+    by_members: dict[tuple[int, ...], list[int]] = {}
+    asked = {rank: network.groups_made.of(key, rank) for rank, has in made.items() if has}
+    for rank, found in asked.items():
+        by_members.setdefault(found.members, []).append(rank)
+    missing = [rank for rank, has in made.items() if not has] if at_end else []
+    parts = [*by_members.values(), *([missing] if missing else [])]
+    usual = max(parts, key=len)
+    is_clear = [len(ranks) for ranks in parts].count(len(usual)) == 1
+    rows: list[tuple[str, ...]] = []
+    marked: list[int] = []
+    for rank in sorted((*asked, *missing)):
+        if is_clear and rank not in usual:
+            marked.append(len(rows))
+        if rank in missing:
+            rows.append((f"rank {rank}", "has not made it", "", ""))
+            continue
+        found = asked[rank]
+        axis = f"axis {found.axis!r}" if found.axis else ""
+        rows.append((f"rank {rank}", f"of {short_ranks_phrase(found.members)}", axis, found.line))
+    differs = [f"{short_ranks_phrase(m)} on {ranks_phrase(who)}" for m, who in by_members.items()]
+    differs += [f"none on {ranks_phrase(missing)}"] if missing else []
+    handled = being_handled(network.scheduler, network.world_size)
+    return handled.chained(
+        CollectiveMismatch(
+            f"the ranks do not agree on the members of the group that they made as number {key[2]}\n"
+            f"{table(rows, marked=marked)}\n"
+            f"{handled.lines}"
+            f"  differs: group ({', '.join(differs)})\n"
+            "  try: let every rank make the same groups and meshes, of the same ranks, in the same order\n"
+            f"  replay: {network.replay}"
+        )
+    )

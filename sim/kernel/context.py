@@ -1,0 +1,60 @@
+"""The rank that the calling thread runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from sim.explain.errors import SimError
+from sim.kernel.scheduler import Scheduler
+
+__all__ = ["Context", "current_context", "current_rank", "this_thread"]
+
+
+class Context:
+    """What belongs to one simulated rank; the layers above add what they keep for it.
+
+    Attributes:
+        rank: Global rank.
+        scheduler: Lets it run.
+        stretch: How long so many seconds of its own time take in "advance" or "sleep"; None: as long as they are.
+    """
+
+    def __init__(self, rank: int, scheduler: Scheduler) -> None:
+        self.rank = rank
+        self.scheduler = scheduler
+        self.stretch: Callable[[float, str], float] | None = None
+
+    def check_caller(self) -> None:
+        """Refuse a thread that is not one of this rank's: it does not hold the turn."""
+        running = self.scheduler.running
+        if running is None or running.ident != threading.get_ident() or running.context is not self:
+            raise SimError(
+                f"a thread that is not one of rank {self.rank}'s used one of its process groups\n"
+                f"  seen: thread {threading.current_thread().name!r}\n"
+                "  try: communicate from the thread that runs the rank's function, or from a threading.Thread that it "
+                "starts"
+            )
+
+
+class _ThisThread(threading.local):
+    context: Any = None
+
+
+this_thread = _ThisThread()
+
+
+def current_context() -> Any:
+    """The rank that the calling thread runs, or None outside of any world; each layer knows its part of a context."""
+    return this_thread.context
+
+
+def current_rank() -> int | None:
+    """The simulated rank of the calling thread, or None outside of any world.
+
+    >>> current_rank() is None
+    True
+    """
+    context = this_thread.context
+    return None if context is None else context.rank

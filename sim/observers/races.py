@@ -1,0 +1,234 @@
+"""Finds buffers that a rank touches between the issue of an operation and its ``wait``.
+
+Each operation in flight has parts of memory that it reads (the rank may read them, too, but not write them) and parts
+that it writes (the rank may do neither). A mode on the rank's thread looks at every operation of torch before it runs
+and compares the memory of its arguments with those parts, byte by byte where they are interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from sim.comm.collectives import Call
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Message, Network, Slot
+from sim.comm.observer import Observer, memory_of
+from sim.explain.errors import InFlightBufferRace
+from sim.explain.lines import user_line
+from sim.kernel.waiting import Waitable
+
+__all__ = ["Races"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Part(NamedTuple):
+    """The memory of a tensor: bytes from ``first`` to before ``last`` of a storage, all of them if it is dense."""
+
+    tensor: torch.Tensor  # also keeps the memory from being given to another one
+    storage: int
+    first: int
+    last: int
+    dense: bool
+
+
+class _Flight(NamedTuple):
+    name: str
+    line: str
+    reads: tuple[Part, ...]
+    writes: tuple[Part, ...]
+
+
+class Flights:
+    """What is in flight on one rank.
+
+    Args:
+        network: Of its world, which a race ends.
+        rank: Whose operations these are.
+    """
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network = network
+        self._rank = rank
+        self._flights: dict[Waitable, _Flight] = {}
+
+    def issue(
+        self, what: Waitable, name: str, line: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        """Note an operation that begins now; it must not touch what another one in flight writes, either."""
+        given, taken = tuple(_parts(reads)), tuple(_parts(writes))
+        self.check(name, given, taken, line)
+        self._flights[what] = _Flight(name, line, given, taken)
+
+    def complete(self, what: Waitable) -> None:
+        """Note that the rank has waited for an operation."""
+        self._flights.pop(what, None)
+
+    def clear(self) -> None:
+        """Forget all: the rank's function has ended."""
+        self._flights.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._flights)
+
+    def check(self, name: str, reads: Iterable[Part], writes: Iterable[Part], line: str | None = None) -> None:
+        """Raise what there is to say if an operation called ``name`` touches what it must not."""
+        accesses = [("reads", part) for part in reads] + [("writes", part) for part in writes]
+        for verb, part in accesses:
+            for flight in self._flights.values():
+                kept = "writes" if any(_overlap(part, other) for other in flight.writes) else ""
+                if not kept and verb == "writes" and any(_overlap(part, other) for other in flight.reads):
+                    kept = "reads"
+                if kept:
+                    self._raise(name, verb, part, flight, kept, line or user_line())
+
+    def _raise(self, name: str, verb: str, part: Part, flight: _Flight, kept: str, line: str) -> None:
+        shape = f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.tensor.shape)}"
+        hint = "wait for the work that the operation returned first"
+        error = InFlightBufferRace(
+            f"rank {self._rank} {verb} a buffer that {flight.name} {kept} and that it has not waited for\n"
+            f"  issued:  {flight.line}\n"
+            f"  touched: {line}, by {name} on {shape}\n"
+            f"  try: {hint}{', or write to another tensor' if kept == 'reads' else ''}\n"
+            f"  replay: {self._network.replay}"
+        )
+        self._network.scheduler.fail(error)
+        raise error
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[Part]:
+    for tensor in tensors:
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
+            size = tensor.element_size()
+            reach = int(sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
+            first = int(tensor.storage_offset()) * size
+            dense = reach + 1 == tensor.numel()
+            yield Part(tensor, tensor.untyped_storage()._cdata, first, first + (reach + 1) * size, dense)
+
+
+def _overlap(a: Part, b: Part) -> bool:
+    if a.storage != b.storage or a.last <= b.first or b.last <= a.first:
+        return False
+    if a.dense and b.dense:
+        return True
+    first, last = min(a.first, b.first), max(a.last, b.last)
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        touched = torch.zeros(last - first, dtype=torch.bool)
+        _bytes_of(touched, a, first).fill_(True)
+        return bool(_bytes_of(touched, b, first).any())
+
+
+def _bytes_of(memory: torch.Tensor, part: Part, first: int) -> torch.Tensor:
+    """The bytes of a part, as a view of ``memory``, which stands for its storage from ``first`` on."""
+    size = part.tensor.element_size()
+    strides = [step * size for step in part.tensor.stride()]
+    return memory.as_strided((*part.tensor.shape, size), (*strides, 1), part.first - first)
+
+
+# -- the rank's operations -------------------------------------------------------------------------------------
+
+# They look at sizes and strides only, or wait before they look.
+_HARMLESS = frozenset(
+    {
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size"),
+        *("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "_unsafe_view", "record_stream", "is_pinned"),
+        *("wait_tensor", "_wrap_tensor_autograd"),
+    }
+)
+# These read memory behind the dispatcher's back.
+_LOOK = frozenset(
+    {"tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "__repr__", "__format__"}
+)
+
+
+class _Accesses(TorchDispatchMode):
+    """Looks at what every operation reads and writes."""
+
+    def __init__(self, flights: Flights) -> None:
+        super().__init__()
+        self._flights = flights
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in _PLAIN and not issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # a DTensor, say: it comes back with the tensors it consists of
+        if self._flights and func._opname not in _HARMLESS:
+            reads, writes = _accesses(func, args, kwargs)
+            self._flights.check(f"{func.namespace}.{func._opname}", _parts(reads), _parts(writes))
+        return func(*args, **kwargs)
+
+
+def _accesses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors whose memory an operation reads, and those whose memory it writes. A view does neither."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        tensors = [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            writes += tensors
+        elif not (is_view and alias is not None):
+            reads += tensors
+    return reads, writes
+
+
+class _Looks(TorchFunctionMode):
+    """Looks at the methods that read a tensor without an operation of torch."""
+
+    def __init__(self, flights: Flights) -> None:
+        super().__init__()
+        self._flights = flights
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if self._flights and name in _LOOK:
+            self._flights.check(name, _parts(arg for arg in args if isinstance(arg, torch.Tensor)), ())
+        return func(*args, **(kwargs or {}))
+
+
+class Races(Observer):
+    """Looks for races on all ranks of a network."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._flights: dict[int, Flights] = {}
+
+    def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
+        """Note what a rank must not touch from now on."""
+        line = what.line_of(endpoint.rank)
+        self._of(endpoint.rank).issue(what, what.describe(), line, *memory_of(endpoint, what, call))
+
+    def waited(self, endpoint: Endpoint, what: Waitable) -> None:
+        """Release the memory of an operation."""
+        self._of(endpoint.rank).complete(what)
+
+    def ended(self, endpoint: Endpoint) -> None:
+        """Forget what is still in flight: the rank's function has ended."""
+        self._of(endpoint.rank).clear()
+
+    def _of(self, rank: int) -> Flights:
+        flights = self._flights.get(rank)
+        if flights is None:
+            flights = self._flights[rank] = Flights(self._network, rank)
+        return flights
+
+    @contextmanager
+    def watching(self, endpoint: Endpoint) -> Iterator[None]:
+        """Watch the operations of the calling thread, which is one of the rank's."""
+        flights = self._of(endpoint.rank)
+        with _Accesses(flights), _Looks(flights):
+            yield

@@ -1,0 +1,247 @@
+"""Python's locks, made so that whoever waits for one on a rank lets the other threads of the world run.
+
+``threading``, ``queue`` and ``concurrent.futures`` build everything that waits (conditions, events, semaphores, queues,
+futures) on three things: the locks that a waiting thread makes for itself, locks in general, and a clock for timeouts.
+These are exchanged while a world is alive, and only for what ranks and their helper threads make.
+"""
+
+from __future__ import annotations
+
+import _thread
+import concurrent.futures
+import os
+import queue
+import sys
+import threading
+import time
+import types
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from sim.explain.lines import user_line
+from sim.kernel.context import current_context
+from sim.kernel.scheduler import Scheduler
+from sim.kernel.waiting import RankThread, Waitable
+
+__all__ = ["LOCK_PATCHES", "OURS", "Local", "Lock", "exchange", "my_scheduler", "where"]
+
+_real_lock = _thread.allocate_lock
+_real_monotonic = time.monotonic
+_COMPILER = "torch._dynamo.convert_frame"
+_WAIT_IN = (threading.__file__, queue.__file__, concurrent.futures._base.__file__)
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def my_scheduler() -> Scheduler | None:
+    """The scheduler, if the calling thread is the one that it lets run; None where waiting is Python's own affair."""
+    context = current_context()
+    if context is None or context.scheduler.pid != os.getpid():  # or a process that a rank has forked off
+        return None
+    scheduler: Scheduler = context.scheduler
+    return scheduler if scheduler.may_wait() else None
+
+
+class Local(Waitable):
+    """Something that a thread of the same process does: what it is stands in the stack of whoever waits for it."""
+
+    __slots__ = ()
+    is_global = False
+
+    def describe(self) -> str:
+        """Name the call in which somebody waits for it."""
+        return where(self.waiters[0])[0] if self.waiters else "a lock"
+
+
+def where(thread: RankThread) -> tuple[str, str]:
+    """What a thread that waits for another one has called ("Queue.get"), and the user's line that called it."""
+    frame = sys._current_frames().get(thread.ident)
+    call = "a lock"
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        call = _name_of(frame, call)
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename in _WAIT_IN and frame.f_code.co_name != "run":
+        call = _name_of(frame, call)
+        frame = frame.f_back
+    return call, user_line(frame)
+
+
+def _name_of(frame: FrameType, otherwise: str) -> str:
+    owner = frame.f_locals.get("self", frame.f_locals.get("thread"))
+    name = frame.f_code.co_name.strip("_").removesuffix("_on_rank")
+    if name == "enter":
+        name = "acquire"
+    if owner is None:
+        return name if frame.f_code.co_filename in _WAIT_IN else otherwise
+    kind = type(owner).__name__
+    if not isinstance(owner, (Lock, threading.Thread)) and frame.f_code.co_filename.startswith(OURS):
+        return otherwise
+    return f"{'Thread' if isinstance(owner, threading.Thread) else kind.removeprefix('_Py').lstrip('_')}.{name}"
+
+
+class Lock:
+    """A lock that a rank or one of its helper threads has made: to wait for it yields the turn.
+
+    It is a real lock all the same, and so works between any threads and after the world has ended.
+    """
+
+    __slots__ = ("__weakref__", "_real", "_waiting")
+
+    def __init__(self) -> None:
+        self._real = _real_lock()
+        self._waiting: deque[tuple[Scheduler, Local]] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """As a lock of Python; a timeout is in virtual time."""
+        if self._real.acquire(False):
+            return True
+        scheduler = my_scheduler() if blocking and (timeout == -1 or timeout > 0) else None
+        if scheduler is None:
+            return self._real.acquire(blocking, timeout)
+        until = None if timeout == -1 else scheduler.now + timeout
+        while True:
+            released = Local()
+            self._waiting.append((scheduler, released))
+            try:
+                if self._real.acquire(False):  # released meanwhile by a thread that is none of the world's
+                    return True
+                if not scheduler.wait(released, until):
+                    return self._real.acquire(False)
+            finally:
+                self._forget(released)
+            if self._real.acquire(False):
+                return True
+
+    def _forget(self, released: Local) -> None:
+        for entry in list(self._waiting):
+            if entry[1] is released:
+                self._waiting.remove(entry)
+
+    def release(self) -> None:
+        """Let whoever waits for the lock run, the one that came first."""
+        self._real.release()
+        try:
+            scheduler, released = self._waiting.popleft()
+        except IndexError:
+            return
+        scheduler.wake(released)
+
+    def locked(self) -> bool:
+        """Whether somebody has it."""
+        return self._real.locked()
+
+    _is_owned = locked  # what a Condition asks for
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def _at_fork_reinit(self) -> None:  # Python calls it in a new process
+        self._real = _real_lock()
+        self._waiting = deque()
+
+    def __repr__(self) -> str:
+        return f"<{'locked' if self.locked() else 'unlocked'} sim.locks.Lock at {id(self):#x}>"
+
+
+class _LockOfWhoever:
+    """What ``threading.Lock`` is while a world is alive."""
+
+    def __new__(cls) -> Any:
+        return _real_lock() if my_scheduler() is None else Lock()
+
+
+class _SimpleQueueOfWhoever:
+    """What ``queue.SimpleQueue`` is while a world is alive: on ranks the one in Python, whose waiting can be seen."""
+
+    __class_getitem__: Any = classmethod(types.GenericAlias)
+
+    def __new__(cls) -> Any:
+        return _c_simple_queue() if my_scheduler() is None else _python_simple_queue()
+
+
+_c_simple_queue: Any = queue.SimpleQueue
+_python_simple_queue: Any = vars(queue)["_PySimpleQueue"]
+_python_rlock: Any = vars(threading)["_PyRLock"]
+
+
+def _monotonic() -> float:
+    """The clock by which timeouts count: virtual where waiting is."""
+    scheduler = my_scheduler()
+    return _real_monotonic() if scheduler is None else scheduler.now
+
+
+class _TimeModule(types.ModuleType):
+    """The module ``time`` as ``concurrent.futures`` sees it."""
+
+    def monotonic(self) -> float:
+        """As above; ``concurrent.futures`` asks until a time is past, and not just until it has come."""
+        scheduler = my_scheduler()
+        return _real_monotonic() if scheduler is None else scheduler.moving_now()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+def _locks(host: object) -> Callable[[], None]:
+    """Locks that ranks make, and with them conditions, events, semaphores, queues and futures, yield the turn."""
+    original_rlock = threading.RLock
+
+    def rlock(*args: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") == _COMPILER:  # imported now, maybe on no rank
+            return _yielding_rlock()
+        return original_rlock(*args, **options) if my_scheduler() is None else _python_rlock(*args, **options)
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (threading, "_allocate_lock", _LockOfWhoever),
+        (threading, "Lock", _LockOfWhoever),
+        (threading, "RLock", rlock),
+        (queue, "SimpleQueue", _SimpleQueueOfWhoever),
+    ]
+    return exchange(replacements)
+
+
+def _timeouts(host: object) -> Callable[[], None]:
+    """Timeouts of what waits on a rank are in virtual time, like the waiting."""
+    return exchange(
+        [
+            (threading, "_time", _monotonic),
+            (queue, "time", _monotonic),
+            (concurrent.futures._base, "time", _TimeModule("time")),
+        ]
+    )
+
+
+def exchange(replacements: list[tuple[Any, str, Any]]) -> Callable[[], None]:
+    """Set attributes of modules and classes; returns how to undo that."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    for owner, name, value in replacements:
+        setattr(owner, name, value)
+
+    def undo() -> None:
+        for owner, name, value in reversed(originals):
+            setattr(owner, name, value)
+
+    return undo
+
+
+def _compile_lock(host: object) -> Callable[[], None]:
+    """The lock under which torch.compile compiles yields the turn: the compiler waits for processes, and so yields it.
+
+    It was made when torch._dynamo was imported, which may have been before the ranks began.
+    """
+    frames = sys.modules.get(_COMPILER)
+    return exchange([] if frames is None else [(frames, "compile_lock", _yielding_rlock())])
+
+
+def _yielding_rlock() -> Any:
+    """A lock that its owner can take again, and that yields the turn to whoever has it."""
+    lock = _python_rlock()
+    lock._block = Lock()
+    return lock
+
+
+LOCK_PATCHES = (_locks, _timeouts, _compile_lock)

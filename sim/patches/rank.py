@@ -1,0 +1,184 @@
+"""The process that hosts the ranks of a world, and what a rank has of its own that a real one has as a process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.platform.cpu import CpuPlatform
+from sim.comm.endpoint import Endpoint
+from sim.comm.group import Network
+from sim.observers.partials import Partials
+from sim.observers.replicas import Replicas
+from sim.patches.messages import copy_of_filters, enter_filters, leave_filters
+from sim.patches.torch_modules import Hooks, enter_hooks, leave_hooks
+from sim.script.modules import OwnModules
+from sim.script.packages import SharedReferences
+from sim.script.process_view import ProcessView
+
+__all__ = ["Generators", "Host", "RankContext", "SimPlatform", "Undo", "use_op_handlers"]
+
+Undo = Callable[[], None]
+
+
+class SimPlatform(CpuPlatform):
+    """What ``hyper_parallel.get_platform()`` answers on a simulated rank."""
+
+    def __init__(self, where: str | None = None, stands_for: str | None = None, backend: str = "sim") -> None:
+        self.backend = backend
+        self._where = where
+        self._stands_for = stands_for
+
+    def device(self, index: int | None = None) -> torch.device:
+        """The host; in meta mode, where there is no data, the device meta."""
+        return super().device(index) if self._where is None else torch.device(self._where)
+
+    @property
+    def prefers_large_messages(self) -> bool:
+        """Whether this stands for a device that does: what runs there is what is tried here."""
+        return self._stands_for is not None
+
+    def name(self) -> str:
+        """Return "simulated rank"."""
+        return "simulated rank"
+
+
+class Generators:
+    """One rank's default generators of ``random`` and of numpy, made when they are first used.
+
+    >>> Generators(7).python.random() == random.Random(7).random()
+    True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @cached_property
+    def python(self) -> random.Random:
+        """What ``random.random()`` and the others draw from."""
+        return random.Random(self._seed)
+
+    @cached_property
+    def numpy(self) -> np.random.RandomState:
+        """What ``np.random.rand()`` and the others draw from."""
+        return np.random.RandomState(np.random.MT19937(self._seed))
+
+
+class Host:
+    """The process that hosts the ranks of a world, as its patches see it.
+
+    Args:
+        number: Different for every world of the process, unlike an id.
+        network: Of the ranks.
+        references: To the packages of which each rank has a copy.
+        replicas: Where ranks compare their copies.
+        partials: Follows what is partial; None: nobody wants it.
+        device: Where tensors are made, if not on the CPU.
+        map_device: The kind of device whose place the CPU takes.
+        intraop_threads: Threads that torch uses inside of one operation; None: as many as the process.
+
+    Attributes:
+        contexts: The ranks that are run.
+        folder: Of the script that the ranks run, if they run one.
+        op_handlers: How DTensors are dispatched by ranks that are not inside of ``loss_parallel``.
+        process_threads: Threads that torch used inside of one operation before the ranks began.
+        watching: Modes of torch that every thread of a rank has to be in, besides those of its device.
+        platform: Makes what ranks are answered that ask for their device.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        network: Network,
+        references: SharedReferences,
+        replicas: Replicas,
+        partials: Partials | None,
+        *,
+        device: str | None,
+        map_device: str | None,
+        intraop_threads: int | None,
+    ) -> None:
+        self.number = number
+        self.network = network
+        self.references = references
+        self.replicas = replicas
+        self.partials = partials
+        self.device = device
+        self.map_device = map_device
+        self.intraop_threads = intraop_threads
+        self.contexts: list[RankContext] = []
+        self.folder = ""
+        self.op_handlers: Any = None
+        self.process_threads = 1
+        self.watching: Sequence[Callable[[Endpoint], AbstractContextManager[None]]] = ()
+        self.platform: Callable[[], SimPlatform] = lambda: SimPlatform(device, self.map_device, network.backend)
+
+
+class RankContext(Endpoint):
+    """Everything that belongs to one simulated rank and would be process-wide in a real one.
+
+    Attributes:
+        host: The process that it shares with the others.
+        environment: Its ``os.environ``: torchrun's variables over a copy of the process's own (bytes, as
+            ``os.environ`` keeps them).
+        rng_state: State of torch's default CPU generator while the rank does not run.
+        generators: Its default generators of ``random`` and numpy.
+        filters: Its warning filters while it does not run; each run begins with the process's.
+        hooks: Its hooks on all modules and optimizers while it does not run; each run begins with the process's.
+        op_handlers: How DTensors are dispatched while it is inside of ``loss_parallel``.
+        modules: The modules that it does not share.
+        view: Its ``sys.argv``, output streams and so on, if it runs a script.
+        device_index: What it has made its current device, where devices are mapped to the CPU.
+    """
+
+    def __init__(self, rank: int, host: Host, c10d: Any, environment: dict[bytes, bytes], seed: int) -> None:
+        super().__init__(rank, host.network, c10d)
+        self.host = host
+        self.environment = environment
+        self.rng_state = torch.Generator().manual_seed(seed).get_state()
+        self.generators = Generators(seed)
+        self.filters = copy_of_filters()
+        self.hooks: Hooks | None = None
+        self.op_handlers: Any = None
+        self.modules = OwnModules(host.references)
+        self.view: ProcessView | None = None
+        self.device_index = 0
+
+    @property
+    def replicas(self) -> Replicas:
+        """Where the ranks compare their copies."""
+        return self.host.replicas
+
+    def leave(self) -> None:
+        """Keep what the rank has made of the process: another one is about to run."""
+        self.rng_state = torch.default_generator.get_state()
+        self.filters, self.hooks = leave_filters(), leave_hooks()
+        if self.op_handlers is not None:
+            use_op_handlers(self, leaving=True)
+        if self.view is not None:
+            self.view.leave()
+        self.modules.leave()
+
+    def enter(self) -> None:
+        """Restore it: the rank is about to run on."""
+        torch.default_generator.set_state(self.rng_state)
+        enter_filters(self.filters)
+        enter_hooks(self.hooks)
+        if self.op_handlers is not None:
+            use_op_handlers(self)
+        if self.view is not None:
+            self.view.enter()
+        self.modules.enter()
+
+
+def use_op_handlers(context: RankContext, *, leaving: bool = False) -> None:
+    """Let DTensors be dispatched as this rank has asked for, or as the process does."""
+    dispatcher = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers = context.host.op_handlers if leaving else context.op_handlers

@@ -1,0 +1,644 @@
+"""``hsdp(..., use_eager_hook=False)``, as users call it, against one device; and its cells among those with hooks."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from rounding_kit import bound_of, is_stand_in, results, shorter
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import sim
+from hyper_parallel.core.fully_shard.api import fully_shard, get_model_state_dict, load_state_dict
+from hyper_parallel.core.fully_shard.clip import clip_grad_norm_, get_total_norm
+from hyper_parallel.core.fully_shard.unit import unit_of
+from hyper_parallel.core.hsdp.api import HSDPCell, hsdp, hsdp_sync_stream
+
+NO_GLOO = ("sim", "gpu", "npu")
+LEVELS = ("level1", "level2", "level3")
+WIDTH, PER_RANK = 8, 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH, bias=False)
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x):
+        return x + self.shift + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A scalar, rows that 2 but not 4 ranks share (6), and a frozen parameter."""
+
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.linspace(0, 1, WIDTH), requires_grad=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 6)
+
+    def forward(self, x):
+        x = x * self.scale + self.frozen
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net(ctx, dtype=None, blocks=2):
+    torch.manual_seed(0)
+    return Net(blocks).to(ctx.device, dtype or ctx.float_dtype)
+
+
+def wrap(model, **options):
+    """Wrap the blocks, then the whole."""
+    for block in model.blocks:
+        hsdp(block, use_eager_hook=False, **options)
+    return hsdp(model, use_eager_hook=False, **options)
+
+
+def batch(ctx, step=0, rank=None, dtype=None):
+    """The batch of one rank, or of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ctx.world_size * PER_RANK, WIDTH, generator=generator, dtype=torch.float64)
+    x = x.to(ctx.device, dtype or ctx.float_dtype)
+    return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model):
+    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
+
+
+def values(model):
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def alone():
+    ctx = sim.RankTest(0, 4, "sim", torch.device("cpu"))
+    return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
+
+
+def assert_close(ours, theirs, scale=1.0):
+    """Equal within rounding: in float64, batch, widths, layers and steps multiply to less than 4,096."""
+    assert list(ours) == list(theirs)
+    theirs = {name: wanted if wanted is None else wanted * scale for name, wanted in theirs.items()}
+    for name, wanted in theirs.items():
+        got = ours[name]
+        assert (got is None) == (wanted is None), name
+        if wanted is not None:
+            bound = bound_of(wanted, theirs, alone)
+            assert got.shape == wanted.shape, name
+            assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+
+
+def train(ctx, model, *, call=None, rank=None, micros=1, steps=2, dtype=None):
+    """Losses, the last step's gradients, the parameters at the end."""
+    call = model if call is None else call
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        model.zero_grad() if rank is None else model.zero_grads()
+        for micro in range(micros):
+            if rank is not None:
+                model.set_requires_grad_sync(micro == micros - 1)
+            loss = call(batch(ctx, 10 * step + micro, rank, dtype)).square().mean() / micros
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    return losses, gradients(model), values(model)
+
+
+def check(ctx, model, wanted, **options):
+    losses, grads, params = train(ctx, model, rank=ctx.rank, **options)
+    for loss, wanted_loss in zip(losses, wanted[0], strict=True):
+        dist.all_reduce(loss)
+        assert_close({"loss": loss / ctx.world_size}, {"loss": wanted_loss})
+    assert_close(grads, wanted[1])
+    assert_close(params, wanted[2])
+
+
+def compiled(ctx, model, backend):
+    if is_stand_in(ctx):  # to try dtypes there, which graphs do not change, takes no graph
+        return model
+    torch._dynamo.reset()
+    torch.fx.traceback.current_meta.clear()  # torch 2.11 leaves marks of checkpoints there that "eager" has seen
+    return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+
+
+def backward(ctx, model, step=0, call=None):
+    (model if call is None else call)(batch(ctx, step, ctx.rank)).square().mean().backward()
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+WAYS = [
+    {"threshold": 0},
+    {"threshold": 1, "shard_size": 2},  # up.weight and down.weight are of 1,024 bytes
+    {"threshold": 0, "shard_size": 3, "comm_async": True, "comm_fusion": True, "bucket_size": 1},
+    {"threshold": 64},
+]
+
+
+@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("level", LEVELS)
+@sim.ranks(4, arms=NO_GLOO)
+def test_one_device_on_four_ranks(ctx, level, micros):
+    wanted = train(ctx, net(ctx), micros=micros)
+    for way in WAYS:
+        for flag in (False, True):
+            model = wrap(net(ctx), optimizer_level=level, enable_grad_accumulation=flag, **way)
+            check(ctx, model, wanted, micros=micros)
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@sim.ranks(2)
+def test_one_device_on_two_ranks(ctx):
+    wanted = train(ctx, net(ctx), micros=2)
+    for level in LEVELS:
+        check(ctx, wrap(net(ctx), threshold=0, optimizer_level=level), wanted, micros=2)
+    model = wrap(net(ctx), threshold=0, optimizer_level="level3")
+    check(ctx, model, wanted, micros=2, call=compiled(ctx, model, "aot_eager"))
+    held = model.state_dict()
+    other = wrap(net(ctx), threshold=1)
+    other.load_state_dict(held)
+    assert_close(values(other), values(model))
+
+
+@sim.ranks(1, arms=NO_GLOO)
+def test_a_single_rank(ctx):
+    wanted = train(ctx, net(ctx), micros=2)
+    for level in LEVELS:
+        check(ctx, wrap(net(ctx), threshold=0, optimizer_level=level), wanted, micros=2)
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_effective_shard_sizes(ctx):
+    model = net(ctx, torch.float64)  # which gives the bytes; nothing is reduced
+    model.blocks[0].up.weight.hsdp_shard_size = 4
+    wrap(model, threshold=1, shard_size=2)
+    sizes = {name: p.hsdp_effective_shard_size for name, p in model.named_parameters()}
+    assert sizes.pop("blocks.0.up.weight") == 4
+    split = {name for name, size in sizes.items() if size == 2}
+    assert split == {"blocks.0.down.weight", "blocks.1.up.weight", "blocks.1.down.weight"}
+    assert set(sizes.values()) == {1, 2}
+    weight = model.blocks[1].up.weight
+    assert weight.placements == (Replicate(), Shard(0))
+    assert weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    full, part = whole(weight.detach()), 16 // 2
+    assert torch.equal(weight.to_local(), full[ctx.rank % 2 * part :][:part])
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_grad_scale(ctx):
+    plain = net(ctx)
+    plain(batch(ctx)).square().mean().backward()
+    for level in LEVELS:
+        for flag in (False, True):
+            model = wrap(net(ctx), threshold=0, grad_scale=0.25, optimizer_level=level, enable_grad_accumulation=flag)
+            backward(ctx, model)
+            assert_close(gradients(model), gradients(plain), 0.25)
+            if flag:
+                assert_close({"acc": whole(model.head.weight.acc_grad)}, {"acc": plain.head.weight.grad}, 0.25)
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_gradients_are_reduced_in_reduce_dtype(ctx):
+    plain = net(ctx)
+    plain(batch(ctx)).square().mean().backward()
+    wide, short = ctx.float_dtype, shorter(ctx.float_dtype)
+    largest = max(grad.abs().max().item() for grad in gradients(plain).values() if grad is not None)
+    for level in LEVELS:
+        for flag in (False, True):
+            options = {"threshold": 0, "shard_size": 2, "reduce_dtype": short}
+            model = wrap(net(ctx), optimizer_level=level, enable_grad_accumulation=flag, **options)
+            backward(ctx, model)
+            for name, wanted in gradients(plain).items():
+                got = gradients(model)[name]
+                if wanted is None:
+                    assert got is None
+                    continue
+                assert got.dtype == wide
+                assert torch.equal(got, got.to(short).to(wide))  # it has been through the short one
+                assert 0 < (got - wanted).abs().max().item() <= torch.finfo(short).eps * 8 * largest, name
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_what_adds_up_is_shown(ctx):
+    plain = net(ctx)
+    for micro in range(2):
+        backward_all(ctx, plain, micro)
+    for level in LEVELS:
+        model = wrap(net(ctx), threshold=0, shard_size=2, optimizer_level=level, enable_grad_accumulation=True)
+        weight = model.blocks[0].up.weight
+        for _ in range(2):  # the second time after zero_grads
+            for micro in range(2):
+                model.set_requires_grad_sync(micro == 1)
+                backward(ctx, model, micro)
+                waits = Partial() if micro == 0 else Replicate()
+                assert weight.acc_grad.placements == (waits, waits if level == "level1" else Shard(0))
+                assert (weight.grad is None) == (micro == 0)
+            assert_close({"acc": whole(weight.acc_grad)}, {"acc": plain.blocks[0].up.weight.grad})
+            assert_close(gradients(model), gradients(plain))
+            model.zero_grads()
+            assert all(p.grad is None and getattr(p, "acc_grad", None) is None for p in model.parameters())
+        model.set_requires_grad_sync(False)
+        backward(ctx, model, 5)
+        model.zero_grads()  # what waits, too
+        model.set_requires_grad_sync(True)
+        for micro in range(2):
+            backward(ctx, model, micro)
+        assert_close(gradients(model), gradients(plain))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_hooks_of_parameters_run_once_per_synced_step(ctx):
+    for level in LEVELS:
+        for flag in (False, True):
+            plain = net(ctx)
+            model = wrap(net(ctx), threshold=0, optimizer_level=level, enable_grad_accumulation=flag)
+            seen = []
+            for m in (plain, model):
+                m.head.weight.register_hook(lambda gradient: 2 * gradient)
+            model.head.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(whole(p.grad)))
+            for micro in range(4):
+                model.set_requires_grad_sync(micro != 1)
+                backward(ctx, model, micro)
+                backward_all(ctx, plain, micro)
+                assert len(seen) == (1, 1, 2, 3)[micro]
+            assert_close({"grad": seen[-1]}, {"grad": plain.head.weight.grad})
+            assert_close(gradients(model), gradients(plain))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_a_model_that_nobody_uses_is_freed(ctx):
+    for flag in (False, True):
+        model = wrap(net(ctx), threshold=0, enable_grad_accumulation=flag)
+        backward(ctx, model)
+        seen = [weakref.ref(x) for x in (model, model.blocks[0], *model.parameters())]
+        assert None not in [reference() for reference in seen]
+        del model
+        gc.collect()
+        assert [reference() for reference in seen] == [None] * len(seen)
+
+
+def backward_all(ctx, model, step=0):
+    model(batch(ctx, step)).square().mean().backward()
+
+
+# -- torch.compile -------------------------------------------------------------------------------------------------
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_one_graph_of_a_cell_and_of_the_whole(ctx):
+    # Both backends trace the same graph, so that one cell is enough for the one that compiles less of it.
+    for blocks, backend in ((1, "eager"), (2, "aot_eager")):
+        wanted = train(ctx, net(ctx, blocks=blocks), micros=2)
+        for level in LEVELS:
+            model = wrap(net(ctx, blocks=blocks), threshold=0, optimizer_level=level)
+            check(ctx, model, wanted, micros=2, call=compiled(ctx, model, backend))
+            model = wrap(net(ctx, blocks=blocks), threshold=0, optimizer_level=level)
+            torch._dynamo.reset()
+            for block in () if is_stand_in(ctx) else model.blocks:
+                block.compile(backend=backend, fullgraph=True)
+            check(ctx, model, wanted, micros=2)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_hooks_break_the_graph_and_the_other_form_does_not(ctx):
+    x = batch(ctx, 0, ctx.rank)
+    for traced in (True, False):
+        model = net(ctx)
+        hsdp(model.blocks[0], threshold=0, use_eager_hook=not traced)
+        torch._dynamo.reset()
+        call = torch.compile(model.blocks[0], backend="eager", fullgraph=True)
+        if traced:
+            call(x).sum().backward()
+            report = torch._dynamo.explain(model.blocks[0])(x)
+            assert (report.graph_count, report.graph_break_count) == (1, 0), report
+        else:
+            with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+                call(x)
+    torch._dynamo.reset()
+
+
+# -- cells in cells ------------------------------------------------------------------------------------------------
+
+
+def roots(ctx):
+    """Models of two traced cells: in an hsdp root with hooks, and in a fully_shard root."""
+    mesh = init_device_mesh(ctx.device_type, (ctx.world_size,))
+    for level in LEVELS:
+        for face in ("hsdp", "fully_shard"):
+            model = net(ctx)
+            for block in model.blocks:
+                hsdp(block, threshold=0, optimizer_level=level, use_eager_hook=False)
+            if face == "hsdp":
+                hsdp(model, threshold=0, optimizer_level=level)
+                sync = model.set_requires_grad_sync
+            else:
+                fully_shard(model, mesh=mesh)
+                sync = model.set_requires_gradient_sync
+            yield model, sync
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_traced_cells_in_roots_with_hooks(ctx):
+    for model, sync in roots(ctx):
+        own = {param.name for bucket in unit_of(model).buckets for param in bucket.params}
+        assert own == {"scale", "frozen", "head.weight", "head.bias"}
+        with pytest.raises(ValueError, match="set_reduce_op_type cannot reach a cell that was wrapped with use_eager"):
+            model.set_reduce_op_type("sum")
+        model.set_reduce_op_type("avg")
+        plain = net(ctx)
+        for step in range(2):
+            for micro in range(3):
+                sync(micro == 2)
+                backward(ctx, model, micro + 3 * step)
+                backward_all(ctx, plain, micro + 3 * step)
+                inner = model.blocks[0].up.weight
+                assert (inner.grad is None) == (model.head.weight.grad is None) == (micro < 2)
+            hsdp_sync_stream()
+            assert_close(gradients(model), gradients(plain))
+            norms = [clip_grad_norm_(m, 0.5) for m in (model, plain)]
+            assert_close({"norm": norms[0]}, {"norm": norms[1]})
+            for m in (model, plain):
+                torch.optim.SGD(m.parameters(), lr=0.1).step()
+                m.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+        sync(False)
+        backward(ctx, model, 7)
+        model.zero_grad()  # what waits, too
+        sync(True)
+        backward(ctx, model, 8)
+        backward_all(ctx, plain, 8)
+        assert_close(gradients(model), gradients(plain))
+        assert_close(values(model), values(plain))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_clipping_waits_for_gradients_under_way(ctx):
+    for norm in (clip_grad_norm_, lambda m, *_: get_total_norm(m)):
+        plain, model = net(ctx), net(ctx)
+        hsdp(model.blocks[0], threshold=0, use_eager_hook=False)
+        hsdp(model, threshold=0, comm_async=True)
+        backward(ctx, model)
+        backward_all(ctx, plain)
+        assert model.head.weight.grad is None
+        assert_close({"norm": norm(model, 0.5)}, {"norm": norm(plain, 0.5)})
+        assert_close(gradients(model), gradients(plain))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_cells_with_hooks_in_a_traced_root(ctx):
+    wanted = train(ctx, net(ctx), micros=2)
+    for level in LEVELS:
+        for inner in (True, False):
+            model = net(ctx)
+            hsdp(model.blocks[0], threshold=0, optimizer_level=level)
+            hsdp(model.blocks[1], threshold=0, optimizer_level="level3", use_eager_hook=inner)
+            hsdp(model, threshold=0, optimizer_level=level, use_eager_hook=False)
+            check(ctx, model, wanted, micros=2)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_prefetch_setters_take_traced_cells(ctx):
+    plain = net(ctx)
+    backward_all(ctx, plain)
+    model = wrap(net(ctx), threshold=0)
+    mixed = net(ctx)
+    for index, block in enumerate(mixed.blocks):
+        hsdp(block, threshold=0, use_eager_hook=index == 0)
+    hsdp(mixed, threshold=0)
+    for m in (model, mixed):
+        for cell in (m, *m.blocks):
+            assert isinstance(cell, HSDPCell)
+            cell.set_forward_prefetch_cells(list(m.blocks))
+            cell.set_backward_prefetch_cells(tuple(m.blocks))
+        backward(ctx, m)
+        assert_close(gradients(m), gradients(plain))
+        with pytest.raises(ValueError, match="item 0, a Linear"):
+            m.blocks[1].set_forward_prefetch_cells([m.head])
+        with pytest.raises(ValueError, match="list or tuple"):
+            m.blocks[1].set_backward_prefetch_cells(m.blocks[0])
+
+
+# -- state ---------------------------------------------------------------------------------------------------------
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_state_dicts(ctx):
+    plain = net(ctx)
+    wanted = plain.state_dict()
+    model = wrap(net(ctx), threshold=0, shard_size=2, optimizer_level="level3")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert model.load_state_dict(wanted).missing_keys == []
+    held = model.state_dict()
+    assert list(held) == list(wanted)
+    assert {name: whole(value).tolist() for name, value in held.items()} == {k: v.tolist() for k, v in wanted.items()}
+    assert held["blocks.0.up.weight"].placements == (Replicate(), Shard(0))
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert all(type(value) is torch.Tensor for value in gathered.values())
+    assert {k: v.tolist() for k, v in gathered.items()} == {k: v.tolist() for k, v in wanted.items()}
+    # To another layout, to the other form, and to the other face.
+    others = [wrap(net(ctx), threshold=1), hsdp(net(ctx), threshold=0), fully_shard(net(ctx)), net(ctx)]
+    for other in others:
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        load_state_dict(other, held if isinstance(next(other.parameters()), DTensor) else gathered)
+        assert_close(values(other), values(plain))
+    for nothing in (torch.zeros(16, WIDTH, device="meta"), torch.zeros(16, WIDTH, dtype=ctx.float_dtype).to_sparse()):
+        with pytest.raises(ValueError, match=r"cannot load 'blocks.1.up.weight': got a .*(meta|sparse)"):
+            model.load_state_dict({"scale": torch.zeros(()), "blocks.1.up.weight": nothing}, strict=False)
+        assert whole(model.scale.detach()) == 1.5  # nothing has been copied
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
+        model.load_state_dict({**held, "other": torch.zeros(1)})
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_a_model_made_on_meta(ctx):
+    plain = net(ctx)
+    backward_all(ctx, plain)
+    for flag in (False, True):
+        for assign in (False, True):
+            with torch.device("meta"):
+                model = Net().to(ctx.float_dtype)
+            wrap(model, threshold=0, enable_grad_accumulation=flag)
+            if not assign:
+                model.to_empty(device=ctx.device)
+            model.load_state_dict(plain.state_dict(), assign=assign)
+            backward(ctx, model)
+            assert_close(gradients(model), gradients(plain))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_parameters_that_change_after_wrapping(ctx):
+    """Their dtype, and one altogether."""
+    for backend in (None, "aot_eager"):
+        for flag in (False, True):
+            short = shorter(ctx.float_dtype)
+            plain = net(ctx, short, blocks=1).to(ctx.float_dtype)  # one: each is traced several times
+            plain.head.weight = nn.Parameter(2 * plain.head.weight.detach())
+            model = net(ctx, short, blocks=1)
+            wrap(model, threshold=0, optimizer_level="level2", enable_grad_accumulation=flag)
+            model.to(ctx.float_dtype)
+            model.head.weight = nn.Parameter(2 * model.head.weight.detach())
+            call = compiled(ctx, model, backend)
+            for micro in range(3):
+                model.set_requires_grad_sync(micro != 1)
+                backward(ctx, model, micro, call)
+                backward_all(ctx, plain, micro)
+            assert_close(gradients(model), gradients(plain))
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+
+    def forward(self, x, first):
+        return self.one(x) if first else self.other(x)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_the_synced_step_reduces_what_it_does_not_reach(ctx):
+    plain = Either().to(ctx.device, ctx.float_dtype)
+    for p in plain.parameters():
+        dist.broadcast(p.data, src=0)
+    for flag in (False, True):
+        model = copy.deepcopy(plain)
+        hsdp(model, threshold=0, enable_grad_accumulation=flag, use_eager_hook=False)
+        plain.zero_grad()
+        for micro in range(2):
+            model.set_requires_grad_sync(micro == 1)
+            model(batch(ctx, micro, ctx.rank), micro == 0).square().mean().backward()
+            plain(batch(ctx, micro), micro == 0).square().mean().backward()
+        assert_close(gradients(model), gradients(plain))
+
+
+@sim.ranks(2, arms=("gpu",))
+def test_buffers_are_moved_to_the_device(ctx):
+    cell = Block()
+    for name in ("norm", "up", "down"):
+        getattr(cell, name).to(ctx.device)
+    hsdp(cell, use_eager_hook=False)
+    assert cell.shift.device.type == ctx.device_type
+    cell(batch(ctx, 0, ctx.rank, torch.float32)).sum().backward()
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_wrapping_twice_is_refused(ctx):
+    for first, second in (
+        (lambda m: hsdp(m, use_eager_hook=False), hsdp),
+        (lambda m: hsdp(m, use_eager_hook=False), lambda m: hsdp(m, use_eager_hook=False)),
+        (lambda m: hsdp(m, use_eager_hook=False), fully_shard),
+        (hsdp, lambda m: hsdp(m, use_eager_hook=False)),
+        (fully_shard, lambda m: hsdp(m, use_eager_hook=False)),
+    ):
+        model = net(ctx)
+        first(model)
+        with pytest.raises(ValueError, match=r"(?s)wrapped already.*seen: .*try: "):
+            second(model)
+        backward(ctx, model)
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_dtensors_are_refused_and_nothing_is_changed(ctx):
+    mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    for placement in (Shard(0), Replicate()):
+        model = nn.Linear(8, 8, bias=False).to(ctx.device)
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Replicate(), placement]))
+        before = model.weight
+        wanted = r"(?s)hsdp cannot gather 'weight'.*it is a DTensor.*seen: .*try: use_eager_hook=True"
+        with pytest.raises(ValueError, match=wanted):
+            hsdp(model, threshold=0, use_eager_hook=False)
+        assert model.weight is before
+        assert type(model) is nn.Linear
+        hsdp(model, threshold=0)  # as the error says
+        model(distribute_tensor(torch.ones(2, 8), mesh, [Replicate()] * 2)).sum().backward()
+        assert torch.equal(whole(model.weight.grad), torch.full((8, 8), 2.0, device=ctx.device))
+
+
+@sim.ranks(4, arms=NO_GLOO)
+def test_plain_parameters_beside_split_dtensors_are_refused(ctx):
+    mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    for eager in (True, False):
+        block = Block().to(ctx.device)
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        with pytest.raises(ValueError, match=r"(?s)plain parameters and split DTensors.*'up.weight'.*plain: .*try: "):
+            hsdp(block, use_eager_hook=eager)
+        assert type(block) is Block
+        fully_shard(block, mesh=mesh["dp"])  # as the error says
+        block(torch.ones(2, 8, device=ctx.device)).sum().backward()
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_copies_are_refused(ctx):
+    model = wrap(net(ctx), threshold=0)
+    for item in (model, model.blocks[0]):
+        for make in (copy.deepcopy, copy.copy):
+            with pytest.raises(TypeError, match=r"(?s)cannot copy or pickle.*seen: .*try: its state_dict"):
+                make(item)
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_second_derivatives_are_those_of_inputs_only(ctx):
+    def penalty(call, rank=None):
+        x = batch(ctx, 0, rank).requires_grad_()
+        (slope,) = torch.autograd.grad(call(x).pow(3).sum(), [x], create_graph=True)
+        return slope.square().mean()
+
+    plain, model = net(ctx), wrap(net(ctx), threshold=0)
+    penalty(plain).backward()
+    penalty(model, ctx.rank).backward()
+    assert_close(gradients(model), gradients(plain))
+    with pytest.raises(RuntimeError, match=r"(?s)cannot differentiate the gradients.*seen: create_graph=True.*try: "):
+        torch.autograd.grad(model(batch(ctx, 0, ctx.rank)).sum(), list(model.parameters())[2:], create_graph=True)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.block.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.block(x)))
+
+
+@sim.ranks(2, arms=NO_GLOO)
+def test_a_weight_that_another_module_shares(ctx):
+    torch.manual_seed(0)
+    plain = Tied().to(ctx.device, ctx.float_dtype)
+    model = copy.deepcopy(plain)
+    hsdp(model, threshold=0, use_eager_hook=False)
+    assert model.head.weight is model.block.weight
+    backward(ctx, model)
+    backward_all(ctx, plain)
+    assert_close(gradients(model), gradients(plain))
+
+    for face in (hsdp, lambda m: hsdp(m, use_eager_hook=False), fully_shard):
+        model = Tied().to(ctx.device, ctx.float_dtype)
+        hsdp(model.block, threshold=0, use_eager_hook=False)
+        with pytest.raises(ValueError, match=r"(?s)'head.weight' is the same as 'weight'.*seen: .*try: "):
+            face(model)
+        with pytest.raises(RuntimeError, match=r"(?s)a gradient arrived for 'weight'.*seen: .*try: "):
+            backward(ctx, model)  # of a root that nobody has wrapped

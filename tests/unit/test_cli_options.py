@@ -1,0 +1,69 @@
+"""Options of commands against the dataclasses that they are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import typing
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hyper_parallel.cli.options import Given, declared, options, with_options
+
+CONFIG = "hyper_parallel.trainer.config"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *((CONFIG, f"{section}Config") for section in ("Train", "Optimizer", "Parallel", "Checkpoint", "Data")),
+        ("sim.mesh.recipe", "Recipe"),
+        ("hyper_parallel.cli.subject", "LlamaSizes"),
+    ],
+)
+def test_what_the_source_declares_is_what_the_class_has(module: str, name: str) -> None:
+    found, real = declared(module, name), getattr(importlib.import_module(module), name)
+    assert list(found) == [field.name for field in dataclasses.fields(real)]
+    hints = typing.get_type_hints(real)
+    for field in dataclasses.fields(real):
+        assert found[field.name].default == field.default, field.name
+        members = typing.get_args(hints[field.name]) or (hints[field.name],)
+        assert found[field.name].kind in (*members, str), field.name
+        assert found[field.name].help.endswith("."), field.name
+
+
+def run(*chosen: str, optional: bool = False) -> tuple[typer.Typer, list[tuple[Given, bool]]]:
+    app, seen = typer.Typer(), []
+
+    @app.command()
+    @with_options(*options("train", CONFIG, "TrainConfig", *chosen, optional=optional))
+    def command(given: Given, plain: Annotated[bool, typer.Option("--plain")] = False) -> None:
+        seen.append((given, plain))
+
+    return app, seen
+
+
+def test_a_command_gets_its_options_by_field() -> None:
+    app, seen = run("steps", "log=log_file", "stuck_after_s")
+    assert CliRunner().invoke(app, ["--log-file", "a", "--plain"]).exit_code == 0
+    assert seen == [({"train": {"steps": 100, "log": "a"}}, True)]
+
+
+def test_what_is_optional_is_left_out() -> None:
+    app, seen = run("steps", "seed", optional=True)
+    assert CliRunner().invoke(app, ["--seed", "3"]).exit_code == 0
+    assert seen == [({"train": {"seed": 3}}, False)]
+
+
+def test_a_value_of_another_kind_and_an_unknown_option_are_refused() -> None:
+    app, _ = run("steps")
+    assert CliRunner().invoke(app, ["--steps", "many"]).exit_code == 2
+    assert CliRunner().invoke(app, ["--stepz", "1"]).exit_code == 2
+
+
+def test_a_field_that_is_not_there_is_no_option() -> None:
+    with pytest.raises(KeyError, match="stepz"):
+        options("train", CONFIG, "TrainConfig", "stepz")

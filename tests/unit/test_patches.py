@@ -1,0 +1,992 @@
+"""Each change that the simulator makes to torch: that torch still has the place, and that it is taken back."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib
+import inspect
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import c10d_logger, device_mesh, split_group
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import _utils as tensor_utils
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.parallel import loss_parallel
+
+import sim
+from hyper_parallel import platform
+from sim.comm.process_group import SimProcessGroup
+from sim.patches import devices, install, process_groups
+from sim.script.output import RankStream
+from sim.script.process_view import SLOTS, ProcessView
+
+pytestmark = pytest.mark.sim
+_LOCAL_SHAPE = "_compute_local_shape_and_global_offset"
+
+
+def places() -> dict[str, object]:
+    """What the seams change, as it is now."""
+    wrapped = {}
+    for name in ("init_process_group", "split_group"):
+        function = getattr(c10d, name)
+        wrapped[f"inside of {name}"] = dict(
+            zip(function.__code__.co_freevars, [cell.cell_contents for cell in function.__closure__], strict=True)
+        )["func"]
+    return {
+        **wrapped,
+        "_world": c10d._world,
+        "init_process_group": c10d.init_process_group,
+        "split_group": c10d.split_group,
+        "rendezvous": c10d.rendezvous,
+        "error log": c10d_logger._get_msg_dict,
+        "_new_process_group_helper": c10d._new_process_group_helper,
+        "mesh": device_mesh.DeviceMesh.__init__,
+        "environ": os.environ._data,
+        "environb": os.environb._data,
+        "global rank": torch._C._distributed_c10d._set_global_rank,
+        "device guard": getattr(torch._C, "_ensureCUDADeviceGuardSet", None),
+        "cpu": type(platform.get_platform("cpu")),
+        "sharding": ShardingPropagator.propagate_op_sharding_non_cached,
+        "local shape": tensor_utils._compute_local_shape_and_global_offset,
+    }
+
+
+def seam(name: str):
+    found = {each.__name__: each for each in install.PATCHES}
+    return found[name]
+
+
+def test_every_seam_has_a_test():
+    tested = {name.removeprefix("test_seam") for name in globals() if name.startswith("test_seam_")}
+    assert tested == {each.__name__ for each in install.PATCHES}
+
+
+def test_everything_is_taken_back():
+    before = places()
+    with sim.world(2) as world:
+        changed = {name for name, value in places().items() if value is not before[name]}
+        world.run(dist.barrier)
+        assert changed >= {
+            "_world",
+            "inside of init_process_group",
+            "inside of split_group",
+            "rendezvous",
+            "_new_process_group_helper",
+            "mesh",
+            "environ",
+            "environb",
+            "global rank",
+            "sharding",
+            "local shape",
+        }
+    assert places() == before
+
+
+def test_everything_is_taken_back_after_a_failure():
+    before = places()
+    with pytest.raises(ValueError, match="bad"):
+        sim.run(lambda: int("bad"), 2)
+    assert places() == before
+
+
+@pytest.mark.parametrize("broken", range(len(install.PATCHES)))
+def test_what_is_in_place_is_taken_back_when_a_seam_cannot_be_made(broken, monkeypatch):
+    before = places()
+
+    def fails(world):
+        raise AttributeError("torch has moved it")
+
+    seams = list(install.PATCHES)
+    seams[broken] = fails
+    with monkeypatch.context() as patch:
+        patch.setattr(install, "PATCHES", tuple(seams))
+        with pytest.raises(AttributeError, match="torch has moved it"):
+            sim.run(dist.barrier, 2)
+    assert places() == before
+    assert sim.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_the_others_are_taken_back_when_one_cannot(monkeypatch):
+    before = places()
+
+    def stubborn(world):
+        def undo():
+            raise RuntimeError("cannot be undone")
+
+        return undo
+
+    middle = len(install.PATCHES) // 2
+    with monkeypatch.context() as patch:
+        patch.setattr(install, "PATCHES", (*install.PATCHES[:middle], stubborn, *install.PATCHES[middle:]))
+        with pytest.raises(RuntimeError, match="cannot be undone"):
+            sim.run(dist.barrier, 2)
+    assert places() == before
+    assert sim.run(dist.get_rank, 2) == [0, 1]
+
+
+# -- one test per seam -----------------------------------------------------------------------------------------
+
+
+def test_seam_error_log():
+    """torch looks the function up where it logs an error, and calls a group by the name that it was asked for."""
+
+    def body() -> None:
+        dist.init_process_group("nccl")
+        with pytest.raises(ValueError, match="there is no member 5"):
+            dist.broadcast(torch.ones(1), src=5)
+        assert c10d_logger._get_msg_dict("broadcast") == {"func_name": "broadcast"}
+
+    sim.run(body, 2)
+    assert c10d_logger._exception_logger(len).__globals__["_get_msg_dict"] is c10d_logger._get_msg_dict
+
+
+def test_seam_c10d_state():
+    """Every attribute that torch's own state has, a rank's has too, and none of its dictionaries is shared."""
+    real, mine = c10d._world, process_groups.new_c10d_state()
+    names = [n for n in dir(type(real)) + list(vars(real)) if not n.startswith("__") and n != "pg_config_info"]
+    for name in names:
+        assert hasattr(mine, name), name
+    for name in names:
+        value = getattr(real, name)
+        if isinstance(value, (dict, list, set)):
+            assert getattr(mine, name) is not value, name
+
+    def body() -> tuple:
+        return dist.get_rank(), id(c10d._world.pg_map), c10d._world.default_pg is dist.group.WORLD
+
+    results = sim.run(body, 3)
+    assert [r[0] for r in results] == [0, 1, 2]
+    assert len({r[1] for r in results}) == 3
+    assert all(r[2] for r in results)
+
+
+def test_seam_group_names():
+    """The same name means the calling rank's own group."""
+
+    def body() -> bool:
+        name = dist.group.WORLD.group_name
+        dist.barrier()
+        return torch._C._distributed_c10d._resolve_process_group(name) is dist.group.WORLD
+
+    assert sim.run(body, 4) == [True] * 4
+
+
+def test_seam_global_rank():
+    """The prefix of the C++ log lines stays that of the process."""
+    seen: list[int] = []
+    bindings = torch._C._distributed_c10d
+    real = bindings._set_global_rank
+    bindings._set_global_rank = seen.append
+    try:
+        sim.run(dist.barrier, 3, init=True)
+    finally:
+        bindings._set_global_rank = real
+    assert seen == []
+
+
+def test_seam_backend():
+    """A group is ours, and still answers what torch asks a group for."""
+
+    def body() -> tuple:
+        group = dist.group.WORLD
+        backend = group._get_backend(torch.device("cpu"))
+        ranks = dist.get_rank(), group.rank(), dist.ProcessGroup.rank(group), group.size()
+        return type(group) is SimProcessGroup, backend is not None, [d.type for d in group._device_types], ranks
+
+    assert sim.run(body, 2) == [(True, True, ["cpu"], (rank, rank, rank, 2)) for rank in range(2)]
+    with sim.world(2), pytest.raises(sim.SimError, match="works on simulated ranks only"):
+        dist.init_process_group("sim", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+def test_seam_group_creation():
+    def body() -> tuple:
+        group = dist.new_group([0, 1], backend="gloo")
+        return type(group) is SimProcessGroup, dist.get_backend(group)
+
+    assert sim.run(body, 2) == [(True, "gloo")] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch asks a build without NCCL for its timeout, and warns
+        sim.run(lambda: dist.new_group([0, 1], backend="nccl"), 2)
+
+
+def test_seam_rendezvous():
+    def body() -> tuple:
+        dist.init_process_group(
+            "gloo", init_method="tcp://nowhere.invalid:1", rank=int(os.environ["RANK"]), world_size=2
+        )
+        return dist.get_rank(), dist.get_world_size()
+
+    assert sim.run(body, 2, init=False) == [(0, 2), (1, 2)]
+
+
+def test_seam_init_process_group():
+    def body() -> str:
+        torch.distributed.init_process_group(backend="gloo")
+        return dist.get_backend()
+
+    assert sim.run(body, 2) == ["gloo", "gloo"]
+
+
+def test_seam_split_group():
+    def body() -> tuple:
+        rank = dist.get_rank()
+        half = split_group(dist.group.WORLD, [[0, 1], [3, 2]], group_desc="half")
+        dist.all_reduce(x := torch.tensor([float(rank)]), group=half)
+        inner = dist.split_group(half, [[1]])
+        alone = inner not in (None, dist.GroupMember.NON_GROUP_MEMBER)
+        return x.item(), dist.get_process_group_ranks(half), alone and dist.get_process_group_ranks(inner)
+
+    with sim.world(4) as world:
+        assert world.run(body) == [
+            (1.0, [0, 1], False),
+            (1.0, [0, 1], [1]),
+            (5.0, [2, 3], False),
+            (5.0, [2, 3], [3]),
+        ]
+        assert {e.axis for e in world.trace.events if e.op == "all_reduce"} == {"half"}
+
+
+def test_seam_new_group():
+    """A rank that is in none of many groups only counts them: names, numbers and errors are torch's all the same."""
+
+    def names():
+        pairs = [[rank, (rank + 1) % 4] for rank in range(4)]
+        groups = [dist.new_group(pair, group_desc="pair") for pair in pairs]
+        found = [None if group == dist.GroupMember.NON_GROUP_MEMBER else group.group_name for group in groups]
+        totals = []
+        for group in groups:
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                total = torch.tensor([float(dist.get_rank())])
+                dist.all_reduce(total, group=group)
+                totals.append(total.item())
+        return found, dist.distributed_c10d._world.group_count, totals
+
+    made = sim.run(names, 4)
+    assert [found for found, _, _ in made] == [
+        [name if rank in (index, (index + 1) % 4) else None for index, name in enumerate("1234")] for rank in range(4)
+    ]
+    assert {count for _, count, _ in made} == {5}
+    assert [totals for *_, totals in made] == [[1.0, 3.0], [1.0, 3.0], [3.0, 5.0], [5.0, 3.0]]
+
+    def wrong(ranks):
+        for _ in range(2):  # the second time is no different
+            with pytest.raises(ValueError, match="rank"):
+                dist.new_group(ranks)
+
+    sim.run(wrong, 2, ([1, 7],))
+
+
+def test_seam_device_mesh():
+    """torch caches by mesh for the process; uneven shards go wrong when ranks share what is cached."""
+
+    def body() -> list[float]:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+        assert mesh != sim.run  # the mesh knows whose it is, and can be compared
+        return x.redistribute(mesh, [Replicate()]).to_local().tolist()
+
+    for seed in range(3):
+        assert sim.run(body, 4, seed=seed) == [list(range(10))] * 4
+    with sim.world(2) as first:
+        meshes = first.run(lambda: init_device_mesh("cpu", (2,)))
+    assert len({mesh._thread_id for mesh in meshes}) == 2
+    with sim.world(2) as second:
+        assert not {m._thread_id for m in second.run(lambda: init_device_mesh("cpu", (2,)))} & {
+            mesh._thread_id for mesh in meshes
+        }
+
+
+def test_seam_caches():
+    from torch.distributed.tensor import _redistribute
+
+    cached = _redistribute._gen_transform_infos
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+        x.redistribute(mesh, [Replicate(), Shard(0)])
+
+    sim.run(body, 4)
+    assert cached.cache_info().currsize == 0
+
+
+def test_seam_sharding_propagation(monkeypatch):
+    """Once per world, where torch's dispatch looks it up; `test_sim_sharding_propagation.py` has the results."""
+    own, computed = ShardingPropagator.propagate_op_sharding_non_cached, []
+
+    def noted(self, schema):
+        computed.append(str(schema.op))
+        return own(self, schema)
+
+    def body() -> None:
+        x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
+        x @ x
+
+    monkeypatch.setattr(ShardingPropagator, "propagate_op_sharding_non_cached", noted)
+    for _ in range(2):
+        sim.run(body, 4)
+    assert computed == ["aten.mm.default"] * 2
+    for owner, name in [(ShardingPropagator, "propagate_op_sharding_non_cached"), (tensor_utils, _LOCAL_SHAPE)]:
+        with monkeypatch.context() as patch:
+            patch.delattr(owner, name)
+            torch_has_moved_it = seam("_sharding_propagation")(None)
+            torch_has_moved_it()
+            assert not hasattr(owner, name)
+
+
+def test_seam_environment():
+    before = os.environ._data
+    sim.run(lambda: os.environ.update(SIM_TEST_SEAM=os.environ["RANK"]), 2)
+    assert os.environ._data is before
+    assert "SIM_TEST_SEAM" not in os.environ
+    with sim.world(2):
+        os.environ["SIM_TEST_SEAM"] = "of the process"  # outside of the ranks, the process's own
+    assert os.environ.pop("SIM_TEST_SEAM") == "of the process"
+
+
+def test_seam_dtensor_boundary():
+    """With ``check_replicas`` only, and torch still has both methods where users call them."""
+    before = DTensor.from_local, DTensor.to_local
+    with sim.world(2):
+        assert (DTensor.from_local, DTensor.to_local) == before
+    with sim.world(2, check_replicas=True) as world:
+        assert DTensor.from_local is not before[0]
+        assert DTensor.to_local is not before[1]
+
+        def body() -> list[float]:
+            mesh = init_device_mesh("cpu", (2,))
+            made = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+            return made.to_local(grad_placements=[Partial()]).tolist()
+
+        assert world.run(body) == [[1.0, 1.0]] * 2
+    assert (DTensor.from_local, DTensor.to_local) == before
+
+
+def test_seam_loss_parallel():
+    """A rank inside does not change how another one's DTensors are dispatched, nor does one that leaves first."""
+    table = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(table)
+    operator = torch.ops.aten._log_softmax.default
+
+    def body() -> list[bool]:
+        found = []
+        for _ in range(3):
+            with loss_parallel() if dist.get_rank() != 1 else contextlib.nullcontext():
+                dist.barrier()
+                found.append(operator in DTensor._op_dispatcher._custom_op_handlers)
+            found.append(operator in DTensor._op_dispatcher._custom_op_handlers)
+        return found
+
+    assert sim.run(body, 3) == [[True, False] * 3, [False] * 6, [True, False] * 3]
+    assert DTensor._op_dispatcher._custom_op_handlers is table
+    assert table == before
+    with loss_parallel():  # this thread is no rank
+        assert operator in table
+    assert table == before
+
+
+def test_seam_optimizer_steps():
+    from torch.optim import optimizer
+
+    hooks = optimizer._global_optimizer_pre_hooks
+    before = list(hooks)
+    with sim.world(2):
+        assert list(hooks) == before
+    with sim.world(2, check_replicas=True):
+        assert len(hooks) == len(before) + 1
+        weight = torch.ones(2, requires_grad=True)
+        weight.grad = torch.ones(2)
+        torch.optim.SGD([weight], lr=1.0).step()  # this thread is no rank
+        assert weight.tolist() == [0.0, 0.0]
+    assert list(hooks) == before
+
+
+def test_seam_warning_prefix(capsys):
+    before = warnings.formatwarning
+
+    def body() -> None:
+        warnings.warn(f"of {dist.get_rank()}", stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = warnings._showwarning_orig  # pytest records them
+        warnings._showwarnmsg_impl = lambda shown: sys.stderr.write(warnings._formatwarnmsg(shown))
+        sim.run(body, 2, schedule=())
+        warnings.warn("of nobody", stacklevel=1)
+    shown = capsys.readouterr().err
+    assert "test_patches.py" in shown
+    assert all(f"[rank {rank}]" in shown and f"UserWarning: of {rank}\n" in shown for rank in range(2))
+    assert all(line.startswith("[rank") for line in shown[: shown.index("of 1")].splitlines())
+    assert "[rank" not in shown[shown.index("of nobody") :]
+    with pytest.warns(UserWarning, match=r"^of \d$"):
+        sim.run(body, 2)
+    assert warnings.formatwarning is before
+
+
+def test_seam_logging_prefix(caplog):
+    before = logging.Handler.format
+    with caplog.at_level(logging.INFO):
+        sim.run(lambda: logging.getLogger("mine").info("a\nb"), 2, schedule=())
+        logging.getLogger("mine").info("of nobody")
+    lines = caplog.text.splitlines()
+    assert [line[:8] for line in lines[:4]] == ["[rank 0]", "[rank 0]", "[rank 1]", "[rank 1]"]
+    assert "[rank" not in lines[4]
+    assert caplog.messages == ["a\nb", "a\nb", "of nobody"], "the records stay as they are"
+    assert logging.Handler.format is before
+
+
+def test_seam_device_guard():
+    name = "_ensureCUDADeviceGuardSet"
+    before = getattr(torch._C, name, None)
+    with sim.world(1):
+        inside = getattr(torch._C, name, None)
+        if before is not None and not torch.cuda.is_available():
+            assert inside is not before
+            assert inside() is None
+        else:
+            assert inside is before
+    assert getattr(torch._C, name, None) is before
+
+
+def test_seam_allocator():
+    assert seam("_allocator")(None)() is None
+    assert torch.ones(1 << 20).sum().item() == 1 << 20
+
+
+def test_seam_platform():
+    assert sim.run(lambda: platform.get_platform().backend, 2) == ["sim", "sim"]
+    with sim.world(2):
+        assert platform.get_platform("cpu").backend == "gloo", "this thread is no rank"
+
+
+def test_seam_active_ddp():
+    parallel = torch.nn.parallel.DistributedDataParallel
+
+    class Asks(torch.nn.Module):
+        """Another rank has its turn in the middle of forward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            dist.barrier()
+            return x * self.weight, parallel._get_active_ddp_module()
+
+    def body() -> list[bool]:
+        model = parallel(Asks())
+        _, inside = model(torch.ones(1))
+        return [inside is model, parallel._get_active_ddp_module() is None]
+
+    before = vars(parallel)["_inside_ddp_forward"], vars(parallel)["_get_active_ddp_module"]
+    assert sim.run(body, 3) == [[True, True]] * 3
+    assert parallel._active_ddp_module is None, "torch.compile would take the next model for a part of that one"
+    assert (vars(parallel)["_inside_ddp_forward"], vars(parallel)["_get_active_ddp_module"]) == before
+    with sim.world(2):
+        assert parallel._get_active_ddp_module() is None, "this thread is no rank"
+
+
+def test_seam_operators():
+    def body() -> list[float]:
+        x = torch.full((1,), dist.get_rank() + 1.0)
+        group = dist.group.WORLD
+        out = torch.ops._c10d_functional.all_gather_into_tensor_out(x, 2, group.group_name, out=torch.zeros(2))
+        return torch.ops._c10d_functional.wait_tensor(out).tolist()
+
+    def kernels() -> list[str]:
+        names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
+        return [torch._C._dispatch_dump(name) for name in names]
+
+    before = kernels()
+    with sim.world(2) as world:
+        assert world.run(body) == [[1.0, 2.0]] * 2
+        assert kernels() != before
+        fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 2)
+        group = dist.ProcessGroup(0, 2)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        both = torch.zeros(2)
+        group._allgather_base(both, torch.ones(1)).wait()
+        assert both.tolist() == [1.0, 1.0], "another group's kernel is torch's own"
+    assert kernels() == before
+
+
+def test_an_operator_that_simulated_groups_lack_is_refused(monkeypatch):
+    from sim.comm import dispatcher
+
+    monkeypatch.delitem(dispatcher._METHODS, "_allgather_base_")
+
+    def body() -> None:
+        group = dist.group.WORLD
+        torch.ops._c10d_functional.all_gather_into_tensor_out(torch.ones(1), 2, group.group_name, out=torch.zeros(2))
+
+    with pytest.raises(sim.SimError, match=r"no operator c10d\._allgather_base_"):
+        sim.run(body, 2)
+
+
+def test_seam_mapped_device(tmp_path):
+    torch.save(torch.ones(2), tmp_path / "x.pt")
+
+    def body() -> tuple:
+        cuda = torch.cuda
+        cuda.set_device(dist.get_rank())
+        scaler = torch.amp.GradScaler(init_scale=2.0)
+        assert scaler.is_enabled()
+        layer = torch.nn.Linear(2, 2).to(cuda.current_device())
+        model = torch.nn.parallel.DistributedDataParallel(layer, device_ids=[cuda.current_device()])
+        mesh = init_device_mesh("cuda", (2,))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            half = model(torch.ones(1, 2)).dtype
+        loaded = torch.load(tmp_path / "x.pt", map_location={"cpu": "cuda:1"}).device.type
+        known = cuda.is_available(), cuda.device_count(), cuda.current_device()
+        return *known, mesh.device_type, half, loaded, isinstance(cuda.current_stream(), cuda.Stream)
+
+    names = [*devices.ANSWERS, *devices.CLASSES]
+    classes = torch.nn.parallel.DistributedDataParallel, torch.autocast, torch.amp.GradScaler
+
+    def changed() -> list[object]:
+        return [
+            torch.load,
+            torch.nn.Module.to,
+            *(each.__init__ for each in classes),
+            *(getattr(torch.cuda, name, None) for name in names),
+        ]
+
+    before = changed()
+    with sim.world(2):
+        assert changed() == before, "only where it was asked for"
+    with sim.world(2, map_device="cuda") as world:
+        assert not any(now is then for now, then in zip(changed(), before, strict=True))
+        assert world.run(body) == [(True, 2, rank, "cpu", torch.bfloat16, "cpu", True) for rank in range(2)]
+        assert torch.cuda.device_count() == 0 or torch.cuda.is_available(), "this thread is no rank"
+    assert changed() == before
+
+
+# -- Python's own ----------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, python, numpy) -> list[float]:
+    python.seed(seed)
+    numpy.seed(seed)
+    first = [python.random(), numpy.randn(), numpy.random_sample()]
+    if dist.is_initialized():
+        dist.barrier()  # others draw in between
+    return [*first, python.random(), numpy.randn()]
+
+
+def test_seam_python_random():
+    state = random.getstate()
+    expected = [drawn(rank, random.Random(), np.random.RandomState()) for rank in range(4)]
+    assert sim.run(lambda: drawn(dist.get_rank(), random, np.random), 4) == expected
+    own = sim.run(lambda: [random.random(), random.choice(range(10**9))], 3, seed=1)
+    assert len({draw for draws in own for draw in draws}) == 6, "unseeded, every rank draws something else"
+    assert own == sim.run(lambda: [random.random(), random.choice(range(10**9))], 3, seed=1), "and the same each time"
+    assert random.getstate() == state
+    assert random.random.__self__ is random._inst
+
+
+def test_seam_numpy_random():
+    before = np.random.get_state()[1].tolist()
+    assert len(set(sim.run(lambda: np.random.rand(), 3))) == 3  # noqa: PLW0108 - looked up on the rank
+    assert np.random.get_state()[1].tolist() == before
+    assert np.random.rand.__self__ is np.random.mtrand._rand
+
+
+def test_seam_process_exit():
+    before = os._exit
+    with pytest.raises(sim.SimError, match=r"rank \d called os\._exit\(3\), which would end all 2 simulated ranks"):
+        sim.run(lambda: os._exit(3), 2)
+    assert os._exit is before
+
+
+def test_seam_spawn():
+    import torch.multiprocessing as mp
+
+    before = mp.start_processes
+    with pytest.raises(sim.SimError, match=r"called torch\.multiprocessing\.spawn\(barrier, \.\.\.\)"):
+        sim.run(lambda: mp.spawn(dist.barrier, nprocs=2), 2)
+    with pytest.raises(sim.SimError, match="it starts processes as ranks"):
+        sim.run(lambda: mp.start_processes(dist.barrier, nprocs=2), 2)
+    assert mp.start_processes is before
+
+
+def test_seam_start_method():
+    import torch.multiprocessing
+
+    default = multiprocessing.get_context.__self__
+    before = multiprocessing.set_start_method, torch.multiprocessing.set_start_method, default._actual_context
+    with sim.world(2) as world:
+        assert multiprocessing.set_start_method is not before[0]
+        world.run(lambda: multiprocessing.set_start_method("spawn", force=True))
+        assert world.run(multiprocessing.get_start_method) == ["spawn"] * 2
+    after = multiprocessing.set_start_method, torch.multiprocessing.set_start_method, default._actual_context
+    assert after == before
+
+
+def test_seam_child_environment():
+    def body() -> tuple:
+        code = "import os; print(os.environ.get('RANK'), os.environ.get('MINE'))"
+        os.environ["MINE"] = f"mine {dist.get_rank()}"
+        dist.barrier()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, close_fds=True)
+        process = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(0,))
+        process.start()
+        process.join()
+        return done.stdout.strip(), process.exitcode
+
+    import _posixsubprocess
+
+    before = _posixsubprocess.fork_exec, getattr(subprocess, "_fork_exec", None)
+    assert sim.run(body, 2) == [("0 mine 0", 0), ("1 mine 1", 0)]
+    assert (_posixsubprocess.fork_exec, getattr(subprocess, "_fork_exec", None)) == before
+
+
+def script_world(world_size: int, folder: str = "") -> sim.World:
+    """A world as it is made for a script."""
+    made = sim.world(world_size)
+    made.host.folder = folder
+    for context in made.contexts:
+        streams = RankStream(None, "", like=sys.stdout), RankStream(None, "", like=sys.stderr)
+        context.view = ProcessView(["x.py"], sys.path, *streams)
+        context.modules.main = types.ModuleType("__main__")
+    return made
+
+
+def test_seam_process_view():
+    def body() -> tuple:
+        rank = dist.get_rank()
+        sys.modules["__main__"].rank = rank
+        sys.argv.append(str(rank))
+        logging.basicConfig(level=logging.INFO + rank)
+        if rank:
+            builtins.print = None
+        multiprocessing.set_start_method("spawn" if rank else "forkserver")
+        dist.barrier()
+        own = sys.modules["__main__"].rank, sys.argv, logging.getLogger("a.b").getEffectiveLevel() - logging.INFO
+        return *own, builtins.print is None, multiprocessing.get_start_method()
+
+    before = [getattr(owner, name) for owner, name in SLOTS], sys.modules["__main__"], list(logging.root.handlers)
+    with script_world(3) as world:
+        methods = ["forkserver", "spawn", "spawn"]
+        assert world.run(body) == [(r, ["x.py", str(r)], r, r > 0, methods[r]) for r in range(3)]
+    after = [getattr(owner, name) for owner, name in SLOTS], sys.modules["__main__"], list(logging.root.handlers)
+    assert after == before
+
+
+def test_seam_imports(tmp_path, monkeypatch):
+    (tmp_path / "of_a_rank.py").write_text("import torch.distributed as dist\ndist.barrier()\nrank = dist.get_rank()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = list(sys.meta_path), sys.modules["importlib._bootstrap"]._module_locks
+
+    def body() -> tuple:
+        import json
+
+        import of_a_rank  # waits for the others in the middle of it
+
+        dist.barrier()
+        return sys.modules["of_a_rank"].rank, id(of_a_rank), id(json)
+
+    with script_world(3, str(tmp_path)) as world:
+        ranks, own, shared = zip(*world.run(body), strict=True)
+    assert ranks == (0, 1, 2)
+    assert len(set(own)) == 3
+    assert len(set(shared)) == 1
+    assert "of_a_rank" not in sys.modules
+    assert (list(sys.meta_path), sys.modules["importlib._bootstrap"]._module_locks) == before
+
+
+def test_two_ranks_that_import_a_module_which_all_share(tmp_path, monkeypatch):
+    """The second one waits for the first, which waits for it in the middle of the import: it gives up its turn."""
+    (tmp_path / "of_all.py").write_text("import time\ntime.sleep(1)\nmade = object()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def body() -> int:
+        import of_all
+
+        return id(of_all.made)
+
+    assert len(set(sim.run(body, world_size=3))) == 1
+    assert sys.modules.pop("of_all")
+
+
+WITH_DEFAULT_GROUPS = {
+    "torch.distributed.nn.functional": "all_reduce",
+    "torch.distributed.optim.zero_redundancy_optimizer": "_broadcast_object",
+    "torch.distributed.fsdp.sharded_grad_scaler": "ShardedGradScaler",
+}
+
+
+@pytest.mark.parametrize("name", WITH_DEFAULT_GROUPS)
+def test_seam_torch_imports(name, monkeypatch):
+    """On a rank's first import torch works out its default groups, which must not be that rank's."""
+    forget(name, monkeypatch)
+    before = list(sys.meta_path)
+
+    def body() -> str:
+        found = importlib.import_module(name)
+        defaults = inspect.signature(getattr(found, WITH_DEFAULT_GROUPS[name])).parameters
+        assert dist.get_rank() == sim.current_rank(), "only while the module is executed the thread is no rank's"
+        return str([p.default for p in defaults.values() if p.name in ("group", "process_group")])
+
+    for size in (2, 3):
+        assert sim.run(body, size) == ["[None]"] * size
+    assert list(sys.meta_path) == before
+
+
+def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a module of torch count as not imported yet, until the test ends."""
+    module = importlib.import_module(name)
+    parent, _, leaf = name.rpartition(".")
+    monkeypatch.setattr(sys.modules[parent], leaf, module)
+    monkeypatch.delitem(sys.modules, name)
+
+
+def test_torch_still_works_out_defaults_at_the_import():
+    """Where this fails, torch has moved what the seam is for."""
+    source = inspect.getsource(importlib.import_module("torch.distributed.nn.functional"))
+    assert "group=group.WORLD" in source
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_a_function_of_torchs_that_a_rank_imports_first(monkeypatch):
+    for name in ("torch.distributed.nn.functional", "torch.distributed.nn"):
+        forget(name, monkeypatch)
+
+    def body() -> list[float]:
+        from torch.distributed.nn.functional import all_reduce
+
+        x = torch.ones(2, requires_grad=True)
+        all_reduce(x * 1).sum().backward()
+        return x.grad.tolist()
+
+    assert sim.run(body, 2) == [[2.0, 2.0]] * 2
+    assert sim.run(body, 3) == [[3.0, 3.0]] * 3, "also in the next world"
+
+
+def test_seam_exit_calls():
+    called: list[int] = []
+
+    def body() -> int:
+        atexit.register(called.append, dist.get_rank())
+        atexit.register(pytest.fail, "not unregistered")
+        atexit.unregister(pytest.fail)
+        return len(called)
+
+    with script_world(2) as world:
+        contexts = list(world.contexts)
+        assert world.run(body) == [0, 0]
+    for context in contexts:
+        context.view.run_exit_calls()
+    assert called == [0, 1]
+
+
+def test_seam_signals():
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def body() -> tuple:
+        old = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        dist.barrier()
+        return old is before, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+    with script_world(2) as world:
+        assert world.run(body) == [(True, True)] * 2
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+# -- the group itself ------------------------------------------------------------------------------------------
+
+# What torch's ProcessGroup has and ours leaves to it: names, ranks, stores, settings; nothing that moves data.
+LEFT_TO_TORCH = {
+    "BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "bound_device_id", "boxed", "unbox",
+    "get_group_store", "group_desc", "group_name", "name", "rank", "get_backend", "get_reconfigure_handle",
+    "supports_abort_hooks", "supports_completion_hooks", "supports_reconfigure", "supports_window",
+    "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook", "_add_ephemeral_timeout", "_backend_id",
+    "_device_types", "_enable_collectives_timing", "_get_backend", "_get_backend_name", "_has_hooks", "_id",
+    "_pybind11_conduit_v1_", "_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name",
+    "_wait_for_pending_works",
+}  # fmt: skip
+
+
+def test_no_operation_of_torchs_group_is_forgotten():
+    """An operation that ours did not have would go to a placeholder, which does nothing and says nothing."""
+    names = {name for name in dir(dist.ProcessGroup) if not (name.startswith("__") and name.endswith("__"))}
+    assert names - set(vars(SimProcessGroup)) - LEFT_TO_TORCH == set()
+
+
+def test_what_a_simulated_group_does_not_have_it_says():
+    def body() -> None:
+        dist.group.WORLD._register_on_completion_hook(print)
+
+    with pytest.raises(sim.SimError, match="simulated groups have no completion hooks"):
+        sim.run(body, 2)
+
+
+def test_a_world_prints_no_warning(capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sim.run(lambda: (dist.init_process_group("gloo"), init_device_mesh("cpu", (2, 2)), dist.barrier()), 4)
+    assert capfd.readouterr() == ("", ""), "nor does the C++ side"
+
+
+def test_seam_locks():
+    """What waits is built on locks that the waiting thread makes, and looked up by these names."""
+    import queue
+    import threading
+
+    from sim.patches import locks
+
+    def places() -> list[object]:
+        return [vars(threading)["_allocate_lock"], threading.Lock, threading.RLock, queue.SimpleQueue]
+
+    def body() -> tuple:
+        condition, rlock = threading.Condition(threading.Lock()), threading.RLock()
+        with rlock, rlock, condition:
+            condition.wait(1.0)
+            made = type(condition._lock), type(rlock._block), type(queue.SimpleQueue())
+        return *made, type(vars(threading)["_allocate_lock"]())
+
+    before = places()
+    with sim.world(2) as world:
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+        assert world.run(body) == [(locks.Lock, locks.Lock, vars(queue)["_PySimpleQueue"], locks.Lock)] * 2
+        assert type(threading.Lock()) is type(before[1]()), "this thread is no rank"
+        assert type(queue.SimpleQueue()) is before[3]
+        assert world.now == 1.0, "the condition waited for its own lock"
+    assert places() == before
+
+
+def test_seam_compile_lock():
+    """A compiler that waits, as for a process, lets others run, who then wait for the lock that it holds."""
+    import torch._dynamo.convert_frame as frames
+
+    def slow(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        time.sleep(1.0)
+        return graph.forward
+
+    def body() -> tuple[float, str]:
+        compiled = torch.compile(lambda x: x + 1.0, backend=slow)
+        return compiled(torch.ones(2)).sum().item(), type(frames.compile_lock._block).__name__
+
+    before = frames.compile_lock
+    assert sim.run(body, 3) == [(4.0, "Lock")] * 3
+    assert frames.compile_lock is before
+
+
+def test_seam_timeouts():
+    import concurrent.futures
+    import queue
+    import threading
+
+    def places() -> list[object]:
+        return [vars(threading)["_time"], vars(queue)["time"], concurrent.futures._base.time]
+
+    before = places()
+    with sim.world(1) as world:
+        assert world.run(lambda: (time.sleep(5.0), *[now() for now in (*places()[:2], places()[2].monotonic)])) == [
+            (None, 5.0, 5.0, 5.0)
+        ]
+        assert places()[2].monotonic() > 0
+        assert places()[2].perf_counter is time.perf_counter
+    assert places() == before
+
+
+def test_seam_threads():
+    import threading
+
+    def places() -> list[object]:
+        thread = threading.Thread
+        return [thread.__init__, thread.start, thread.join, thread.is_alive]
+
+    def body() -> tuple:
+        ranks: list[int] = []
+        thread = threading.Thread(target=lambda: (dist.barrier(), ranks.append(dist.get_rank())))
+        thread.start()
+        thread.join()
+        return ranks, thread.is_alive(), thread.daemon, "run" in vars(thread)
+
+    before = places()
+    with sim.world(2) as world:
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+        assert world.run(body) == [([rank], False, False, False) for rank in range(2)]
+    assert places() == before
+
+
+def test_seam_futures():
+    import concurrent.futures
+
+    logger, done = concurrent.futures._base.LOGGER, concurrent.futures.Future.done
+    filters = list(logger.filters)
+
+    def places() -> list[object]:
+        future = concurrent.futures.Future
+        return [future.__init__, future.__hash__, future.done, concurrent.futures.ThreadPoolExecutor.__init__]
+
+    def body() -> list[str]:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            pool.submit(int).result()
+            return [thread.name[-2:] for thread in pool._threads]
+
+    before = places()
+    with sim.world(1) as world:
+        assert world.run(body) == [["_0"]]
+        assert concurrent.futures.Future.done is not done
+        assert not concurrent.futures.Future().done()
+        assert len(logger.filters) == len(filters) + 1
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+    assert concurrent.futures.Future.done is done
+    assert places() == before
+    assert logger.filters == filters
+
+
+def test_seam_event_loops():
+    import asyncio
+    from asyncio.selector_events import BaseSelectorEventLoop
+
+    from sim.patches.event_loops import RankSelector
+
+    def places() -> list[object]:
+        loop = BaseSelectorEventLoop
+        return [loop.__init__, vars(loop)["_write_to_self"], asyncio.BaseEventLoop.time]
+
+    async def body() -> tuple:
+        loop = asyncio.get_running_loop()
+        others = len(loop._selector.get_map()) - 1  # beside the end of the pipe that wakes the loop
+        await asyncio.to_thread(dist.barrier)
+        await asyncio.sleep(2.5)
+        return type(loop._selector), others, loop.time()
+
+    before = places()
+    with sim.world(2) as world:
+        assert not any(now is then for now, then in zip(places(), before, strict=True))
+        assert world.run(lambda: asyncio.run(body())) == [(RankSelector, 0, 2.5)] * 2
+        elsewhere = asyncio.new_event_loop()
+        assert not isinstance(elsewhere._selector, RankSelector), "this thread is no rank"
+        assert elsewhere.time() > 0
+        elsewhere.close()
+    assert places() == before
+
+
+def test_seam_time_sleep():
+    original = time.sleep
+    with sim.world(2) as world:
+        world.run(lambda: (time.sleep(3600), dist.barrier()))
+        assert world.now == 3600.0
+    assert time.sleep is original
