@@ -28,7 +28,7 @@ from sim.mesh.tracing.trace import trace
 
 __all__ = ["Simulator", "hardware_of", "job_of", "load_figures", "prediction_of", "programs_of", "seconds_of"]
 
-_TRACED = ("custom.py", "job.py", "models.py", "program.py", "recipe.py", "routing.py", "spec.py", "tracing", "zoo")
+_TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
 _HOOKS = ("gpt.py", "megatron.py")
 

@@ -113,6 +113,7 @@ def estimate(
 def _show_estimate(
     found: Any, in_words: bool, tries: int, plot: Path | None, trace: Path | None, json_file: str | None
 ) -> None:
+    from sim.mesh.estimate import estimate as estimate_step
     from sim.mesh.explain import explain as in_prose
     from sim.mesh.report import estimate_dict, estimate_view
 
@@ -120,7 +121,7 @@ def _show_estimate(
         print_wide(estimate_view(found))
         if in_words:
             with busy("estimating what could be changed"):
-                said = in_prose(found, check=tries)
+                said = in_prose(found, tries, estimate_step)
             print_wide("\n" + said.partition("\n\n")[2])  # without the headline, which is there already
     for path in (plot, trace):
         if path is not None:
@@ -152,7 +153,7 @@ def search(
     """
     recipe = given["recipe"]
     with _mistakes_as_messages():
-        from sim.mesh.search import search as search_ways
+        from sim.mesh.searching.search import search as search_ways
         from sim.mesh.searching.search_report import SearchBar, search_dict, search_view
 
         check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
@@ -223,8 +224,7 @@ def _batch(batch: int | None, global_batch: int | None, dims: ParallelDims, reci
 
 def _settings(given: list[str] | None) -> dict[str, Any]:
     """Read fields of the recipe that have no option of their own, written as name=value."""
-    from sim.mesh.recipe import Recipe
-    from sim.mesh.routing import Routing
+    from sim.mesh.recipe import Recipe, Routing
 
     fields = {field.name: field.default for field in dataclasses.fields(Recipe)}
     found: dict[str, Any] = {}

@@ -1,5 +1,11 @@
 """Estimate memory and time of a training step on any number of devices, from the code that trains.
 
+    search -> estimate -> tracing -> program -> pricing, cost -> timeline, memory -> report, explain
+    job -> models -> spec -> recipe
+
+A model and a recipe are a job. It is traced once into programs, which are priced for a hardware and replayed, in time
+and in memory; `report` and `explain` say what came of it.
+
 >>> from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 >>> import sim.mesh
 >>> est = sim.mesh.estimate("llama-tiny", ParallelDims(tp=2, world_size=2), batch=2, seq_len=64, hardware="h100-sxm")
@@ -8,15 +14,15 @@ True
 """
 
 from sim.mesh.cost import UnknownOperation
-from sim.mesh.custom import Custom
 from sim.mesh.estimate import Estimate, Quantity, estimate, price
 from sim.mesh.hardware import Hardware, find_hardware, hardware_names
 from sim.mesh.job import Job
 from sim.mesh.models import find_model, model_names
 from sim.mesh.pricing.calibration import Calibration, load_calibration
-from sim.mesh.recipe import Recipe
-from sim.mesh.routing import Routing
-from sim.mesh.search import SearchResult, search
+from sim.mesh.recipe import Recipe, Routing
+from sim.mesh.searching.ranking import SearchResult
+from sim.mesh.searching.search import search
+from sim.mesh.spec import Custom
 from sim.mesh.tracing.trace import trace
 
 __all__ = [

@@ -11,6 +11,7 @@ from typing import Any
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from sim.mesh.cost import Pricing, weakest
+from sim.mesh.explain import explain as explain_estimate
 from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.job import PLACEMENT, Job
 from sim.mesh.memory import ClassMemory, replay_memory
@@ -202,9 +203,7 @@ class Estimate:
         Args:
             check: how many of the changes to estimate, too.
         """
-        from sim.mesh.explain import explain
-
-        return explain(self, check)
+        return explain_estimate(self, check, estimate)
 
 
 def estimate(

@@ -6,9 +6,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from sim.mesh.report import headline, kinds, terms
+from sim.mesh.report import gib, headline, interval, kinds, per_second, percent, seconds, terms
 from sim.mesh.searching.advice import Advice, advise
-from sim.mesh.words import gib, interval, per_second, percent, seconds
 
 __all__ = ["explain"]
 
@@ -39,7 +38,7 @@ def explain(estimate: Any, check: int = 0, estimator: Callable[..., Any] | None 
     Args:
         estimate: what `sim.mesh.estimate` has returned.
         check: how many of the suggested changes are estimated, too: each costs what an estimate costs.
-        estimator: what estimates them; None: `sim.mesh.estimate`.
+        estimator: what estimates them, such as `sim.mesh.estimate`; None: none is estimated.
     """
     parts = [headline(estimate), _in_short(estimate), _time(estimate), _memory(estimate), _bound(estimate)]
     parts.append(_changes(estimate, check, estimator))
@@ -123,12 +122,8 @@ def _changes(estimate: Any, check: int, estimator: Callable[..., Any] | None) ->
 
 
 def _outcome(estimate: Any, advice: Advice, estimator: Callable[..., Any] | None, checked: bool) -> str:
-    if not checked:
+    if not checked or estimator is None:
         return f"May save {advice.saves}; not estimated."
-    if estimator is None:
-        from sim.mesh.estimate import estimate as anew
-
-        estimator = anew
     try:
         after = estimator(
             model=estimate.model,

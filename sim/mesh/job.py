@@ -12,8 +12,7 @@ from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.mesh.parallel_dims import AXIS_ORDER, ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
-from sim.mesh.recipe import Recipe
-from sim.mesh.routing import Routing
+from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
 
 __all__ = ["PLACEMENT", "Job", "StagePart"]

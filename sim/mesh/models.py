@@ -20,9 +20,8 @@ from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import moe_plan
 from hyper_parallel.models.plans import MeshLike, llama_loss, llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
-from sim.mesh.custom import Custom, CustomSpec
 from sim.mesh.recipe import Recipe
-from sim.mesh.spec import ModelSpec
+from sim.mesh.spec import Custom, CustomSpec, ModelSpec
 from sim.mesh.zoo.kernels import use_kernels
 from sim.mesh.zoo.mla import MLAConfig, MLALlama, mla_plan
 

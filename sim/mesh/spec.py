@@ -1,22 +1,45 @@
-"""The interface of a model to an estimate."""
+"""Models that can be estimated: what an estimate asks of one, and any module as one."""
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import FlopCounterMode
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.shard.sharding_plan import ShardingPlan
 from hyper_parallel.models.plans import MeshLike
 
 if TYPE_CHECKING:
     from sim.mesh.recipe import Recipe
 
-__all__ = ["ModelSpec"]
+__all__ = [
+    "Custom",
+    "CustomSpec",
+    "ModelSpec",
+    "naming_modules",
+]
+
+
+# The interface of a model to an estimate ------------------------------------------------------------------------------
 
 
 class ModelSpec(ABC):
@@ -113,3 +136,349 @@ class ModelSpec(ABC):
     @abstractmethod
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
         """Return the loss of what the model has returned for these inputs."""
+
+
+# Any `nn.Module` in an estimate ---------------------------------------------------------------------------------------
+
+_ASKED = "cannot estimate the model"
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A module of your own, by how it is made and called.
+
+    >>> mlp = Custom(lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)), lambda b, s: torch.zeros(b, s, 8))
+
+        config = transformers.LlamaConfig(num_hidden_layers=2)
+        ids = functools.partial(torch.zeros, dtype=torch.long)
+        Custom(lambda: LlamaForCausalLM(config), lambda b, s: {"input_ids": ids(b, s), "labels": ids(b, s)})
+
+    The module takes no memory: it is made and run on torch's fake tensors, so sizes must not depend on values.
+
+    Args:
+        module: makes the model.
+        inputs: (batch, seq_len) to what it is called with: a tensor, a tuple, or a dict for keywords. What a sequence
+            is, the two numbers say: for a model without, leave seq_len unused.
+        loss: what it returns, and its inputs, to the loss. None: the `loss` in what it returns; else the cross-entropy
+            of `logits` in it, of as many classes; else the mean square.
+        plan: layouts for tensor parallelism, or a function of the module and the mesh that gives them; None: there are
+            none, and tp is 1.
+        blocks: path of the `nn.ModuleList` (or `nn.Sequential`) whose items are sharded and checkpointed one by one;
+            None: the longest `nn.ModuleList`; where there is none, the model is one unit.
+        name: for tables.
+    """
+
+    module: Callable[[], nn.Module]
+    inputs: Callable[[int, int], Any]
+    loss: Callable[[Any, Any], Tensor] | None = None
+    plan: ShardingPlan | Callable[[nn.Module, MeshLike], ShardingPlan] | None = None
+    blocks: str | None = None
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        for name in ("module", "inputs", "loss"):
+            given = getattr(self, name)
+            if not callable(given) and not (name == "loss" and given is None):
+                hint = {
+                    "module": "module=lambda: MyModel(config)",
+                    "inputs": "inputs=lambda batch, seq_len: torch.zeros(batch, seq_len, dtype=torch.long)",
+                    "loss": "loss=lambda output, inputs: output.square().mean()",
+                }[name]
+                blame = f"{name} is a {type(given).__name__}, not a function"
+                raise TypeError(explain(_ASKED, blame, f"{name}: {type(given)!r}", hint))
+        if isinstance(self.module, nn.Module):
+            blame = "module is a model that is made already, and takes memory"
+            raise TypeError(explain(_ASKED, blame, f"module: {type(self.module)!r}", "module=lambda: MyModel(config)"))
+
+
+@dataclass(frozen=True)
+class CustomSpec(ModelSpec):
+    """What an estimate asks of a `Custom`."""
+
+    config: Custom
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """For tables."""
+        return self.config.name
+
+    @property
+    def family(self) -> str:
+        """The kind of model."""
+        return "custom"
+
+    @cached_property
+    def _shape(self) -> tuple[int, tuple[str, ...], bool]:
+        """Parameters, kinds of blocks, and whether there are stages."""
+        with FakeTensorMode():
+            module = self._made()
+            kinds: dict[Any, str] = {}
+            names = []
+            for _, block in self.blocks(module):
+                sizes = tuple((name, tuple(param.shape)) for name, param in block.named_parameters())
+                key = (type(block), sizes, str(block))
+                names.append(kinds.setdefault(key, f"{type(block).__name__}{len(kinds) or ''}"))
+            total = sum(param.numel() for param in module.parameters())
+            return total, tuple(names), callable(getattr(module, "keep", None))
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them, tied ones once."""
+        return self._shape[0]
+
+    @property
+    def num_active_parameters(self) -> int:
+        """As many: which are used is not known."""
+        return self.num_parameters
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of the whole model; 0: it is one unit."""
+        return len(self._shape[1])
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each block: blocks of one kind print alike and have the same parameters."""
+        return self._shape[1]
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether it has a method `keep`, as `hyper_parallel.models.Llama` has."""
+        return self._shape[2]
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the FLOPs of forward and backward of a sequence by its tokens, counted by torch's FlopCounterMode."""
+        counter = FlopCounterMode(display=False, custom_mapping=dict(_ATTENTION))
+        with FakeTensorMode():
+            module, inputs = self._made(), self.inputs(1, seq_len)
+            with self.naming(), counter:
+                self.loss(self.call(module, inputs), inputs).backward()
+        return counter.get_total_flops() / seq_len
+
+    def build(
+        self,
+        seq_len: int,
+        layers: Collection[int] | None = None,
+        *,
+        embed: bool = True,
+        head: bool = True,
+        recipe: Recipe | None = None,
+    ) -> nn.Module:
+        """Make the model, or a stage of it, if it has a method `keep`.
+
+        Raises:
+            ValueError: a stage of a model without.
+        """
+        module = self._made()
+        if layers is None or (embed and head and set(layers) == set(range(self.num_layers))):
+            return module
+        keep = getattr(module, "keep", None)
+        if not callable(keep):
+            seen = f"{type(module).__name__} with {self.num_layers} blocks, of which {len(layers)} are asked for"
+            blame = f"a pipeline cuts it into stages, and {type(module).__name__} has no method keep"
+            hint = "pp=1, or a method keep(layers, *, embed: bool, head: bool) that drops the others in place"
+            raise ValueError(explain(_ASKED, blame, seen, hint))
+        kept: nn.Module = keep(layers, embed=embed, head=head)
+        return kept
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Say, within the block, which module asks for values."""
+        return naming_modules()
+
+    def _made(self) -> nn.Module:
+        # On meta, and fake afterwards: a deep copy of a fake tensor, as nn.TransformerEncoder makes of its layers,
+        # would belong to a copy of the mode.
+        with unset_fake_temporarily() as mode:
+            try:
+                with torch.device("meta"):
+                    module: object = self.config.module()
+            except RuntimeError as error:
+                blame = "module() does not run on the meta device, on which tensors have no values"
+                hint = "numbers from Python or numpy in place of values of tensors, as in [0.1 * i for i in range(n)]"
+                raise ValueError(explain(_ASKED, blame, f"{type(error).__name__}: {error}", hint)) from error
+            except Exception as error:
+                raise _raised("module()", error) from error
+            if not isinstance(module, nn.Module):
+                blame = f"module() has returned a {type(module).__name__}, not an nn.Module"
+                raise TypeError(explain(_ASKED, blame, f"module(): {type(module)!r}", "module=lambda: MyModel(config)"))
+            if isinstance(mode, FakeTensorMode):
+                _make_fake(module, mode)
+        return module.train()
+
+    def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
+        """Return its layouts.
+
+        Raises:
+            ValueError: there are none.
+        """
+        plan = self.config.plan
+        if plan is None:
+            blame = "tensor parallelism splits its modules, and it has no plan that says how"
+            seen = f"model: {self.name}   plan: None"
+            hint = "Custom(..., plan=ShardingPlan(...)), see docs/shard_module.md; or tp=1"
+            raise ValueError(explain(_ASKED, blame, seen, hint))
+        return plan if isinstance(plan, ShardingPlan) else plan(module, mesh)
+
+    def blocks_path(self, module: nn.Module) -> str | None:
+        """Return the path of the list of blocks; None: there is none.
+
+        Raises:
+            ValueError: there is nothing, or no list, at the path that was given.
+        """
+        asked = self.config.blocks
+        if asked is not None:
+            found = dict(module.named_modules()).get(asked)
+            if not isinstance(found, nn.ModuleList | nn.Sequential):
+                lists = [path for path, item in module.named_modules() if isinstance(item, nn.ModuleList)]
+                what = "nothing is there" if found is None else f"there is a {type(found).__name__}"
+                blame = f"blocks={asked!r} is no nn.ModuleList or nn.Sequential: {what}"
+                hint = f"blocks={lists[0]!r}" if lists else "blocks=None"
+                raise ValueError(explain(_ASKED, blame, f"lists of modules: {', '.join(lists) or 'none'}", hint))
+            return asked
+        sizes = {path: len(item) for path, item in module.named_modules() if isinstance(item, nn.ModuleList)}
+        return max(sizes, key=lambda path: sizes[path], default=None)
+
+    def blocks(self, module: nn.Module) -> list[tuple[int, nn.Module]]:
+        """Return the blocks with their numbers; an empty list: the model is one unit."""
+        path = self.blocks_path(module)
+        if path is None:
+            return []
+        children = module.get_submodule(path).named_children()
+        return [(int(name) if name.isdigit() else index, block) for index, (name, block) in enumerate(children)]
+
+    def inputs(self, batch: int, seq_len: int) -> tuple[Any, ...]:
+        """Make what the model is called with: arguments, or one dict with keywords."""
+        try:
+            made = self.config.inputs(batch, seq_len)
+        except _DATA_DEPENDENT:
+            raise
+        except Exception as error:
+            raise _raised(f"inputs({batch}, {seq_len})", error) from error
+        return made if isinstance(made, tuple) else (made,)
+
+    def call(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        """Call the module on its inputs."""
+        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            return module(**inputs[0])
+        return module(*inputs)
+
+    def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
+        """Return the loss of what the model has returned for these inputs.
+
+        Raises:
+            ValueError: no tensor is in it.
+        """
+        if self.config.loss is not None:
+            only = inputs[0] if len(inputs) == 1 else inputs
+            try:
+                return self.config.loss(output, only)
+            except _DATA_DEPENDENT:
+                raise
+            except Exception as error:
+                raise _raised("loss(output, inputs)", error) from error
+        loss, logits = _part(output, "loss"), _part(output, "logits")
+        if isinstance(loss, Tensor):
+            return loss
+        if isinstance(logits, Tensor):
+            flat = logits.flatten(0, -2)
+            return F.cross_entropy(flat.float(), torch.zeros(len(flat), dtype=torch.long, device=flat.device))
+        tensor = next(iter(_tensors(output)), None)
+        if tensor is None:
+            blame = f"it has returned a {type(output).__name__} without a tensor, and loss is None"
+            hint = "Custom(..., loss=lambda output, inputs: ...)"
+            raise ValueError(explain(_ASKED, blame, f"output: {type(output)!r}", hint))
+        return tensor.float().square().mean()
+
+
+def _raised(call: str, error: Exception) -> ValueError:
+    """Say which of the functions that a Custom was given has raised what."""
+    what = call.partition("(")[0]
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    seen = f"{type(error).__name__}: {error}   in {last.name}, {last.filename}:{last.lineno}"
+    return ValueError(explain(_ASKED, f"{call} has raised an error", seen, f"the function given as {what}=, by itself"))
+
+
+def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Give all tensors of a module a fake one on the CPU each; one that has two names keeps them."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    for part in module.modules():
+        tensors: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for named in tensors:
+            named.update({name: fake(tensor) for name, tensor in named.items() if tensor is not None})
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    batch, heads, queries, size = q
+    return int(2 * batch * heads * queries * k[2] * (size + v[3]))
+
+
+def _attention_backward_flops(
+    grad: Any, q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    return 2 * _attention_flops(q, k, v)
+
+
+_ATTENTION = MappingProxyType(  # torch's counter knows those of accelerators only
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    }
+)
+
+
+def _part(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors(value)
+
+
+@contextmanager
+def naming_modules() -> Iterator[None]:
+    """Say which module asks for a value or a size that a tensor without values cannot tell, of those run in the block.
+
+    Raises:
+        ValueError: one did so; the message names it, and the operation.
+    """
+    stack: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        stack.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        while stack and stack.pop() is not module:  # one whose error another has caught
+            pass
+
+    handles = (register_module_forward_pre_hook(enter), register_module_forward_hook(leave))
+    try:
+        yield
+    except _DATA_DEPENDENT as error:
+        who = "the code around the model"
+        if stack:
+            path = next((name for name, module in stack[0].named_modules() if module is stack[-1]), "")
+            kind = type(stack[-1]).__name__.removeprefix("HSDP")  # the engine's subclass of it
+            who = f"module {path!r} ({kind})" if path else kind
+        blame = f"{who} reads values, or makes a tensor whose size depends on values, which only a real run has"
+        hint = "sizes from shapes; torch.where(mask, a, b) for a[mask]; no .item(), .tolist(), nonzero"
+        raise ValueError(explain(_ASKED, blame, f"operation: {getattr(error, 'func', error)}", hint)) from error
+    finally:
+        for handle in handles:
+            handle.remove()

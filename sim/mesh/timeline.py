@@ -3,69 +3,23 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Comm, Program
+from sim.mesh.replay.chrome import write_chrome
+from sim.mesh.replay.draw import draw
 from sim.mesh.replay.flights import Channel
 from sim.mesh.replay.pieces import Prices
-from sim.mesh.replay.player import Occurrence, Player, RankTime
+from sim.mesh.replay.player import Occurrence, Player, RankTime, ReplayedStep
 
 __all__ = ["Occurrence", "RankTime", "Timeline", "replay_time"]
 
 
-@dataclass
-class Timeline:
-    """A steady step of one rank, or of the ranks of a pipeline.
-
-    Attributes:
-        step: seconds from one step's end to the next one's.
-        ranks: in the order of the programs.
-        programs: that ran.
-        occurrences: what ran when, by rank.
-        simulated: pieces of segments that were simulated; the others were in a state seen before.
-        played: pieces in all.
-    """
-
-    step: float
-    ranks: list[RankTime]
-    programs: list[Program] = field(repr=False)
-    occurrences: list[list[Occurrence]] = field(repr=False)
-    simulated: int = 0
-    played: int = 0
-    _moments: dict[tuple[int, int], tuple[list[int], list[float]]] = field(default_factory=dict, repr=False)
-
-    @property
-    def slowest(self) -> RankTime:
-        """The rank that computes and waits for its own host and communication longest: the others wait for it."""
-        return max(self.ranks, key=lambda rank: (self.step - rank.bubble, -rank.rank))
-
-    def when(self, row: int, position: int, event: int) -> float:
-        """Return the second of the step at which the device gets to an event.
-
-        Args:
-            row: number of the program.
-            position: in its order; negative: the beginning of the step.
-            event: its number in the segment.
-        """
-        if not self._moments:
-            for occurrences in self.occurrences:
-                for one in occurrences:
-                    events, times = self._moments.setdefault((one.row, one.position), ([], []))
-                    if not times:
-                        events.append(-1)
-                        times.append(one.base + (one.outcome.ops[0].start if one.outcome.ops else 0.0))
-                    for ran in one.outcome.ops:
-                        events.append(ran.event)
-                        times.append(max(times[-1], one.base + ran.end))
-        events, times = self._moments.get((row, position), ([], []))
-        if not times:
-            return 0.0
-        return times[max(0, bisect_right(events, event) - 1)]
+class Timeline(ReplayedStep):
+    """A steady step of one rank, or of the ranks of a pipeline; see `ReplayedStep` for its attributes."""
 
     def to_chrome(self, path: str | os.PathLike[str], memory: Sequence[Any] | None = None) -> None:
         """Write a file for https://ui.perfetto.dev or ``chrome://tracing``.
@@ -74,8 +28,6 @@ class Timeline:
             path: of the file, such as ``step.json``.
             memory: `ClassMemory` of each rank, for counters of what is allocated and reserved.
         """
-        from sim.mesh.replay.chrome import write_chrome
-
         write_chrome(self, path, memory)
 
     def plot(self, path: str | os.PathLike[str], memory: Sequence[Any] | None = None, title: str = "") -> None:
@@ -86,8 +38,6 @@ class Timeline:
             memory: `ClassMemory` of each rank: that of the fullest is drawn below.
             title: of the picture.
         """
-        from sim.mesh.replay.draw import draw
-
         draw(self, path, memory, title)
 
 

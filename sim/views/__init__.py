@@ -1,1 +1,4 @@
-"""A trace in the formats of other tools, and as a picture."""
+"""A trace in the formats of other tools, and as a picture.
+
+export, plot -> timeline
+"""

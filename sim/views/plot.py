@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sim.comm.trace import EventLog as Trace
 from sim.explain.errors import SimError
-from sim.views.timeline import Bar, Timeline, lay_out, stack
+from sim.views.timeline import Bar, TraceBars, lay_out, stack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,14 +83,14 @@ def _check_ending(path: str, formats: list[str]) -> None:
         )
 
 
-def _size(timeline: Timeline, ranks: int) -> tuple[float, float]:
+def _size(timeline: TraceBars, ranks: int) -> tuple[float, float]:
     """Inches: rows get lower as they get more, and steps need room for each."""
     row = 0.5 if ranks <= 8 else 0.3 if ranks <= 24 else 0.17
     steps = max((bar.right for bar in timeline.bars), default=0.0) if not timeline.timed else 40
     return min(max(7.0, 0.3 * steps), 18.0), max(2.4, 1.5 + row * ranks)
 
 
-def _scale(timeline: Timeline) -> tuple[float, str]:
+def _scale(timeline: TraceBars) -> tuple[float, str]:
     if not timeline.timed:
         return 1.0, "step (no virtual time has passed)"
     last = max(bar.right for bar in timeline.bars)
@@ -99,7 +99,7 @@ def _scale(timeline: Timeline) -> tuple[float, str]:
     return factor, f"virtual time ({unit})"
 
 
-def _boxes(timeline: Timeline, scale: float) -> list[_Box]:
+def _boxes(timeline: TraceBars, scale: float) -> list[_Box]:
     """Bars of one rank that overlap share its row, one above the other."""
     by_rank: dict[int, list[Bar]] = {}
     for bar in timeline.bars:
@@ -115,7 +115,7 @@ def _boxes(timeline: Timeline, scale: float) -> list[_Box]:
     ]
 
 
-def _colors(timeline: Timeline, by: str) -> dict[str, str]:
+def _colors(timeline: TraceBars, by: str) -> dict[str, str]:
     values = sorted({getattr(bar.event, by) for bar in timeline.bars})
     return {value: _PALETTE[place % len(_PALETTE)] for place, value in enumerate(values)}
 
@@ -204,7 +204,7 @@ def _finish(axes: Axes, ranks: int, unit: str, boxes: Sequence[_Box]) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _draw_legend(figure: Any, colors: dict[str, str], timeline: Timeline, by: str) -> None:
+def _draw_legend(figure: Any, colors: dict[str, str], timeline: TraceBars, by: str) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=color, label=value) for value, color in colors.items()]

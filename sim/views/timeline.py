@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sim.comm.trace import Event
 from sim.comm.trace import EventLog as Trace
 
-__all__ = ["Bar", "Timeline", "lay_out", "row_names", "stack"]
+__all__ = ["Bar", "TraceBars", "lay_out", "row_names", "stack"]
 
 
 class Bar(NamedTuple):
@@ -31,7 +31,7 @@ class Bar(NamedTuple):
     complete: bool
 
 
-class Timeline(NamedTuple):
+class TraceBars(NamedTuple):
     """The bars of a trace, in the order in which the events were issued.
 
     Attributes:
@@ -43,7 +43,7 @@ class Timeline(NamedTuple):
     timed: bool
 
 
-def lay_out(trace: Trace) -> Timeline:
+def lay_out(trace: Trace) -> TraceBars:
     """Place the events that a trace has kept: in virtual time, or, where none has passed, in steps.
 
     An operation is one step after the last thing that any of its members did before.
@@ -55,7 +55,7 @@ def lay_out(trace: Trace) -> Timeline:
     numbered = list(operations.values())
     timed = any(event.end or event.issued for event in events)
     bars = _in_time(numbered) if timed else _in_steps(numbered)
-    return Timeline(sorted(bars, key=lambda bar: bar.event.order), timed)
+    return TraceBars(sorted(bars, key=lambda bar: bar.event.order), timed)
 
 
 def _is_complete(members: list[Event]) -> bool:

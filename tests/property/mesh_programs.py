@@ -18,8 +18,7 @@ from hyper_parallel.trainer.preflight import plan_run
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.program import Alloc, Comm, Event, Free, Op, Program
-from sim.mesh.recipe import Recipe
-from sim.mesh.routing import Routing
+from sim.mesh.recipe import Recipe, Routing
 from sim.trace import Event as TraceEvent
 
 

@@ -29,7 +29,7 @@ from hyper_parallel.trainer.optimizer import build_optimizer
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
 from hyper_parallel.trainer.preflight import plan_run
 from sim.kernel.context import current_context
-from sim.mesh.routing import Routing
+from sim.mesh.recipe import Routing
 from sim.trace import Event
 
 

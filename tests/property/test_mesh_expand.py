@@ -20,7 +20,7 @@ from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
-from sim.mesh.tracing.expand import EDGE, kept_layers
+from sim.mesh.tracing.stitch import EDGE, kept_layers
 from sim.mesh.tracing.trace import trace
 
 pytestmark = pytest.mark.sim

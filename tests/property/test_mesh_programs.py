@@ -28,7 +28,7 @@ from training_kit import MODELS, SEQ, Arrangement, Problem, arrangements
 
 from hyper_parallel.trainer.config import Config, ParallelConfig
 from sim.mesh.program import Program
-from sim.mesh.routing import Routing
+from sim.mesh.recipe import Routing
 from sim.mesh.tracing.trace import trace
 
 pytestmark = pytest.mark.sim

@@ -19,7 +19,7 @@ from mesh_training import steps_of as all_of_steps
 from training_kit import MODELS, Arrangement, Problem, arrangements
 
 from hyper_parallel.trainer.config import Config, ParallelConfig
-from sim.mesh.routing import Routing
+from sim.mesh.recipe import Routing
 
 pytestmark = pytest.mark.sim
 

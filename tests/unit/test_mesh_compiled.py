@@ -19,8 +19,8 @@ from hyper_parallel.models.llama import Block, LlamaConfig, causal_attention
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.parallelize import _keep_alternate_products, _keep_products
 from sim.mesh.tracing.compiled import CompiledLike, compile_block, compile_like
-from sim.mesh.tracing.float8 import use_float8
-from sim.mesh.tracing.regions import one_kernel, recomputes, region, traces
+from sim.mesh.tracing.kernels import use_float8
+from sim.mesh.tracing.kinds import one_kernel, recomputes, region, traces
 
 _CONFIG = LlamaConfig(256, 64, 192, 1, 4, 2, 128)
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import sim
 from sim.mesh.program import Alloc, Comm, Free, Op
-from sim.mesh.tracing.accelerator import AcceleratorKernels, _rms_norm
-from sim.mesh.tracing.fuse import fuse_events
+from sim.mesh.tracing.fusion import fuse_events
+from sim.mesh.tracing.kernels import AcceleratorKernels, _rms_norm
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.losses import KINDS, Loss, fuse_head
 from sim.mesh.tracing.record import Recorder

@@ -19,11 +19,10 @@ from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.plans import llama_plan
 from hyper_parallel.trainer.metrics import flops_per_token
-from sim.mesh.custom import Custom, naming_modules
 from sim.mesh.estimate import estimate
 from sim.mesh.models import find_model, model_names, model_source
-from sim.mesh.recipe import Recipe
-from sim.mesh.routing import Routing
+from sim.mesh.recipe import Recipe, Routing
+from sim.mesh.spec import Custom, naming_modules
 from sim.mesh.zoo.kernels import EagerRMSNorm, FlashAttention, MathAttention, use_kernels
 from sim.mesh.zoo.mla import LatentAttention, MLAConfig, MLALlama, mla_plan
 

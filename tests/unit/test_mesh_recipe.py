@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.mesh.recipe import Recipe
-from sim.mesh.routing import Routing
+from sim.mesh.recipe import Recipe, Routing
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hyper_parallel.core.expert_parallel.router import Router
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe
-from sim.mesh.routing import Routing
+from sim.mesh.recipe import Routing
 from sim.mesh.tracing.lone import LoneWorld
 
 CONFIG = MoEConfig(

@@ -17,16 +17,15 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.cost import UnknownOperation
-from sim.mesh.custom import Custom
 from sim.mesh.estimate import estimate
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
-from sim.mesh.search import search
 from sim.mesh.searching.bounds import Machine, guess_seconds, least_memory
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.ranking import chance_faster
+from sim.mesh.searching.search import search
 from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes, shape_of
-from sim.mesh.spec import ModelSpec
+from sim.mesh.spec import Custom, ModelSpec
 
 GIB = 2**30
 H100 = Machine(flops=989e12, devices_per_node=8, inside=450e9, between=50e9)

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from sim.mesh.memory import ClassMemory
+from sim.mesh.replay.player import ReplayedStep
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, spans
-from sim.mesh.timeline import Timeline
 
 __all__ = ["chrome_events", "write_chrome"]
 
 
 def write_chrome(
-    timeline: Timeline, path: str | os.PathLike[str], memory: Sequence[ClassMemory] | None = None, limit: int = 200_000
+    timeline: ReplayedStep,
+    path: str | os.PathLike[str],
+    memory: Sequence[ClassMemory] | None = None,
+    limit: int = 200_000,
 ) -> None:
     """Write a timeline in the trace event format: a process per rank, a thread per stream, counters of memory.
 
@@ -30,7 +33,7 @@ def write_chrome(
 
 
 def chrome_events(
-    timeline: Timeline, memory: Sequence[ClassMemory] | None = None, limit: int = 200_000
+    timeline: ReplayedStep, memory: Sequence[ClassMemory] | None = None, limit: int = 200_000
 ) -> list[dict[str, Any]]:
     """Return what :func:`write_chrome` writes: times in microseconds."""
     found = spans(timeline, limit=limit)
@@ -68,7 +71,7 @@ def _name(events: list[dict[str, Any]], what: str, process: int, thread: int, na
     events.append({"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}})
 
 
-def _counters(timeline: Timeline, row: int, memory: ClassMemory) -> list[dict[str, Any]]:
+def _counters(timeline: ReplayedStep, row: int, memory: ClassMemory) -> list[dict[str, Any]]:
     events = []
     for point in memory.curve:
         at = timeline.when(row, point.position, point.event) * 1e6

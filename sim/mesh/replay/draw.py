@@ -11,8 +11,8 @@ import numpy as np
 from hyper_parallel.core.common.errors import explain
 from sim.explain.errors import SimError
 from sim.mesh.memory import ClassMemory
+from sim.mesh.replay.player import ReplayedStep
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, DrawnSpan, exposed_parts, spans
-from sim.mesh.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +66,7 @@ class _Lane(NamedTuple):
 
 
 def draw(
-    timeline: Timeline,
+    timeline: ReplayedStep,
     path: str | os.PathLike[str],
     memory: Sequence[ClassMemory] | None = None,
     title: str = "",
@@ -131,14 +131,14 @@ def _scale(step: float) -> tuple[float, str]:
     return (1e3, "ms") if step * 1e6 >= 100 else (1e6, "µs")
 
 
-def _title(timeline: Timeline) -> str:
+def _title(timeline: ReplayedStep) -> str:
     scale, unit = _scale(timeline.step)
     count = len(timeline.programs)
     what = "pipeline ranks" if count > 1 else "rank"
     return f"A step of {timeline.step * scale:.4g} {unit}, {count} {what} of {timeline.programs[0].world_size:,}"
 
 
-def _summary(timeline: Timeline) -> str:
+def _summary(timeline: ReplayedStep) -> str:
     """Where the time of the slowest rank goes."""
     rank = timeline.slowest
     parts = [("computes", rank.compute)]
@@ -150,7 +150,7 @@ def _summary(timeline: Timeline) -> str:
     return f"rank {rank.rank}: " + ", ".join(shares)
 
 
-def _ends(timeline: Timeline, found: Sequence[DrawnSpan]) -> list[DrawnSpan]:
+def _ends(timeline: ReplayedStep, found: Sequence[DrawnSpan]) -> list[DrawnSpan]:
     """What is left of the step when ranks of a pipeline are done."""
     if len(timeline.programs) == 1:
         return []
@@ -165,7 +165,7 @@ def _ends(timeline: Timeline, found: Sequence[DrawnSpan]) -> list[DrawnSpan]:
     ]
 
 
-def _lanes(timeline: Timeline, found: Sequence[DrawnSpan]) -> list[_Lane]:
+def _lanes(timeline: ReplayedStep, found: Sequence[DrawnSpan]) -> list[_Lane]:
     """Few ranks have a row for each axis; many have one for all communication, which is lower."""
     ranks = len(timeline.programs)
     lanes: list[_Lane] = []
@@ -200,7 +200,7 @@ def _axis_colors(found: Sequence[DrawnSpan]) -> dict[str, str]:
 
 def _draw_spans(
     axes: Axes,
-    timeline: Timeline,
+    timeline: ReplayedStep,
     found: list[DrawnSpan],
     lanes: Sequence[_Lane],
     colors: dict[str, str],
@@ -351,7 +351,7 @@ def _labels(axes: Axes, boxes: Sequence[tuple[DrawnSpan, _Lane]], scale: float, 
         written += 1
 
 
-def _finish(axes: Axes, timeline: Timeline, lanes: Sequence[_Lane], scale: float) -> None:
+def _finish(axes: Axes, timeline: ReplayedStep, lanes: Sequence[_Lane], scale: float) -> None:
     labelled = [lane for lane in lanes if lane.label]
     axes.set_yticks([lane.top + lane.height / 2 for lane in labelled], [lane.label for lane in labelled])
     bottom = max((lane.top + lane.height for lane in lanes), default=1.0)
@@ -363,7 +363,7 @@ def _finish(axes: Axes, timeline: Timeline, lanes: Sequence[_Lane], scale: float
         axes.spines[side].set_visible(False)
 
 
-def _draw_memory(axes: Axes, timeline: Timeline, row: int, memory: ClassMemory, scale: float) -> None:
+def _draw_memory(axes: Axes, timeline: ReplayedStep, row: int, memory: ClassMemory, scale: float) -> None:
     gib = 1 << 30
     points = sorted(memory.curve, key=lambda point: point.position)
     times = [timeline.when(row, point.position, point.event) * scale for point in points]

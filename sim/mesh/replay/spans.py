@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from sim.mesh.program import COMPUTE, Comm, Op, Place, Program
 from sim.mesh.replay.flights import BUBBLE, HOST
-from sim.mesh.replay.player import Occurrence
+from sim.mesh.replay.player import Occurrence, ReplayedStep
 from sim.mesh.replay.streams import Ran
-from sim.mesh.timeline import Timeline
 
 __all__ = ["COMMUNICATION", "EXPOSED", "DrawnSpan", "exposed_parts", "spans"]
 
@@ -44,7 +43,7 @@ class DrawnSpan(NamedTuple):
     batch: int = -1
 
 
-def spans(timeline: Timeline, detail: str | None = None, limit: int = 20_000) -> list[DrawnSpan]:
+def spans(timeline: ReplayedStep, detail: str | None = None, limit: int = 20_000) -> list[DrawnSpan]:
     """Return a timeline as spans, in the order of ranks.
 
     Args:
@@ -88,7 +87,7 @@ def exposed_parts(found: list[DrawnSpan]) -> list[DrawnSpan]:
     return parts
 
 
-def _computed(timeline: Timeline, detail: str) -> list[DrawnSpan]:
+def _computed(timeline: ReplayedStep, detail: str) -> list[DrawnSpan]:
     found: list[DrawnSpan] = []
     for occurrences in timeline.occurrences:
         for one in occurrences:
@@ -157,7 +156,7 @@ def _whole(one: Occurrence, program: Program, closest: float) -> Iterator[DrawnS
         yield part
 
 
-def _communicated(timeline: Timeline) -> list[DrawnSpan]:
+def _communicated(timeline: ReplayedStep) -> list[DrawnSpan]:
     found: list[DrawnSpan] = []
     for row, occurrences in enumerate(timeline.occurrences):
         program = timeline.programs[row]
@@ -176,7 +175,7 @@ def _comm_name(events: Sequence[object], ran: Ran) -> str:
     return event.op if isinstance(event, Comm) else "recv"
 
 
-def _idle(timeline: Timeline) -> list[DrawnSpan]:
+def _idle(timeline: ReplayedStep) -> list[DrawnSpan]:
     found: list[DrawnSpan] = []
     for row, occurrences in enumerate(timeline.occurrences):
         for one in occurrences:

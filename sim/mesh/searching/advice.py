@@ -10,7 +10,7 @@ from typing import Any
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.recipe import Recipe
-from sim.mesh.words import percent
+from sim.mesh.report import percent
 
 __all__ = ["Advice", "advise"]
 

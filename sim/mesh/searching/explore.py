@@ -16,11 +16,11 @@ from typing import Any
 
 from hyper_parallel.core.common.errors import explain
 from sim.mesh.cost import UnknownOperation
+from sim.mesh.report import gib
 from sim.mesh.searching.bounds import Machine, guess_memory, guess_seconds, least_memory
 from sim.mesh.searching.candidates import enumerate_candidates
 from sim.mesh.searching.ranking import Found, SearchResult, chance_faster
 from sim.mesh.searching.space import Candidate, Rejected, Space
-from sim.mesh.words import gib
 
 __all__ = ["Exploration", "Progress"]
 

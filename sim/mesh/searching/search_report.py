@@ -10,8 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from sim.mesh.report import as_text, estimate_dict, number, plain_table
-from sim.mesh.words import gib, interval, per_second, percent, seconds
+from sim.mesh.report import as_text, estimate_dict, gib, interval, number, per_second, percent, plain_table, seconds
 
 __all__ = ["SearchBar", "search_dict", "search_text", "search_view"]
 

@@ -19,7 +19,7 @@ from hyper_parallel.trainer.parallelize import checkpointed, shard_units
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Place
 from sim.mesh.tracing.compiled import compile_block
-from sim.mesh.tracing.float8 import use_float8
+from sim.mesh.tracing.kernels import use_float8
 from sim.mesh.tracing.losses import fuse_head
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.replicated import Replicated

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sim.mesh.program import Alloc, Free, Op
-from sim.mesh.tracing.expand import Chunk, Key, Standing
 from sim.mesh.tracing.record import Recorder
+from sim.mesh.tracing.stitch import Chunk, Key, Standing
 
 if TYPE_CHECKING:
     from sim.mesh.job import Job

@@ -31,16 +31,15 @@ from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.optimizer import build_optimizer
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
-from sim.mesh.routing import Routing
-from sim.mesh.tracing.accelerator import AcceleratorKernels
+from sim.mesh.recipe import Routing
 from sim.mesh.tracing.build import Built, build_stage
 from sim.mesh.tracing.categories import find_categories, standing_blocks
-from sim.mesh.tracing.expand import Recording, expand, kept_layers
-from sim.mesh.tracing.fuse import fuse
+from sim.mesh.tracing.fusion import fuse
+from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
-from sim.mesh.tracing.stitch import stitch
+from sim.mesh.tracing.stitch import Recording, expand, kept_layers, stitch
 
 __all__ = ["RecordedStage", "record_stage", "trace"]
 

@@ -1,0 +1,211 @@
+"""Kernels that torch's CPU lacks: those of accelerators, and products in float8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+__all__ = [
+    "AcceleratorKernels",
+    "use_float8",
+]
+
+
+# Kernels that accelerators have and torch's CPU lacks, for tensors without values -------------------------------------
+#
+# The same call is another set of operations on a CPU, and keeps other tensors for backward:
+#
+# | call | CPU | accelerator | |---|---|---| | `rms_norm` | eight operations; keeps three float32 copies | one; keeps
+# its input and one number per row | | `dropout` | draws into a mask of the input's dtype | `native_dropout`; the mask
+# is of bool | | `scaled_dot_product_attention` with dropout | all scores are made and kept | as without dropout: none
+# are |
+#
+# (ATen/native/layer_norm.cpp `rms_norm_symint`, Dropout.cpp `is_fused_kernel_acceptable`,
+# transformers/sdp_utils_cpp.cpp `check_dropout`; and the same for torch 2.11 to 2.15.)
+
+
+class AcceleratorKernels(TorchFunctionMode):
+    """A mode in which tensors without values are computed with as on an accelerator.
+
+        with AcceleratorKernels():
+            loss = model(tokens).sum()
+            loss.backward()
+
+    Norms that are written out in Python stay so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernels: dict[Any, Callable[..., Any]] = {
+            F.dropout: _dropout,
+            torch.dropout: _dropout,
+            F.scaled_dot_product_attention: _attention,
+            F.rms_norm: _rms_norm,
+            torch.rms_norm: _rms_norm,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the accelerator's kernel, if there is one for this call."""
+        kernel = self._kernels.get(func)
+        if kernel is not None and args and type(args[0]) is FakeTensor:
+            return kernel(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _rms_norm(
+    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    if weight is None or weight.dtype != x.dtype:
+        return torch.rms_norm(x, normalized_shape, weight, eps)  # several operations on accelerators as well
+    return _fused_rms_norm(x, weight, torch.finfo(torch.float32).eps if eps is None else eps)[0]
+
+
+@torch.library.custom_op("sim::_fused_rms_norm", mutates_args=())
+def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = list(range(x.dim() - weight.dim(), x.dim()))
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype), scale
+
+
+@_fused_rms_norm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.shape[: x.dim() - weight.dim()]
+    return torch.empty_like(x), x.new_empty((*rows, *[1] * weight.dim()), dtype=torch.float32)
+
+
+@torch.library.custom_op("sim::_fused_rms_norm_backward", mutates_args=())
+def _fused_rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = list(range(x.dim() - weight.dim(), x.dim()))
+    normal = x.float() * scale
+    scaled = grad.float() * weight
+    grad_x = (scaled - normal * (scaled * normal).mean(dims, keepdim=True)) * scale
+    grad_weight = grad.float() * normal
+    if x.dim() > weight.dim():
+        grad_weight = grad_weight.flatten(0, x.dim() - weight.dim() - 1).sum(0)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+@_fused_rms_norm_backward.register_fake
+def _(
+    grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _rms_norm_backward(ctx: Any, grad: torch.Tensor, grad_scale: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
+    x, weight, scale = ctx.saved_tensors
+    return *_fused_rms_norm_backward(grad, x, scale, weight), None
+
+
+_fused_rms_norm.register_autograd(_rms_norm_backward, setup_context=_keep)
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or not 0 < p < 1:
+        return torch.dropout(x, p, training)
+    return torch.native_dropout(x, p, True)[0]
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if len(args) > 1:
+        args = (args[0], 0.0, *args[2:])
+    else:
+        kwargs = {**kwargs, "dropout_p": 0.0}
+    return F.scaled_dot_product_attention(q, k, v, *args, **kwargs)
+
+
+# Linear layers that multiply in float8, scaled anew for each tensor and call (torchao's "tensorwise", "dynamic") ------
+#
+# What such a layer does beside its product, in the order of torchao's `Float8Linear`, which keeps no float8 for
+# backward:
+#
+#     forward     cast(x), cast(w)                         y = x8 @ w8.T     keeps x and w as they came
+#     backward    cast(grad), cast(w), cast(x)             x.grad = grad8 @ w8, w.grad = grad8.T @ x8
+#     cast(t)     s = 448 / max |t|;  t8 = (t * s) as float8, once along rows and once along columns where needed
+#
+# Operation by operation a cast writes |t|, t in float32, its product with s, and that clamped: 14 bytes per element
+# beside the one of t8, by kernels of their own. Compiled it is two kernels: the maximum, and one that reads t and
+# writes t8. That is why a float8 model that is not compiled takes more memory and time than the same one in bfloat16.
+
+_MULTIPLE = 16  # of both sizes of a weight: what float8 products take
+_LEAST = 1e-12  # that a maximum is taken to be
+
+
+def use_float8(block: nn.Module) -> int:
+    """Let the linear layers of a block multiply in float8, in place; returns how many do.
+
+    >>> block = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 3))
+    >>> use_float8(block)
+    1
+
+    Layers with a size that is no multiple of 16 stay as they are. What goes in and comes out keeps its dtype, as do
+    weights, which are gathered as ever.
+
+    Args:
+        block: before it is compiled or put into a checkpoint; a model's head is left alone by giving its blocks.
+    """
+    count = 0
+    for module in block.modules():
+        if type(module) is nn.Linear and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0:
+            module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
+            count += 1
+    return count
+
+
+def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    out: torch.Tensor = _Product.apply(rows, module.weight)
+    out = out if module.bias is None else out + module.bias
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class _Product(torch.autograd.Function):
+    """x @ w.T, each of the three products in float8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _multiply(_cast(x), _cast(weight), x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        grad8, scale = _cast(grad, torch.float8_e5m2)
+        weight8, weight_scale = _cast(weight)
+        grad_x = _multiply((grad8, scale), (weight8.t().contiguous(), weight_scale), grad.dtype)
+        del weight8
+        x8, x_scale = _cast(x)
+        grad_weight = _multiply((grad8.t().contiguous(), scale), (x8.t().contiguous(), x_scale), grad.dtype)
+        return grad_x, grad_weight
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor in float8, and what its elements are to be multiplied by."""
+    most = torch.finfo(dtype).max
+    scale = most / x.abs().max().float().clamp(min=_LEAST)
+    return (x.float() * scale).clamp(-most, most).to(dtype), scale.reciprocal()
+
+
+def _multiply(
+    a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a @ b.T; both lie along what is summed over, as float8 products want it."""
+    return torch._scaled_mm(a[0], b[0].t(), a[1], b[1], out_dtype=dtype)
