@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["MARKERS", "SIMULATED_ARMS"]
+__all__ = ["MARKERS", "SIMULATED_BACKENDS"]
 
 MARKERS = MappingProxyType(
     {
@@ -23,7 +23,7 @@ MARKERS = MappingProxyType(
         "npu": "needs NPUs (torch_npu and drivers); skips with a reason when there are too few",
     }
 )
-SIMULATED_ARMS = MappingProxyType({"gloo": "gloo", "nccl": "gpu", "hccl": "npu"})  # what --sim-backend runs
+SIMULATED_BACKENDS = MappingProxyType({"gloo": "gloo", "nccl": "gpu", "hccl": "npu"})  # what --sim-backend runs
 _DEVICES = MappingProxyType({"gpu": "cuda", "npu": "npu"})
 
 
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--sim-backend",
-        choices=tuple(SIMULATED_ARMS),
+        choices=tuple(SIMULATED_BACKENDS),
         help="run the tests of this backend (hccl: npu, nccl: gpu) on simulated ranks, which refuse to reduce what it "
         "refuses",
     )
@@ -70,34 +70,38 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: Any) -> list[pytest.Item] | None:
     """Make no item of a body all of whose backends need devices that nobody asked for and that are not here."""
-    arms = getattr(obj, "rank_arms", None)
-    return [] if isinstance(arms, tuple) and not _wanted(arms, collector.config) else None
+    backends = getattr(obj, "rank_backends", None)
+    return [] if isinstance(backends, tuple) and not _wanted(backends, collector.config) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make the items of a body, one for each of its backends that can run here or is asked for."""
-    arms = getattr(metafunc.function, "rank_arms", None)
-    if not isinstance(arms, tuple):
+    backends = getattr(metafunc.function, "rank_backends", None)
+    if not isinstance(backends, tuple):
         return
-    wanted = _wanted(arms, metafunc.config)
+    wanted = _wanted(backends, metafunc.config)
     marks = metafunc.definition.own_markers
     for place, mark in enumerate(marks):
-        if mark.name == "parametrize" and mark.args[0] == "rank_arm":
+        if mark.name == "parametrize" and mark.args[0] == "rank_backend":
             cases = [case for case in mark.args[1] if case.values[0] in wanted]
-            marks[place] = pytest.mark.parametrize("rank_arm", cases).mark
+            marks[place] = pytest.mark.parametrize("rank_backend", cases).mark
 
 
-def _wanted(arms: tuple[str, ...], config: pytest.Config) -> tuple[str, ...]:
-    return tuple(arm for arm in arms if arm not in _DEVICES or _asked_for(arm, config) or _is_here(_DEVICES[arm]))
+def _wanted(backends: tuple[str, ...], config: pytest.Config) -> tuple[str, ...]:
+    return tuple(
+        backend
+        for backend in backends
+        if backend not in _DEVICES or _asked_for(backend, config) or _is_here(_DEVICES[backend])
+    )
 
 
-def _asked_for(arm: str, config: pytest.Config) -> bool:
+def _asked_for(backend: str, config: pytest.Config) -> bool:
     """Tell whether the command line names a backend, in -m, in -k or in the id of an item, or wants all devices."""
-    if SIMULATED_ARMS.get(config.getoption("--sim-backend")) == arm:
+    if SIMULATED_BACKENDS.get(config.getoption("--sim-backend")) == backend:
         return True
     words = [config.getoption("markexpr"), config.getoption("keyword"), *config.args]
-    return config.getoption("--require-devices") or any(re.search(rf"\b{arm}\b", word or "") for word in words)
+    return config.getoption("--require-devices") or any(re.search(rf"\b{backend}\b", word or "") for word in words)
 
 
 def _is_here(device_type: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform import PlatformUnavailableError, get_platform
-from hyper_parallel.pytest_plugin import SIMULATED_ARMS
+from hyper_parallel.pytest_plugin import SIMULATED_BACKENDS
 from sim.explain.callables import check_result
 from sim.explain.errors import CollectiveMismatch, Deadlock
 from sim.testing.processes import (
@@ -37,59 +37,59 @@ _TIMEOUT = datetime.timedelta(seconds=300)  # of one communication between the r
 
 
 def run_body(
-    arm: str,
+    backend: str,
     test: Callable[..., None],
     world_size: int,
     fixtures: dict[str, Any],
     request: pytest.FixtureRequest,
     owner: object = None,
 ) -> None:
-    """Run the body of ``test`` on ``world_size`` ranks of ``arm``; as a method of ``owner``, if there is one."""
+    """Run the body of ``test`` on ``world_size`` ranks of ``backend``; as a method of ``owner``, if there is one."""
     __tracebackhide__ = True
     seed = request.config.getoption("--sim-seed")
     body: Callable[..., Any] = test.body  # type: ignore[attr-defined]
     if owner is not None:
         body = MethodType(body, owner)
-    backend = request.config.getoption("--sim-backend")
-    backend = backend if arm == SIMULATED_ARMS.get(backend) else None
-    if arm == "sim" or backend is not None:
-        races, replicas = test.checks if arm == "sim" else (False, False)  # type: ignore[attr-defined]
-        with world(world_size, seed=seed, check_races=races, check_replicas=replicas, backend=backend) as simulated:
-            rules = "" if backend is None else f" --sim-backend={backend}"
+    like = request.config.getoption("--sim-backend")
+    like = like if backend == SIMULATED_BACKENDS.get(like) else None
+    if backend == "sim" or like is not None:
+        races, replicas = test.checks if backend == "sim" else (False, False)  # type: ignore[attr-defined]
+        with world(world_size, seed=seed, check_races=races, check_replicas=replicas, backend=like) as simulated:
+            rules = "" if like is None else f" --sim-backend={like}"
             simulated.replay = f"pytest '{request.node.nodeid}' --sim-seed={seed}{rules}"
             left: dict[int, str] = {}
             try:
-                simulated.run(_on_simulated_rank, (body, world_size, arm, seed, fixtures, left))
+                simulated.run(_on_simulated_rank, (body, world_size, backend, seed, fixtures, left))
             except (CollectiveMismatch, Deadlock) as missed:
                 if left:  # it is them that the others have missed
                     pytest.fail(f"{who_left(left, world_size)}\n{missed}", pytrace=False)
                 raise
         end_as_all_have(left, world_size)
         return
-    _need_ranks(arm, world_size, required=request.config.getoption("--require-devices"))
+    _need_ranks(backend, world_size, required=request.config.getoption("--require-devices"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _run_under_torchrun(arm, body, world_size, seed, fixtures, request)
+        _run_under_torchrun(backend, body, world_size, seed, fixtures, request)
         return
-    run_processes(arm, test, world_size, seed, fixtures, request)
+    run_processes(backend, test, world_size, seed, fixtures, request)
 
 
 def _on_simulated_rank(
-    body: Callable[..., Any], world_size: int, arm: str, seed: int, fixtures: dict[str, Any], left: dict[int, str]
+    body: Callable[..., Any], world_size: int, backend: str, seed: int, fixtures: dict[str, Any], left: dict[int, str]
 ) -> None:
     """Run the body; note in ``left`` that it skipped or failed as expected, and why."""
     rank = dist.get_rank()
     try:
-        check_result(body(RankTest(rank, world_size, arm, torch.device("cpu"), seed), **fixtures), body)
+        check_result(body(RankTest(rank, world_size, backend, torch.device("cpu"), seed), **fixtures), body)
     except (pytest.skip.Exception, pytest.xfail.Exception) as end:
         left[rank] = outcome_of(end)
 
 
-def _need_ranks(arm: str, wanted: int, *, required: bool) -> None:
+def _need_ranks(backend: str, wanted: int, *, required: bool) -> None:
     """Skip, or fail, a body that wants more devices than there are, or more ranks than torchrun has started."""
     __tracebackhide__ = True
     reason = None
-    if arm != "gloo":
-        device_type = DEVICE_TYPES[arm]
+    if backend != "gloo":
+        device_type = DEVICE_TYPES[backend]
         try:
             found = get_platform(device_type).device_count()
         except PlatformUnavailableError as error:
@@ -110,7 +110,7 @@ def _need_ranks(arm: str, wanted: int, *, required: bool) -> None:
 
 
 def _run_under_torchrun(
-    arm: str,
+    backend: str,
     body: Callable[..., Any],
     world_size: int,
     seed: int,
@@ -119,15 +119,15 @@ def _run_under_torchrun(
 ) -> None:
     """Run the body on the first `world_size` of torchrun's ranks; the others wait for them."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device, backend = take_device(arm, int(os.environ["LOCAL_RANK"]))
+    device, library = take_device(backend, int(os.environ["LOCAL_RANK"]))
     base, _, _ = next(dist.rendezvous("env://", rank, size, timeout=_TIMEOUT))
     store = dist.PrefixStore(request.node.nodeid, base)
     if rank < world_size:
         watch = Watch(_EndIfAllWait(rank, world_size, request))
         watch.start()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+        dist.init_process_group(library, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
         try:
-            check_result(body(RankTest(rank, world_size, arm, device, seed), **fixtures), body)
+            check_result(body(RankTest(rank, world_size, backend, device, seed), **fixtures), body)
         except BaseException:
             store.add("done", 1)  # the others do not wait for this rank
             raise
@@ -150,7 +150,7 @@ class _EndIfAllWait:
 
     def __init__(self, rank: int, world_size: int, request: pytest.FixtureRequest) -> None:
         self._rank, self._ranks, self._name = rank, range(world_size), request.node.nodeid
-        self._simulated = "sim" in getattr(request.function, "rank_arms", ())
+        self._simulated = "sim" in getattr(request.function, "rank_backends", ())
         self._capture = request.config.pluginmanager.getplugin("capturemanager")
         # A connection of its own: the main thread may be waiting in a call of the other one.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

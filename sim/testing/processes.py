@@ -81,7 +81,7 @@ _GRACE_S = 5.0  # for ranks that wait for one that has failed
 class _Job:
     """What one process needs to run its rank of a body."""
 
-    arm: str
+    backend: str
     module: str
     test: str
     rank: int
@@ -134,7 +134,7 @@ class _Rank:
 
 
 def run_processes(
-    arm: str,
+    backend: str,
     test: Callable[..., Any],
     world_size: int,
     seed: int,
@@ -147,21 +147,21 @@ def run_processes(
     """
     __tracebackhide__ = True
     keep = request.config.getoption("--rerun-crashed")
-    ranks = _run(arm, test, world_size, seed, fixtures, keeps_core=bool(keep))
+    ranks = _run(backend, test, world_size, seed, fixtures, keeps_core=bool(keep))
     crashed = [rank for rank in ranks if rank.outcome and any(f"({name})" in rank.outcome for name in _CRASHES)]
-    if crashed and arm == "gloo" and keep:
+    if crashed and backend == "gloo" and keep:
         kept = _keep_crash(crashed, Path(keep), request.node.nodeid)
         warnings.warn(f"{request.node.nodeid} runs once more: {kept}", RuntimeWarning, stacklevel=2)
-        ranks = _run(arm, test, world_size, seed, fixtures, keeps_core=bool(keep))
+        ranks = _run(backend, test, world_size, seed, fixtures, keeps_core=bool(keep))
     request.node.user_properties.append(("ranks_cpu_s", sum(rank.cpu_s for rank in ranks)))
     for rank in ranks:
         if rank.printed:
             print(f"--- rank {rank.job.rank} printed ---\n{rank.printed}", file=sys.stderr)
-    _raise_outcomes(ranks, world_size, request.node.nodeid, simulated="sim" in getattr(test, "rank_arms", ()))
+    _raise_outcomes(ranks, world_size, request.node.nodeid, simulated="sim" in getattr(test, "rank_backends", ()))
 
 
 def _run(
-    arm: str, test: Callable[..., Any], world_size: int, seed: int, fixtures: dict[str, Any], *, keeps_core: bool
+    backend: str, test: Callable[..., Any], world_size: int, seed: int, fixtures: dict[str, Any], *, keeps_core: bool
 ) -> list[_Rank]:
     """Run the body once; return its ranks, all of which have ended."""
     __tracebackhide__ = True
@@ -171,7 +171,9 @@ def _run(
         ranks: list[_Rank] = []
         for rank in range(world_size):
             ours, theirs = start.Pipe(duplex=False)
-            job = _Job(arm, test.__module__, test.__qualname__, rank, world_size, seed, folder, fixtures, keeps_core)
+            job = _Job(
+                backend, test.__module__, test.__qualname__, rank, world_size, seed, folder, fixtures, keeps_core
+            )
             process = start.Process(target=_process_main, args=(job, theirs), daemon=True)
             try:
                 process.start()
@@ -180,7 +182,7 @@ def _run(
                     started.process.kill()
                 pytest.fail(
                     f"the arguments of {test.__qualname__} cannot be sent to other processes: {error}\n"
-                    f"  fixtures: {', '.join(fixtures)}\n  try: arms=('sim',), or make the object in the body",
+                    f"  fixtures: {', '.join(fixtures)}\n  try: backends=('sim',), or make the object in the body",
                     pytrace=False,
                 )
             theirs.close()
@@ -442,14 +444,14 @@ def _process_main(job: _Job, answer: Connection) -> None:
         torch.set_num_threads(1)
         test = getattr(importlib.import_module(job.module), job.test)
         os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
-        device, backend = take_device(job.arm, job.rank)
+        device, library = take_device(job.backend, job.rank)
         watch.start()
         store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)
-        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=_TIMEOUT)
+        dist.init_process_group(library, store=store, rank=job.rank, world_size=job.world_size, timeout=_TIMEOUT)
         # A rank that skips at once must not be gone while another one still connects to it.
         store.set(f"connected/{job.rank}", "yes")
         store.wait([f"connected/{rank}" for rank in range(job.world_size)], _TIMEOUT)
-        context = RankTest(job.rank, job.world_size, job.arm, device, job.seed)
+        context = RankTest(job.rank, job.world_size, job.backend, device, job.seed)
         check_result(test.body(context, **job.fixtures), test.body)
         watch.stage, missed = "the end, it has run its body", _MISSED
         dist.barrier()
@@ -467,10 +469,10 @@ def _process_main(job: _Job, answer: Connection) -> None:
     os._exit(1 if outcome else 0)  # a rank whose peers are gone could hang in the backend's own clean-up
 
 
-def take_device(arm: str, local_rank: int) -> tuple[torch.device, str]:
+def take_device(backend: str, local_rank: int) -> tuple[torch.device, str]:
     """Make the device of a rank current; return it and the name of its backend."""
-    platform = get_platform(DEVICE_TYPES[arm])
-    if arm == "gloo":
+    platform = get_platform(DEVICE_TYPES[backend])
+    if backend == "gloo":
         return torch.device("cpu"), "gloo"
     platform.set_device(local_rank)
     return platform.device(local_rank), platform.backend

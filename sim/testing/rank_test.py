@@ -18,14 +18,14 @@ class RankTest:
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
-        arm: ``sim``, ``gloo``, ``gpu`` or ``npu``.
+        backend: ``sim``, ``gloo``, ``gpu`` or ``npu``.
         device: Where the body should put its tensors.
         seed: The seed of the interleaving (``--sim-seed``), for bodies that draw something.
     """
 
     rank: int
     world_size: int
-    arm: str
+    backend: str
     device: torch.device
     seed: int = 0
 

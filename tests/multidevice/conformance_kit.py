@@ -1,14 +1,14 @@
 """What the conformance tests share: what each rank brings along, and how results are compared.
 
 Every rank can work out what every other one contributes, so each result is compared with the obvious formula over
-all ranks' contributions, on every arm alike. Where a backend lacks something, the body leaves out that arm.
+all ranks' contributions, on every backend alike. Where a backend lacks something, the body leaves out that backend.
 """
 
 from __future__ import annotations
 
 import torch
 
-HOST = ("sim", "gloo")  # arms that take what the CPU can do: integers, tags, layouts, an open choice of dtypes
+HOST = ("sim", "gloo")  # backends that take what the CPU can do: integers, tags, layouts, an open choice of dtypes
 NOT_GLOO = ("sim", "gpu", "npu")
 
 

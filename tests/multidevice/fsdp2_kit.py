@@ -273,7 +273,7 @@ class Behaviour:
         one: Compare with one device, too.
         dtype: The coarsest one computed in, which gives the rounding bound; None: float64, or what is in its place.
         without_fsdp2: What FSDP2 does instead, which is then not run.
-        only: Arms it can run on.
+        only: Backends it can run on.
     """
 
     name: str
@@ -337,7 +337,7 @@ class Theme:
             assert list(ours.costs) == list(theirs.costs), (ours.costs, theirs.costs)
             dear = {key: (cost, theirs.costs[key]) for key, cost in ours.costs.items() if cost > theirs.costs[key]}
             assert not dear, f"ours costs more than FSDP2: {dear}"
-            dtype = None if behaviour.exact and ctx.arm == "sim" else coarsest
+            dtype = None if behaviour.exact and ctx.backend == "sim" else coarsest
             compare(named(ours.losses), named(theirs.losses), dtype, FSDP2, measure)
             compare(ours.tensors, theirs.tensors, dtype, FSDP2, measure)
         if ONE in runs:
@@ -348,7 +348,7 @@ class Theme:
         """Run all behaviours that need so many ranks, one after the other, and name the first one that fails."""
         meshes: dict[Any, DeviceMesh] = {}
         for name in self.names(ranks):
-            if ctx.arm not in self.checks[name].only:
+            if ctx.backend not in self.checks[name].only:
                 continue
             try:
                 self.check(ctx, name, meshes)

@@ -116,7 +116,7 @@ def test_parameters_on_a_mix_of_meshes(ctx):
             assert_clips(params, wholes, max_norm, p, foreach=foreach)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_a_pending_gradient_is_that_of_the_sum(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
     whole = values(5, 3).to(ctx.device)
@@ -223,7 +223,7 @@ def test_fully_sharded_models(ctx):
                 torch.testing.assert_close(grad.full_tensor().cpu().double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_gradients_that_are_kept_in_fp32(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(apply_grad_on_fp32_main_grad=True)
@@ -239,7 +239,7 @@ def test_gradients_that_are_kept_in_fp32(ctx):
         torch.testing.assert_close(whole_of(param.main_grad).cpu().double(), wanted, rtol=1e-5, atol=1e-7)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_tensor_parallel_within_data_parallel(ctx):
     """As torch lays it out: weights on both axes, the last bias whole on one, the scale on none."""
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -268,7 +268,7 @@ def test_tensor_parallel_within_data_parallel(ctx):
                 torch.testing.assert_close(whole_of(param.grad).cpu().double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_on_one_mesh_it_is_torchs_own(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
     layouts = ([Shard(0), Shard(1)], [Replicate(), Shard(0)], [Replicate(), Replicate()])
@@ -286,7 +286,7 @@ def test_on_one_mesh_it_is_torchs_own(ctx):
                 torch.testing.assert_close(our.grad.to_local(), their.grad.to_local())
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_other_stages_count_where_they_are_named(ctx):
     """Two stages of two ranks: each has its own parameters, on its own mesh."""
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("pp", "dp"))

@@ -34,11 +34,11 @@ def test_every_collective_can_be_waited_for_later(ctx):
     ]
     for work in reversed(works):
         work.wait()
-        if ctx.arm != "gloo":  # which does not say it of all of them
+        if ctx.backend != "gloo":  # which does not say it of all of them
             assert work.is_completed()
-        if ctx.arm in HOST:
+        if ctx.backend in HOST:
             assert work.is_success()
-        if ctx.arm == "sim":  # torch 2.11 cannot hand over what gloo says
+        if ctx.backend == "sim":  # torch 2.11 cannot hand over what gloo says
             assert work.exception() is None
         work.synchronize()
     same(reduced, all_values(ctx, 3).sum(0))
@@ -76,9 +76,9 @@ def test_futures(ctx):
     x = values(ctx, ctx.rank, 3)
     work = dist.all_reduce(x, async_op=True)
     work.wait()
-    if ctx.arm in HOST:
+    if ctx.backend in HOST:
         same(work.result()[0], wanted)
-    if ctx.arm == "gloo":  # which has no future for a message
+    if ctx.backend == "gloo":  # which has no future for a message
         return
     into = zeros(ctx, 2)
     ops = [dist.P2POp(dist.isend, values(ctx, ctx.rank, 2), 1 - ctx.rank), dist.P2POp(dist.irecv, into, 1 - ctx.rank)]
@@ -86,7 +86,7 @@ def test_futures(ctx):
     same(into, values(ctx, 1 - ctx.rank, 2))
 
 
-@sim.ranks(2, arms=HOST)
+@sim.ranks(2, backends=HOST)
 def test_only_a_receive_has_a_source(ctx):
     with pytest.raises(RuntimeError, match="source"):
         dist.all_reduce(values(ctx, ctx.rank, 1), async_op=True)._source_rank()
@@ -106,7 +106,7 @@ def test_barriers(ctx):
     dist.barrier(group=dist.new_group([0, 1, 2]))
 
 
-@sim.ranks(3, arms=HOST)
+@sim.ranks(3, backends=HOST)
 def test_monitored_barrier(ctx):
     group = dist.new_group(backend="gloo")
     dist.monitored_barrier(group)
@@ -123,7 +123,7 @@ def test_coalesced_by_name(ctx):
     tensors = [values(ctx, ctx.rank, 2), values(ctx, ctx.rank, 5)]
     dist.all_reduce_coalesced(tensors, dist.ReduceOp.MAX, async_op=True).wait()
     same_list(tensors, [all_values(ctx, 2).amax(0), all_values(ctx, 5).amax(0)])
-    if ctx.arm not in HOST:  # nccl and hccl have no lists of lists
+    if ctx.backend not in HOST:  # nccl and hccl have no lists of lists
         return
     found = [[zeros(ctx, 2), zeros(ctx, 3, 2)] for _ in range(ctx.world_size)]  # one list for each rank
     dist.all_gather_coalesced(found, [values(ctx, ctx.rank, 2), values(ctx, ctx.rank, 3, 2)])
@@ -166,7 +166,7 @@ def test_coalescing_manager(ctx):
     same_list(tensors, [all_values(ctx, 2).sum(0), all_values(ctx, 4).sum(0)])
 
 
-@sim.ranks(2, arms=NOT_GLOO)
+@sim.ranks(2, backends=NOT_GLOO)
 def test_coalescing_manager_of_a_device(ctx):
     """gloo cannot start a group of calls; with nccl, these may also be messages."""
     coalesce(ctx, device=ctx.device)

@@ -1,4 +1,4 @@
-"""Mistakes that every rank makes alike and that fail before anything moves: refused on every arm that notices.
+"""Mistakes that every rank makes alike and that fail before anything moves: refused on every backend that notices.
 
 The simulator's own messages are tested in ``tests/unit``; here it is that it raises where a real backend does, and
 what it raises: a ValueError, TypeError or RuntimeError.
@@ -93,12 +93,12 @@ def mistakes(ctx) -> dict:
     }
 
 
-@sim.ranks(3, arms=HOST)
+@sim.ranks(3, backends=HOST)
 def test_mistakes_that_are_refused(ctx):
     """Where nccl and hccl look is up to them; a call that they let pass would hang, so they have no part in it."""
     for name, call in mistakes(ctx).items():
         # torch 2.15 looks for dim 0 of a scalar on its way to gloo
-        kinds = (*REFUSALS, IndexError) if ctx.arm == "gloo" and "scalar" in name else REFUSALS
+        kinds = (*REFUSALS, IndexError) if ctx.backend == "gloo" and "scalar" in name else REFUSALS
         with pytest.raises(kinds) as refused:
             call()
         assert str(refused.value), name
@@ -107,7 +107,7 @@ def test_mistakes_that_are_refused(ctx):
     same(total, sum(values(ctx, rank, 2) for rank in range(ctx.world_size)))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_tensors_with_gaps(ctx):
     """nccl refuses them; gloo writes into the elements between."""
     x = values(ctx, ctx.rank, 4, 4)

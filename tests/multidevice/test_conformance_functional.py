@@ -112,7 +112,7 @@ def test_in_place(ctx):
     same_list(parts, all_values(ctx, 2))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_messages(ctx):
     """On gloo, waiting for what has been sent does not end."""
     if not hasattr(funcol, "isend_inplace"):
@@ -195,7 +195,7 @@ def test_differentiable_collectives(ctx):
     same(gradient(ctx, y, x), ones * torch.arange(1.0, n + 1, device=ctx.device)[:, None])
 
 
-@sim.ranks(2, arms=HOST)
+@sim.ranks(2, backends=HOST)
 def test_an_unwaited_result_waits_when_it_is_used(ctx):
     x = values(ctx, ctx.rank, 3)
     y = funcol.all_reduce(x, "sum", dist.group.WORLD)
@@ -223,7 +223,7 @@ class Given:
 
 
 def exchanged(g, sent: torch.Tensor, received: torch.Tensor):
-    if g.ctx.arm == "sim":  # on gloo, waiting for what has been sent does not end
+    if g.ctx.backend == "sim":  # on gloo, waiting for what has been sent does not end
         native.wait_tensor(sent)
     return [received], [g.whole[g.source]]
 
@@ -392,7 +392,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@sim.ranks(3, arms=HOST)
+@sim.ranks(3, backends=HOST)
 def test_every_functional_operator_that_torch_registers(ctx):
     for name in registered("_c10d_functional"):
         found, wanted = FUNCTIONAL[name](getattr(native, name), Given(ctx))
@@ -407,10 +407,10 @@ def test_every_functional_operator_that_torch_registers(ctx):
         same(x.grad, torch.cat([torch.full((2, 3), float(weight), device=ctx.device) for weight in weights]))
 
 
-@sim.ranks(3, arms=HOST)
+@sim.ranks(3, backends=HOST)
 def test_every_operator_of_c10d_that_torch_registers_alone_and_under_a_mode(ctx):
     for name in registered("c10d"):
-        if name == "alltoall_" and ctx.arm == "gloo":
+        if name == "alltoall_" and ctx.backend == "gloo":
             continue  # gloo has none
         same_list(*C10D[name](Given(ctx)))
         with Seen() as seen:
@@ -418,7 +418,7 @@ def test_every_operator_of_c10d_that_torch_registers_alone_and_under_a_mode(ctx)
         assert name in (*seen.names, "check_for_nan") or (name == "recv_any_source_" and ctx.rank)
 
 
-@sim.ranks(2, arms=HOST)
+@sim.ranks(2, backends=HOST)
 def test_comm_debug_mode_counts(ctx):
     x, whole = values(ctx, ctx.rank, 2), zeros(ctx, 4)
     with CommDebugMode() as counted:

@@ -88,7 +88,7 @@ def test_what_a_group_says_of_itself(ctx):
     assert type(group).unbox(group.boxed()) is group
     if hasattr(dist, "get_backend_impl"):  # newer than some versions that are supported
         assert dist.get_backend_impl(device=ctx.device) is group.get_backend(ctx.device)
-    if ctx.arm in HOST:
+    if ctx.backend in HOST:
         assert group.bound_device_id is None
         assert dist.get_default_backend_for_device("cpu") == "gloo"
         assert not dist.supports_complex(dist.ReduceOp.MAX)
@@ -108,7 +108,7 @@ def test_the_store_of_a_group(ctx):
     dist.barrier()
 
 
-@sim.ranks(2, arms=HOST)
+@sim.ranks(2, backends=HOST)
 def test_timeouts_and_timing_are_accepted(ctx):
     limit = datetime.timedelta(seconds=30)
     dist.group.WORLD.set_timeout(limit)
@@ -128,7 +128,7 @@ def test_new_subgroups(ctx):
     adds_up(ctx, mine, [ctx.rank, 3 - ctx.rank])
 
 
-@sim.ranks(4, arms=NOT_GLOO)
+@sim.ranks(4, backends=NOT_GLOO)
 def test_split_group(ctx):
     """gloo splits nothing through torch's split_group."""
     group = dist.split_group(split_ranks=[[0, 3], [1, 2]])
@@ -164,7 +164,7 @@ def test_a_destroyed_group_is_gone(ctx):
     adds_up(ctx, None, range(4))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_the_default_group_again_after_its_end(ctx):
     adds_up(ctx, None, [0, 1])
     dist.destroy_process_group()
@@ -178,7 +178,7 @@ def test_the_default_group_again_after_its_end(ctx):
         dist.init_process_group("gloo")
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_abort_and_shutdown(ctx):
     """On real backends they stop what is in flight; here nothing is when a rank runs."""
     group = dist.new_group([0, 1])
@@ -191,7 +191,7 @@ def test_abort_and_shutdown(ctx):
     same(x, zeros(ctx, 1))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_what_simulated_groups_do_not_have(ctx):
     group = dist.group.WORLD
     calls = {

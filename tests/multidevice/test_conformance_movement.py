@@ -1,4 +1,4 @@
-"""broadcast, scatter, gather, all_gather and all_to_all: every form, dtype and shape, on every arm."""
+"""broadcast, scatter, gather, all_gather and all_to_all: every form, dtype and shape, on every backend."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ NARROW = [torch.int16, torch.float8_e4m3fn, torch.float8_e5m2]  # gloo has none 
 
 
 def dtypes(ctx) -> list[torch.dtype]:
-    return EVERYWHERE if ctx.arm != "sim" else [*EVERYWHERE, *NARROW]
+    return EVERYWHERE if ctx.backend != "sim" else [*EVERYWHERE, *NARROW]
 
 
 @sim.ranks(3)
@@ -40,7 +40,7 @@ def test_broadcast(ctx):
         x = values(ctx, ctx.rank, *shape)
         dist.broadcast(x, group_src=1)
         same(x, values(ctx, 1, *shape))
-    if ctx.arm in HOST:
+    if ctx.backend in HOST:
         x = values(ctx, ctx.rank, 4, 3).t()
         dist.broadcast(x, 1)
         same(x, values(ctx, 1, 4, 3).t())
@@ -57,7 +57,7 @@ def test_scatter(ctx):
         out = zeros(ctx, *shape)
         dist.scatter(out, [values(ctx, to, *shape) for to in range(n)] if rank == root else None, root)
         same(out, values(ctx, rank, *shape))
-    if ctx.arm == "sim":  # gloo moves the memory as it lies, so that the elements come out in another order
+    if ctx.backend == "sim":  # gloo moves the memory as it lies, so that the elements come out in another order
         out = zeros(ctx, 2, 3)
         dist.scatter(out, [values(ctx, to, 3, 2).t() for to in range(n)] if rank == root else None, root)
         same(out, values(ctx, rank, 3, 2).t())
@@ -67,7 +67,7 @@ def test_scatter(ctx):
 def test_gather(ctx):
     n, rank, root = ctx.world_size, ctx.rank, 2
     for dtype in dtypes(ctx):
-        if ctx.arm == "gloo" and dtype.is_complex:  # not among what gloo gathers
+        if ctx.backend == "gloo" and dtype.is_complex:  # not among what gloo gathers
             continue
         into = zero_list(ctx, 2, 3, dtype=dtype) if rank == root else None
         dist.gather(values(ctx, rank, 2, 3, dtype=dtype), into, root)
@@ -78,14 +78,14 @@ def test_gather(ctx):
         dist.gather(values(ctx, rank, *shape), into, root)
         if into is not None:
             same_list(into, all_values(ctx, *shape))
-    if ctx.arm in HOST:
+    if ctx.backend in HOST:
         into = [zeros(ctx, 2, 3) for _ in range(n)] if rank == root else None
         dist.gather(values(ctx, rank, 3, 2).t(), into, root)
         if into is not None:
             same_list(into, [part.t() for part in all_values(ctx, 3, 2)])
 
 
-@sim.ranks(3, arms=("sim",))
+@sim.ranks(3, backends=("sim",))
 def test_gather_into_a_tensor(ctx):
     """Not on the real backends of all torch versions that are supported."""
     n, group, options = ctx.world_size, dist.group.WORLD, dist.GatherOptions()
@@ -112,13 +112,13 @@ def test_all_gather_into_a_list(ctx):
         parts = zero_list(ctx, *shape)
         dist.all_gather(parts, values(ctx, ctx.rank, *shape))
         same_list(parts, all_values(ctx, *shape))
-    if ctx.arm in HOST:
+    if ctx.backend in HOST:
         parts = [zeros(ctx, 3, 2).t() for _ in range(ctx.world_size)]
         dist.all_gather(parts, values(ctx, ctx.rank, 3, 2).t())
         same_list(parts, [part.t() for part in all_values(ctx, 3, 2)])
 
 
-@sim.ranks(3, arms=NOT_GLOO)
+@sim.ranks(3, backends=NOT_GLOO)
 def test_all_gather_of_uneven_parts(ctx):
     """gloo wants parts of one size, and them end to end."""
     n = ctx.world_size
@@ -141,7 +141,7 @@ def test_all_gather_into_a_tensor(ctx):
         dist.all_gather_into_tensor(whole, values(ctx, ctx.rank, 2, 3, dtype=dtype))
         same(whole, all_values(ctx, 2, 3, dtype=dtype).reshape(2 * n, 3))
     dist.all_gather_into_tensor(zeros(ctx, 0, 2), zeros(ctx, 0, 2))
-    if ctx.arm in HOST:
+    if ctx.backend in HOST:
         whole = zeros(ctx, 2 * n, 3)
         dist.all_gather_into_tensor(whole, values(ctx, ctx.rank, 3, 2).t())
         same(whole, torch.cat([part.t() for part in all_values(ctx, 3, 2)]))
@@ -161,7 +161,7 @@ def test_all_to_all_evenly(ctx):
         dist.all_to_all_single(out, x)
         same(out, torch.cat(wanted))
         into = zero_list(ctx, 2, 2, dtype=dtype)
-        if ctx.arm == "gloo" and torch.__version__ < "2.13":  # which then had no lists
+        if ctx.backend == "gloo" and torch.__version__ < "2.13":  # which then had no lists
             continue
         dist.all_to_all(into, list(x.chunk(n)))
         same_list(into, wanted)
@@ -177,7 +177,7 @@ def test_all_to_all_unevenly(ctx):
         wanted = [values(ctx, s, sum(table[s]), 2).split(table[s])[rank] for s in range(n)]
         dist.all_to_all_single(out, x, receive, send)
         same(out, torch.cat(wanted))
-        if ctx.arm != "gloo":  # its lists have parts of one size
+        if ctx.backend != "gloo":  # its lists have parts of one size
             into = [zeros(ctx, count, 2) for count in receive]
             dist.all_to_all(into, list(x.split(send)))
             same_list(into, wanted)

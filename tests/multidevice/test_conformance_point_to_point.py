@@ -11,7 +11,7 @@ import sim
 def test_around_a_ring(ctx):
     after, before = next_and_previous(ctx)
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.bool]
-    if ctx.arm == "sim":
+    if ctx.backend == "sim":
         dtypes += [torch.int16, torch.float8_e4m3fn]
     for dtype in dtypes:
         into = zeros(ctx, 4, dtype=dtype)
@@ -57,7 +57,7 @@ def test_blocking(ctx):
     same(x, values(ctx, 0, 5) + n - 1)
 
 
-@sim.ranks(3, arms=HOST)
+@sim.ranks(3, backends=HOST)
 def test_tags_tell_messages_apart(ctx):
     if ctx.rank == 0:
         for work in [dist.isend(values(ctx, tag, 2), 1, tag=tag) for tag in (1, 2)]:
@@ -71,7 +71,7 @@ def test_tags_tell_messages_apart(ctx):
         same(second, values(ctx, 2, 2))
 
 
-@sim.ranks(4, arms=HOST)
+@sim.ranks(4, backends=HOST)
 def test_from_anybody(ctx):
     if ctx.rank:
         dist.send(values(ctx, ctx.rank, 3), 0, tag=4)
@@ -108,7 +108,7 @@ def test_inside_of_a_group(ctx):
     same(again, values(ctx, other, 3) * 2)
 
 
-@sim.ranks(3, arms=("sim", "gpu"))
+@sim.ranks(3, backends=("sim", "gpu"))
 def test_empty_messages_and_to_oneself(ctx):
     """gloo waits for ever for both."""
     after, before = next_and_previous(ctx)

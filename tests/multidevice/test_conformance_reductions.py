@@ -1,4 +1,4 @@
-"""all_reduce, reduce and reduce_scatter: every reduce op, dtype and form, on every arm against one formula."""
+"""all_reduce, reduce and reduce_scatter: every reduce op, dtype and form, on every backend against one formula."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_all_reduce_of_every_dtype(ctx):
                 same(x, by_hand(few(all_values(ctx, 4, 3, dtype=dtype))).to(dtype))
 
 
-@sim.ranks(3, arms=HOST)
+@sim.ranks(3, backends=HOST)
 def test_all_reduce_of_bits_and_truths(ctx):
     for op, combine in BITWISE.items():
         for dtype in [*INTEGERS, torch.bool]:
@@ -81,7 +81,7 @@ def test_all_reduce_averages(ctx):
             torch.testing.assert_close(x, all_values(ctx, 6, dtype=dtype).mean(0))
 
 
-@sim.ranks(3, arms=("sim", "gpu"))
+@sim.ranks(3, backends=("sim", "gpu"))
 def test_all_reduce_after_a_factor(ctx):
     """PREMUL_SUM is nccl's alone."""
     x = values(ctx, ctx.rank, 6)
@@ -101,7 +101,7 @@ def test_all_reduce_of_every_shape(ctx):
     x = values(ctx, ctx.rank, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     dist.all_reduce(x)
     same(x, all_values(ctx, 2, 3, 4, 5).sum(0))
-    if ctx.arm in HOST:  # nccl wants dim 0 to be the outermost
+    if ctx.backend in HOST:  # nccl wants dim 0 to be the outermost
         x = values(ctx, ctx.rank, 4, 3).t()
         dist.all_reduce(x)
         same(x, all_values(ctx, 4, 3).sum(0).t())
@@ -109,7 +109,7 @@ def test_all_reduce_of_every_shape(ctx):
 
 @sim.ranks(3)
 def test_all_reduce_of_rounded_numbers(ctx):
-    """Each arm adds in an order of its own; all are within the error bound of a sum of n numbers."""
+    """Each backend adds in an order of its own; all are within the error bound of a sum of n numbers."""
     n = ctx.world_size
     brought = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(n)]
     x = brought[ctx.rank].clone().to(ctx.device)
@@ -123,7 +123,7 @@ def test_all_reduce_of_rounded_numbers(ctx):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@sim.ranks(3, arms=HOST)
+@sim.ranks(3, backends=HOST)
 def test_all_reduce_of_sparse_tensors(ctx):
     def brought(rank: int) -> torch.Tensor:
         return torch.sparse_coo_tensor(torch.tensor([[rank, 3]]), torch.tensor([1.0, rank + 2.0]), (5,))
@@ -144,7 +144,7 @@ def test_reduce(ctx):
             dist.reduce(x, root, op)
             if ctx.rank == root:
                 same(x, by_hand(all_values(ctx, 3, 2)))
-            elif ctx.arm == "sim":  # on real backends, anything may be there now
+            elif ctx.backend == "sim":  # on real backends, anything may be there now
                 same(x, values(ctx, ctx.rank, 3, 2))
     for shape in ((), (0,)):
         x = values(ctx, ctx.rank, *shape)
@@ -181,7 +181,7 @@ def test_reduce_scatter(ctx):
         same(out, all_values(ctx, 2 * n).sum(0).chunk(n)[ctx.rank])
 
 
-@sim.ranks(3, arms=NOT_GLOO)
+@sim.ranks(3, backends=NOT_GLOO)
 def test_reduce_scatter_of_uneven_parts(ctx):
     n = ctx.world_size
     out = zeros(ctx, ctx.rank + 1)
@@ -192,7 +192,7 @@ def test_reduce_scatter_of_uneven_parts(ctx):
     same(out, all_values(ctx, n, 2, 3).sum(0)[ctx.rank])
 
 
-@sim.ranks(3, arms=("sim", "gpu"))
+@sim.ranks(3, backends=("sim", "gpu"))
 def test_reduce_scatter_into_the_own_part_of_the_input(ctx):
     """As FSDP has it."""
     n = ctx.world_size

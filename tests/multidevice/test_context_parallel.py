@@ -100,7 +100,7 @@ def test_an_axis_among_others(ctx):
     check_attention(ctx, cp, torch.float32, True, True)
 
 
-@sim.ranks(8, arms=("sim", "gpu", "npu"))
+@sim.ranks(8, backends=("sim", "gpu", "npu"))
 def test_rings_of_several_ranks_around_groups_of_several(ctx):
     for degree in (2, 4):
         mesh = init_device_mesh(ctx.device_type, (8,), mesh_dim_names=("cp",))
@@ -202,7 +202,7 @@ def test_with_heads_split_by_tensor_parallelism(ctx):
             close(whole_grad, gradients[name], f"{name} {degree=}", of_gradients)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_wrong_neighbour_would_be_noticed(ctx):
     """The comparison is not blind: the tokens of another rank are not close."""
     mesh = init_device_mesh(ctx.device_type, (2,), mesh_dim_names=("cp",))

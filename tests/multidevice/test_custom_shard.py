@@ -29,7 +29,7 @@ def loose(layout, ndim):
 # -- crossings ---------------------------------------------------------------------------------------------------------
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_enter_is_a_redistribution_and_the_local_part(ctx):
     own = layout_of(ctx)
     for shape in ((4, 4), (7, 3)):
@@ -69,7 +69,7 @@ def test_leave_is_a_dtensor_of_parts_and_a_redistribution(ctx):
             assert not leave(part.detach(), produced, shape, target).requires_grad
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_what_torch_may_ask_of_a_dtensor_is_as_it_builds_it(ctx):
     own = layout_of(ctx)
     part = torch.randn(2, 6, 3, device=ctx.device).requires_grad_()
@@ -115,7 +115,7 @@ def test_gradients_have_memory_of_their_own(ctx):
         assert all(grad.eq(2).all() for grad in grads)
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_masked_parts_of_a_row_split_embedding(ctx):
     own = layout_of(ctx)
     ids = torch.tensor([[3, 1, 4], [1, 5, 2]], device=ctx.device)
@@ -204,7 +204,7 @@ def compare(ctx, fn, sharded, wholes, sources):
     return got
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_a_matmul_over_every_axis(ctx):
     """Which product needs which sum follows from what the layouts say; inputs come from anywhere."""
     own = layout_of(ctx)
@@ -230,7 +230,7 @@ def test_a_matmul_over_every_axis(ctx):
             assert Layout.of(got) == out
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_a_linear_function_of_pending_copies(ctx):
     own = layout_of(ctx)
     whole = numbers(ctx, 4, 4) * 4
@@ -243,7 +243,7 @@ def test_a_linear_function_of_pending_copies(ctx):
                 assert Layout.of(got) == pending
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_copies_of_the_same(ctx):
     """Every rank of tp makes the same copy, and they are added or averaged: each rank's gradient is a share."""
     own = layout_of(ctx)
@@ -254,7 +254,7 @@ def test_copies_of_the_same(ctx):
             compare(ctx, lambda x, times=times: times * x, made, (whole,), (source,))
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_containers_and_what_is_left_alone(ctx):
     own = layout_of(ctx)
     x, y = numbers(ctx, 4, 4), numbers(ctx, 4, 4) + 1
@@ -319,7 +319,7 @@ def test_shapes_that_are_not_declared_are_exchanged(ctx):
         assert x.grad is None
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_gradients_that_the_rule_does_not_know(ctx):
     """One output is held by all ranks of tp, and the other is a share: what x's gradient is, is said."""
     own = layout_of(ctx)
@@ -358,7 +358,7 @@ def ctx_tp(own, rank):
     return own.rank_list.index(rank) % 2
 
 
-@sim.ranks(1, arms=NO_PROCESSES)
+@sim.ranks(1, backends=NO_PROCESSES)
 def test_one_rank(ctx):
     own = layout_of(ctx, (1, 1))
     matmul = custom_shard(torch.matmul, own.mesh, [("dp", "tp"), ("tp", None)], own("dp", partial={"tp": "sum"}))

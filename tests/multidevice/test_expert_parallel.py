@@ -113,7 +113,7 @@ def test_experts_are_split_and_all_is_sharded(ctx):
 
 
 @pytest.mark.parametrize("etp", [1, 2])
-@sim.ranks(8, arms=("sim", "gpu", "npu"))
+@sim.ranks(8, backends=("sim", "gpu", "npu"))
 def test_three_axes(ctx, etp):
     check(ctx, Case({"dp_shard": 2, "ep": 2, "tp": 2}, etp=etp))
 
@@ -134,7 +134,7 @@ def test_three_axes(ctx, etp):
     ],
     ids=str,
 )
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(8, backends=("sim",))
 def test_other_meshes(ctx, case):
     check(ctx, case)
 
@@ -174,7 +174,7 @@ def test_all_tokens_go_to_the_experts_of_one_rank_and_some_ranks_have_no_rows(ct
 
 
 @pytest.mark.parametrize("kind", list(CheckpointImpl), ids=str)
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_blocks_that_are_computed_again(ctx, kind):
     case = Case({"ep": 2, "tp": 2}, etp=1, shard=False)
     mesh = mesh_of(ctx.device_type, case)
@@ -193,7 +193,7 @@ def test_blocks_that_are_computed_again(ctx, kind):
     assert any(each.count_nonzero() for each in bias)
 
 
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(8, backends=("sim",))
 def test_state_of_one_mesh_is_loaded_on_another(ctx):
     case = Case({"dp_shard": 2, "ep": 2, "tp": 2})
     mesh = mesh_of(ctx.device_type, case)
@@ -209,7 +209,7 @@ def test_state_of_one_mesh_is_loaded_on_another(ctx):
     assert all(torch.equal(whole(loaded[name]), value) for name, value in state.items())
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_experts_are_dtensors_of_the_whole_model(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("ep", "tp"))
     model = split(Case({"ep": 2, "tp": 2}, shard=False), mesh)

@@ -357,17 +357,17 @@ def unsharded_weights_have_the_compute_dtype(run):
 
 
 @pytest.mark.parametrize("name", THEME.names(2))
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_dtypes(ctx, name):
     THEME.check(ctx, name)
 
 
 @pytest.mark.parametrize("name", THEME.names(4))
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_dtypes_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
-@sim.ranks(2, arms=("gloo", "gpu", "npu"))
+@sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_dtypes_on_processes(ctx):
     THEME.check_all(ctx, 2)

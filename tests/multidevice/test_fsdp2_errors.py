@@ -196,11 +196,11 @@ def test_a_face_that_does_not_refuse_is_found():
 
 
 @pytest.mark.parametrize("name", THEME.names(2))
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_errors(ctx, name):
     THEME.check(ctx, name)
 
 
-@sim.ranks(2, arms=("gloo", "gpu", "npu"))
+@sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_errors_on_processes(ctx):
     THEME.check_all(ctx, 2)

@@ -566,34 +566,34 @@ def one_collective_per_unit_over_two_axes(run):
 
 
 @pytest.mark.parametrize("name", THEME.names(2))
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_layouts(ctx, name):
     THEME.check(ctx, name)
 
 
 @pytest.mark.parametrize("name", THEME.names(3))
-@sim.ranks(3, arms=("sim",))
+@sim.ranks(3, backends=("sim",))
 def test_layouts_on_three_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
 @pytest.mark.parametrize("name", THEME.names(4))
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_layouts_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
 @pytest.mark.parametrize("name", THEME.names(8))
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(8, backends=("sim",))
 def test_layouts_on_eight_ranks(ctx, name):
     THEME.check(ctx, name)
 
 
-@sim.ranks(2, arms=("gloo", "gpu", "npu"))
+@sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_layouts_on_processes(ctx):
     THEME.check_all(ctx, 2)
 
 
-@sim.ranks(4, arms=("gloo", "gpu", "npu"))
+@sim.ranks(4, backends=("gloo", "gpu", "npu"))
 def test_layouts_on_four_processes(ctx):
     THEME.check_all(ctx, 4)

@@ -365,13 +365,13 @@ def memory_between_forward_and_backward(run):
 
 
 @pytest.mark.parametrize("name", THEME.names(2))
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_memory(ctx, name):
     THEME.check(ctx, name)
 
 
 @pytest.mark.parametrize("name", THEME.names(4))
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_memory_on_four_ranks(ctx, name):
     THEME.check(ctx, name)
 

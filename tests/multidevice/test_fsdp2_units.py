@@ -355,7 +355,7 @@ def gradients_of_the_inputs(run):
     x = run.batch().requires_grad_()
     run.train(model, lambda step: loss_of(model, x))
     if not run.alone:
-        run.facts["input gradient"] = x.grad.tolist() if run.ctx.arm == "sim" else x.grad.shape
+        run.facts["input gradient"] = x.grad.tolist() if run.ctx.backend == "sim" else x.grad.shape
     assert x.grad.abs().sum() > 0
 
 
@@ -797,11 +797,11 @@ def attention_with_one_tensor_for_all(run):
 
 
 @pytest.mark.parametrize("name", THEME.names(2))
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_units(ctx, name):
     THEME.check(ctx, name)
 
 
-@sim.ranks(2, arms=("gloo", "gpu", "npu"))
+@sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_units_on_processes(ctx):
     THEME.check_all(ctx, 2)

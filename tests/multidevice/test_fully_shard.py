@@ -117,7 +117,7 @@ def assert_close(ours, theirs, summands=4096, alone=alone):
 
 def assert_same(ctx, ours, theirs):
     """Bitwise on simulated ranks; elsewhere the backend may add in another order."""
-    if ctx.arm != "sim":
+    if ctx.backend != "sim":
         assert_close(ours, theirs, alone=None)
         return
     assert list(ours) == list(theirs)
@@ -218,18 +218,18 @@ def test_one_device_and_fsdp2_on_two_ranks(ctx):
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 4)])
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_one_device_and_fsdp2_on_four_ranks(ctx, shape):
     check_all_wrappings(ctx, mesh_of(ctx, *shape), (nested, one_block_only, a_list, everything))
 
 
-@sim.ranks(1, arms=NO_GLOO)
+@sim.ranks(1, backends=NO_GLOO)
 def test_a_single_rank(ctx):
     check_all_wrappings(ctx, mesh_of(ctx), (nested,))
     check_all_wrappings(ctx, mesh_of(ctx, 1, 1), (nested,))
 
 
-@sim.ranks(5, arms=NO_GLOO)
+@sim.ranks(5, backends=NO_GLOO)
 def test_the_default_mesh_is_all_ranks(ctx):
     model = net(ctx)
     assert fully_shard(model) is model
@@ -238,7 +238,7 @@ def test_the_default_mesh_is_all_ranks(ctx):
     check_against_one_device(ctx, model, net(ctx))
 
 
-@sim.ranks(3, arms=NO_GLOO)
+@sim.ranks(3, backends=NO_GLOO)
 def test_empty_and_zero_sized_parameters(ctx):
     class Odd(nn.Module):
         def __init__(self):
@@ -353,7 +353,7 @@ class Slotted(nn.Linear):
         super().__setattr__(name, value)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_slots_own_setattr_and_attributes_of_parameters(ctx):
     model = Slotted(5, 3)
     model.extra = "kept"
@@ -415,7 +415,7 @@ def test_memory_that_was_never_written_does_not_show():
         torch.use_deterministic_algorithms(before)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_requires_grad_may_change_between_steps(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
     for frozen in (("embed",), (), ("head", "blocks")):
@@ -437,7 +437,7 @@ def check_one_step(ctx, model, plain, step=0):
     assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_units_that_do_not_run_run_alone_or_run_twice(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
     check_one_step(ctx, model, plain)
@@ -543,7 +543,7 @@ class Halves(nn.Linear):
 
 
 @pytest.mark.parametrize("change", ["view", "whole", "outside"])
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_outputs_that_are_modified_in_place(ctx, change):
     torch.manual_seed(0)
     plain = nn.Sequential(Halves(5, 4) if change == "view" else nn.Linear(5, 2), nn.Linear(2, 3)).double()
@@ -560,7 +560,7 @@ def test_outputs_that_are_modified_in_place(ctx, change):
     assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_an_input_given_twice_is_one_object_for_the_module(ctx):
     class Same(nn.Linear):
         def forward(self, a, b, c):
@@ -575,7 +575,7 @@ def test_an_input_given_twice_is_one_object_for_the_module(ctx):
         assert x.grad is not None
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_user_hooks_see_what_the_module_sees(ctx):
     model, seen = nn.Linear(5, 3), []
     model.register_forward_pre_hook(lambda m, a: seen.append(type(m.weight)))
@@ -587,7 +587,7 @@ def test_user_hooks_see_what_the_module_sees(ctx):
     assert seen == [nn.Parameter, nn.Parameter]
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_dropout_draws_what_it_draws_without_the_engine(ctx):
     plain = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5), nn.Dropout(0.5))
     model = copy.deepcopy(plain)
@@ -726,7 +726,7 @@ def test_activation_checkpointing(ctx):
         assert_freed(model)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_checkpoint_around_the_root(ctx):
     for reentrant in (True, False):
         model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
@@ -756,7 +756,7 @@ def test_accumulation_without_communication(ctx):
             assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_pending_gradients_survive_a_backward_that_does_not_reach_their_unit(ctx):
     model, plain = net(ctx), net(ctx)
     for part in (*model.blocks, model.embed, model.head):
@@ -772,7 +772,7 @@ def test_pending_gradients_survive_a_backward_that_does_not_reach_their_unit(ctx
         assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_the_all_reduce_over_replicas_can_wait(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx, 2, 2)), net(ctx)
     for step in range(2):
@@ -846,7 +846,7 @@ def test_zero_grad_forgets_what_waits(ctx):
     check_one_step(ctx, model, plain)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_not_the_last_backward_leaves_reductions_under_way(ctx):
     for shape in ((ctx.world_size,), (ctx.world_size, 1)):
         model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx, *shape)), net(ctx)
@@ -858,7 +858,7 @@ def test_not_the_last_backward_leaves_reductions_under_way(ctx):
         assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_scaling_and_sum(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
     model.set_gradient_scaling_factor(0.25)
@@ -871,7 +871,7 @@ def test_scaling_and_sum(ctx):
     assert_close(gradients(model), wanted)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_fp16_gradients_are_scaled_before_they_could_overflow(ctx):
     for sync_first in (True, False):
         torch.manual_seed(0)
@@ -947,7 +947,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("kind", STEPS)
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_weights_kept_after_backward_are_gathered_anew_after_any_step(ctx, kind):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
     model.set_reshard_after_backward(False)
@@ -994,7 +994,7 @@ def test_parameters_are_shards_outside_of_forward_and_backward(ctx):
     assert_freed(model)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_list_of_which_not_all_modules_run(ctx):
     model, plain = net(ctx), net(ctx)
     fully_shard([*model.blocks], mesh=mesh_of(ctx))
@@ -1010,7 +1010,7 @@ def test_a_list_of_which_not_all_modules_run(ctx):
         assert_freed(model)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_root_of_several_modules_of_which_one_runs_alone(ctx):
     model, plain = net(ctx), net(ctx)
     fully_shard(model.blocks[0].up, mesh=mesh_of(ctx))
@@ -1078,7 +1078,7 @@ def test_training_goes_on_after_an_error(ctx):
                 assert_freed(model)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_another_backward_right_after_a_failed_one(ctx):
     for forward_first in (True, False):
         model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
@@ -1095,7 +1095,7 @@ def test_another_backward_right_after_a_failed_one(ctx):
         assert_freed(model)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_backward_inside_of_a_forward(ctx):
     class Energy(Net):
         def forward(self, x):
@@ -1138,7 +1138,7 @@ def test_mixed_precision_is_that_of_fsdp2(ctx):
         ours, theirs = models
         dtype = torch.float32 if options.get("cast_forward_inputs", True) else torch.bfloat16
         got, wanted = train(ctx, ours, 2, ctx.rank, dtype), train(ctx, theirs, 2, ctx.rank, dtype)
-        if ctx.arm == "sim" and "reduce_dtype" in options:  # without one, torch 2.15 adds bf16 gradients up in fp32
+        if ctx.backend == "sim" and "reduce_dtype" in options:  # without one, torch 2.15 adds bf16 gradients up in fp32
             assert_same(ctx, got[1], wanted[1])
             assert_same(ctx, got[2], wanted[2])
         else:
@@ -1278,7 +1278,7 @@ def test_clipping_by_the_norm_over_all_ranks(ctx):
         check_against_one_device(ctx, model, net(ctx), clip=0.05)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_ignored_parameters_are_left_alone(ctx):
     model = net(ctx)
     ignored = model.scale
@@ -1338,7 +1338,7 @@ def test_no_more_collectives_than_fsdp2(shape, wrapper):
             assert reductions == ["reduce_scatter", *["reduce_scatter", "all_reduce"] * 3, "all_reduce"]
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_nothing_survives_a_step(ctx):
     model = wrap_nested(net(ctx), mesh=mesh_of(ctx))
     for _ in range(2):
@@ -1361,7 +1361,7 @@ def test_nothing_survives_a_step(ctx):
     assert alive() is None
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_units_are_freed_and_reduced_while_backward_goes_on(ctx):
     model = wrap_nested(net(ctx), mesh=mesh_of(ctx))
     later = [unit_of(block) for block in model.blocks[1:]]
@@ -1378,7 +1378,7 @@ def test_units_are_freed_and_reduced_while_backward_goes_on(ctx):
     assert all(reductions > 0 for _, reductions in seen)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_second_derivatives_are_refused(ctx):
     model = wrap_nested(net(ctx), mesh=mesh_of(ctx))
     with pytest.raises(RuntimeError, match=r"create_graph=True went through a fully_shard unit\n  unit: HSDPNet"):
@@ -1387,7 +1387,7 @@ def test_second_derivatives_are_refused(ctx):
     check_one_step(ctx, model, net(ctx))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_sparse_gradients_are_refused(ctx):
     model = fully_shard(nn.Embedding(7, 5, sparse=True).to(ctx.device), mesh=mesh_of(ctx))
     with pytest.raises(RuntimeError, match=r"gradient of 'weight' is sparse.*\n.*sparse_coo\n  try: nn.Embedding"):
@@ -1395,7 +1395,7 @@ def test_sparse_gradients_are_refused(ctx):
 
 
 @pytest.mark.parametrize("late", [True, False])
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_results_that_forward_does_not_return_never_give_a_wrong_gradient(ctx, late):
     class Aside(nn.Module):
         def __init__(self):
@@ -1438,7 +1438,7 @@ class NoError(Exception):
     """Backward has given the right gradients."""
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_lists_and_dictionaries_that_modules_fill_are_the_callers(ctx):
     class Fills(nn.Module):
         def __init__(self):
@@ -1476,7 +1476,7 @@ def test_lists_and_dictionaries_that_modules_fill_are_the_callers(ctx):
     assert_freed(model)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_an_interrupt_leaves_no_trace(ctx):
     model, plain = wrap_nested(net(ctx), mesh=mesh_of(ctx)), net(ctx)
 
@@ -1494,7 +1494,7 @@ def test_an_interrupt_leaves_no_trace(ctx):
     assert_freed(model)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_changes_without_a_trace_between_forwards(ctx):
     def change(module):
         with torch.no_grad():
@@ -1511,7 +1511,7 @@ def test_changes_without_a_trace_between_forwards(ctx):
         check_against_one_device(ctx, model, plain)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_conversion_of_a_model_that_shows_whole_parameters(ctx):
     model = wrap_nested(net(ctx, shorter(ctx.float_dtype)), mesh=mesh_of(ctx))
     model.unshard()
@@ -1520,7 +1520,7 @@ def test_conversion_of_a_model_that_shows_whole_parameters(ctx):
     check_against_one_device(ctx, model, net(ctx, shorter(ctx.float_dtype)).to(ctx.float_dtype))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_whole_parameters_that_forward_changes_are_an_error(ctx):
     table = fully_shard(nn.Embedding(4, 3, max_norm=1.0).to(ctx.device), mesh=mesh_of(ctx))
     with pytest.raises(RuntimeError, match=r"forward changed the parameter 'weight' in place.*\n.*max_norm.*\n  try: "):
@@ -1567,7 +1567,7 @@ def test_units_that_average_beside_units_that_add_up_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["replicate", "replicate_with_fsdp"])
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_torch_replicates_what_is_around_units(ctx, kind):
     replicate = pytest.importorskip(f"torch.distributed._composable.{kind}").replicate
     torch.manual_seed(0)
@@ -1605,7 +1605,7 @@ def test_compiled_models_train_as_on_one_device(backend):
         sim.run(rank, 2, (inner,))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_inputs_go_without_the_garbage_collector(ctx):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for given in (lambda x: ((x,), {}), lambda x: ((), {"x": x})):

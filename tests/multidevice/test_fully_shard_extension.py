@@ -130,7 +130,7 @@ def held_bytes(group):
 
 
 @pytest.mark.parametrize("kind", [Weight8, Pair])
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_the_same_losses_as_fsdp2(ctx, kind):
     ours, theirs = (wrap_net(wrap, kind) for wrap in (fully_shard, fsdp.fully_shard))
     ours(torch.ones(1, 6))
@@ -147,7 +147,7 @@ def test_the_same_losses_as_fsdp2(ctx, kind):
 
 
 @pytest.mark.parametrize("kind", [Weight8, Padding8])
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_shards_of_different_sizes(ctx, kind):
     """FSDP2 leaves the padding to the extension; here both forms will do."""
     sizes = (6, 7, 5, 1)  # of 1, one rank alone has anything
@@ -185,7 +185,7 @@ def test_one_byte_per_element_is_gathered():
     ids=["offload", "keep", "smaller world", "bfloat16"],
 )
 @pytest.mark.parametrize("kind", [Weight8, Pair])
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_options(ctx, kind, options):
     ours = train(wrap_net(fully_shard, kind, **options), ctx.rank, foreach=False)
     if "reshard_after_forward" in options:  # FSDP2 does not take a smaller world with an extension
@@ -194,7 +194,7 @@ def test_options(ctx, kind, options):
     assert ours == train(theirs, ctx.rank, foreach=False)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_replicas_a_copy_a_state_dict_and_an_evaluation_first(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     expected = train(wrap_net(fsdp.fully_shard, Weight8, mesh=mesh), ctx.rank)
@@ -212,7 +212,7 @@ def test_replicas_a_copy_a_state_dict_and_an_evaluation_first(ctx):
 
 
 @pytest.mark.parametrize("kind", [Weight8, Pair])
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_gradients_that_wait(ctx, kind):
     """Micro-batches without communication add up as they do in FSDP2."""
 
@@ -229,7 +229,7 @@ def test_gradients_that_wait(ctx, kind):
         torch.testing.assert_close(own, other)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_tensor_parallel(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -260,7 +260,7 @@ def test_tensor_parallel(ctx):
     assert len(set(losses)) == 3
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_made_on_meta(ctx):
     with torch.device("meta"):
         model = nn.Linear(6, 8)
@@ -276,7 +276,7 @@ def test_made_on_meta(ctx):
     assert torch.equal(model(torch.ones(1, 6)), torch.full((1, 8), 13.0))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_what_cannot_be_gathered(ctx):
     class Scaled(Weight8):
         def fsdp_pre_all_gather(self, mesh):

@@ -222,7 +222,7 @@ def check_placements(ctx, shape, placement):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4), (4, 1)])
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_split_along_any_dim(ctx, shape, placement):
     check_placements(ctx, shape, placement)
 
@@ -242,7 +242,7 @@ class Images(nn.Module):
         return self.head(torch.einsum("nci,cki->ni", h, self.mix))
 
 
-@sim.ranks(3, arms=NO_GLOO)
+@sim.ranks(3, backends=NO_GLOO)
 def test_split_along_the_dims_of_a_convolution(ctx):
     for dim in range(4):
         model, plain = build(ctx, Images)
@@ -316,13 +316,13 @@ def test_parameters_of_every_kind(ctx):
     check_kinds(ctx, mesh_of(ctx), offload_policy=CPUOffloadPolicy())
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_parameters_of_every_kind_over_two_axes(ctx):
     check_kinds(ctx, mesh_of(ctx, 2, 2))
     check_kinds(ctx, mesh_of(ctx, 2, 2), comm_fusion=True, shard_placement_fn=longest_dim)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_unit_of_scalars_only(ctx):
     class Scale(nn.Module):
         def __init__(self):
@@ -343,7 +343,7 @@ def test_a_unit_of_scalars_only(ctx):
 # -- plain parameters that are kept whole ------------------------------------------------------------------------------
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_parameters_that_are_kept_whole(ctx):
     for shape in ((4,), (2, 2), (4, 1)):
         for options in ({}, {"comm_fusion": True}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=ctx.float_dtype)}):
@@ -362,7 +362,7 @@ def test_parameters_that_are_kept_whole(ctx):
 
 
 @pytest.mark.parametrize("options", [{}, {"comm_fusion": True}, {"offload_policy": CPUOffloadPolicy()}])
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_whole_parameters_in_another_dtype(ctx, options):
     policy = MixedPrecisionPolicy(torch.float32, torch.float64)
     for shape in ((4,), (2, 2)):
@@ -393,7 +393,7 @@ def test_whole_parameters_take_one_all_reduce_over_all_ranks(shape):
     assert [(event.op, len(event.group)) for event in events] == [("all_reduce", 4)] * 2
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_ignoring_wins_over_keeping_whole(ctx):
     model, plain = build(ctx, Net)
     scale, weight = model.scale, model.head.weight
@@ -559,7 +559,7 @@ class Both(nn.Module):
         return self.head(self.blocks[0](h))
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_and_plain_parameters_without_a_mesh(ctx):
     model, plain = build(ctx, Both)
     mesh = mesh_of(ctx)
@@ -668,7 +668,7 @@ def check_checkpoint(ctx, model, mesh, folder):
     check(ctx, other, plain)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_one_mesh_for_all_whatever_is_wrapped_first(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     model, plain = tensor_parallel(ctx, mesh)
@@ -691,13 +691,13 @@ def test_one_mesh_for_all_whatever_is_wrapped_first(ctx):
         {"wrapper": lambda f, x: checkpoint(f, x, use_reentrant=False)},
     ],
 )
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_tensor_parallel_with(ctx, options):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     check_tensor_parallel(ctx, mesh, mesh["dp"], hidden=7, **options)
 
 
-@sim.ranks(8, arms=NO_GLOO)
+@sim.ranks(8, backends=NO_GLOO)
 def test_tensor_parallel_inside_of_replicate_and_shard(ctx):
     mesh = mesh_of(ctx, 2, 2, 2, names=("replicate", "dp", "tp"))
     for options in ({}, {"comm_fusion": True}):
@@ -706,7 +706,7 @@ def test_tensor_parallel_inside_of_replicate_and_shard(ctx):
         assert model.head.weight.placements == (Replicate(), Replicate(), Shard(0))
 
 
-@sim.ranks(8, arms=NO_GLOO)
+@sim.ranks(8, backends=NO_GLOO)
 def test_tensor_parallel_kept_over_fewer_ranks_between_forward_and_backward(ctx):
     mesh = mesh_of(ctx, 4, 2, names=("dp", "tp"))
     check_tensor_parallel(ctx, mesh, mesh["dp"], hidden=7, reshard_after_forward=2)
@@ -727,7 +727,7 @@ def test_dtensors_on_the_whole_mesh_are_split_over_a_slice_of_it(ctx):
         check_computing_with_dtensors(ctx, mesh, lambda m, w=wrap: fully_shard(m, **w), hidden, unified, further=True)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_that_are_kept_whole_over_the_data_axis(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
 
@@ -753,7 +753,7 @@ class OneLayer(nn.Module):
         return F.linear(x, *(p.to_local() if isinstance(p, DTensor) else p for p in (self.w, self.b)))
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_replicated_dtensors_are_split_over_their_own_mesh(ctx):
     mesh = mesh_of(ctx, names=("dp",))
     for over, placements in ((mesh, (Shard(0),)), (mesh_of(ctx, 2, 2), (Replicate(), Shard(0)))):
@@ -780,7 +780,7 @@ class LocalOverThree(Layers):
         return y.to_local(grad_placements=[Shard(0), Shard(0), Partial()]) + bias
 
 
-@sim.ranks(8, arms=NO_GLOO)
+@sim.ranks(8, backends=NO_GLOO)
 def test_dtensors_on_three_axes_are_split_over_two_of_them(ctx):
     mesh = mesh_of(ctx, 2, 2, 2, names=("replicate", "dp", "tp"))
     for over in (mesh["replicate", "dp"], None):
@@ -802,7 +802,7 @@ def local_layers(ctx, mesh, over, hidden=7, **options):
 
 
 @pytest.mark.parametrize("further", [True, False])
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_in_short_dtypes(ctx, further):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     wide, short = ctx.float_dtype, shorter(ctx.float_dtype)
@@ -817,7 +817,7 @@ def test_dtensors_in_short_dtypes(ctx, further):
 
 
 @pytest.mark.parametrize("further", [True, False])
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_while_accumulating_and_with_hooks(ctx, further):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     over, part = mesh["dp"] if further else None, (mesh.get_local_rank("dp"), 2)
@@ -843,7 +843,7 @@ def test_dtensors_while_accumulating_and_with_hooks(ctx, further):
         assert dict(seen) == {name: p.placements for name, p in model.named_parameters() if name != "down"}
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_loaded_and_converted(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     part = mesh.get_local_rank("dp")
@@ -861,7 +861,7 @@ def test_dtensors_loaded_and_converted(ctx):
 
 
 @pytest.mark.parametrize("options", [{}, {"comm_fusion": True}, {"offload_policy": CPUOffloadPolicy()}])
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_tensor_parallel_from_meta_over_empty_to_trained(ctx, options):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     _, plain = build(ctx, lambda: Attentive(7))
@@ -893,7 +893,7 @@ class Choice(nn.Module):
 
 
 @pytest.mark.parametrize("further", [True, False])
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_that_only_some_ranks_use(ctx, further):
     mesh = mesh_of(ctx, names=("dp",))
     for sync in (True, False):
@@ -934,7 +934,7 @@ WRAPPERS = {"": None, "checkpointed": around(False), "checkpointed, reentrant": 
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_resharding_to_fewer_ranks(ctx, wrapper):
     for size in (1, 2, 4):
         for options in ({}, {"comm_fusion": True}, {"shard_placement_fn": last_dim}):
@@ -947,7 +947,7 @@ def test_resharding_to_fewer_ranks(ctx, wrapper):
             assert size == 1 or not any(unit.is_unsharded for unit in units_in(model))
 
 
-@sim.ranks(4, arms=("gloo",))
+@sim.ranks(4, backends=("gloo",))
 def test_groups_of_fewer_ranks_are_made_alike_on_all_processes(ctx):
     for shape, options in (((4,), {}), ((1, 4), {"comm_fusion": True})):
         model, plain = build(ctx, Net)
@@ -977,7 +977,7 @@ class Again(nn.Module):
         {"comm_fusion": True, "offload_policy": CPUOffloadPolicy()},
     ],
 )
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_units_that_run_several_times(ctx, options):
     model, plain = build(ctx, Again)
     fully_shard(model.block, mesh=mesh_of(ctx), **options)
@@ -1105,7 +1105,7 @@ ALONE = {name: partial(alone, make_optimizer=make) for name, make in OPTIMIZERS.
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_fusing_changes_no_bit(ctx, shape, make_optimizer):
     mesh = mesh_of(ctx, *shape)
     options = {"steps": 3, "make_optimizer": OPTIMIZERS[make_optimizer]}
@@ -1119,7 +1119,7 @@ def test_fusing_changes_no_bit(ctx, shape, make_optimizer):
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_steps_are_seen_while_whole_parameters_are_kept(ctx, make_optimizer):
     """Optimizers that take many tensors at once leave no mark on each; every step must gather all the same."""
     for options in ({}, {"comm_fusion": True}):
@@ -1167,7 +1167,7 @@ def test_one_buffer_survives_what_users_do(ctx):
     assert {p.dtype for p in model.parameters()} == {ctx.float_dtype}
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_parameters_that_are_frozen_now_and_then(ctx):
     for options in ({}, {"comm_fusion": True}):
         model, plain = build(ctx, Net)
@@ -1215,7 +1215,7 @@ def test_units_share_all_reduces_over_the_replicate_axis(monkeypatch):
         assert_equal(ours, others)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_shared_all_reduces_while_accumulating(ctx):
     for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         model, plain = build(ctx, Net)
@@ -1232,7 +1232,7 @@ def test_shared_all_reduces_while_accumulating(ctx):
             model.zero_grad(), plain.zero_grad()
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_shared_all_reduces_over_several_backwards_per_step(ctx):
     model, plain = build(ctx, Net)
     wrap_blocks(model, mesh=mesh_of(ctx, 2, 2), comm_fusion=True)
@@ -1255,7 +1255,7 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("backward")
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_shared_all_reduces_after_a_failed_backward(ctx):
     model, plain = build(ctx, Net)
     wrap_blocks(model, mesh=mesh_of(ctx, 2, 2), comm_fusion=True)
@@ -1297,7 +1297,7 @@ def test_main_gradients(ctx):
         assert all(getattr(p, "main_grad", None) is None for p in model.parameters())
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_main_gradients_add_up_in_fp32(ctx):
     """Of parameters in bf16, whose own gradients could not hold the sum."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, apply_grad_on_fp32_main_grad=True)
@@ -1323,7 +1323,7 @@ def test_main_gradients_add_up_in_fp32(ctx):
 # -- mean or sum -------------------------------------------------------------------------------------------------------
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_units_of_plain_parameters_average_and_one_can_be_told_to_add_up(ctx):
     def after(tell):
         model, plain = build(ctx, Net)
@@ -1342,7 +1342,7 @@ def test_units_of_plain_parameters_average_and_one_can_be_told_to_add_up(ctx):
     assert_close(got, {n: 2 * g if n.startswith("blocks.1.") else g for n, g in wanted.items()})
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_a_unit_with_a_dtensor_adds_up(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     model, plain = tensor_parallel(ctx, mesh)
@@ -1415,7 +1415,7 @@ def test_hooks_on_sharded_parameters(ctx):
     assert_freed(model)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_an_optimizer_in_backward(ctx):
     model, plain = build(ctx, Net)
     wrap_blocks(model, mesh=mesh_of(ctx))
@@ -1465,7 +1465,7 @@ def test_a_unit_that_ran_alone_before_its_root(ctx):
         assert_close(values(model), values(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_unit_that_ran_alone_without_gradients_or_whose_backward_is_to_come(ctx):
     model, plain = build(ctx, Net)
     wrap_blocks(model, mesh=mesh_of(ctx))
@@ -1484,7 +1484,7 @@ def test_a_unit_that_ran_alone_without_gradients_or_whose_backward_is_to_come(ct
 
 
 @pytest.mark.parametrize("wrapper", ["", "checkpointed"])
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_counts(ctx, wrapper):
     model, _ = build(ctx, Stack)
     model.wrapper = WRAPPERS[wrapper]

@@ -75,7 +75,7 @@ def test_every_argument_of_torchs_fully_shard_is_ours():
         assert ours[keyword].kind is parameter.kind, keyword
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_what_asks_for_the_class_finds_it(ctx):
     for model in (
         fully_shard(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))),
@@ -90,7 +90,7 @@ def test_what_asks_for_the_class_finds_it(ctx):
     assert fully_shard.state(nn.Linear(1, 1)) is None
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_torchs_policies(ctx):
     policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, cast_forward_inputs=False)
     model = fully_shard(nn.Linear(2, 2), mp_policy=policy, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))
@@ -158,7 +158,7 @@ def pipeline_step(ctx, name, wrap, steps=2, **options):
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_torchs_pipelines(ctx, name, keep):
     options = {"reshard_after_forward": False} if keep else {}
     ours = pipeline_step(ctx, name, fully_shard, steps=1 + keep, **options)
@@ -169,7 +169,7 @@ def test_torchs_pipelines(ctx, name, keep):
             torch.testing.assert_close(own, theirs)
 
 
-@sim.ranks(1, arms=("sim",))
+@sim.ranks(1, backends=("sim",))
 def test_torchs_memory_tracker(ctx):
     def peak(wrap):
         torch.manual_seed(0)
@@ -189,7 +189,7 @@ def test_torchs_memory_tracker(ctx):
     assert abs(ours - theirs) < share * theirs
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_torchs_state_dicts(ctx):
     model = wrap_net(fully_shard)
     model(torch.ones(1, 6)).sum().backward()
@@ -232,7 +232,7 @@ def assert_equal(ours, theirs):
         assert torch.equal(own, other)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_the_same_hook_and_the_same_collectives(ctx):
     """A hook and collectives of one's own, as for FSDP2: seen as often, on as much, with the same gradients."""
 
@@ -275,7 +275,7 @@ def test_the_same_hook_and_the_same_collectives(ctx):
         assert sorted(map(str, seen)) == sorted(map(str, expected)), kind
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_a_collective_of_ones_own_in_a_smaller_world_and_a_hook_after_the_all_reduce(ctx):
     class Gather(AllGather):
         sizes = ()
@@ -300,7 +300,7 @@ def test_a_collective_of_ones_own_in_a_smaller_world_and_a_hook_after_the_all_re
     torch.testing.assert_close(others, 2 * sums[0])  # replicas see the same
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_no_gather_in_backward(ctx):
     """Of a unit whose backward needs no parameters; with activation checkpointing it is gathered all the same."""
 
@@ -345,7 +345,7 @@ class Counting(AllGather):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_zeros_for_parameters_that_no_rank_uses(ctx, whole):
     known = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # not in torch 2.11
     for wrap in (fully_shard, fsdp.fully_shard)[: 1 + (known and not whole)]:
@@ -367,7 +367,7 @@ def test_zeros_for_parameters_that_no_rank_uses(ctx, whole):
         model.set_reduce_scatter_unused_params(1)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_what_has_no_effect_is_accepted(ctx):
     model = wrap_net(fully_shard)
     model.set_force_sum_reduction_for_comms(True)
@@ -384,7 +384,7 @@ def test_what_has_no_effect_is_accepted(ctx):
     assert_equal(step(model, ctx.rank), step(wrap_net(fully_shard), ctx.rank))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_an_event_after_the_optimizer(ctx):
     waits = []
 
@@ -402,7 +402,7 @@ def test_an_event_after_the_optimizer(ctx):
     assert waits == ["event"]  # once
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_failed_step_is_forgotten(ctx):
     model = wrap_net(fully_shard)
     model.set_requires_gradient_sync(False)
@@ -414,7 +414,7 @@ def test_a_failed_step_is_forgotten(ctx):
     assert_equal(step(model, ctx.rank), step(wrap_net(fully_shard), ctx.rank))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_forward_method_by_torchs_name(ctx):
     plain = nn.Linear(1, 1)
     register_fsdp_forward_method(plain, "extra_repr")
@@ -450,7 +450,7 @@ def spmd(mesh):
         ((2, 2), ("dp", "tp"), {"replicate": "dp"}),
     ],
 )
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_the_axes_of_an_spmd_mesh(ctx, shape, names, dims):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     x = torch.cat([rows(rank) for rank in range(4)])
@@ -479,7 +479,7 @@ def test_the_axes_of_an_spmd_mesh(ctx, shape, names, dims):
         ({"shard": ("a", "b")}, 8.0),
     ],
 )
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_gradients_that_count_as_copies_are_averaged(ctx, dims, factor):
     """Each rank computes on its own rows, which it calls the same on all, as FSDP2's own tests do."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -498,7 +498,7 @@ def test_gradients_that_count_as_copies_are_averaged(ctx, dims, factor):
             torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_mean_of_gradients_that_are_the_same_on_all_ranks(ctx):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     alone = net()
@@ -509,7 +509,7 @@ def test_a_mean_of_gradients_that_are_the_same_on_all_ranks(ctx):
     assert_equal([p.grad.full_tensor() for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_axes_that_are_not_there(ctx):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     for wrong, options in {
@@ -539,7 +539,7 @@ def two_in_one(wrap):
 
 
 @pytest.mark.parametrize("how", COPIED)
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_copy_has_values_and_units_of_its_own(ctx, how):
     model = COPIED[how]()
     model[1][0].weight.no_decay = True
@@ -561,7 +561,7 @@ def test_a_copy_has_values_and_units_of_its_own(ctx, how):
     assert_equal([p.full_tensor() for p in twin.parameters()], list(net().parameters()))
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_a_copy_of_what_is_on_two_meshes(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -576,7 +576,7 @@ def test_a_copy_of_what_is_on_two_meshes(ctx):
     assert_equal(step(twin, mesh.get_local_rank("dp")), step(model, mesh.get_local_rank("dp")))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_copy_of_a_forward_method_and_of_prefetching(ctx):
     class Two(nn.Linear):
         def twice(self, x):
@@ -593,7 +593,7 @@ def test_a_copy_of_a_forward_method_and_of_prefetching(ctx):
     assert unit_of(twin[0]).forward_prefetch == [unit_of(twin[1])]
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_what_cannot_be_copied_says_so(ctx):
     with pytest.raises(ValueError, match="its unit has modules outside of it"):
         copy.deepcopy(two_in_one(fully_shard)[1])
@@ -609,7 +609,7 @@ def test_what_cannot_be_copied_says_so(ctx):
 # -- keywords that are typed ---------------------------------------------------------------------------------------
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_keywords_of_fsdp2_and_of_the_existing_library(ctx):
     model = wrap_net(fully_shard)
     for flag in (False, True):
@@ -671,7 +671,7 @@ def chunked_loss(model, x, chunks, shares):
 
 
 @pytest.mark.parametrize("together", [False, True])
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_a_head_in_chunks_and_gradients_that_are_not_divided(ctx, together):
     model, alone = Decoder(), Decoder()
     for layer in model.layers.values():

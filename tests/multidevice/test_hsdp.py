@@ -168,7 +168,7 @@ def check_ways(ctx, ways, level, accumulate):
 
 @pytest.mark.parametrize("accumulate", [(1, True), (3, True), (2, False)], ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_one_device_on_four_ranks(ctx, level, accumulate):
     check_ways(ctx, WAYS, level, accumulate)
 
@@ -181,19 +181,19 @@ def test_one_device_on_two_ranks(ctx):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(1, arms=NO_GLOO)
+@sim.ranks(1, backends=NO_GLOO)
 def test_a_single_rank(ctx, level):
     check_ways(ctx, WAYS[:4], level, (2, True))
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(6, arms=("sim",))
+@sim.ranks(6, backends=("sim",))
 def test_six_ranks_in_parts_of_two_and_three(ctx, level):
     check_ways(ctx, [{"threshold": 0, "shard_size": 3}, {"threshold": 0, "shard_size": 2}], level, (2, True))
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_gradients_are_reduced_in_reduce_dtype(ctx, level):
     wide, short = ctx.float_dtype, shorter(ctx.float_dtype)
     for flag in (False, True):
@@ -245,14 +245,14 @@ def test_shard_sizes_and_which_ranks_hold_which_part(ctx):
     assert [sizes(ctx, 8, 1, 4), sizes(ctx, 8, 4, 1), sizes(ctx, 6, 1, -1)] == [4, 1, 2]
 
 
-@sim.ranks(6, arms=("sim",))
+@sim.ranks(6, backends=("sim",))
 def test_shard_sizes_on_six_ranks(ctx):
     assert [sizes(ctx, 12, size) for size in (-1, 5, 4, 3, 2)] == [6, 3, 3, 3, 2]
     assert [sizes(ctx, 9, size) for size in (-1, 2, 3)] == [3, 1, 3]
     assert [sizes(ctx, 4, size) for size in (-1, 6)] == [2, 2]
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_only_what_is_strictly_smaller_than_the_threshold_stays_whole(ctx):
     def split(shape, threshold, dtype=torch.float32, own=None):
         model = nn.Linear(1, 1, bias=False)
@@ -277,7 +277,7 @@ def test_only_what_is_strictly_smaller_than_the_threshold_stays_whole(ctx):
     assert default.bias.hsdp_effective_shard_size == 1
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_torch_clips_and_steps_what_is_split_as_asked_and_what_is_whole(ctx):
     model, plain = wrap(net(ctx), threshold=1, shard_size=2), net(ctx)
     assert {p.hsdp_effective_shard_size for p in model.parameters()} == {1, 2}
@@ -334,25 +334,25 @@ def check_tensor_parallel(ctx, shape, hidden, expected):
             assert_close(values(model), {name: p.detach() - p.grad for name, p in plain.named_parameters()})
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_tensor_parallel_weights_are_split_further(ctx):
     check_tensor_parallel(ctx, (2, 2), 8, {"up": 2, "down": 2, "gain": 4})
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_uneven_tensor_parallel_weights(ctx):
     """7 rows are 4 and 3, 5 are 3 and 2: one tp rank could split its part and the other could not, so neither does."""
     for hidden in (7, 5):
         check_tensor_parallel(ctx, (2, 2), hidden, {"up": 1, "down": 2, "gain": 4})
 
 
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(8, backends=("sim",))
 def test_tensor_parallel_ranks_without_a_part(ctx):
     """6 rows are 2, 2, 2 and none."""
     check_tensor_parallel(ctx, (2, 4), 6, {"up": 2, "down": 2, "gain": 4})
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_the_threshold_of_uneven_parts_is_that_of_the_largest(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for columns, largest, size in ((7, 1024, 2), (5, 768, 1)):
@@ -367,7 +367,7 @@ def test_the_threshold_of_uneven_parts_is_that_of_the_largest(ctx):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_whole_weights_between_forward_and_backward(ctx, level):
     model = wrap(net(ctx), threshold=0, optimizer_level=level)
     for _ in range(2):
@@ -530,7 +530,7 @@ def elements(tensor):
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_acc_grad(ctx, level, dtype):
     for late in (False, True):
         check_acc_grad(ctx, level, dtype, accumulating(ctx, level, reduce_dtype=dtype, comm_async=late))
@@ -563,7 +563,7 @@ def check_acc_grad(ctx, level, dtype, model):
             model.weight.grad = None  # as an optimizer does; the next cycle begins anew all the same
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_acc_grad_of_half_precision_waits_in_fp32(ctx):
     for level in LEVELS:
         model = hsdp(
@@ -581,7 +581,7 @@ def test_acc_grad_of_half_precision_waits_in_fp32(ctx):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_zero_grads_in_the_middle_of_a_cycle(ctx, level):
     for flag in (True, False):
         model = hsdp(nn.Sequential(accumulating(ctx, level)), threshold=0, enable_grad_accumulation=flag)
@@ -595,7 +595,7 @@ def test_zero_grads_in_the_middle_of_a_cycle(ctx, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_acc_grad_is_no_alias_of_grad(ctx, level):
     model = accumulating(ctx, level)
     micro_step(ctx, model, sync=False)
@@ -604,7 +604,7 @@ def test_acc_grad_is_no_alias_of_grad(ctx, level):
     assert elements(shown) == 2 * 2.5 * 0.5
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_acc_grad_of_a_dtensor_that_keeps_its_layout(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Linear(4, 4, bias=False).to(ctx.device)
@@ -618,7 +618,7 @@ def test_acc_grad_of_a_dtensor_that_keeps_its_layout(ctx):
     assert torch.equal(whole(model.weight.acc_grad), torch.full((4, 4), 3.0, device=ctx.device))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_no_acc_grad_unless_asked_for(ctx):
     for level in LEVELS:
         model = hsdp(nn.Linear(4, 4).to(ctx.device), threshold=0, optimizer_level=level)
@@ -630,7 +630,7 @@ def test_no_acc_grad_unless_asked_for(ctx):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_a_parameter_that_only_one_micro_step_of_one_rank_uses(ctx, level):
     class Sometimes(nn.Module):
         def __init__(self):
@@ -672,7 +672,7 @@ def test_hsdp_sync_stream_without_anything_to_wait_for():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_hsdp_sync_stream(ctx, level):
     options = {"shard_size": 2, "threshold": 0, "optimizer_level": level, "comm_async": True}
     model, plain = wrap(net(ctx), **options), net(ctx)
@@ -695,7 +695,7 @@ def test_hsdp_sync_stream(ctx, level):
     assert_close(gradients(forgotten), wanted)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_an_asynchronous_cell_below_a_root_that_is_not(ctx):
     for root in (hsdp, fully_shard):
         model, plain = net(ctx), net(ctx)
@@ -711,7 +711,7 @@ def test_an_asynchronous_cell_below_a_root_that_is_not(ctx):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_grad_scale(ctx, level):
     for scale in (0.25, -2.0, 0.0):
         model, plain = wrap(net(ctx), threshold=1, optimizer_level=level, grad_scale=scale), net(ctx)
@@ -723,7 +723,7 @@ def test_grad_scale(ctx, level):
 HAS_DATA = (ShardedState.UNSHARDING, ShardedState.UNSHARDED)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_prefetch_cells(ctx):
     model = wrap(net(ctx), threshold=0, optimizer_level="level3")
     first, second, third = model.blocks
@@ -749,7 +749,7 @@ def test_prefetch_cells(ctx):
 # -- with other faces, levels and libraries ------------------------------------------------------------------------
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_cells_and_units_in_one_model(ctx):
     def cells_in_a_unit(model):
         hsdp(model.blocks[0], threshold=0, optimizer_level="level1", shard_size=2)
@@ -773,7 +773,7 @@ def test_cells_and_units_in_one_model(ctx):
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_a_model_of_which_one_cell_is_wrapped(ctx):
     model, plain = net(ctx), net(ctx)
     hsdp(model.blocks[1], threshold=0)
@@ -785,7 +785,7 @@ def test_a_model_of_which_one_cell_is_wrapped(ctx):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_state_dicts(ctx, level):
     model = wrap(net(ctx), threshold=1, shard_size=2, optimizer_level=level)
     train(ctx, model, rank=ctx.rank, steps=1)
@@ -830,7 +830,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_tied_frozen_and_unused_parameters(ctx, level):
     torch.manual_seed(0)
     plain = Shared().to(ctx.device, ctx.float_dtype)
@@ -847,7 +847,7 @@ def test_tied_frozen_and_unused_parameters(ctx, level):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_activation_checkpointing(ctx, reentrant):
     def call(block, x):
         return checkpoint(block, x, use_reentrant=reentrant)
@@ -858,7 +858,7 @@ def test_activation_checkpointing(ctx, reentrant):
         assert_freed(model)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_evaluation_between_steps(ctx):
     def evaluate(model):
         model.eval()
@@ -873,7 +873,7 @@ def test_evaluation_between_steps(ctx):
             check_against_one_device(ctx, model, net(ctx), between=evaluate, sync=hsdp_sync_stream)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_a_model_made_on_meta(ctx):
     for level in LEVELS:
         with torch.device("meta"):
@@ -917,7 +917,7 @@ def kinds_alone():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_parameters_of_every_kind(ctx, level):
     for fusion in (False, True):
         torch.manual_seed(1)
@@ -941,7 +941,7 @@ def test_parameters_of_every_kind(ctx, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=("sim",), check_replicas=True)
+@sim.ranks(4, backends=("sim",), check_replicas=True)
 def test_what_a_layout_calls_a_copy_is_one(ctx, level):
     options = {"shard_size": 2, "optimizer_level": level, "enable_grad_accumulation": True}
     for way in ({"threshold": 0}, {"threshold": 1, "comm_fusion": True}):
@@ -949,7 +949,7 @@ def test_what_a_layout_calls_a_copy_is_one(ctx, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=("sim",), check_races=True)
+@sim.ranks(4, backends=("sim",), check_races=True)
 def test_nothing_is_used_while_it_is_communicated(ctx, level):
     options = {"shard_size": 2, "threshold": 0, "optimizer_level": level, "comm_async": True}
     for fusion in (False, True):
@@ -957,7 +957,7 @@ def test_nothing_is_used_while_it_is_communicated(ctx, level):
         check_against_one_device(ctx, model, net(ctx), micros=2, sync=hsdp_sync_stream)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_cell_with_a_dtensor_adds_gradients_up(ctx):
     mesh = init_device_mesh(ctx.device_type, (2,))
     model = nn.Linear(4, 4).to(ctx.device)
@@ -973,7 +973,7 @@ def test_a_cell_with_a_dtensor_adds_gradients_up(ctx):
         assert torch.equal(whole(other.bias.grad), torch.full((4,), 2.0, device=ctx.device))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_cell_without_parameters_of_its_own(ctx):
     model = nn.Sequential(hsdp(nn.Linear(4, 4), threshold=0), nn.Tanh())
     model.register_buffer("steps", torch.zeros(1))
@@ -983,7 +983,7 @@ def test_a_cell_without_parameters_of_its_own(ctx):
     assert model[0].weight.grad is not None
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_the_class_of_a_cell(ctx):
     model = nn.Linear(4, 4).to(ctx.device)
     assert hsdp(model) is model

@@ -153,7 +153,7 @@ WAYS = [
 
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("level", LEVELS)
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_one_device_on_four_ranks(ctx, level, micros):
     wanted = train(ctx, net(ctx), micros=micros)
     for way in WAYS:
@@ -176,14 +176,14 @@ def test_one_device_on_two_ranks(ctx):
     assert_close(values(other), values(model))
 
 
-@sim.ranks(1, arms=NO_GLOO)
+@sim.ranks(1, backends=NO_GLOO)
 def test_a_single_rank(ctx):
     wanted = train(ctx, net(ctx), micros=2)
     for level in LEVELS:
         check(ctx, wrap(net(ctx), threshold=0, optimizer_level=level), wanted, micros=2)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_effective_shard_sizes(ctx):
     model = net(ctx, torch.float64)  # which gives the bytes; nothing is reduced
     model.blocks[0].up.weight.hsdp_shard_size = 4
@@ -200,7 +200,7 @@ def test_effective_shard_sizes(ctx):
     assert torch.equal(weight.to_local(), full[ctx.rank % 2 * part :][:part])
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_grad_scale(ctx):
     plain = net(ctx)
     plain(batch(ctx)).square().mean().backward()
@@ -213,7 +213,7 @@ def test_grad_scale(ctx):
                 assert_close({"acc": whole(model.head.weight.acc_grad)}, {"acc": plain.head.weight.grad}, 0.25)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_gradients_are_reduced_in_reduce_dtype(ctx):
     plain = net(ctx)
     plain(batch(ctx)).square().mean().backward()
@@ -234,7 +234,7 @@ def test_gradients_are_reduced_in_reduce_dtype(ctx):
                 assert 0 < (got - wanted).abs().max().item() <= torch.finfo(short).eps * 8 * largest, name
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_what_adds_up_is_shown(ctx):
     plain = net(ctx)
     for micro in range(2):
@@ -262,7 +262,7 @@ def test_what_adds_up_is_shown(ctx):
         assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_hooks_of_parameters_run_once_per_synced_step(ctx):
     for level in LEVELS:
         for flag in (False, True):
@@ -281,7 +281,7 @@ def test_hooks_of_parameters_run_once_per_synced_step(ctx):
             assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_model_that_nobody_uses_is_freed(ctx):
     for flag in (False, True):
         model = wrap(net(ctx), threshold=0, enable_grad_accumulation=flag)
@@ -300,7 +300,7 @@ def backward_all(ctx, model, step=0):
 # -- torch.compile -------------------------------------------------------------------------------------------------
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_one_graph_of_a_cell_and_of_the_whole(ctx):
     # Both backends trace the same graph, so that one cell is enough for the one that compiles less of it.
     for blocks, backend in ((1, "eager"), (2, "aot_eager")):
@@ -315,7 +315,7 @@ def test_one_graph_of_a_cell_and_of_the_whole(ctx):
             check(ctx, model, wanted, micros=2)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_hooks_break_the_graph_and_the_other_form_does_not(ctx):
     x = batch(ctx, 0, ctx.rank)
     for traced in (True, False):
@@ -353,7 +353,7 @@ def roots(ctx):
             yield model, sync
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_traced_cells_in_roots_with_hooks(ctx):
     for model, sync in roots(ctx):
         own = {param.name for bucket in unit_of(model).buckets for param in bucket.params}
@@ -387,7 +387,7 @@ def test_traced_cells_in_roots_with_hooks(ctx):
         assert_close(values(model), values(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_clipping_waits_for_gradients_under_way(ctx):
     for norm in (clip_grad_norm_, lambda m, *_: get_total_norm(m)):
         plain, model = net(ctx), net(ctx)
@@ -400,7 +400,7 @@ def test_clipping_waits_for_gradients_under_way(ctx):
         assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_cells_with_hooks_in_a_traced_root(ctx):
     wanted = train(ctx, net(ctx), micros=2)
     for level in LEVELS:
@@ -412,7 +412,7 @@ def test_cells_with_hooks_in_a_traced_root(ctx):
             check(ctx, model, wanted, micros=2)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_prefetch_setters_take_traced_cells(ctx):
     plain = net(ctx)
     backward_all(ctx, plain)
@@ -437,7 +437,7 @@ def test_prefetch_setters_take_traced_cells(ctx):
 # -- state ---------------------------------------------------------------------------------------------------------
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_state_dicts(ctx):
     plain = net(ctx)
     wanted = plain.state_dict()
@@ -469,7 +469,7 @@ def test_state_dicts(ctx):
         model.load_state_dict({**held, "other": torch.zeros(1)})
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_model_made_on_meta(ctx):
     plain = net(ctx)
     backward_all(ctx, plain)
@@ -485,7 +485,7 @@ def test_a_model_made_on_meta(ctx):
             assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_parameters_that_change_after_wrapping(ctx):
     """Their dtype, and one altogether."""
     for backend in (None, "aot_eager"):
@@ -514,7 +514,7 @@ class Either(nn.Module):
         return self.one(x) if first else self.other(x)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_the_synced_step_reduces_what_it_does_not_reach(ctx):
     plain = Either().to(ctx.device, ctx.float_dtype)
     for p in plain.parameters():
@@ -530,7 +530,7 @@ def test_the_synced_step_reduces_what_it_does_not_reach(ctx):
         assert_close(gradients(model), gradients(plain))
 
 
-@sim.ranks(2, arms=("gpu",))
+@sim.ranks(2, backends=("gpu",))
 def test_buffers_are_moved_to_the_device(ctx):
     cell = Block()
     for name in ("norm", "up", "down"):
@@ -543,7 +543,7 @@ def test_buffers_are_moved_to_the_device(ctx):
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_wrapping_twice_is_refused(ctx):
     for first, second in (
         (lambda m: hsdp(m, use_eager_hook=False), hsdp),
@@ -559,7 +559,7 @@ def test_wrapping_twice_is_refused(ctx):
         backward(ctx, model)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_dtensors_are_refused_and_nothing_is_changed(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
     for placement in (Shard(0), Replicate()):
@@ -576,7 +576,7 @@ def test_dtensors_are_refused_and_nothing_is_changed(ctx):
         assert torch.equal(whole(model.weight.grad), torch.full((8, 8), 2.0, device=ctx.device))
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_plain_parameters_beside_split_dtensors_are_refused(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
     for eager in (True, False):
@@ -589,7 +589,7 @@ def test_plain_parameters_beside_split_dtensors_are_refused(ctx):
         block(torch.ones(2, 8, device=ctx.device)).sum().backward()
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_copies_are_refused(ctx):
     model = wrap(net(ctx), threshold=0)
     for item in (model, model.blocks[0]):
@@ -598,7 +598,7 @@ def test_copies_are_refused(ctx):
                 make(item)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_second_derivatives_are_those_of_inputs_only(ctx):
     def penalty(call, rank=None):
         x = batch(ctx, 0, rank).requires_grad_()
@@ -624,7 +624,7 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.block(x)))
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_weight_that_another_module_shares(ctx):
     torch.manual_seed(0)
     plain = Tied().to(ctx.device, ctx.float_dtype)

@@ -58,7 +58,7 @@ EIGHT = [
 ]
 
 
-@sim.ranks(1, arms=("sim",))
+@sim.ranks(1, backends=("sim",))
 def test_one_rank_is_a_pipeline_too(ctx):
     check(Case("gpipe", pp=1), ctx)
     check(Case("interleaved", pp=1), ctx)
@@ -66,19 +66,19 @@ def test_one_rank_is_a_pipeline_too(ctx):
 
 
 @pytest.mark.parametrize("case", available(TWO), ids=str)
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_two_ranks(ctx, case):
     check(case, ctx)
 
 
 @pytest.mark.parametrize("case", available(FOUR), ids=str)
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_four_ranks(ctx, case):
     check(case, ctx)
 
 
 @pytest.mark.parametrize("case", available(EIGHT), ids=str)
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(8, backends=("sim",))
 def test_eight_ranks(ctx, case):
     check(case, ctx)
 

@@ -83,7 +83,7 @@ def test_gradients_by_backward_and_by_hand(ctx):
         check_gradients(model, ctx.device, times=1, shifts=2)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_rank_without_gradients_takes_part(ctx):
     model = wrapped("fully_shard", ctx.device)
     hold_parameters(model)
@@ -97,7 +97,7 @@ def test_a_rank_without_gradients_takes_part(ctx):
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_what_is_released_is_not_reduced(ctx):
     model = wrapped("fully_shard", ctx.device)
     for failed in (True, False):
@@ -113,7 +113,7 @@ def test_what_is_released_is_not_reduced(ctx):
     check_gradients(model, ctx.device, times=1)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_change_in_place_is_noticed(ctx):
     model = wrapped("fully_shard", ctx.device)
     hold_parameters(model)
@@ -126,7 +126,7 @@ def test_a_change_in_place_is_noticed(ctx):
     assert all(unit.is_resharded() for unit in nested_units(model))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_units_without_a_common_root(ctx):
     """A module that is not wrapped itself: each outermost unit in it is a root of its own."""
     model = net()

@@ -73,7 +73,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("even", [True, False])
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_gradients_along_every_axis(ctx, even):
     mesh = grid(ctx)
     rows, columns, batch = (4, 8, 4) if even else (3, 5, 7)
@@ -151,7 +151,7 @@ def test_a_block_that_is_split_by_columns_and_then_by_rows(ctx):
         same(x.grad, reference.grad, tolerance=tolerance)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_several_results(ctx):
     class Several(nn.Module):
         def __init__(self):
@@ -187,7 +187,7 @@ def test_several_results(ctx):
     same(net.weight.grad, alone.weight.grad)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_what_is_raised_inside_leaves_the_parameters_as_they_were(ctx):
     mesh = grid(ctx)
     net = Weighted()
@@ -208,7 +208,7 @@ def test_what_is_raised_inside_leaves_the_parameters_as_they_were(ctx):
         same(net(x), expected)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_checkpoints_frozen_parameters_and_evaluation(ctx):
     mesh = grid(ctx)
     given = ShardingPlan(
@@ -236,7 +236,7 @@ def test_checkpoints_frozen_parameters_and_evaluation(ctx):
         same(found, alone(value))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_compile_may_break_the_graph_and_changes_nothing(ctx):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     given = ShardingPlan(plan={"*": ("None",)}, input_plan={"input": ("dp",)}, local_plan={"": ("dp",)})
@@ -249,7 +249,7 @@ def test_compile_may_break_the_graph_and_changes_nothing(ctx):
     same(net.weight.grad, alone.weight.grad)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_plain_arguments_are_this_ranks_parts(ctx):
     mesh = grid(ctx)
     net = shard_module(Weighted(), mesh, ShardingPlan(plan={"*": ("None",)}, local_plan={"": ("dp",)}))
@@ -265,7 +265,7 @@ def test_plain_arguments_are_this_ranks_parts(ctx):
     assert part.grad.shape == (2, 5)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_parts_that_look_alike_on_some_ranks_only(ctx):
     """Of 7 and of 8 rows, rank 0 holds 4: it cannot tell by itself whether the whole has changed."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -274,7 +274,7 @@ def test_parts_that_look_alike_on_some_ranks_only(ctx):
         assert net(numbers(rows, 5).tensor_split([(rows + 1) // 2])[ctx.rank]).shape == (rows, 3)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_part_that_holds_nothing_gets_the_shape_of_its_place(ctx):
     """From rows to columns of one element nothing moves, and rank 1's part of no rows is one of no columns."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -293,7 +293,7 @@ def test_a_part_that_holds_nothing_gets_the_shape_of_its_place(ctx):
     same(net.weight.grad, alone.weight.grad)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_the_gradient_of_a_wrapped_argument(ctx):
     """A plain tensor that is taken as a part, of what ranks do shares with, gets the sum of their gradients."""
     mesh = grid(ctx)
@@ -326,7 +326,7 @@ class Inner(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_local_code_inside_of_local_code(ctx):
     mesh = grid(ctx)
     torch.manual_seed(0)
@@ -366,7 +366,7 @@ def test_local_code_inside_of_local_code(ctx):
     same(net(x), alone(value))
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_an_embedding_that_is_split_over_its_vocabulary(ctx):
     mesh = grid(ctx)
     given = ShardingPlan(
@@ -388,7 +388,7 @@ def test_an_embedding_that_is_split_over_its_vocabulary(ctx):
     assert net.padding_idx == 2
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_a_unit_of_fully_shard_inside_of_local_code_is_refused(ctx):
     mesh = grid(ctx)
     given = ShardingPlan(plan={"norm.weight": ("None",), "up.*": ("tp",)}, local_plan={"": (Partial(),)})

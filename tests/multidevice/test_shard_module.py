@@ -178,14 +178,14 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_optimizers(ctx, name):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = placed(batch(), mesh, ("dp",))
     same_training(shard_module(model(), mesh, plan()), x, optimizer=OPTIMIZERS[name], accumulate=2)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_clipping_takes_the_norm_of_the_whole(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net, alone = shard_module(model(), mesh, plan()), model()
@@ -196,7 +196,7 @@ def test_clipping_takes_the_norm_of_the_whole(ctx):
         same(net.get_parameter(name).grad, param.grad)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_activation_checkpoints_and_evaluation(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = placed(batch(), mesh, ("dp",))
@@ -216,7 +216,7 @@ def test_activation_checkpoints_and_evaluation(ctx):
     same_training(reentrant, x)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_compile_may_break_the_graph_and_changes_nothing(ctx):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     net = shard_module(
@@ -235,7 +235,7 @@ def test_compile_may_break_the_graph_and_changes_nothing(ctx):
 # -- with fully_shard, hsdp, and torch's styles ------------------------------------------------------------------------
 
 
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(8, backends=("sim",))
 def test_fully_shard_after_it_on_two_and_three_axes(ctx):
     for shape, names in (((4, 2), ("dp_shard", "tp")), ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -261,7 +261,7 @@ def test_fully_shard_after_it(ctx):
     same_training(net, placed(part, mesh["tp"], ("None",)), factor=1 / 2)
 
 
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(8, backends=("sim",))
 def test_hsdp_after_it(ctx):
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     for level in ("level1", "level2", "level3"):
@@ -269,7 +269,7 @@ def test_hsdp_after_it(ctx):
         same_training(net, placed(batch(), mesh, ("dp",)))
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_torch_styles_on_another_submodule(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
@@ -361,7 +361,7 @@ def test_parameters_become_dtensors_with_that_layout(ctx):
     same(net.weight, values)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_whose_values_count(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for source, value in ((0, 0.0), (None, float(ctx.rank))):
@@ -401,7 +401,7 @@ class Tied(nn.Module):
         return self.same(self.embed(tokens))
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_tied_parameters_and_shared_modules_stay_so(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -489,7 +489,7 @@ INPUTS = [
 ]
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_arguments_are_redistributed(ctx):
     mesh, x = grid(ctx)
     for tree, call, expected in INPUTS:
@@ -499,7 +499,7 @@ def test_arguments_are_redistributed(ctx):
         assert {name: found[name] for name in expected} == expected, tree
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_wrap_inputs_takes_plain_tensors_as_local_parts(ctx):
     mesh, x = grid(ctx)
     part = torch.full((2, 8), float(ctx.rank // 2))
@@ -535,7 +535,7 @@ OUTPUTS = [
 ]
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_results_are_redistributed_and_containers_kept(ctx):
     mesh, x = grid(ctx)
     for tree, make, kind, expected in OUTPUTS:
@@ -549,7 +549,7 @@ def test_results_are_redistributed_and_containers_kept(ctx):
     assert layouts_of(kept) == ["whole", "whole"]
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_local_tensors_are_returned_from_containers_of_any_depth(ctx):
     mesh, x = grid(ctx)
     deep = lambda x: {"a": [x, (x, None, 3)], "b": Pair(x, "c")}  # noqa: E731
@@ -571,7 +571,7 @@ def test_local_tensors_are_returned_from_containers_of_any_depth(ctx):
     same(leaf.grad, 2 * x)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_functions(ctx):
     mesh, x = grid(ctx)
 
@@ -593,7 +593,7 @@ def test_functions(ctx):
         assert shard_module(add, mesh, nothing) is add
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_a_module_inside_of_another(ctx):
     """Hooks of a module come before and after those of what is inside; a second plan adds to the first."""
     mesh, x = grid(ctx)

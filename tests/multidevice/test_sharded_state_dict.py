@@ -121,7 +121,7 @@ OPTIONS = [
 ]
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_the_getter_agrees_with_the_unwrapped_model(ctx):
     for shape in ((ctx.world_size,), (2, ctx.world_size // 2)):
         ours, values = wrap(net(ctx), mesh_of(ctx, *shape)), net(ctx).state_dict()
@@ -148,7 +148,7 @@ def test_the_getter_agrees_with_the_unwrapped_model(ctx):
                 assert value.device.type == ("cpu" if asked.cpu_offload else ctx.device_type)
 
 
-@sim.ranks(4, arms=SIM_ONLY)
+@sim.ranks(4, backends=SIM_ONLY)
 def test_the_getter_returns_what_torchs_does(ctx):
     class Simple(Net):
         get_extra_state = set_extra_state = nn.Module.get_extra_state  # torch gathers no settings with a set in them
@@ -175,7 +175,7 @@ def test_the_getter_returns_what_torchs_does(ctx):
     assert (whole(ours.embed.weight) == 9.0).all()
 
 
-@sim.ranks(4, arms=SIM_ONLY)
+@sim.ranks(4, backends=SIM_ONLY)
 def test_the_getter_knows_wrappers_frozen_ties_other_meshes_and_meta(ctx):
     full = StateDictOptions(full_state_dict=True)
     grid = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("data", "tp"))
@@ -218,7 +218,7 @@ def test_the_getter_knows_wrappers_frozen_ties_other_meshes_and_meta(ctx):
     assert all(value.is_meta and not isinstance(value, DTensor) for value in found.values())
 
 
-@sim.ranks(2, arms=SIM_ONLY)
+@sim.ranks(2, backends=SIM_ONLY)
 def test_what_the_getter_refuses(ctx):
     model = fully_shard(nn.Linear(3, 3), mesh=mesh_of(ctx))
     with pytest.raises(ValueError, match=r"cannot read a str: .*\n  got: 'model'\n  try: the model"):
@@ -258,7 +258,7 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for ref, size in self.made.values() if not ref.expired())
 
 
-@sim.ranks(4, arms=SIM_ONLY)
+@sim.ranks(4, backends=SIM_ONLY)
 def test_whole_tensors_come_one_by_one(ctx):
     layers, size = 6, 64 * 64 * 4
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).to(ctx.device)
@@ -370,17 +370,17 @@ def is_sharded(value):
     return isinstance(value, DTensor)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_values_of_any_layout_load(ctx):
     check_sources(ctx)
 
 
-@sim.ranks(4, arms=("gloo",))
+@sim.ranks(4, backends=("gloo",))
 def test_values_of_any_layout_load_on_processes(ctx):
     check_sources(ctx, ("local", "columns", "pending", "grid", "other slice", "mixed"))
 
 
-@sim.ranks(4, arms=SIM_ONLY)
+@sim.ranks(4, backends=SIM_ONLY)
 def test_wrapped_parts_load_by_themselves_and_under_an_unwrapped_root(ctx):
     wanted, mesh = changed(ctx), mesh_of(ctx)
     model = wrap(net(ctx), mesh, root=False)
@@ -414,7 +414,7 @@ def test_wrapped_parts_load_by_themselves_and_under_an_unwrapped_root(ctx):
         assert_holds(model, {n.removeprefix("body."): whole(v) for n, v in tensors(doubled).items()})
 
 
-@sim.ranks(4, arms=SIM_ONLY)
+@sim.ranks(4, backends=SIM_ONLY)
 def test_a_parameter_that_one_rank_holds_alone_loads_the_same_from_part_and_whole(ctx):
     torch.manual_seed(0)
 
@@ -438,7 +438,7 @@ def test_a_parameter_that_one_rank_holds_alone_loads_the_same_from_part_and_whol
             assert_holds(model, wanted)
 
 
-@sim.ranks(4, arms=SIM_ONLY)
+@sim.ranks(4, backends=SIM_ONLY)
 def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
     mesh = mesh_of(ctx)
     model, wanted = wrap(net(ctx), mesh), changed(ctx)
@@ -494,7 +494,7 @@ def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
     )
 
 
-@sim.ranks(2, arms=SIM_ONLY)
+@sim.ranks(2, backends=SIM_ONLY)
 def test_hooks_and_overrides_see_what_the_caller_gave(ctx):
     torch.manual_seed(0)
     seen = []
@@ -578,7 +578,7 @@ class Homes(nn.Module):
         return self.columns(self.rows(x)) + self.whole.sum()
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_parameters_on_two_meshes_along_any_dim_replicated_and_on_the_host(ctx):
     grid = init_device_mesh(ctx.device_type, (2, ctx.world_size // 2), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
@@ -630,7 +630,7 @@ def as_parts(model, wanted):
 # -- meta ------------------------------------------------------------------------------------------------------------
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_a_meta_model_gets_its_memory_from_assign(ctx):
     mesh, plain, wanted = mesh_of(ctx), net(ctx), changed(ctx)
     wanted["_extra_state"] = {"settings": {}}
@@ -714,7 +714,7 @@ def test_saved_and_loaded_elsewhere(ctx, tmp_path):
     assert_holds(other, wanted)
 
 
-@sim.ranks(2, arms=SIM_ONLY)
+@sim.ranks(2, backends=SIM_ONLY)
 def test_safetensors(ctx, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     wanted, model = changed(ctx), wrap(net(ctx), mesh_of(ctx))

@@ -103,7 +103,7 @@ def test_part_of_part_and_checkpoint_and_replicas(ctx, tmp_path):
     assert total.item() == sum(ranks_of(pairs.get_group("shard")))
 
 
-@sim.ranks(6, arms=NO_GLOO)
+@sim.ranks(6, backends=NO_GLOO)
 def test_sizes_that_no_axis_divides(ctx, tmp_path):
     root = init_device_mesh(ctx.device_type, (3, 2), mesh_dim_names=("dp", "tp"))
     for rows in (13, 7, 3):
@@ -111,7 +111,7 @@ def test_sizes_that_no_axis_divides(ctx, tmp_path):
     check_checkpoint(split, whole, tmp_path, ctx.device)
 
 
-@sim.ranks(8, arms=NO_GLOO)
+@sim.ranks(8, backends=NO_GLOO)
 def test_flattened_data_axis(ctx):
     root = init_device_mesh(ctx.device_type, (2, 2, 2), mesh_dim_names=("dp_shard", "cp", "tp"))
     fsdp = root["dp_shard", "cp"]._flatten("fsdp")
@@ -133,7 +133,7 @@ def test_flattened_data_axis(ctx):
     assert groups_made() == made
 
 
-@sim.ranks(8, arms=SIM)
+@sim.ranks(8, backends=SIM)
 def test_meshes_of_parallel_dims(ctx):
     dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, world_size=8)
     root = dims.build_mesh("cpu")
@@ -150,7 +150,7 @@ def test_meshes_of_parallel_dims(ctx):
     assert stage.mesh.mesh.tolist() == [[first, first + 2], [first + 1, first + 3]]
 
 
-@sim.ranks(8, arms=NO_GLOO)
+@sim.ranks(8, backends=NO_GLOO)
 def test_two_data_axes(ctx):
     root = init_device_mesh(ctx.device_type, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     carrier = spmd_mesh_of(root["tp"], root["replicate", "shard"])
@@ -164,7 +164,7 @@ def test_two_data_axes(ctx):
     assert spmd_mesh_of(dp, root["replicate", "shard"]) == (root["replicate", "shard"], (), (0,))
 
 
-@sim.ranks(8, arms=SIM)
+@sim.ranks(8, backends=SIM)
 def test_pipeline_stage_has_a_mesh_of_its_own(ctx):
     root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     first = 0 if ctx.rank < 4 else 4
@@ -177,7 +177,7 @@ def test_pipeline_stage_has_a_mesh_of_its_own(ctx):
     assert groups_made() <= made + 1
 
 
-@sim.ranks(4, arms=SIM)
+@sim.ranks(4, backends=SIM)
 def test_meshes_that_were_made_apart(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     twin = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -199,7 +199,7 @@ def test_meshes_that_were_made_apart(ctx):
     assert crossed.mesh.mesh_dim_names == ("dp", "dp_1")
 
 
-@sim.ranks(2, arms=SIM)
+@sim.ranks(2, backends=SIM)
 def test_axes_of_one_rank(ctx):
     root = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "tp", "cp"))
     assert spmd_mesh_of(root["cp"], root["dp"])[1:] == ((0,), ())  # another axis, though of the same rank
@@ -208,7 +208,7 @@ def test_axes_of_one_rank(ctx):
     assert spmd_mesh_of(root, root["tp"])[1:] == ((0, 2), (1,))
 
 
-@sim.ranks(4, arms=SIM)
+@sim.ranks(4, backends=SIM)
 def test_the_same_carrier_every_time(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     first = spmd_mesh_of(root["tp"], root["dp"])
@@ -219,7 +219,7 @@ def test_the_same_carrier_every_time(ctx):
     assert split_replicated(root, (0,), 2) is not split_replicated(root, (0,), 1)
 
 
-@sim.ranks(4, arms=SIM)
+@sim.ranks(4, backends=SIM)
 def test_modes_that_change_tensors(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with FakeTensorMode():
@@ -232,7 +232,7 @@ def test_modes_that_change_tensors(ctx):
         assert spmd_mesh_of(root["dp"], root["tp"]).mesh.mesh.tolist() == [[0, 1], [2, 3]]
 
 
-@sim.ranks(4, arms=SIM)
+@sim.ranks(4, backends=SIM)
 def test_copies_and_pickles_leave_carriers_behind(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     weight = distribute_tensor(torch.arange(6.0), root["tp"], (Shard(0),))
@@ -247,7 +247,7 @@ def test_copies_and_pickles_leave_carriers_behind(ctx):
     assert torch.equal(torch.load(file, weights_only=True).to_local(), weight.to_local())
 
 
-@sim.ranks(4, arms=SIM)
+@sim.ranks(4, backends=SIM)
 def test_split_world_has_all_sizes(ctx):
     made = groups_made()
     assert split_world("cpu", 4).mesh.tolist() == [[0, 1, 2, 3]]
@@ -259,7 +259,7 @@ def test_split_world_has_all_sizes(ctx):
     assert groups_made() == made + 1  # one, of the calling rank alone, for both
 
 
-@sim.ranks(8, arms=SIM)
+@sim.ranks(8, backends=SIM)
 def test_split_replicated_over_several_axes(ctx):
     root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "tp", "b"))
     carrier = split_replicated(root, (0, 2), 4)

@@ -81,7 +81,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_pipeline_schedules(ctx, name):
     kind = pipelining.schedules.get_schedule_class(name)
     ranks, rank = ctx.world_size, ctx.rank
@@ -111,7 +111,7 @@ def test_pipeline_schedules(ctx, name):
 
 
 @pytest.mark.parametrize("hook", ["none", "allreduce", "fp16"])
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_ddp_in_buckets_with_hooks(ctx, hook):
     model = layers(3)
     _, wanted = alone(copy.deepcopy(model))
@@ -125,7 +125,7 @@ def test_ddp_in_buckets_with_hooks(ctx, hook):
     same_gradients(model, wanted, **({"rtol": 0.01, "atol": 1e-4} if hook == "fp16" else {"rtol": 1e-5, "atol": 1e-7}))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_ddp_without_communication_for_a_while(ctx):
     model = layers(2)
     _, wanted = alone(copy.deepcopy(model))
@@ -148,7 +148,7 @@ class TwoWays(nn.Module):
         return self.ways[2](self.ways[way](x))
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_ddp_with_parameters_that_a_rank_does_not_use(ctx):
     model = TwoWays()
     whole = copy.deepcopy(model)
@@ -160,7 +160,7 @@ def test_ddp_with_parameters_that_a_rank_does_not_use(ctx):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_ddp_with_sparse_gradients(ctx):
     torch.manual_seed(0)
     model = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
@@ -174,7 +174,7 @@ def test_ddp_with_sparse_gradients(ctx):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@sim.ranks(3, arms=("sim",))
+@sim.ranks(3, backends=("sim",))
 def test_an_optimizer_whose_state_is_spread_over_the_ranks(ctx):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -206,7 +206,7 @@ RESHARDING = {
 
 
 @pytest.mark.parametrize(("shape", "reshard"), RESHARDING.values(), ids=RESHARDING)
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_fsdp2_resharding(ctx, shape, reshard):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp",) if len(shape) == 1 else ("replicate", "shard"))
     model = layers(3)
@@ -219,7 +219,7 @@ def test_fsdp2_resharding(ctx, shape, reshard):
     same_gradients(model, wanted)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_fsdp2_with_mixed_precision_and_accumulation(ctx):
     model = layers(2)
     _, wanted = alone(copy.deepcopy(model))
@@ -250,7 +250,7 @@ class Block(nn.Module):
         return self.head(self.down(self.up(self.norm(x)).relu()))
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_sequence_and_loss_parallel(ctx):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     model = Block()

@@ -72,14 +72,14 @@ def check(found: tuple[list[float], dict[str, torch.Tensor]], alone) -> None:
     torch.testing.assert_close(found[1], alone[1], rtol=1e-4, atol=1e-6)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_ddp(ctx, alone):
     model = nn.parallel.DistributedDataParallel(build())
     check((train(model, mine), full(model)), alone)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_fsdp2(ctx, alone, shape):
     names = ("dp",) if len(shape) == 1 else ("replicate", "shard")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -91,14 +91,14 @@ def test_fsdp2(ctx, alone, shape):
     check((train(model, mine), full(model)), alone)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_tensor_parallel(ctx, alone):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     model = parallelize_module(build(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     check((train(model), full(model)), alone)
 
 
-@sim.ranks(3, arms=("sim",))
+@sim.ranks(3, backends=("sim",))
 def test_pipeline(ctx):
     model, (x, y) = build(), batch(0)
     whole = copy.deepcopy(model)
@@ -122,7 +122,7 @@ def test_pipeline(ctx):
         torch.testing.assert_close(found.grad, expected.grad)
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_checkpoint(ctx, tmp_path):
     """Saved by four ranks as FSDP, loaded on a 2 x 2 mesh."""
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
@@ -142,7 +142,7 @@ def test_checkpoint(ctx, tmp_path):
     assert any(p.abs().sum() > 0 for p in full(other).values())
 
 
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_optimizer_over_tensor_parallel_and_fsdp(ctx, alone):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(build(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})

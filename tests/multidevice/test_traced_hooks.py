@@ -169,7 +169,7 @@ def test_one_device(ctx):
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_a_replicate_axis(ctx, shape):
     wanted = train(ctx, net(ctx))
     for level in LEVELS:
@@ -186,7 +186,7 @@ def nested(model, mesh):
     return wrap([model], mesh, LEVEL1)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_units_inside_of_units(ctx):
     wanted = train(ctx, net(ctx))
     for backend in (None, "aot_eager"):
@@ -201,7 +201,7 @@ def test_units_inside_of_units(ctx):
     check_against_one_device(ctx, model, model, wanted)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_a_graph_inside_of_a_unit(ctx):
     """Of one module of a unit whose forward runs as it is."""
     wanted = train(ctx, net(ctx))
@@ -212,7 +212,7 @@ def test_a_graph_inside_of_a_unit(ctx):
     check_against_one_device(ctx, model, model, wanted)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_the_bits_of_the_engine(ctx):
     """The sums run in the same order. (Of tied weights, a graph adds up the gradients after their reduction.)"""
 
@@ -335,7 +335,7 @@ def test_collectives(level, backend, shape, again, scattered, reduced):
     assert backward == {"all_gather": again, "reduce_scatter": scattered, "all_reduce": reduced}
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_level3_keeps_no_whole(ctx):
     for level, kept in ((LEVEL2, True), (LEVEL3, False)):
         model = net(ctx)
@@ -366,7 +366,7 @@ class Checkpointed(Net):
         return self.head(x)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_activation_checkpointing(ctx):
     wanted = train(ctx, net(ctx))
     for level in LEVELS:
@@ -384,7 +384,7 @@ def test_activation_checkpointing(ctx):
         check_against_one_device(ctx, model, compiled(ctx, model, "aot_eager"), wanted)
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_activation_checkpointing_still_saves_memory(ctx):
     """The hooks of level3 do not stand in the way of those that checkpoint an activation."""
     model = net(ctx)
@@ -418,7 +418,7 @@ class Odd(nn.Module):
         return nn.functional.linear(x, self.inner.weight, self.inner.bias) + y
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_odd_modules(ctx):
     wanted = train(ctx, net(ctx, make=Odd))
     for level in LEVELS:
@@ -428,7 +428,7 @@ def test_odd_modules(ctx):
         assert model.unused.weight.grad is None
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_forwards_without_gradient_and_several_before_one_backward(ctx):
     plain = net(ctx)
     (plain(data(ctx, 0)).square().mean() + plain(data(ctx, 1)).square().mean()).backward()
@@ -446,7 +446,7 @@ def test_forwards_without_gradient_and_several_before_one_backward(ctx):
             assert_close(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_what_others_see_of_a_module(ctx):
     model, plain = net(ctx), net(ctx)
     wrap([model], mesh_of(ctx), LEVEL3)
@@ -474,7 +474,7 @@ def test_what_others_see_of_a_module(ctx):
         _ = model.blocks[0].up.bias
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_a_forward_that_fails_leaves_parts(ctx):
     model = net(ctx)
     wrap([model], mesh_of(ctx), LEVEL3)
@@ -486,7 +486,7 @@ def test_a_forward_that_fails_leaves_parts(ctx):
         call(x)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_parameters_where_the_engine_puts_them(ctx):
     wanted = train(ctx, net(ctx))
     mesh = mesh_of(ctx, 2, 2)
@@ -513,7 +513,7 @@ def test_parameters_where_the_engine_puts_them(ctx):
 # -- dtypes, factors, accumulation ------------------------------------------------------------------------------------
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_reduction_in_another_dtype(ctx):
     """Of one bf16 gradient per rank, added in fp32: rounded once, which is what one rank computes here by hand."""
     torch.manual_seed(0)
@@ -527,7 +527,7 @@ def test_reduction_in_another_dtype(ctx):
             assert torch.equal(model.weight.grad.full_tensor(), wanted)
 
 
-@sim.ranks(4, arms=NO_GLOO)
+@sim.ranks(4, backends=NO_GLOO)
 def test_accumulation(ctx):
     """Three micro-steps, the third of which is synced, against their sum on one device; and once more after that."""
     plain = net(ctx)
@@ -556,7 +556,7 @@ def test_accumulation(ctx):
                 assert model.embed.weight.grad is model.embed.weight.acc_grad is None
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_backwards_that_are_not_synced(ctx):
     plain = net(ctx)
     for step in range(3):
@@ -574,7 +574,7 @@ def test_backwards_that_are_not_synced(ctx):
             assert not unit.uses_sinks
 
 
-@sim.ranks(2, arms=NO_GLOO)
+@sim.ranks(2, backends=NO_GLOO)
 def test_accumulation_in_another_dtype(ctx):
     """Small summands that bf16 would lose."""
     for level in LEVELS:

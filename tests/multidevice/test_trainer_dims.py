@@ -111,31 +111,31 @@ def check(ctx, config: Config, degrees: Numbers, alone: Numbers) -> None:
 
 
 @pytest.mark.parametrize("degrees", DENSE_2, ids=named)
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_two_simulated_ranks(ctx, dense: Numbers, degrees: Numbers):
     check(ctx, DENSE, degrees, dense)
 
 
 @pytest.mark.parametrize("degrees", DENSE_4, ids=named)
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_four_simulated_ranks(ctx, dense: Numbers, degrees: Numbers):
     check(ctx, DENSE, degrees, dense)
 
 
 @pytest.mark.parametrize("degrees", EXPERTS_2, ids=named)
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_experts_on_two_simulated_ranks(ctx, experts: Numbers, degrees: Numbers):
     check(ctx, EXPERTS, degrees, experts)
 
 
 @pytest.mark.parametrize("degrees", EXPERTS_4, ids=named)
-@sim.ranks(4, arms=("sim",))
+@sim.ranks(4, backends=("sim",))
 def test_experts_on_four_simulated_ranks(ctx, experts: Numbers, degrees: Numbers):
     check(ctx, EXPERTS, degrees, experts)
 
 
 @pytest.mark.parametrize("degrees", EXPERTS_8, ids=named)
-@sim.ranks(8, arms=("sim",))
+@sim.ranks(8, backends=("sim",))
 def test_experts_on_eight_simulated_ranks(ctx, experts: Numbers, degrees: Numbers):
     check(ctx, EXPERTS, degrees, experts)
 
@@ -143,7 +143,7 @@ def test_experts_on_eight_simulated_ranks(ctx, experts: Numbers, degrees: Number
 # On processes and devices, which cost seconds to start, one after the other.
 
 
-@sim.ranks(2, arms=("gloo", "gpu", "npu"))
+@sim.ranks(2, backends=("gloo", "gpu", "npu"))
 def test_two_ranks(ctx, dense: Numbers, experts: Numbers):
     for degrees in DENSE_2:
         check(ctx, DENSE, degrees, dense)
@@ -151,7 +151,7 @@ def test_two_ranks(ctx, dense: Numbers, experts: Numbers):
         check(ctx, EXPERTS, degrees, experts)
 
 
-@sim.ranks(4, arms=("gloo", "gpu", "npu"))
+@sim.ranks(4, backends=("gloo", "gpu", "npu"))
 def test_four_ranks(ctx, dense: Numbers, experts: Numbers):
     for degrees in DENSE_4:
         check(ctx, DENSE, degrees, dense)
@@ -159,7 +159,7 @@ def test_four_ranks(ctx, dense: Numbers, experts: Numbers):
         check(ctx, EXPERTS, degrees, experts)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_one_device_with_other_text_is_told_apart(ctx, dense: Numbers):
     """The comparison can fail: another seed is another run."""
     with pytest.raises(AssertionError, match="tp2"):

@@ -93,7 +93,7 @@ def test_a_loss_of_parts_counts_once(ctx):
     assert torch.equal(full_tensor(grad), x.sum(0))
 
 
-@sim.ranks(2, arms=NO_PROCESSES)
+@sim.ranks(2, backends=NO_PROCESSES)
 def test_several_outputs_are_scaled(ctx):
     own = layout_of(ctx, (2,), ("dp",))
     a, b = (distribute_tensor(numbers(ctx, 4, 2) + k, own("dp")).requires_grad_() for k in (0, 1))
@@ -123,7 +123,7 @@ def test_several_outputs_are_scaled(ctx):
     assert not full_tensor(grad).any()
 
 
-@sim.ranks(2, arms=NO_PROCESSES)
+@sim.ranks(2, backends=NO_PROCESSES)
 def test_one_call_and_nothing_left_behind(ctx):
     own = layout_of(ctx, (2,), ("dp",))
     w = distribute_tensor(numbers(ctx, 4), own("dp")).requires_grad_()
@@ -150,7 +150,7 @@ def test_one_call_and_nothing_left_behind(ctx):
     assert constant()[1] == [None]
 
 
-@sim.ranks(2, arms=NO_PROCESSES)
+@sim.ranks(2, backends=NO_PROCESSES)
 def test_gradients_have_memory_of_their_own(ctx):
     own = layout_of(ctx, (2,), ("dp",))
     for made in (lambda: numbers(ctx, 4), lambda: distribute_tensor(numbers(ctx, 4), own("dp"))):

@@ -88,7 +88,7 @@ def test_every_layout(ctx):
                 assert not Layout.of(loss).is_partial()
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_dtypes_and_dims(ctx):
     own = layout_of(ctx)
     for dtype in filter(ctx.reductions.takes, (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
@@ -119,7 +119,7 @@ def test_targets_however_they_are_given(ctx):
         check(ctx, logits, targets, layout, distribute_tensor(targets, own(*entries)), reduction="sum")
 
 
-@sim.ranks(4, arms=NO_PROCESSES)
+@sim.ranks(4, backends=NO_PROCESSES)
 def test_numbers_at_the_edge(ctx):
     own = layout_of(ctx)
     for layout in (own("dp", "tp"), own("None", ("dp", "tp")), own()):
@@ -210,7 +210,7 @@ def test_mistakes(name):
     assert "\n  try: " in str(caught.value)
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_mistakes_with_parts(ctx):
     own = layout_of(ctx, (2,), ("dp",))
     x = distribute_tensor(LOGITS, own("dp"))

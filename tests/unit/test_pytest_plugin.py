@@ -1,4 +1,4 @@
-"""The plugin, used as a project would: one body, four arms, in a pytest of its own."""
+"""The plugin, used as a project would: one body, four backends, in a pytest of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def factor():
 
 
 @pytest.mark.parametrize("size", [1, 4])
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_fixtures(ctx, factor, size, tmp_path):
     x = torch.full((size,), float(factor), device=ctx.device)
     dist.all_reduce(x)
@@ -65,69 +65,69 @@ import torch.distributed as dist
 import sim
 
 
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_wrong_on_one(ctx):
     wanted = 41 + ctx.rank
     assert wanted == 41
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_stuck(ctx):
     if ctx.rank == 0:
         dist.barrier()
 
 
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_skipped(ctx):
     pytest.skip("not for these ranks")
 
 
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_skipped_by_one(ctx):
     if ctx.rank == 1:
         pytest.skip("not for this rank")
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_left_by_one(ctx):
     if ctx.rank == 1:
         pytest.skip("not for this rank either")
     dist.barrier()
 
 
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_expected(ctx):
     dist.barrier()
     pytest.xfail("later")
 
 
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_expected_of_one(ctx):
     if ctx.rank == 0:
         pytest.xfail("later, on this rank")
 
 
-@sim.ranks(2, arms=("gloo",))
+@sim.ranks(2, backends=("gloo",))
 def test_wrong_while_another_waits(ctx):
     assert ctx.rank == 0, "this one is the cause"
     dist.barrier()
 
 
-@sim.ranks(2, arms=("gloo",))
+@sim.ranks(2, backends=("gloo",))
 def test_killed(ctx):
     if ctx.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-@sim.ranks(2, arms=("gloo",))
+@sim.ranks(2, backends=("gloo",))
 def test_crashes_always(ctx):
     if ctx.rank == 1:
         os.abort()
     dist.barrier()
 
 
-@sim.ranks(2, arms=("gloo",))
+@sim.ranks(2, backends=("gloo",))
 def test_crashes_once(ctx, tmp_path):
     if ctx.rank == 1 and not (tmp_path / "crashed").exists():
         (tmp_path / "crashed").touch()
@@ -136,7 +136,7 @@ def test_crashes_once(ctx, tmp_path):
     dist.barrier()
 
 
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_lazy(ctx):
     return wait_for(ctx)
 
@@ -150,7 +150,7 @@ def unpicklable():
     return lambda: 1
 
 
-@sim.ranks(2, arms=("sim", "gloo"))
+@sim.ranks(2, backends=("sim", "gloo"))
 def test_unpicklable(ctx, unpicklable):
     assert unpicklable() == 1
 """
@@ -197,18 +197,18 @@ def test_one_body_has_four_arms(tmp_path):
     assert "test_sum[sim] PASSED" in out
     assert "test_sum[gloo] PASSED" in out
     for size in (1, 4):
-        for arm in ("sim", "gloo"):
-            assert f"test_fixtures[{arm}-{size}] PASSED" in out
+        for backend in ("sim", "gloo"):
+            assert f"test_fixtures[{backend}-{size}] PASSED" in out
     assert counts(result) == {"passed": 6}, "nothing is made for devices that are not here and were not asked for"
     asked = run_pytest(tmp_path, BODIES, "-v", "-m", "gpu or npu").stdout
-    for arm, device in (("gpu", "cuda"), ("npu", "npu")):
-        assert re.search(rf"test_sum\[{arm}\] SKIPPED", asked)
+    for backend, device in (("gpu", "cuda"), ("npu", "npu")):
+        assert re.search(rf"test_sum\[{backend}\] SKIPPED", asked)
         assert re.search(rf"needs 2 {device} devices[:,]", asked), "the reason says how many"
 
 
 @pytest.mark.parametrize("asked", [("-k", "gpu"), ("test_bodies.py::test_sum[gpu]",), ("--require-devices",)])
 def test_items_for_devices_are_made_when_they_are_asked_for(tmp_path, asked):
-    source = f"{BODIES}\n\n@sim.ranks(1, arms=('gpu',))\ndef test_gpu(ctx): ...\n"
+    source = f"{BODIES}\n\n@sim.ranks(1, backends=('gpu',))\ndef test_gpu(ctx): ...\n"
     result = run_pytest(tmp_path, source, *asked, "-v", "--collect-only")
     assert "test_sum[gpu]" in result.stdout
     assert ("test_gpu[gpu]" in result.stdout) == ("::" not in asked[0])
@@ -234,19 +234,19 @@ def reduced(ctx, dtype):
     return x.item()
 
 
-@sim.ranks(2, arms=("sim", "npu"))
+@sim.ranks(2, backends=("sim", "npu"))
 def test_asks(ctx):
-    assert (ctx.float_dtype is torch.float64) == ctx.reductions.takes(torch.float64) == (ctx.arm == "sim")
+    assert (ctx.float_dtype is torch.float64) == ctx.reductions.takes(torch.float64) == (ctx.backend == "sim")
     assert reduced(ctx, ctx.float_dtype) == 2.0
-    assert (ctx.device_type, dist.get_backend()) == ("cpu", {"sim": "sim", "npu": "hccl"}[ctx.arm])
+    assert (ctx.device_type, dist.get_backend()) == ("cpu", {"sim": "sim", "npu": "hccl"}[ctx.backend])
 
 
-@sim.ranks(2, arms=("sim", "npu"), check_races=True)
+@sim.ranks(2, backends=("sim", "npu"), check_races=True)
 def test_does_not_ask(ctx):
     assert reduced(ctx, torch.float64) == 2.0
 
 
-@sim.ranks(2, arms=("npu", "gpu"))
+@sim.ranks(2, backends=("npu", "gpu"))
 def test_without_a_sim_arm(ctx):
     assert reduced(ctx, torch.float32) == 2.0
 """
@@ -289,10 +289,10 @@ def test_failures_are_shown(tmp_path):
     assert "test_skipped[gloo] SKIPPED" in out
     assert "only rank 1 of 2 skipped: not for this rank" in out
     assert "only rank 1 of 2 skipped: not for this rank either\nno rank can run: 1 of 2 ranks wait" in plain
-    for arm in ("sim", "gloo"):
-        assert f"test_expected[{arm}] XFAIL (later)" in out
-        assert f"test_expected_of_one[{arm}] FAILED" in out
-        assert f"test_lazy[{arm}] FAILED" in out
+    for backend in ("sim", "gloo"):
+        assert f"test_expected[{backend}] XFAIL (later)" in out
+        assert f"test_expected_of_one[{backend}] FAILED" in out
+        assert f"test_lazy[{backend}] FAILED" in out
     assert "only rank 0 of 2 xfailed: later, on this rank" in out
     assert "--- rank 0 ---\nxfailed: later, on this rank" in plain
     assert out.count("TypeError: test_lazy returned a coroutine, and nothing of it has run") >= 2
@@ -357,13 +357,13 @@ def test_other_operations(ctx):
         dist.barrier()
 
 
-@sim.ranks(2, arms=("gloo",))
+@sim.ranks(2, backends=("gloo",))
 def test_one_is_missing(ctx):
     if ctx.rank == 0:
         dist.irecv(torch.ones(1), 1).wait()
 
 
-@sim.ranks(2, arms=("gloo",))
+@sim.ranks(2, backends=("gloo",))
 def test_a_long_computation(ctx):
     if ctx.rank == 0:
         import time
@@ -482,10 +482,10 @@ def test_the_parentheses_are_forgotten():
         def test_body(ctx): ...
 
 
-@pytest.mark.parametrize("arms", [(), ("cpu",), ("sim", "tpu")])
-def test_an_unknown_arm(arms):
+@pytest.mark.parametrize("backends", [(), ("cpu",), ("sim", "tpu")])
+def test_an_unknown_arm(backends):
     with pytest.raises(ValueError, match="known: sim, gloo, gpu, npu"):
-        sim.ranks(2, arms=arms)
+        sim.ranks(2, backends=backends)
 
 
 def test_a_body_without_the_context():
@@ -498,7 +498,7 @@ def test_a_body_without_the_context():
 def test_a_body_of_which_a_call_runs_nothing():
     with pytest.raises(TypeError) as found:
 
-        @sim.ranks(2, arms=("sim", "gloo"))
+        @sim.ranks(2, backends=("sim", "gloo"))
         async def test_body(ctx):
             raise AssertionError
 
@@ -530,25 +530,25 @@ def test_a_method():
     with pytest.raises(TypeError) as found:
 
         class TestBodies:
-            @sim.ranks(2, arms=("sim", "gloo"))
+            @sim.ranks(2, backends=("sim", "gloo"))
             def test_body(self, ctx): ...
 
     assert str(found.value) == (
-        "test_a_method.<locals>.TestBodies.test_body is a method; the processes of an arm could not find it\n"
-        "  arms: gloo start processes\n"
-        "  try: arms=('sim',), or a function of the module: def test_body(ctx): ..."
+        "test_a_method.<locals>.TestBodies.test_body is a method; the processes of a backend could not find it\n"
+        "  backends: gloo start processes\n"
+        "  try: backends=('sim',), or a function of the module: def test_body(ctx): ..."
     )
     with pytest.raises(TypeError, match=r"try: def test_body\(self, ctx\)"):
 
         class TestNothing:
-            @sim.ranks(2, arms=("sim",))
+            @sim.ranks(2, backends=("sim",))
             def test_body(self): ...
 
 
 class TestMethods:
     number = 7
 
-    @sim.ranks(2, arms=("sim",))
+    @sim.ranks(2, backends=("sim",))
     @pytest.mark.parametrize("factor", [1, 2])
     def test_a_method_on_simulated_ranks(self, ctx, factor, tmp_path):
         assert tmp_path.is_dir()
@@ -568,7 +568,7 @@ from hypothesis import given, settings
 import sim
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_sum(ctx):
     x = torch.full((1,), float(ctx.rank), device=ctx.device)
     dist.all_reduce(x)
@@ -586,12 +586,12 @@ def test_drawn(schedule, shape):
     assert sim.run(body, 3, schedule=schedule)[2] == [3.0] * torch.Size(shape).numel()
 
 
-@sim.ranks(2, arms=("sim",))
+@sim.ranks(2, backends=("sim",))
 def test_the_seed_is_known(ctx):
     assert ctx.seed == 11
 
 
-@sim.ranks(2, arms=("sim",), check_races=True)
+@sim.ranks(2, backends=("sim",), check_races=True)
 def test_race(ctx):
     dist.all_reduce(x := torch.ones(2), async_op=True)
     x.sum()
@@ -602,7 +602,7 @@ def test_not_on_ranks():
         subprocess.run("true")
 
 
-@sim.ranks(2, arms=("sim",), check_replicas=True)
+@sim.ranks(2, backends=("sim",), check_replicas=True)
 def test_copies(ctx):
     sim.check_replicas(torch.tensor(float(ctx.rank)), group=dist.group.WORLD)
 """
