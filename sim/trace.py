@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from sim.comm.trace import Event, EventLog, Row, Span
-from sim.views.export import write_chrome, write_flight_recorder
-from sim.views.plot import draw
+from sim.timeline.export import write_chrome, write_flight_recorder
+from sim.timeline.plot import draw
 
 __all__ = ["Event", "Row", "Span", "Trace"]
 

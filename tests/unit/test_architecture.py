@@ -303,7 +303,7 @@ def _has_state(node: ast.ClassDef) -> bool:
 _UNPICKLING = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 _MAY_PICKLE = {
     "sim/testing/processes.py": "arguments of living ranks",
-    "sim/views/export.py": "flight recorder dumps, which torch's analyser wants so; they are only written",
+    "sim/timeline/export.py": "flight recorder dumps, which torch's analyser wants so; they are only written",
 }
 
 
@@ -613,7 +613,7 @@ def test_what_the_house_allows_is_not_found(rule: str, files: dict[str, str]) ->
         ("pickles", "sim/a.py", "import pickle"),
         ("pickles", "sim/a.py", "def f():\n    from pickle import loads"),
         ("pickles", "benchmarks/a.py", "import importlib\nimportlib.import_module('cloudpickle')"),
-        ("pickles", "sim/views/export.py", "import pickle\npickle.load(file)"),
+        ("pickles", "sim/timeline/export.py", "import pickle\npickle.load(file)"),
         ("pickles", "hyper_parallel/a.py", "import torch\ntorch.load(path)"),
         ("pickles", "hyper_parallel/a.py", "import torch\ntorch.load(path, weights_only=False)"),
         ("pickles", "hyper_parallel/a.py", "import numpy as np\nnp.load(path, allow_pickle=True)"),
@@ -679,7 +679,7 @@ def test_offence_is_found(check: str, path: str, text: str) -> None:
     [
         ("sim imports", "hyper_parallel/cli/train.py", "def train():\n    from sim import run"),
         ("sim imports", "hyper_parallel/cli/estimate.py", "def estimate():\n    from sim import mesh"),
-        ("pickles", "sim/views/export.py", "import pickle\npickle.dumps(dump)"),
+        ("pickles", "sim/timeline/export.py", "import pickle\npickle.dumps(dump)"),
         ("pickles", "hyper_parallel/a.py", "import pickletools\nimport torch\ntorch.load(path, weights_only=True)"),
         ("pickles", "hyper_parallel/a.py", "dist.all_gather_object(values, value)  # between living ranks"),
         ("sim imports", "hyper_parallel/a.py", "import simplejson\nfrom similar import x\n# import sim"),

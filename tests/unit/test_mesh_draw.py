@@ -41,14 +41,14 @@ def stages(ranks: int, batches: int) -> tuple[Timeline, list[ClassMemory]]:
 class TestChrome:
     def test_each_rank_is_a_process_and_each_stream_a_thread(self) -> None:
         timeline, memory = a_step()
-        events = chrome_events(timeline, memory)
+        events = chrome_events(timeline, memory).events
         names = {event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]}
         threads = {"compute", "compute 1", "communication dp_shard", "communication tp", "waits"}
         assert names == {"rank 0 and 7 like it", *threads}
 
     def test_boxes_are_in_microseconds(self) -> None:
         timeline, memory = a_step()
-        events = chrome_events(timeline, memory)
+        events = chrome_events(timeline, memory).events
         gathers = [event for event in events if event["name"] == "all_gather"]
         assert [event["dur"] for event in gathers] == pytest.approx([50, 40])
         exposed = [event for event in events if event.get("cat") == "exposed"]
@@ -56,7 +56,7 @@ class TestChrome:
 
     def test_memory_is_a_counter_by_category(self) -> None:
         timeline, memory = a_step()
-        counters = [event for event in chrome_events(timeline, memory) if event["ph"] == "C"]
+        counters = [event for event in chrome_events(timeline, memory).events if event["ph"] == "C"]
         assert {"activations": 40 * MIB} in [event["args"] for event in counters]
         assert {"reserved": 40 * MIB} in [event["args"] for event in counters]
 

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sim
 from sim.kernel.context import current_context
+from sim.timeline.bars import lay_out
+from sim.timeline.export import flight_recorder
 from sim.trace import Event, Trace
-from sim.views.export import flight_recorder
-from sim.views.timeline import lay_out
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 

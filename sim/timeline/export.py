@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pickle
@@ -14,7 +13,8 @@ from typing import Any
 
 from sim.comm.trace import Event, Shape
 from sim.comm.trace import EventLog as Trace
-from sim.views.timeline import Bar, lay_out, row_names, row_of, stack
+from sim.timeline.bars import Bar, lay_out, row_names, row_of, stack
+from sim.timeline.perfetto import PerfettoEvents
 
 __all__ = ["flight_recorder", "write_chrome", "write_flight_recorder"]
 
@@ -25,32 +25,30 @@ Json = dict[str, Any]
 
 def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write what :meth:`sim.Trace.to_chrome` says."""
-    content: Json = {"traceEvents": _chrome(trace), "displayTimeUnit": "ns"}
-    if older := trace.forgotten():
-        content["otherData"] = {"left out": f"{older:,} older events"}
-    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    older = trace.forgotten()
+    _chrome(trace).write(path, "ns", f"{older:,} older events" if older else "")
 
 
-def _chrome(trace: Trace) -> list[Json]:
-    """The events of the format: names of processes and threads, then slices, then the arrows between them."""
+def _chrome(trace: Trace) -> PerfettoEvents:
+    """Return names of processes and threads, then slices, then the arrows between them."""
     bars, timed = lay_out(trace)
     unit = 1e6 if timed else 1.0  # the format counts in microseconds; a step counts as one
     threads = _threads(bars)
-    names = [_meta("process_name", rank, 0, {"name": f"rank {rank}"}) for rank in range(trace.world_size)]
-    names += [_meta("process_sort_index", rank, 0, {"sort_index": rank}) for rank in range(trace.world_size)]
-    older = {rank: trace.forgotten(rank) for rank in range(trace.world_size)} if trace.forgotten() else {}
-    names += [
-        _meta("process_labels", rank, 0, {"labels": f"without {count:,} older events"}) for rank, count in older.items()
-    ]
-    labels = sorted({(bar.event.rank, *threads[index]) for index, bar in enumerate(bars)})
-    names += [_meta("thread_name", rank, thread, {"name": name}) for rank, thread, name in labels]
-    slices, operations = [], dict[int, list[tuple[Bar, int]]]()
+    found = PerfettoEvents()
+    for rank in range(trace.world_size):
+        found.process(rank, f"rank {rank}")
+    for rank in range(trace.world_size) if trace.forgotten() else ():
+        found.label(rank, f"without {trace.forgotten(rank):,} older events")
+    for rank, thread, name in sorted({(bar.event.rank, *threads[index]) for index, bar in enumerate(bars)}):
+        found.thread(rank, thread, name)
+    operations: dict[int, list[tuple[Bar, int]]] = {}
     for index, bar in enumerate(bars):
         thread = threads[index][0]
-        slices.append(_slice(bar, thread, unit))
+        _add_slice(found, bar, thread, unit)
         operations.setdefault(bar.number, []).append((bar, thread))
-    arrows = [arrow for members in operations.values() for arrow in _arrows(members, unit)]
-    return [*names, *slices, *arrows]
+    for members in operations.values():
+        _add_arrows(found, members, unit)
+    return found
 
 
 def _threads(bars: Sequence[Bar]) -> list[tuple[int, str]]:
@@ -69,11 +67,7 @@ def _threads(bars: Sequence[Bar]) -> list[tuple[int, str]]:
     return found
 
 
-def _meta(kind: str, rank: int, thread: int, args: Json) -> Json:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": args}
-
-
-def _slice(bar: Bar, thread: int, unit: float) -> Json:
+def _add_slice(found: PerfettoEvents, bar: Bar, thread: int, unit: float) -> None:
     event = bar.event
     args: Json = {"group": ", ".join(map(str, event.group)), "dtype": event.dtype, "shape": str(list(event.shape))}
     args |= {"bytes sent": event.send_bytes, "bytes received": event.recv_bytes, "line": event.line}
@@ -81,31 +75,19 @@ def _slice(bar: Bar, thread: int, unit: float) -> Json:
     args |= {name: value for name, value in optional.items() if value is not None}
     args |= {"number": event.seq} if event.seq >= 0 else {}
     args |= {"issued": event.order} if bar.complete else {"issued": event.order, "state": "not all ranks have come"}
-    times = {"ts": bar.left * unit, "dur": (bar.right - bar.left) * unit}
-    return {
-        "ph": "X",
-        "name": event.op,
-        "cat": event.axis,
-        "pid": event.rank,
-        "tid": thread,
-        **times,
-        "args": args,
-    }
+    start, duration = bar.left * unit, (bar.right - bar.left) * unit
+    found.slice(event.rank, thread, event.op, event.axis, start=start, duration=duration, args=args)
 
 
-def _arrows(members: list[tuple[Bar, int]], unit: float) -> list[Json]:
-    """One flow through the members of an operation, in rank order; from the sender to the receiver of a message."""
+def _add_arrows(found: PerfettoEvents, members: list[tuple[Bar, int]], unit: float) -> None:
+    """Lead one arrow through the members of an operation, in rank order, senders first."""
     if len(members) < 2:
-        return []
+        return
     members = sorted(members, key=lambda member: (member[0].event.op == "recv", member[0].event.rank))
-    arrows: list[Json] = []
     for place, (bar, thread) in enumerate(members):
         phase = "s" if place == 0 else "f" if place == len(members) - 1 else "t"
-        at = bar.left * unit
-        arrow = {"ph": phase, "id": bar.number, "name": bar.event.op, "cat": bar.event.axis, "ts": at}
-        arrow |= {"pid": bar.event.rank, "tid": thread}
-        arrows.append(arrow | ({"bp": "e"} if phase == "f" else {}))
-    return arrows
+        event = bar.event
+        found.arrow(phase, bar.number, event.rank, thread, event.op, event.axis, bar.left * unit)
 
 
 # -- flight recorder -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sim.comm.trace import EventLog as Trace
 from sim.explain.errors import SimError
-from sim.views.timeline import Bar, TraceBars, lay_out, stack
+from sim.timeline.bars import Bar, TraceBars, lay_out, stack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
