@@ -21,7 +21,7 @@ from sim.mesh.hardware import Hardware, find_hardware
 from sim.mesh.pricing.calibration import DATA, Calibration, load_calibration
 from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import matmul_seconds
-from sim.mesh.pricing.fitting import Measurement, descend, loss_of, spread_in, summary
+from sim.mesh.pricing.measure_fit import Measurement, descend, loss_of, spread_in, summary
 
 PUBLISHED = Path(__file__).resolve().parent / "published" / "data"
 SMALLEST = 16 * 1024  # bytes: below, tables disagree by how they were timed (13, 35 and 39 us for the same collective)

@@ -153,8 +153,8 @@ def search(
     """
     recipe = given["recipe"]
     with _mistakes_as_messages():
+        from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
         from sim.mesh.searching.search import search as search_ways
-        from sim.mesh.searching.search_report import SearchBar, search_dict, search_view
 
         check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
         levels = [recipe["checkpointing"]] if "checkpointing" in recipe else ["none", "selective", "full"]

@@ -1,7 +1,6 @@
 """The one place for devices: streams, events, memory statistics and backend names of cpu, cuda and npu.
 
-registry -> cuda, npu -> accelerator -> base -> reductions
-registry -> cpu -> base
+registry -> accelerator, cpu -> base -> reductions
 """
 
 from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream

@@ -7,10 +7,9 @@ import warnings
 from collections.abc import Callable
 
 from hyper_parallel.core.common.checks import check
+from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform, torch_npu_is_installed
 from hyper_parallel.platform.base import Platform, PlatformUnavailableError
 from hyper_parallel.platform.cpu import CpuPlatform
-from hyper_parallel.platform.cuda import CudaPlatform
-from hyper_parallel.platform.npu import NpuPlatform, torch_npu_is_installed
 
 __all__ = ["PlatformRegistry", "get_platform", "register_platform", "register_provider", "unregister_provider"]
 

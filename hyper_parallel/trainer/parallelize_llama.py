@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel.core.expert_parallel.balance import set_aux_scale, update_expert_bias
+from hyper_parallel.core.expert_parallel.router import set_aux_scale, update_expert_bias
 from hyper_parallel.core.init.api import init_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module

@@ -22,8 +22,7 @@ from sim.explain.errors import RankLost, RankStopped, SimError, ranks_phrase, sa
 from sim.explain.lines import raised_at
 from sim.kernel import watchdog
 from sim.kernel.threads import Worker
-from sim.kernel.unscheduled import UnscheduledThreads
-from sim.kernel.waiting import Lost, RankThread, Waitable
+from sim.kernel.waiting import Lost, RankThread, UnscheduledThreads, Waitable
 
 __all__ = ["Scheduler"]
 

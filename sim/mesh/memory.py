@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sim.mesh.program import Comm, Op, Place, Program
-from sim.mesh.replay.allocator import CACHING, AllocatorRules, Block, CachingAllocator
-from sim.mesh.replay.takings import MemoryPlan, Pattern, find_pattern
+from sim.mesh.replay.allocator import (
+    CACHING,
+    AllocatorRules,
+    Block,
+    CachingAllocator,
+    MemoryPlan,
+    Pattern,
+    find_pattern,
+)
 
 __all__ = ["OTHER", "ROUNDING", "ClassMemory", "CurvePoint", "replay_memory"]
 

@@ -34,7 +34,7 @@ from sim.kernel.context import current_context
 from sim.patches.locks import exchange, my_scheduler
 from sim.patches.rank import Host, RankContext, Undo
 from sim.script.modules import RankFinder, RankLocks
-from sim.script.process_view import SLOTS, ForwardToRank, ProcessView
+from sim.script.output import SLOTS, ForwardToRank, ProcessView
 
 __all__ = ["PROCESS_PATCHES"]
 

@@ -20,8 +20,8 @@ from sim.observers.replicas import Replicas
 from sim.patches.messages import copy_of_filters, enter_filters, leave_filters
 from sim.patches.torch_modules import Hooks, enter_hooks, leave_hooks
 from sim.script.modules import OwnModules
+from sim.script.output import ProcessView
 from sim.script.packages import SharedReferences
-from sim.script.process_view import ProcessView
 
 __all__ = ["Generators", "Host", "RankContext", "SimPlatform", "Undo", "use_op_handlers"]
 

@@ -1,6 +1,6 @@
 """Unmodified scripts for torchrun on simulated ranks: ``python -m sim run``.
 
 launch -> options -> modules -> packages
-launch -> process_view -> output
+launch -> output
 launch -> failure
 """

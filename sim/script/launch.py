@@ -21,8 +21,7 @@ from sim.kernel.context import current_context
 from sim.script.failure import report_failure
 from sim.script.modules import find_module
 from sim.script.options import Launch, parse
-from sim.script.output import RankStream
-from sim.script.process_view import ProcessView
+from sim.script.output import ProcessView, RankStream
 from sim.world import World, world
 
 __all__ = ["main", "run_script"]

@@ -31,7 +31,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 import sim
 from hyper_parallel import DTensor, init_device_mesh
 from hyper_parallel.core.expert_parallel import Router, take_aux, update_expert_bias
-from hyper_parallel.core.expert_parallel.exchange import exchange_rows
+from hyper_parallel.core.expert_parallel.experts import exchange_rows
 from hyper_parallel.core.fully_shard.api import get_model_state_dict, load_state_dict
 from hyper_parallel.models.moe import MoEConfig
 

@@ -24,8 +24,7 @@ import sim
 from hyper_parallel.core.checkpoint import CheckpointError, load_checkpoint, read_metadata, save_checkpoint
 from hyper_parallel.core.checkpoint import reader as reader_module
 from hyper_parallel.core.checkpoint import writer as writer_module
-from hyper_parallel.core.checkpoint.exact import from_json, to_json
-from hyper_parallel.core.checkpoint.files import DTYPES
+from hyper_parallel.core.checkpoint.files import DTYPES, from_json, to_json
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import distribute_tensor
 from sim.strategies import layouts, meshes, shapes

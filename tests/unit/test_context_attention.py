@@ -14,13 +14,12 @@ import sim
 from hyper_parallel.core.context_parallel import (
     ContextParallel,
     SequenceSplit,
+    attention,
     attention_traffic,
-    blocks,
     context_parallel,
     kernels,
 )
-from hyper_parallel.core.context_parallel.blocks import AttentionBlock, Joined
-from hyper_parallel.core.context_parallel.ring import Ring
+from hyper_parallel.core.context_parallel.attention import AttentionBlock, Joined, Ring
 from hyper_parallel.models import Llama, LlamaConfig
 
 pytestmark = pytest.mark.sim
@@ -48,7 +47,7 @@ def cp_of(degree: int | None = None, balance: bool = True) -> ContextParallel:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, SEQ])
 def test_products_and_kernel_agree(monkeypatch: pytest.MonkeyPatch, causal: bool, rows_at_a_time: int) -> None:
-    monkeypatch.setattr(blocks, "MAX_SCORES", rows_at_a_time * BATCH * HEADS * SEQ)
+    monkeypatch.setattr(attention, "MAX_SCORES", rows_at_a_time * BATCH * HEADS * SEQ)
     block = AttentionBlock(*qkv(), causal, 0.3)
     assert kernels.has_kernel(block.q, block.k, block.v)
     out, lse = block.forward()
@@ -62,10 +61,10 @@ def test_products_and_kernel_agree(monkeypatch: pytest.MonkeyPatch, causal: bool
 
 
 def test_few_rows_at_a_time_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MAX_SCORES", 2 * BATCH * HEADS * SEQ)
+    monkeypatch.setattr(attention, "MAX_SCORES", 2 * BATCH * HEADS * SEQ)
     block = AttentionBlock(*qkv(), False, 1.0, (torch.zeros(BATCH, SEQ), torch.zeros(BATCH, SEQ)))
     sizes = [scores.numel() for _, scores in block._scores()]
-    assert sizes == [blocks.MAX_SCORES] * (SEQ // 2)
+    assert sizes == [attention.MAX_SCORES] * (SEQ // 2)
 
 
 def test_a_query_that_sees_nothing_gets_zeros_and_changes_nothing() -> None:

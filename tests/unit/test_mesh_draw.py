@@ -13,7 +13,7 @@ from test_mesh_timeline import Prices, comm, one, op, pipeline
 from sim.explain.errors import SimError
 from sim.mesh.memory import ClassMemory, replay_memory
 from sim.mesh.program import Alloc, Await, EventRecord, Free, Place, Program, Segment, Wait
-from sim.mesh.replay.chrome import chrome_events
+from sim.mesh.replay.spans import chrome_events
 from sim.mesh.timeline import Timeline, replay_time
 
 MIB = 1 << 20

@@ -9,9 +9,8 @@ from sim.mesh.cost import Pricing
 from sim.mesh.hardware import find_hardware
 from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
-from sim.mesh.pricing.fitting import Measurement, descend, quantile, summary
 from sim.mesh.pricing.measure import _MATMULS, measure
-from sim.mesh.pricing.measure_fit import OPS, fit_hardware
+from sim.mesh.pricing.measure_fit import OPS, Measurement, descend, fit_hardware, quantile, summary
 from sim.mesh.program import Comm, CommGroup, Op, Touch
 
 MACHINE = {"device": "cpu", "title": "a CPU", "memory": 2**33, "cores": 2}

@@ -11,8 +11,7 @@ import pytest
 
 from sim.mesh.memory import ROUNDING, ClassMemory, replay_memory
 from sim.mesh.program import Alloc, Event, Free, Op, Place, Program, Segment
-from sim.mesh.replay.allocator import CACHING, EXPANDABLE, PLAIN, AllocatorRules, Block, CachingAllocator
-from sim.mesh.replay.takings import find_pattern
+from sim.mesh.replay.allocator import CACHING, EXPANDABLE, PLAIN, AllocatorRules, Block, CachingAllocator, find_pattern
 
 MIB = 1 << 20
 

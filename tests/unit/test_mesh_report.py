@@ -16,8 +16,8 @@ from sim.mesh.explain import explain
 from sim.mesh.recipe import Recipe
 from sim.mesh.report import estimate_dict, estimate_text
 from sim.mesh.searching.advice import advise
+from sim.mesh.searching.ranking import SearchBar, search_dict, search_text
 from sim.mesh.searching.search import search
-from sim.mesh.searching.search_report import SearchBar, search_dict, search_text
 
 EIGHT = ParallelDims(dp_shard=8, world_size=8)
 

@@ -34,8 +34,7 @@ import sim
 from hyper_parallel import platform
 from sim.comm.process_group import SimProcessGroup
 from sim.patches import devices, install, process_groups
-from sim.script.output import RankStream
-from sim.script.process_view import SLOTS, ProcessView
+from sim.script.output import SLOTS, ProcessView, RankStream
 
 pytestmark = pytest.mark.sim
 _LOCAL_SHAPE = "_compute_local_shape_and_global_offset"

@@ -1,7 +1,7 @@
 """Checkpoints: saved from any mesh, loaded on any other, complete or not there at all.
 
-    checkpointer -> api -> reader, writer, planning -> shards, record -> files, exact
-                    checkpointer, api -> staging, folders, errors
+    checkpointer -> api -> reader, writer, planning -> shards, record -> files
+                    checkpointer, api -> folders, errors
 
 ``api`` has `save_checkpoint` and `load_checkpoint`, ``checkpointer`` the folder of a run. ``shards`` are the local
 shards of tensors, ``planning`` the plans of torch.distributed.checkpoint, ``writer``, ``reader`` and ``files``

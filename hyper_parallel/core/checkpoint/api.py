@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hyper_parallel.core.checkpoint import folders
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers, failure_of
-from hyper_parallel.core.checkpoint.exact import to_json
+from hyper_parallel.core.checkpoint.files import to_json
 from hyper_parallel.core.checkpoint.record import CheckpointMetadata, read_record
 from hyper_parallel.core.checkpoint.shards import LocalShard, key_of, shards_of
 from hyper_parallel.core.common.checks import check

@@ -20,9 +20,9 @@ from typing_extensions import Self
 from hyper_parallel.core.checkpoint import folders
 from hyper_parallel.core.checkpoint.api import Folder, Tensors, load, run_of, write
 from hyper_parallel.core.checkpoint.errors import CheckpointError, Peers
-from hyper_parallel.core.checkpoint.exact import to_json
+from hyper_parallel.core.checkpoint.files import to_json
 from hyper_parallel.core.checkpoint.shards import LocalShard, shards_of
-from hyper_parallel.core.checkpoint.staging import Staging
+from hyper_parallel.core.checkpoint.writer import Staging
 from hyper_parallel.core.common.checks import check, check_choice, check_least
 from hyper_parallel.core.common.errors import explain
 

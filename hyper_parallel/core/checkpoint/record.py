@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.checkpoint.errors import CheckpointError
-from hyper_parallel.core.checkpoint.exact import decoded
-from hyper_parallel.core.checkpoint.files import DTYPES, open_plain
+from hyper_parallel.core.checkpoint.files import DTYPES, decoded, open_plain
 from hyper_parallel.core.checkpoint.shards import BETWEEN
 from hyper_parallel.core.common.errors import explain
 

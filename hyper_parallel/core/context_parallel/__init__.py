@@ -1,8 +1,12 @@
 """Context parallelism: one sequence over several ranks, attention over all of it.
 
-``index`` (who holds which positions, pure arithmetic) -> ``api`` (the object that a model gets) -> ``ulysses`` (from a
-split sequence to split heads and back) and ``ring`` (keys and values travel) -> ``blocks`` (some queries against some
-keys), by ``kernels`` where there are some. ``arguments`` says what is wrong with a call, ``cost`` what it moves.
+    api -> arguments -> index
+    api -> attention -> index, kernels
+    cost -> attention, index
+
+`index` is pure arithmetic: who holds which positions. `api` is the object that a model gets, `arguments` says what is
+wrong with a call, and `cost` what it moves. `attention` has Ulysses and the ring over blocks of queries and keys, which
+are computed by `kernels` where there are some.
 """
 
 from hyper_parallel.core.context_parallel.api import ContextParallel, context_parallel

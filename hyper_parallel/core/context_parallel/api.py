@@ -24,8 +24,14 @@ from hyper_parallel.core.context_parallel.arguments import (
     default_scale,
     split_over,
 )
-from hyper_parallel.core.context_parallel.ring import Ring, Task, ring_attention
-from hyper_parallel.core.context_parallel.ulysses import shared_heads, to_heads, to_sequence
+from hyper_parallel.core.context_parallel.attention import (
+    Ring,
+    Task,
+    ring_attention,
+    shared_heads,
+    to_heads,
+    to_sequence,
+)
 from hyper_parallel.core.mesh.device_mesh import axes_of
 
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

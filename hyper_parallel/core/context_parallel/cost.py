@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.context_parallel.attention import shared_heads
 from hyper_parallel.core.context_parallel.index import SequenceSplit
-from hyper_parallel.core.context_parallel.ulysses import shared_heads
 
 
 class AttentionTraffic(NamedTuple):

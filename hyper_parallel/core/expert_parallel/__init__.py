@@ -1,12 +1,11 @@
 """Experts split over ranks: tokens go to the ranks that have their experts, and come back.
 
-api -> balance -> router -> experts -> exchange, order
+api -> router -> experts
 """
 
 from hyper_parallel.core.expert_parallel.api import expert_parallel
-from hyper_parallel.core.expert_parallel.balance import set_aux_scale, take_aux, update_expert_bias
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
-from hyper_parallel.core.expert_parallel.router import Router, Routing
+from hyper_parallel.core.expert_parallel.router import Router, Routing, set_aux_scale, take_aux, update_expert_bias
 
 __all__ = [
     "GroupedExperts",

@@ -14,8 +14,8 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.common.torch_compat import note_replaced
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.expert_parallel.balance import routers_of
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, SharedGroup
+from hyper_parallel.core.expert_parallel.router import routers_of
 from hyper_parallel.core.mesh.device_mesh import axes_of
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.region import OWN_PARTS, is_unit

@@ -1,10 +1,10 @@
-"""Many feed-forwards as three tensors, each applied to the tokens that are routed to it; no token is dropped."""
+"""Experts: the order of tokens, their exchange between ranks, and the layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,137 @@ from hyper_parallel.core.common.checks import check, check_least
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.expert_parallel.exchange import exchange_counts, exchange_rows
-from hyper_parallel.core.expert_parallel.order import Order, restored, sorted_copies, sorted_rows
 from hyper_parallel.core.redistribute.api import to_local
 
-__all__ = ["CountRows", "GroupedExperts", "Loads", "SharedGroup", "count_rows"]
+__all__ = [
+    "CountRows",
+    "GroupedExperts",
+    "Loads",
+    "Order",
+    "SharedGroup",
+    "count_rows",
+    "exchange_counts",
+    "exchange_rows",
+    "restored",
+    "sorted_copies",
+    "sorted_rows",
+]
+
+
+# Rows that go from every rank of a group to every other one, as many as each has for it -------------------------------
+
+
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Tell the ranks of a group how many rows each of them gets.
+
+    Args:
+        counts: int64 (ranks, bins): row r is for rank r.
+        group: the ranks.
+
+    Returns:
+        (ranks, bins): row r is from rank r.
+
+    Communication: forward one all_to_all of a few numbers; backward none.
+    """
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    return received
+
+
+def exchange_rows(
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send each rank of a group its rows, and return what they send here, in the order of ranks.
+
+    Args:
+        rows: (sum of sent, ...), those for rank 0 first.
+        sent: how many rows are for each rank; any may be 0.
+        received: how many come from each.
+        group: the ranks.
+
+    Communication: forward one all_to_all, backward one the other way, of gradients.
+    """
+    return cast(torch.Tensor, _Exchange.apply(rows, tuple(sent), tuple(received), group))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        there = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(there, rows.contiguous(), list(received), list(sent), group=group)
+        return there
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+# Rows in the order of the experts that they go to, and back -----------------------------------------------------------
+
+
+class Order(NamedTuple):
+    """An order of rows by the bins that they belong to; within a bin they stay as they were.
+
+    >>> order = Order.by(torch.tensor([2, 0, 2, 1]), bins=4)
+    >>> order.places.tolist(), order.back.tolist(), order.counts.tolist()
+    ([1, 3, 0, 2], [2, 0, 3, 1], [1, 1, 2, 0])
+
+    Attributes:
+        places: which row comes at each place.
+        back: at which place each row is.
+        counts: how many rows each bin has.
+    """
+
+    places: torch.Tensor
+    back: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def by(cls, bins_of_rows: torch.Tensor, bins: int) -> Order:
+        """Sort rows by their bins, given as numbers below `bins`."""
+        places = bins_of_rows.argsort(stable=True)
+        back = torch.empty_like(places)
+        back[places] = torch.arange(len(places), device=places.device)
+        counts = torch.zeros(bins, dtype=torch.int64, device=places.device)
+        return cls(places, back, counts.scatter_add_(0, bins_of_rows, torch.ones_like(bins_of_rows)))
+
+
+def sorted_rows(rows: torch.Tensor, order: Order) -> torch.Tensor:
+    """Return rows in an order."""
+    return cast(torch.Tensor, _Move.apply(rows, order.places, order.back, 1))
+
+
+def sorted_copies(rows: torch.Tensor, order: Order, copies: int) -> torch.Tensor:
+    """Return so many copies of each row, next to each other, in an order of these."""
+    return cast(torch.Tensor, _Move.apply(rows, order.places, order.back, copies))
+
+
+def restored(rows: torch.Tensor, order: Order) -> torch.Tensor:
+    """Return rows that are in an order as they were before it."""
+    return cast(torch.Tensor, _Move.apply(rows, order.back, order.places, 1))
+
+
+class _Move(torch.autograd.Function):
+    """Rows by index. Each is used a known number of times, so gradients are gathered as well, in the same order on
+    every device, where torch's own index would scatter them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor, back: torch.Tensor, copies: int) -> torch.Tensor:
+        ctx.back, ctx.copies = back, copies
+        return rows.index_select(0, places if copies == 1 else places // copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        there = grad.index_select(0, ctx.back)
+        if ctx.copies > 1:
+            there = there.view(len(there) // ctx.copies, ctx.copies, *there.shape[1:]).sum(1)
+        return there, None, None, None
+
+
+# Many feed-forwards as three tensors, each applied to the tokens that are routed to it; no token is dropped -----------
 
 
 @dataclass(frozen=True)

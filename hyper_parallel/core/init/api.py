@@ -16,8 +16,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import plain_name
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.init.filling import Filling
-from hyper_parallel.core.init.target import FillTarget
-from hyper_parallel.core.init.tiles import Region
+from hyper_parallel.core.init.tiles import FillTarget, Region
 from hyper_parallel.platform import get_platform
 
 __all__ = ["init_parameters"]

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.init.target import FillTarget
-from hyper_parallel.core.init.tiles import digest, normal, truncated, uniform
+from hyper_parallel.core.init.tiles import FillTarget, digest, normal, truncated, uniform
 
 __all__ = ["Filling"]
 

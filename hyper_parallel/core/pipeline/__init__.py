@@ -1,12 +1,12 @@
 """Pipeline parallelism: layers over ranks, micro-batches through them, by the schedules of torch.
 
-    tied -> api -> probe, stage -> boundary
-            api -> split -> schedules
+    tied -> api -> stage -> boundary
+            api -> arguments, split -> schedules
 
-``split`` (which layers and stages a rank has) and ``schedules`` (names and rules) are numbers only. ``api`` is the
-pipeline of a rank, ``arguments`` checks what it is given. ``probe`` finds out what goes between stages, ``boundary``
-passes it, ``stage`` is what torch's schedules run. ``tied`` sees to a weight that the first and the last stage share,
-and to the norm over stages.
+`split` (which layers and stages a rank has) and `schedules` (names and rules) are numbers only. `api` is the pipeline
+of a rank, `arguments` checks what it is given. `boundary` finds out what goes between stages and passes it, `stage` is
+what torch's schedules run. `tied` sees to a weight that the first and the last stage share, and to the norm over
+stages.
 """
 
 from hyper_parallel.core.pipeline.api import Pipeline

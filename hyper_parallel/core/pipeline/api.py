@@ -25,8 +25,7 @@ from hyper_parallel.core.pipeline.arguments import (
     check_units,
     checked_stages,
 )
-from hyper_parallel.core.pipeline.boundary import Boundary, Meta
-from hyper_parallel.core.pipeline.probe import find_boundaries
+from hyper_parallel.core.pipeline.boundary import Boundary, Meta, find_boundaries
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, stages_of_rank
 from hyper_parallel.platform import get_platform

@@ -1,5 +1,5 @@
 """Programs played again: the allocator's memory, the streams' time, and pictures of both.
 
-chrome, draw -> spans -> player -> relative -> streams -> pieces -> flights
-allocator, takings
+draw -> spans -> player -> relative -> streams -> pieces
+allocator
 """

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sim.mesh.program import Program
-from sim.mesh.replay.flights import BUBBLE, HOST, Channel, Posted
-from sim.mesh.replay.pieces import Piece, PriceBasis, Prices, cut_into_pieces
+from sim.mesh.replay.pieces import BUBBLE, HOST, Channel, Piece, Posted, PriceBasis, Prices, cut_into_pieces
 from sim.mesh.replay.relative import advance, relative_clock
 from sim.mesh.replay.streams import Clock, PieceResult, simulate
 

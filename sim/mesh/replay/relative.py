@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from sim.mesh.replay.flights import Blame, Channel, Flight, Posted
-from sim.mesh.replay.pieces import Piece
+from sim.mesh.replay.pieces import Blame, Channel, Flight, Piece, Posted
 from sim.mesh.replay.streams import Clock, PieceResult
 
 __all__ = ["Start", "advance", "relative_clock"]

@@ -10,8 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sim.mesh.replay.flights import HOST, Blame, Chain, Channel, Flight, Posted, arrive, beside, share
-from sim.mesh.replay.pieces import AWAIT, COMM, HOST_WAIT, ISSUE, MARK, OP, SEND, WAIT, Piece
+from sim.mesh.replay.pieces import (
+    AWAIT,
+    COMM,
+    HOST,
+    HOST_WAIT,
+    ISSUE,
+    MARK,
+    OP,
+    SEND,
+    WAIT,
+    Blame,
+    Chain,
+    Channel,
+    Flight,
+    Piece,
+    Posted,
+    arrive,
+    beside,
+    share,
+)
 
 __all__ = ["Clock", "Gap", "PieceResult", "Ran", "simulate"]
 

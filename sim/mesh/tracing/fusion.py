@@ -25,10 +25,11 @@ __all__ = [
 # The rules are those by which TorchInductor does it (`torch/_inductor/ir.py`, `scheduler.py`), told in a few words:
 #
 # 1. What works element by element is computed where its result is read, again for each reader, and is not written,
-# unless a product of matrices or the graph's caller needs it, or it has several readers and reads much itself. 2. A
-# reduction is written. 3. Two of what is written become one kernel if one reads the other or both read the same, and
-# they go over the same elements: a reduction goes over those that it reads. Reductions over different dims do not. 4.
-# Products, attention, sorting and what else is no loop over elements stay what they are.
+#    unless a product of matrices or the graph's caller needs it, or it has several readers and reads much itself.
+# 2. A reduction is written.
+# 3. Two of what is written become one kernel if one reads the other or both read the same, and they go over the same
+#    elements: a reduction goes over those that it reads. Reductions over different dims do not.
+# 4. Products, attention, sorting and what else is no loop over elements stay what they are.
 
 _VIEWS = frozenset(
     {"alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice", "split"}
@@ -311,9 +312,11 @@ def _side(argument: fx.Node, dims: Any) -> str:
 # `sim.mesh.tracing.compiled` numbers the kernels while the operations run, and a recorder writes the number into
 # `Place.compiled`. Here operations in a row with one number become an `Op` of kind "fused":
 #
-# 1. It reads what its operations read of blocks that were there before them, each once. 2. It writes the blocks that
-# are still there after it. The others vanish: such values stay in registers. 3. Where it is the last to read a block
-# that a compiled graph has made, its result takes that block's place, if it is as large: a compiler writes there.
+# 1. It reads what its operations read of blocks that were there before them, each once.
+# 2. It writes the blocks that are still there after it. The others vanish: such values stay in registers.
+# 3. Where it is the last to read a block that a compiled graph has made, its result takes that block's place, if it
+#    is as
+#    large: a compiler writes there.
 
 _FUSABLE = frozenset({"memory", "random", "host", "fused"})
 _NAMES_SHOWN = 4

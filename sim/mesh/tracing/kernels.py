@@ -23,10 +23,11 @@ __all__ = [
 #
 # The same call is another set of operations on a CPU, and keeps other tensors for backward:
 #
-# | call | CPU | accelerator | |---|---|---| | `rms_norm` | eight operations; keeps three float32 copies | one; keeps
-# its input and one number per row | | `dropout` | draws into a mask of the input's dtype | `native_dropout`; the mask
-# is of bool | | `scaled_dot_product_attention` with dropout | all scores are made and kept | as without dropout: none
-# are |
+# | call | CPU | accelerator |
+# |---|---|---|
+# | `rms_norm` | eight operations; keeps three float32 copies | one; keeps its input and one number per row |
+# | `dropout` | draws into a mask of the input's dtype | `native_dropout`; the mask is of bool |
+# | `scaled_dot_product_attention` with dropout | all scores are made and kept | as without dropout: none are |
 #
 # (ATen/native/layer_norm.cpp `rms_norm_symint`, Dropout.cpp `is_fused_kernel_acceptable`,
 # transformers/sdp_utils_cpp.cpp `check_dropout`; and the same for torch 2.11 to 2.15.)

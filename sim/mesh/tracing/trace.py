@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.expert_parallel.balance import update_expert_bias
-from hyper_parallel.core.expert_parallel.router import Router
+from hyper_parallel.core.expert_parallel.router import Router, update_expert_bias
 from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.fully_shard.comm import all_gather

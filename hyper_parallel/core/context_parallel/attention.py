@@ -1,0 +1,391 @@
+"""Attention over ranks: blocks and their merge, kernels, Ulysses and the ring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hyper_parallel.core.context_parallel import kernels
+from hyper_parallel.core.context_parallel.index import SequenceSplit
+
+# Attention of some queries to some keys, with what it takes to join such blocks: the log of each query's sum ----------
+#
+# The softmax over keys in several blocks is that of each block, weighted by its share of the sum of exponentials
+# (online softmax: Milakov and Gimelshein 2018; Rabe and Staats 2021). The gradient of a block needs the sum over all
+# blocks only, and so is computed for each one by itself (FlashAttention: Dao et al. 2022, appendix B).
+
+MAX_SCORES = 1 << 26
+"""How many scores are computed at a time where no kernel does without keeping them."""
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Some queries and the keys that they see.
+
+    Attributes:
+        q: (batch, heads, queries, head_dim).
+        k: (batch, key and value heads, keys, head_dim); query head i uses head i // (heads / key and value heads).
+        v: as `k`.
+        causal: query i sees keys up to i.
+        scale: of the scores.
+        documents: ids of queries (batch, queries) and keys (batch, keys); only those with equal ids see each other.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float
+    documents: tuple[Tensor, Tensor] | None = None
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the output, shaped as the queries, and the log-sum-exp of each query's scores (batch, heads, queries).
+
+        A query that sees no key gets zeros, and minus infinity.
+        """
+        if self._has_kernel():
+            return kernels.forward(self.q, self.k, self.v, self.causal, self.scale)
+        return self._by_hand()
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values.
+
+        Args:
+            grad: the gradient of `out`.
+            out: of these queries, over all blocks.
+            lse: of these queries, over all blocks.
+        """
+        if self._has_kernel():
+            return kernels.backward(grad, self.q, self.k, self.v, out, lse, self.causal, self.scale)
+        return self._gradients_by_hand(grad, out, lse)
+
+    def _has_kernel(self) -> bool:
+        return self.documents is None and kernels.has_kernel(self.q, self.k, self.v)
+
+    # -- matrix products and nothing else: any device, any dtype -----------------------------------------------------
+
+    def _by_hand(self) -> tuple[Tensor, Tensor]:
+        dtype = accumulator(self.q.dtype)
+        values = self.v.to(dtype)
+        outs, sums = [], []
+        for rows, scores in self._scores():
+            lse = scores.logsumexp(dim=-1, keepdim=True)
+            weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+            outs.append(self._apart(weights @ values, rows))
+            sums.append(self._apart(lse, rows).squeeze(-1))
+        return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
+
+    def _gradients_by_hand(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = accumulator(self.q.dtype)
+        keys, values = self.k.to(dtype), self.v.to(dtype)
+        # The gradient of a softmax's input is weight * (its gradient - mean of all gradients by weight).
+        mean = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+        grad_q: list[Tensor] = []
+        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
+        for rows, scores in self._scores():
+            weights = (scores - self._together(lse.unsqueeze(-1), rows)).exp_()
+            grad_out = self._together(grad, rows).to(dtype)
+            grad_v += weights.mT @ grad_out
+            grad_scores = weights.mul_(grad_out @ values.mT - self._together(mean, rows)).mul_(self.scale)
+            grad_q.append(self._apart(grad_scores @ keys, rows))
+            grad_k += grad_scores.mT @ self._together(self.q, rows).to(dtype)
+        return torch.cat(grad_q, dim=2), grad_k, grad_v
+
+    def _scores(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield scores of some queries at a time: (batch, kv heads, query heads of each * queries, keys)."""
+        batch, heads, queries, _ = self.q.shape
+        keys = self.k.to(accumulator(self.q.dtype)).mT
+        step = max(1, MAX_SCORES // max(1, batch * heads * self.k.shape[2]))
+        for start in range(0, queries, step):
+            rows = slice(start, min(start + step, queries))
+            scores = (self._together(self.q, rows).to(keys.dtype) @ keys).mul_(self.scale)
+            hidden = self._hidden(rows)
+            if hidden is not None:
+                each = scores.unflatten(2, (heads // self.k.shape[1], -1))
+                scores = each.masked_fill_(hidden, -torch.inf).flatten(2, 3)
+            yield rows, scores
+
+    def _hidden(self, rows: slice) -> Tensor | None:
+        """Return a mask of what queries do not see, for scores (batch, kv heads, heads of each, queries, keys)."""
+        hidden: Tensor | None = None
+        if self.causal:
+            at = torch.arange(self.k.shape[2], device=self.q.device)
+            hidden = at[rows, None] < at
+        if self.documents is not None:
+            of_queries, of_keys = self.documents
+            foreign = (of_queries[:, rows, None] != of_keys[:, None])[:, None, None]
+            hidden = foreign if hidden is None else hidden | foreign
+        return hidden
+
+    def _together(self, x: Tensor, rows: slice) -> Tensor:
+        """Put the queries of all heads that share a key head into one dim: one product serves them all."""
+        return x[:, :, rows].unflatten(1, (self.k.shape[1], -1)).flatten(2, 3)
+
+    def _apart(self, x: Tensor, rows: slice) -> Tensor:
+        return x.unflatten(2, (-1, rows.stop - rows.start)).flatten(1, 2)
+
+
+@dataclass
+class Joined:
+    """The outputs of the blocks so far, as one softmax over all their keys.
+
+    Attributes:
+        out: (batch, heads, queries, head_dim), in the dtype that sums are kept in.
+        lse: log-sum-exp of the scores, (batch, heads, queries).
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def add(self, out: Tensor, lse: Tensor, first: int) -> None:
+        """Add a block of further keys that the queries from number `first` on see."""
+        so_far = self.lse[:, :, first:]
+        total = torch.logaddexp(so_far, lse)
+        before, new = ((part - total).exp().unsqueeze(-1) for part in (so_far, lse))
+        self.out[:, :, first:].mul_(before).add_(new * out)
+        so_far.copy_(total)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums of a dtype are kept: float64 of float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# From a split sequence to split heads and back: an all_to_all (DeepSpeed-Ulysses: Jacobs et al. 2023) -----------------
+
+
+class _AllToAll(torch.autograd.Function):
+    """Slice i of dim 0 goes to rank i of a group, and what comes from rank i is slice i; backward is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, slices: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(slices, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.group), None
+
+
+def _exchanged(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty_like(slices, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, slices.contiguous(), group=group)
+    return received
+
+
+def to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup, degree: int) -> tuple[Tensor, ...]:
+    """Give every rank of a group some of the heads, for all tokens of the group: one all_to_all, backward as well.
+
+    Args:
+        tensors: each (batch, heads, seq, head_dim); the heads of each must divide by `degree`.
+        group: ranks that hold neighbouring slices of a sequence, in their order.
+        degree: number of those ranks.
+
+    Returns:
+        For each tensor (batch, heads / degree, seq * degree, head_dim).
+    """
+    slices = torch.cat([x.unflatten(1, (degree, -1)).movedim(1, 0) for x in tensors], dim=2)
+    received: Tensor = _AllToAll.apply(slices, group)  # (rank, batch, heads, seq, head_dim)
+    joined = received.movedim(0, 2).flatten(2, 3)
+    return joined.split([x.shape[1] // degree for x in tensors], dim=1)
+
+
+def to_sequence(x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
+    """Give every rank of a group its slice of the sequence back, with all heads: one all_to_all, backward as well.
+
+    Args:
+        x: (batch, heads / degree, seq * degree, head_dim).
+        group: as in `to_heads`.
+        degree: number of its ranks.
+
+    Returns:
+        (batch, heads, seq, head_dim).
+    """
+    received: Tensor = _AllToAll.apply(x.unflatten(2, (degree, -1)).movedim(2, 0), group)
+    return received.movedim(0, 1).flatten(1, 2)
+
+
+def shared_heads(heads: int, degree: int) -> int:
+    """Return how often key and value heads must be repeated so that ranks can share them evenly.
+
+    >>> shared_heads(8, 4), shared_heads(2, 8), shared_heads(6, 4)
+    (1, 4, 2)
+
+    This divides the number of query heads of each, wherever the query heads themselves can be shared.
+
+    Args:
+        heads: number of key and value heads.
+        degree: number of ranks.
+    """
+    return degree // math.gcd(heads, degree)
+
+
+# Attention of every rank's queries to all ranks' keys, which travel around a ring (Liu, Zaharia and Abbeel 2023) ------
+#
+#     step 0: own keys       step 1: those of the rank before       step 2: of the one before that ...
+#
+# While a rank computes with what it has, that is already on its way to the next one. Backward the keys travel once
+# more, and the gradients of keys travel with them, one step behind, gathering each rank's share, until they are home.
+
+
+class Flight:
+    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+
+    def __init__(self, sent: Tensor, group: dist.ProcessGroup, before: int, after: int) -> None:
+        self._sent = sent  # must live until it has left
+        self._received = torch.empty_like(sent)
+        there = dist.P2POp(dist.isend, sent, after, group)
+        back = dist.P2POp(dist.irecv, self._received, before, group)
+        self._works = dist.batch_isend_irecv([there, back])
+
+    def wait(self) -> Tensor:
+        """Return what the previous rank sent."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring of one rank.
+
+    Attributes:
+        group: its ranks.
+        ranks: they, by their global numbers, in the order of their parts.
+        rank: this rank's place among them.
+        split: how the sequence is cut.
+    """
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+    split: SequenceSplit
+
+    def send(self, x: Tensor) -> Flight:
+        """Send a contiguous tensor to the next rank, and receive the previous one's."""
+        size = len(self.ranks)
+        return Flight(x, self.group, self.ranks[(self.rank - 1) % size], self.ranks[(self.rank + 1) % size])
+
+    def travel(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield every rank's tensor with that rank's place, beginning with the own one; each is sent on before that."""
+        for step in range(len(self.ranks)):
+            flight = self.send(x) if step + 1 < len(self.ranks) else None
+            yield (self.rank - step) % len(self.ranks), x
+            if flight is not None:
+                x = flight.wait()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One attention: what all blocks have in common.
+
+    Attributes:
+        ring: who takes part.
+        causal: positions see no later ones.
+        scale: of the scores.
+        documents: of every ring rank, ids (ring, batch, tokens).
+    """
+
+    ring: Ring
+    causal: bool
+    scale: float
+    documents: Tensor | None
+
+    def block(self, source: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, AttentionBlock] | None:
+        """Return what queries see of the keys of ring rank `source`: the first query, the number of keys, the block."""
+        seen = self.ring.split.visible(self.ring.rank, source, q.shape[2], self.causal)
+        if seen is None:
+            return None
+        first, stop = seen.first_query, seen.num_keys
+        ids = self.documents
+        documents = None if ids is None else (ids[self.ring.rank, :, first:], ids[source, :, :stop])
+        block = AttentionBlock(q[:, :, first:], k[:, :, :stop], v[:, :, :stop], seen.causal, self.scale, documents)
+        return first, stop, block
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+        dtype = accumulator(q.dtype)
+        joined: Joined | None = None
+        with _as_they_are(q.device):
+            for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
+                found = task.block(source, q, keys, values)
+                if found is None:
+                    continue
+                first, _, block = found
+                out, lse = block.forward()
+                if joined is None:  # its own keys come first, and of these every query sees itself at least
+                    # Copies, for these are added to, and selective checkpointing keeps what the kernel has returned.
+                    joined = Joined(out.to(dtype, copy=True), lse.clone(memory_format=torch.contiguous_format))
+                else:
+                    joined.add(out, lse, first)
+        assert joined is not None, "every query sees itself"
+        result = joined.out.to(q.dtype)
+        ctx.task = task
+        ctx.save_for_backward(q, k, v, result, joined.lse)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        with _as_they_are(q.device):
+            grad_q, (grad_k, grad_v) = _gradients(ctx.task, q, k, v, out, lse, grad.contiguous())
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def _gradients(
+    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of queries, and of keys and values stacked, in the dtype that sums are kept in."""
+    dtype = accumulator(q.dtype)
+    grad_q = torch.zeros_like(q, dtype=dtype)
+    own: Tensor | None = None
+    flight: Flight | None = None
+    for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
+        share = torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
+        found = task.block(source, q, keys, values)
+        if found is not None:
+            first, stop, block = found
+            of_q, *of_keys = block.backward(grad[:, :, first:], out[:, :, first:], lse[:, :, first:])
+            grad_q[:, :, first:] += of_q
+            for total, part in zip(share, of_keys, strict=True):
+                total[:, :, :stop] = part
+        if own is None:
+            own = share
+        else:
+            flight = task.ring.send(share if flight is None else share.add_(flight.wait()))
+    assert own is not None, "the first block is this rank's own"
+    return grad_q, own if flight is None else own.add_(flight.wait())
+
+
+def _as_they_are(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast leaves products alone: blocks choose their dtypes themselves."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+    """Return the attention of a part's queries to the keys of all parts.
+
+    Communication, with R ring ranks: R - 1 times the keys and values forward; the same and R - 1 times their gradients,
+    in float32 at least, backward.
+
+    Args:
+        q: (batch, heads, tokens of the part, head_dim).
+        k: (batch, key and value heads, tokens of the part, head_dim).
+        v: as `k`.
+        task: who takes part, and what is seen.
+    """
+    result: Tensor = _RingAttention.apply(q, k, v, task)
+    return result
