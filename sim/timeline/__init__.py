@@ -1,5 +1,6 @@
-"""Timelines: a world's trace in the formats of other tools and as a picture, and the writer of all Perfetto files.
+"""Timelines: the trace of a world in the formats of other tools and as a picture, and what all timelines use.
 
 export, plot -> bars
 export -> perfetto
+plot -> canvas
 """

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sim.comm.trace import EventLog as Trace
-from sim.explain.errors import SimError
 from sim.timeline.bars import Bar, TraceBars, lay_out, stack
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from sim.timeline.canvas import Axes, blank, draw_shapes, sample, whole_steps
 
 __all__ = ["draw"]
 
@@ -46,19 +43,9 @@ def draw(trace: Trace, path: str | os.PathLike[str], color: str = "op") -> None:
         raise ValueError(
             f"cannot colour a plot by {color!r}\n  color: 'op' or 'axis'\n  try: trace.plot(path, color='op')"
         )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise SimError(
-            "cannot draw the trace: matplotlib is not installed\n  missing: the extra 'plot' of hyper_parallel\n"
-            "  try: pip install 'hyper_parallel[plot]', or trace.to_chrome('trace.json') for https://ui.perfetto.dev"
-        ) from missing
-    _check_ending(os.fspath(path), list(FigureCanvasAgg.get_supported_filetypes()))
     timeline = lay_out(trace)
     width, height = _size(timeline, trace.world_size)
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank("cannot draw the trace", path, width, height, "trace.to_chrome('trace.json')")
     axes = figure.add_subplot()
     scale, unit = _scale(timeline)
     if older := trace.forgotten():
@@ -71,16 +58,6 @@ def draw(trace: Trace, path: str | os.PathLike[str], color: str = "op") -> None:
     _finish(axes, trace.world_size, unit, boxes)
     _draw_legend(figure, colors, timeline, color)
     figure.savefig(os.fspath(path), dpi=130)
-
-
-def _check_ending(path: str, formats: list[str]) -> None:
-    ending = os.path.splitext(path)[1].removeprefix(".")
-    if ending and ending.lower() not in formats:
-        raise ValueError(
-            f"cannot write the plot {path!r}: {ending!r} is no format of a picture\n"
-            f"  path: ends in one of {', '.join('.' + name for name in formats)}\n"
-            f"  try: {os.path.splitext(path)[0] + '.png'!r}"
-        )
 
 
 def _size(timeline: TraceBars, ranks: int) -> tuple[float, float]:
@@ -126,12 +103,10 @@ def _rectangle(left: float, right: float, top: float, height: float) -> list[tup
 
 def _draw_boxes(axes: Axes, boxes: Sequence[_Box], colors: dict[int, str]) -> None:
     """Few collections instead of many patches: 64 ranks make tens of thousands of boxes."""
-    from matplotlib.collections import PolyCollection
-
     waits = [box for box in boxes if box.bar.waits < box.bar.left]
     middle = [_rectangle(b.bar.waits, b.bar.left, b.top + 0.35 * b.height, 0.3 * b.height) for b in waits]
     shades = [colors[box.bar.event.order] for box in waits]
-    axes.add_collection(PolyCollection(middle, facecolors=shades, alpha=0.35, linewidths=0, zorder=2))
+    draw_shapes(axes, middle, facecolors=shades, alpha=0.35, linewidths=0, zorder=2)
     last = max((box.bar.right for box in boxes), default=1.0)
     for complete in (True, False):
         chosen = [box for box in boxes if box.bar.complete == complete]
@@ -141,7 +116,7 @@ def _draw_boxes(axes: Axes, boxes: Sequence[_Box], colors: dict[int, str]) -> No
         if not complete:
             style = {"edgecolors": _NEVER, "linewidths": 1.0, "hatch": "////", "zorder": 4}
         faces = [colors[box.bar.event.order] if complete else "white" for box in chosen]
-        axes.add_collection(PolyCollection(shapes, facecolors=faces, **style))
+        draw_shapes(axes, shapes, facecolors=faces, **style)
 
 
 def _draw_messages(axes: Axes, boxes: Sequence[_Box]) -> None:
@@ -186,8 +161,6 @@ def _draw_labels(axes: Axes, boxes: Sequence[_Box], width: float, color: str) ->
 
 
 def _finish(axes: Axes, ranks: int, unit: str, boxes: Sequence[_Box]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     every = 1 if ranks <= 32 else 4 if ranks <= 128 else max(1, ranks // 32)
     axes.set_yticks(range(0, ranks, every), [f"rank {rank}" for rank in range(0, ranks, every)])
     axes.set_ylim(ranks - 0.4, -0.6)
@@ -195,7 +168,7 @@ def _finish(axes: Axes, ranks: int, unit: str, boxes: Sequence[_Box]) -> None:
     axes.set_xlim(0, (last or 1.0) * 1.01)
     axes.set_xlabel(unit, color=_INK)
     if unit.startswith("step"):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_steps(axes)
     axes.tick_params(length=0, labelsize=8, colors=_INK)
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.6, zorder=0)
     for edge in range(0, ranks + 1, max(1, every)):
@@ -205,13 +178,11 @@ def _finish(axes: Axes, ranks: int, unit: str, boxes: Sequence[_Box]) -> None:
 
 
 def _draw_legend(figure: Any, colors: dict[str, str], timeline: TraceBars, by: str) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=color, label=value) for value, color in colors.items()]
+    handles = [sample(color=color, label=value) for value, color in colors.items()]
     if any(bar.waits < bar.left for bar in timeline.bars):
-        handles.append(Patch(color="#bbbbbb", label="thin: waits for other ranks"))
+        handles.append(sample(color="#bbbbbb", label="thin: waits for other ranks"))
     if not all(bar.complete for bar in timeline.bars):
-        handles.append(Patch(facecolor="white", edgecolor=_NEVER, hatch="////", label="not all ranks came"))
+        handles.append(sample(facecolor="white", edgecolor=_NEVER, hatch="////", label="not all ranks came"))
     if handles:
         columns = min(len(handles), 8)
         figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=8)

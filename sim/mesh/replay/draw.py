@@ -1,21 +1,17 @@
-"""A step as a picture: computation and communication of each rank, what is exposed, and memory below; by matplotlib."""
+"""A step as a picture: computation and communication of each rank, what is exposed, and memory below."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.common.errors import explain
-from sim.explain.errors import SimError
 from sim.mesh.memory import ClassMemory
 from sim.mesh.replay.player import ReplayedStep
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, DrawnSpan, exposed_parts, spans
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from sim.timeline.canvas import Axes, blank, draw_shapes, sample
 
 __all__ = ["draw"]
 
@@ -72,25 +68,11 @@ def draw(
     title: str = "",
 ) -> None:
     """Write what :meth:`sim.mesh.timeline.Timeline.plot` says."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise SimError(
-            explain(
-                "cannot draw the step",
-                "matplotlib is not installed",
-                "missing: the extra 'plot' of hyper_parallel",
-                "pip install 'hyper_parallel[plot]', or to_chrome('step.json') for https://ui.perfetto.dev",
-            )
-        ) from missing
-    _check_ending(os.fspath(path), list(FigureCanvasAgg.get_supported_filetypes()))
+    figure = blank("cannot draw the step", path, _WIDTH, _HEIGHT, "to_chrome('step.json')")
     found = spans(timeline, "segment" if len(timeline.programs) > 1 else "layer")
     if len(found) > _MOST_BOXES:
         found = spans(timeline, "segment")
     found += _ends(timeline, found)
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
-    FigureCanvasAgg(figure)
     curves = [one for one in memory or () if len(one.curve) > 1]
     scale, unit = _scale(timeline.step)
     if curves:
@@ -109,19 +91,6 @@ def draw(
     upper.set_title(title or _title(timeline), loc="left", fontsize=13, color=_INK, pad=22)
     upper.text(0, 1.008, _summary(timeline), transform=upper.transAxes, fontsize=10, color=_INK, va="bottom")
     figure.savefig(os.fspath(path), dpi=_DPI)
-
-
-def _check_ending(path: str, formats: list[str]) -> None:
-    ending = os.path.splitext(path)[1].removeprefix(".")
-    if ending and ending.lower() not in formats:
-        raise ValueError(
-            explain(
-                f"cannot write the picture {path!r}",
-                f"{ending!r} is no format of a picture",
-                f"path: ends in one of {', '.join('.' + name for name in formats)}",
-                repr(os.path.splitext(path)[0] + ".png"),
-            )
-        )
 
 
 def _scale(step: float) -> tuple[float, str]:
@@ -273,14 +242,12 @@ def _boxes(
 
 def _fill(axes: Axes, shapes: list[list[tuple[float, float]]], last: float, style: dict[str, Any]) -> None:
     """Fill rectangles; those without room for hatches wholly."""
-    from matplotlib.collections import PolyCollection
-
     if "hatch" in style:
         roomy = [s for s in shapes if s[1][0] - s[0][0] > last / 150 and s[2][1] - s[1][1] > 0.25]
         rest = [s for s in shapes if s[1][0] - s[0][0] <= last / 150 or s[2][1] - s[1][1] <= 0.25]
-        axes.add_collection(PolyCollection(rest, facecolor=style["edgecolor"], linewidths=0, zorder=3))
+        draw_shapes(axes, rest, facecolor=style["edgecolor"], linewidths=0, zorder=3)
         shapes = roomy
-    axes.add_collection(PolyCollection(shapes, **{"linewidths": 0, "zorder": 3, **style}))
+    draw_shapes(axes, shapes, **{"linewidths": 0, "zorder": 3, **style})
 
 
 def _shares(found: Sequence[DrawnSpan], edges: np.ndarray) -> np.ndarray:
@@ -322,8 +289,6 @@ def _polygons(
     shades: Sequence[str],
     style: dict[str, Any],
 ) -> None:
-    from matplotlib.collections import PolyCollection
-
     if not boxes:
         return
     shapes = []
@@ -332,7 +297,7 @@ def _polygons(
         left, right = span.start * scale, max(span.end * scale, span.start * scale + least)
         top, bottom = lane.top + 0.06 * lane.height, lane.top + 0.94 * lane.height
         shapes.append([(left, top), (right, top), (right, bottom), (left, bottom)])
-    axes.add_collection(PolyCollection(shapes, facecolors=list(shades), **style))
+    draw_shapes(axes, shapes, facecolors=list(shades), **style)
 
 
 def _labels(axes: Axes, boxes: Sequence[tuple[DrawnSpan, _Lane]], scale: float, last: float) -> None:
@@ -395,18 +360,16 @@ def _draw_memory(axes: Axes, timeline: ReplayedStep, row: int, memory: ClassMemo
 
 
 def _legend(axes: Axes, found: Sequence[DrawnSpan], colors: dict[str, str]) -> None:
-    from matplotlib.patches import Patch
-
     kinds = {span.kind for span in found}
-    handles = [Patch(color=shade, label=phase) for phase, shade in _PHASES.items() if phase in kinds]
+    handles = [sample(color=shade, label=phase) for phase, shade in _PHASES.items() if phase in kinds]
     if any(span.kind not in (*_PHASES, COMMUNICATION, EXPOSED, "bubble", "host") for span in found):
-        handles.append(Patch(color=_OTHER_PHASE, label="other computation"))
-    handles += [Patch(color=shade, label=f"communication, {axis}") for axis, shade in colors.items()]
+        handles.append(sample(color=_OTHER_PHASE, label="other computation"))
+    handles += [sample(color=shade, label=f"communication, {axis}") for axis, shade in colors.items()]
     if EXPOSED in kinds:
-        handles.append(Patch(facecolor="white", edgecolor=_EXPOSED, hatch="/////", label="exposed communication"))
-        handles.append(Patch(color=_WAITING, label="computation waits for it"))
+        handles.append(sample(facecolor="white", edgecolor=_EXPOSED, hatch="/////", label="exposed communication"))
+        handles.append(sample(color=_WAITING, label="computation waits for it"))
     if "bubble" in kinds:
-        handles.append(Patch(color=_BUBBLE, label="bubble: other stages"))
+        handles.append(sample(color=_BUBBLE, label="bubble: other stages"))
     if "host" in kinds:
-        handles.append(Patch(color=_HOST, label="waits for the host"))
+        handles.append(sample(color=_HOST, label="waits for the host"))
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
