@@ -1,1 +1,1 @@
-"""Side-by-side benchmarks: ``python -m benchmarks`` prints the table of docs/benchmarks.md."""
+"""Side-by-side benchmarks: `python -m benchmarks` prints the table of docs/benchmarks.md."""

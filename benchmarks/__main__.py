@@ -1,4 +1,4 @@
-"""``python -m benchmarks [part ...] [--write]``: measure, print the tables, and put them into the docs."""
+"""`python -m benchmarks [part ...] [--write]`: measure, print the tables, and put them into the docs."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Protocol as for the engine: contestants in the same processes, blocks of steps t
 for each, from barrier to barrier; the figure is the ratio of the medians with its interval. Before that, all take some
 steps on the same batches from the same weights, and must find the same losses and norms of gradients.
 
-``torch`` is what torchtitan does: ``parallelize_module`` with sequence parallelism, FSDP2 around each block, the loss
-on logits that stay split over the vocabulary (``replicated``: that are gathered), ``clip_grad_norm_``, fused AdamW. All
+`torch` is what torchtitan does: `parallelize_module` with sequence parallelism, FSDP2 around each block, the loss
+on logits that stay split over the vocabulary (`replicated`: that are gathered), `clip_grad_norm_`, fused AdamW. All
 cut their batches out of the same text, and report the loss and the norm of every step.
 """
 

@@ -3,7 +3,7 @@
 Protocol: all contestants are set up in the same processes; then blocks of a few steps alternate, in an order drawn
 anew for each, timed from barrier to barrier, the slowest rank's time counts. The figure is the ratio of the medians
 over the blocks, with a 95 % bootstrap interval. One intra-op thread; fused AdamW everywhere; fp32; model of
-``benchmarks/toy.py``.
+`benchmarks/toy.py`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Result:
         return self._figure(lambda medians: medians(of) / medians(over))
 
     def overhead(self, of: str, over: str, base: str = "plain") -> tuple[float, float, float]:
-        """What ``of`` takes longer than ``base``, over what ``over`` takes longer than it, with the interval."""
+        """What `of` takes longer than `base`, over what `over` takes longer than it, with the interval."""
         return self._figure(lambda medians: (medians(of) - medians(base)) / (medians(over) - medians(base)))
 
     def _figure(self, figure: Callable[[Callable[[str], Any]], Any]) -> tuple[float, float, float]:
@@ -136,7 +136,7 @@ Contest = Callable[[int, int, Protocol], dict[str, list[float]]]
 
 
 def on_sim(ranks: int, sequences: int, length: int, held: Contest = contest) -> Result:
-    """The contest on simulated ranks, in a process of their own; ``plain`` is then the sum of all ranks' compute."""
+    """The contest on simulated ranks, in a process of their own; `plain` is then the sum of all ranks' compute."""
     protocol = Protocol(engines()) if ranks <= 8 else Protocol(engines(), steps=2, blocks=10, warmup=1)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         seconds = pool.submit(_simulate, ranks, sequences, length, protocol, held).result()

@@ -31,7 +31,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh, what ``fully_shard`` is told, and what is done to the model before."""
+    """A mesh, what `fully_shard` is told, and what is done to the model before."""
 
     mesh: tuple[int, ...]
     what: str
@@ -71,7 +71,7 @@ CASES = [
 
 
 def engines() -> list[str]:
-    """``ours`` and ``fsdp2``, and ``fused`` between them where there is ``comm_fusion``."""
+    """`ours` and `fsdp2`, and `fused` between them where there is `comm_fusion`."""
     return ["ours", *(["fused"] if has_comm_fusion() else []), "fsdp2"]
 
 
@@ -150,7 +150,7 @@ def traffic_table(cases: Sequence[Case] = CASES) -> str:
 
 @dataclass
 class Memory:
-    """The bytes that torch's CPU allocator has handed out, from :func:`watch_memory`.
+    """The bytes that torch's CPU allocator has handed out, from `watch_memory`.
 
     Attributes:
         live: Pairs of a time in ns and the bytes that are live from then on; what was there before counts as none.
@@ -175,7 +175,7 @@ def watch_memory() -> Iterator[Memory]:
     """Note the calling thread's allocations and releases on the CPU until the end; then the memory is filled in.
 
     Backward counts, as on the CPU it runs on the thread that calls it. Name phases with
-    ``torch.profiler.record_function("phase: ...")``, each once. A resized storage counts as what it is: one release and
+    `torch.profiler.record_function("phase: ...")`, each once. A resized storage counts as what it is: one release and
     one allocation. A release of what was allocated before is not seen.
 
     ::
@@ -254,7 +254,7 @@ def held(engine: str, case: Case, sequences: int, length: int) -> Held:
 def activations(case: Case, sequences: int, length: int) -> int:
     """The most that the unwrapped model holds during forward and backward beyond its parameters.
 
-    Each gradient is dropped as soon as it is there; computed in ``param_dtype``, as the units would.
+    Each gradient is dropped as soon as it is there; computed in `param_dtype`, as the units would.
     """
     tokens = batch(0, sequences, length)
     with watch_memory() as memory:

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.fit_mesh``: fit what physics leaves open of the mesh simulator on published training runs.
+"""`python -m benchmarks.fit_mesh`: fit what physics leaves open of the mesh simulator on published training runs.
 
 Only rows that are not held out are used (`benchmarks/published/data/held_out.toml`). What is fitted is little: for each
 family of devices, the share of the best matmul's rate that hours of training attain; nothing belongs to a row or a

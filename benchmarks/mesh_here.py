@@ -1,6 +1,6 @@
 """This machine: the step time and the memory that the mesh simulator predicts, beside those that are measured.
 
-The machine is measured, as by ``hyper-parallel hardware measure``, before and after the trainer trains in real
+The machine is measured, as by `hyper-parallel hardware measure`, before and after the trainer trains in real
 processes, of which each has its share of the cores. The prediction is made of both descriptions, so that it comes out
 of the same minutes as what it is put beside: a virtual machine's speed may halve from one minute to the next.
 
@@ -11,7 +11,7 @@ of the same minutes as what it is put beside: a virtual machine's speed may halv
   the model was built. It holds what tensors take, and what neither torch nor the simulator counts: buffers of gloo and
   of matrix products, and pages of freed tensors that glibc's malloc keeps.
 
-On a GPU, *allocated* and *resident* are ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``.
+On a GPU, *allocated* and *resident* are `torch.cuda.max_memory_allocated` and `max_memory_reserved`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Case:
         sequences: of a step, over all ranks.
         length: tokens of a sequence.
         micro_batches: of a pipeline.
-        device: ``cpu`` or ``cuda``.
+        device: `cpu` or `cuda`.
     """
 
     parallel: ParallelConfig

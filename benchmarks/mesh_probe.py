@@ -1,8 +1,8 @@
-"""What estimating a step costs in a process of its own: ``python -m benchmarks.mesh_probe '{"how": "ours", ...}'``.
+"""What estimating a step costs in a process of its own: `python -m benchmarks.mesh_probe '{"how": "ours", ...}'`.
 
 Nothing heavy is imported at the top, so that importing is timed, too. The process prints a line of JSON: seconds of
-each phase, and the most memory that it had. ``how``: *ours* is ``sim.mesh``; *every layer* the same without repeating
-what the middle layers do; *torch* is FSDP2 under ``FakeTensorMode`` on torch's fake process group, which does the same
+each phase, and the most memory that it had. `how`: *ours* is `sim.mesh`; *every layer* the same without repeating
+what the middle layers do; *torch* is FSDP2 under `FakeTensorMode` on torch's fake process group, which does the same
 with torch alone: the model is built and wrapped, and takes a step.
 """
 
@@ -23,11 +23,11 @@ class Task:
     """What is estimated, and how.
 
     Attributes:
-        model: a name of ``sim.mesh.model_names()``.
+        model: a name of `sim.mesh.model_names()`.
         degrees: of parallelism; their product is the number of ranks.
         batch: sequences per step on each data-parallel rank.
         seq_len: tokens of a sequence.
-        how: ``ours``, ``every layer`` or ``torch``.
+        how: `ours`, `every layer` or `torch`.
         checkpointing: what backward computes again.
         hardware: whose figures the prices are made of.
     """
@@ -91,7 +91,7 @@ def run_alone(task: Task, limit_s: float = 600) -> Cost:
 
 
 def status_bytes(name: str) -> int:
-    """Return a figure of this process that Linux keeps: ``VmRSS``, what it has now, ``VmHWM``, what it had at most."""
+    """Return a figure of this process that Linux keeps: `VmRSS`, what it has now, `VmHWM`, what it had at most."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

@@ -3,7 +3,7 @@
 Protocol as for the engine: all contestants in the same processes, blocks of steps that alternate, in an order drawn
 anew for each, from barrier to barrier; the figure is the ratio of the medians with its interval. The same plan for
 all: heads and feed-forward split over tp, embedding split over the vocabulary, logits gathered; with sequence
-parallelism, what lies between is split over the sequence. ``hand`` is Megatron-LM's form: local weights, and one
+parallelism, what lies between is split over the sequence. `hand` is Megatron-LM's form: local weights, and one
 communication where the plan has one.
 """
 

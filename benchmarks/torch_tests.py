@@ -1,10 +1,10 @@
-"""Bodies of torch's own tests of FSDP2 and DTensor, on simulated ranks: ``python -m benchmarks.torch_tests FILE ...``.
+"""Bodies of torch's own tests of FSDP2 and DTensor, on simulated ranks: `python -m benchmarks.torch_tests FILE ...`.
 
-A file is one of ``test/distributed/_composable/fsdp`` or ``test/distributed/tensor`` of a torch checkout that is
-near to the installed torch; it needs the package ``expecttest``. ``--engine ours`` puts the names of ``hyper_parallel``
-in the place of those that the file has from ``torch.distributed.fsdp``.
+A file is one of `test/distributed/_composable/fsdp` or `test/distributed/tensor` of a torch checkout that is
+near to the installed torch; it needs the package `expecttest`. `--engine ours` puts the names of `hyper_parallel`
+in the place of those that the file has from `torch.distributed.fsdp`.
 
-Each body runs in a process of its own, which is ended after ``--timeout`` seconds: some leave patches behind. A body
+Each body runs in a process of its own, which is ended after `--timeout` seconds: some leave patches behind. A body
 that fails counts as *private* if it, or a method that it calls, names what only torch's engine or only CUDA has.
 """
 
@@ -87,7 +87,7 @@ def load(path: Path) -> ModuleType:
 
 
 def use_ours(module: ModuleType) -> None:
-    """Put the names of ``hyper_parallel`` in the place of those that the module has from ``torch.distributed.fsdp``."""
+    """Put the names of `hyper_parallel` in the place of those that the module has from `torch.distributed.fsdp`."""
     for name, value in list(vars(module).items()):
         if not name.startswith("_") and getattr(dist.fsdp, name, None) is value and hasattr(hyper_parallel, name):
             setattr(module, name, getattr(hyper_parallel, name))

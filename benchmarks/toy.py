@@ -66,16 +66,16 @@ class OptimizerOfPart:
 
 
 def has_comm_fusion() -> bool:
-    """Whether ``fully_shard`` takes ``comm_fusion``."""
+    """Whether `fully_shard` takes `comm_fusion`."""
     from hyper_parallel.core.fully_shard import fully_shard
 
     return "comm_fusion" in inspect.signature(fully_shard).parameters
 
 
 def wrapper(engine: str) -> Callable[..., Any]:
-    """The ``fully_shard`` of ``ours``, ``fused`` (ours with ``comm_fusion=True``) or ``fsdp2``.
+    """The `fully_shard` of `ours`, `fused` (ours with `comm_fusion=True`) or `fsdp2`.
 
-    Besides the arguments that both have, it takes ``param_dtype`` and ``reduce_dtype``.
+    Besides the arguments that both have, it takes `param_dtype` and `reduce_dtype`.
     """
     if engine == "fsdp2":
         import torch.distributed.fsdp as library
@@ -106,14 +106,14 @@ def build(
     units: Callable[[Toy], list[nn.Module]] = lambda model: list(model.blocks),
     **options: Any,
 ) -> tuple[nn.Module, Any]:
-    """The model and its optimizer, wrapped by ``engine`` (see :func:`wrapper`) or not at all.
+    """The model and its optimizer, wrapped by `engine` (see `wrapper`) or not at all.
 
     Args:
-        engine: ``ours``, ``fused``, ``fsdp2``; ``plain``: not wrapped; ``part``: nor is all of it updated.
+        engine: `ours`, `fused`, `fsdp2`; `plain`: not wrapped; `part`: nor is all of it updated.
         mesh: Where it is sharded.
         prepare: Called with the model before it is wrapped.
         units: The modules that are units of their own; the rest is one more.
-        options: Of ``fully_shard``.
+        options: Of `fully_shard`.
     """
     torch.manual_seed(0)
     model = Toy()

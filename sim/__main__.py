@@ -1,4 +1,4 @@
-"""``python -m sim run --nproc 8 script.py``."""
+"""`python -m sim run --nproc 8 script.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A world of N simulated ranks in this process: ``sim.run`` in steps, with its trace.
+"""A world of N simulated ranks in this process: `sim.run` in steps, with its trace.
 
 The one place where kernel, communication, observers, patches and texts are put together.
 """
@@ -54,36 +54,36 @@ _NOT_ALIVE = {"new": "has not begun", "running": "runs something already", "ende
 
 @dataclass(frozen=True)
 class WorldOptions:
-    """How a world is to be; the keyword arguments of :func:`world` and :func:`run`.
+    """How a world is to be; the keyword arguments of `world` and `run`.
 
     Args:
         seed: Fixes the interleaving of the ranks and their initial random state.
-        init: Make the default process group before the first function runs. A first ``init_process_group`` of the
+        init: Make the default process group before the first function runs. A first `init_process_group` of the
             function itself is then accepted and does nothing. False: the function has to do it, as in a script.
         intraop_threads: Threads torch uses inside of one operation; None leaves torch's setting. One makes
             results independent of the machine's number of cores.
         pin: Processor to bind the rank threads to; since one runs at a time, switching gets cheaper. Linux only.
         topology: What links the ranks, by name ("h100", "a100", "ascend-910b", "laptop") or as a
-            :class:`~hyper_parallel.core.redistribute.cost.Topology`: communication takes virtual time by its model.
+            `hyper_parallel.core.redistribute.cost.Topology`: communication takes virtual time by its model.
             None: it takes none.
-        cost: Seconds of an operation (``all_reduce``, ..., ``send``) and a
-            :class:`~hyper_parallel.core.redistribute.cost.Load`, in place of the topology's own model.
-        check_races: Look at every operation of every rank, and raise :class:`~sim.InFlightBufferRace` where one
+        cost: Seconds of an operation (`all_reduce`, ..., `send`) and a
+            `hyper_parallel.core.redistribute.cost.Load`, in place of the topology's own model.
+        check_races: Look at every operation of every rank, and raise `sim.InFlightBufferRace` where one
             touches a buffer that an operation in flight reads or writes. Takes about twice the time.
         check_replicas: Compare copies that layouts say are equal, at each step of an optimizer and each
-            ``DTensor.from_local``, and raise :class:`~sim.ReplicaMismatch` where they differ, or where a part of a sum
+            `DTensor.from_local`, and raise `sim.ReplicaMismatch` where they differ, or where a part of a sum
             is used as if it were the sum. Takes two to three times the time.
         schedule: The interleaving itself, in place of the seed's: each time that several ranks can run, which of them
             does, counted from 0 in the order in which they became able to (and over again from 0 past the last). Where
-            it ends, ranks take turns. ``sim.strategies.interleavings()`` draws these, and shrinks them.
-        faults: What goes wrong, and when: ``sim.faults.Kill(2, at=3)``, ``Freeze``, ``Slow``, ``SlowLink``,
-            ``Corrupt``, ``Drop``.
-        device: ``"meta"``: tensors are made without data unless a device is given; operations and collectives check
+            it ends, ranks take turns. `sim.strategies.interleavings()` draws these, and shrinks them.
+        faults: What goes wrong, and when: `sim.faults.Kill(2, at=3)`, `Freeze`, `Slow`, `SlowLink`,
+            `Corrupt`, `Drop`.
+        device: `"meta"`: tensors are made without data unless a device is given; operations and collectives check
             and work out dtypes and shapes, and to read a value raises torch's error. None: the CPU, as ever.
-        map_device: ``"cuda"`` or ``"npu"``: what names this device gets the CPU, as with ``--map-device``.
-        backend: ``"hccl"``, ``"nccl"`` or ``"gloo"``: the default group reports this name, and every group of that name
+        map_device: `"cuda"` or `"npu"`: what names this device gets the CPU, as with `--map-device`.
+        backend: `"hccl"`, `"nccl"` or `"gloo"`: the default group reports this name, and every group of that name
             refuses to reduce the dtypes, and by the reduce ops, that the real backend refuses; it takes no part in
-            anything else. None: ``"sim"``, which refuses nothing.
+            anything else. None: `"sim"`, which refuses nothing.
         own: Installed packages of which each rank gets a copy, because they keep the state of a process; besides
             those that are known to do so (accelerate, hydra, lightning, wandb, absl ...).
         keep_events: How many events of each rank the trace keeps, some 600 bytes each; None: all. Its counts and sums
@@ -122,7 +122,7 @@ class WorldOptions:
 
 
 class World:
-    """N ranks that live until the ``with`` block ends; made by :func:`world`.
+    """N ranks that live until the `with` block ends; made by `world`.
 
     Attributes:
         world_size: Number of ranks.
@@ -273,12 +273,12 @@ class World:
     def run(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
+        """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
 
-        ``args`` are the same objects for every rank, as they are for threads. A world runs as many functions as
+        `args` are the same objects for every rank, as they are for threads. A world runs as many functions as
         you like, one after the other; process groups and random state go on from where the last one left them.
 
-        A rank may end with ``sys.exit()``; its result is then None, as is that of one that a fault has killed or
+        A rank may end with `sys.exit()`; its result is then None, as is that of one that a fault has killed or
         frozen. An exit with another status is a failure.
 
         Raises:
@@ -286,8 +286,8 @@ class World:
                 `sim.RankLost` that no rank has caught is one of these, too.
             CollectiveMismatch: The ranks called different collectives.
             Deadlock: No rank could run any more, or an operation was left that not all ranks had joined.
-            TypeError: ``fn`` is not callable, or ``args`` or ``kwargs`` are not what a call needs.
-            SimError: The world does not run now: called from a rank, or outside of the ``with`` block.
+            TypeError: `fn` is not callable, or `args` or `kwargs` are not what a call needs.
+            SimError: The world does not run now: called from a rank, or outside of the `with` block.
             KeyboardInterrupt: Ctrl-C. Every rank ends at its next operation; a second Ctrl-C does not wait for that.
         """
         keywords = check_call(fn, args, kwargs, self.world_size)
@@ -466,7 +466,7 @@ def _check_events(keep_events: int | None) -> None:
 
 
 def world(world_size: int, **options: Any) -> World:
-    """Make a world of ``world_size`` ranks, for use in a ``with`` statement.
+    """Make a world of `world_size` ranks, for use in a `with` statement.
 
     >>> import torch.distributed as dist
     >>> def total() -> float:
@@ -481,11 +481,11 @@ def world(world_size: int, **options: Any) -> World:
 
     Args:
         world_size: Number of ranks, 1 to 65,536.
-        **options: Those of :class:`WorldOptions`: ``seed``, ``topology``, ``check_races``, ``faults`` ...
+        **options: Those of `WorldOptions`: `seed`, `topology`, `check_races`, `faults` ...
 
     Raises:
         ValueError: A world size that is not an int in range, an unknown topology, a package that cannot be copied, and
-            what :class:`WorldOptions` refuses.
+            what `WorldOptions` refuses.
         TypeError: A topology, a cost or a fault that is none, or an option that there is not.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
@@ -504,13 +504,13 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on each of ``world_size`` simulated ranks; return the results in rank order.
+    """Call `fn(*args, **kwargs)` on each of `world_size` simulated ranks; return the results in rank order.
 
     >>> import torch.distributed as dist
     >>> run(dist.get_rank, world_size=3)
     [0, 1, 2]
 
-    Arguments and errors are those of :func:`world` and :meth:`World.run`.
+    Arguments and errors are those of `world` and `World.run`.
     """
     made = world(world_size, **options)
     check_call(fn, args, kwargs, world_size)
@@ -519,7 +519,7 @@ def run(
 
 
 def _with_options(fn: Callable[..., Any]) -> None:
-    """Let ``inspect.signature`` (and so ``help`` and editors) show the options by name."""
+    """Let `inspect.signature` (and so `help` and editors) show the options by name."""
     signature = inspect.signature(fn)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     options = inspect.signature(WorldOptions).parameters.values()

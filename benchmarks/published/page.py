@@ -252,7 +252,7 @@ def validate(
 
     Args:
         file: of rows; None: those that come with this folder.
-        write: also write the report here, and the outcomes beside it, ending in ``.jsonl``.
+        write: also write the report here, and the outcomes beside it, ending in `.jsonl`.
         cache: folder to keep traces in; None: they are not kept.
         processes: that work at the same time.
         progress: called with how many rows are done, of how many, and the last outcome.

@@ -45,7 +45,7 @@ class Measured:
     Attributes:
         tokens_per_second: of a device; None: not stated, or the row lacks an input of first order.
         memory: peak bytes of a device; None likewise.
-        memory_kind: ``reserved`` or ``allocated`` (torch's statistics), ``device`` (nvidia-smi), ``first step``
+        memory_kind: `reserved` or `allocated` (torch's statistics), `device` (nvidia-smi), `first step`
             (reserved, before the optimizer has its state).
         is_oom: whether it ran out of memory.
     """

@@ -52,7 +52,7 @@ class Problem(NamedTuple):
 
 
 class MemoryGone(Exception):
-    """A tensor has lost its memory, as by ``untyped_storage().resize_(0)``: to touch it would end the process."""
+    """A tensor has lost its memory, as by `untyped_storage().resize_(0)`: to touch it would end the process."""
 
     def __init__(self, member: int, tensor: torch.Tensor) -> None:
         self.member = member
@@ -110,7 +110,7 @@ _OP_NAMES = {
 
 
 def reduce_op_name(op: Any) -> tuple[str, Any]:
-    """The name of a ``ReduceOp``, and the factor of a PREMUL_SUM (else None).
+    """The name of a `ReduceOp`, and the factor of a PREMUL_SUM (else None).
 
     >>> reduce_op_name(dist.ReduceOp.SUM)
     ('SUM', None)
@@ -191,7 +191,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def check_memory(member: int, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise :class:`MemoryGone` for a tensor of ``member`` that has lost its memory since it was handed over."""
+    """Raise `MemoryGone` for a tensor of `member` that has lost its memory since it was handed over."""
     for tensor in tensors[:_LOOKED_AT]:
         if type(tensor) in _PLAIN and tensor.layout is torch.strided:
             has = tensor.untyped_storage().nbytes()
@@ -222,7 +222,7 @@ _IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 def _accumulate(acc: torch.Tensor, parts: Sequence[torch.Tensor], op: str, factors: Sequence[Any]) -> None:
-    """``acc = parts[0] op parts[1] op ...``, in that order; ``acc`` may be ``parts[0]`` itself."""
+    """`acc = parts[0] op parts[1] op ...`, in that order; `acc` may be `parts[0]` itself."""
     if acc is not parts[0]:
         acc.copy_(parts[0])
     if op == "PREMUL_SUM":
@@ -405,7 +405,7 @@ def _scatter(calls: list[Call]) -> None:
 
 
 def _all_to_all(calls: list[Call]) -> Problem | None:
-    """Inputs and outputs are one tensor per rank, or one tensor that ``splits`` cuts by rows."""
+    """Inputs and outputs are one tensor per rank, or one tensor that `splits` cuts by rows."""
     size = len(calls)
     if size > _MANY and _can_move_rows(calls):
         return _move_rows(calls)

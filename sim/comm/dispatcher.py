@@ -1,9 +1,9 @@
-"""The operators of ``c10d``: their kernels on ranks, and the way through torch's dispatcher, where modes see them.
+"""The operators of `c10d`: their kernels on ranks, and the way through torch's dispatcher, where modes see them.
 
 torch's own process groups hand every operation to the dispatcher, and the kernel there calls the group's backend. A
 simulated group has no backend that moves data: its methods do the work themselves. But C++ code may call the operators
-(out variants of functional collectives do), and dispatch modes (``CommDebugMode``) listen at the dispatcher. So the
-kernels of ``c10d`` call the group's methods while a world is alive, and these go through the dispatcher where a mode
+(out variants of functional collectives do), and dispatch modes (`CommDebugMode`) listen at the dispatcher. So the
+kernels of `c10d` call the group's methods while a world is alive, and these go through the dispatcher where a mode
 listens.
 
 Tried on torch 2.13.
@@ -38,7 +38,7 @@ class _Crossing:
 
 
 class Dispatched(dist.ProcessGroup):
-    """A group whose methods stand in for the kernels of ``c10d``."""
+    """A group whose methods stand in for the kernels of `c10d`."""
 
     crossing: _Crossing | None = None
 
@@ -109,7 +109,7 @@ def _group_of(boxed: Any) -> Dispatched | None:
 
 
 def _kernel(name: str, schema: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What the operator ``name`` does: a method of a simulated group; for other groups what it does without a world."""
+    """What the operator `name` does: a method of a simulated group; for other groups what it does without a world."""
     places = [place for place, argument in enumerate(schema.arguments) if argument.name == "process_group"]
     ops = [place for place, argument in enumerate(schema.arguments) if argument.name == "reduce_op"]
 
@@ -169,7 +169,7 @@ def _meta_kernel(name: str, schema: Any) -> Callable[..., Any]:
 
 
 def replace_kernels() -> Callable[[], None]:
-    """Let the kernels of ``c10d`` call simulated groups; returns how to undo that."""
+    """Let the kernels of `c10d` call simulated groups; returns how to undo that."""
     if not _CAN_REPLACE:
         return lambda: None
     kernels = _kernels()
@@ -185,7 +185,7 @@ def replace_kernels() -> Callable[[], None]:
 
 
 class _Catching(TorchDispatchMode):
-    """Notes with which arguments torch calls an operator of ``c10d``, and ends the call."""
+    """Notes with which arguments torch calls an operator of `c10d`, and ends the call."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d":  # of a barrier: the tensor that it is given
@@ -245,7 +245,7 @@ def _is_deaf(kind: type) -> bool:
 
 
 def _cross(group: Dispatched, name: str, modes: list[TorchDispatchMode], args: Any, options: Any) -> Any:
-    """Call the operator that torch's method ``name`` calls."""
+    """Call the operator that torch's method `name` calls."""
     catching = _Catching()
     with dispatch._disable_current_modes():
         try:

@@ -17,15 +17,15 @@ class Endpoint(Context):
 
     Attributes:
         network: What it shares with the other ranks.
-        c10d: Its ``torch.distributed`` state (the default group, all groups by name ...).
+        c10d: Its `torch.distributed` state (the default group, all groups by name ...).
         store: Its handle of the network's store.
         axis_names: The mesh axes whose groups go by another name, by group.
-        joined_by_world: The world made the default group, so one ``init_process_group`` does nothing.
+        joined_by_world: The world made the default group, so one `init_process_group` does nothing.
         has_joined: The world has made it, whatever became of it since.
         inits: How often it has made its default group.
         members: The ranks of its default group, once ranks that were left have made that anew; None: all.
         generation: Counts those new default groups.
-        regions: The names of the regions (:func:`sim.region`) that it is in.
+        regions: The names of the regions (`sim.region`) that it is in.
     """
 
     def __init__(self, rank: int, network: Network, c10d: Any) -> None:
@@ -48,7 +48,7 @@ class Endpoint(Context):
         return self.members.index(self.rank), len(self.members)
 
     def axis_of(self, group_name: str, description: str, ranks: tuple[int, ...]) -> str:
-        """The name a group is reported under: its mesh axis if a mesh made it, ``world``, or its ranks."""
+        """The name a group is reported under: its mesh axis if a mesh made it, `world`, or its ranks."""
         if group_name in self.axis_names:
             return self.axis_names[group_name]
         if description.startswith("mesh_"):

@@ -1,6 +1,6 @@
 """The meeting points of ranks: a network, its groups, and the operations on which the members of a group meet.
 
-The ranks of a world share one :class:`Network`, those of a process group one :class:`Group`. The k-th call of every
+The ranks of a world share one `Network`, those of a process group one `Group`. The k-th call of every
 member must be the same collective; the last one to arrive carries it out for all.
 """
 
@@ -54,7 +54,7 @@ class Slot(Waitable):
         return [rank for rank, call in zip(self.group.ranks, self.calls, strict=True) if call is None]
 
     def line_of(self, rank: int) -> str:
-        """Name the user's line in which ``rank`` has called it."""
+        """Name the user's line in which `rank` has called it."""
         call = self.calls[self.group.ranks.index(rank)]
         return call.line if call is not None else ""
 
@@ -189,7 +189,7 @@ class Group:
         return f"{label}: {short_ranks_phrase(ranks)}"
 
     def enter(self, member: int, call: Call) -> Slot:
-        """Enter ``member``'s next call."""
+        """Enter `member`'s next call."""
         seq = self.next_seq[member]
         self.next_seq[member] = seq + 1
         slot = self.slots.get(seq)
@@ -204,7 +204,7 @@ class Group:
         return slot
 
     def meet(self, message: Message) -> Message | None:
-        """The oldest waiting message that fits ``message``, or None; then ``message`` waits."""
+        """The oldest waiting message that fits `message`, or None; then `message` waits."""
         sender, receiver, tag = message.sender, message.receiver, message.tag
         sending = message.who_waits == "send"
         theirs = self.recvs if sending else self.sends
@@ -275,7 +275,7 @@ class Group:
 
 
 class Explanations(Protocol):
-    """The texts of what does not fit together; the simulator's are in ``sim.explain.mismatch``."""
+    """The texts of what does not fit together; the simulator's are in `sim.explain.mismatch`."""
 
     def collective_mismatch(self, network: Network, slot: Slot, problem: Problem | None) -> Exception:
         """The error for a collective on which the ranks do not agree."""
@@ -304,7 +304,7 @@ class Network:
         trace: Of what they communicate.
         store: Their key-value store.
         pricing: What communication costs in virtual time.
-        backend: The name of the default group: ``sim``, or the backend whose reductions it imitates.
+        backend: The name of the default group: `sim`, or the backend whose reductions it imitates.
         explain: Makes the errors.
         replay: The call that runs the same again.
 
@@ -315,7 +315,7 @@ class Network:
         lost: The ranks that faults have killed or frozen.
         execute: Carries out a collective.
         rejoin: Lets a rank join a default group that is made anew, as this rank of so many; None: nobody can be lost.
-        issuing, issued, completed, waited, made, ended: What observers are called with; see ``observer.Observer``.
+        issuing, issued, completed, waited, made, ended: What observers are called with; see `observer.Observer`.
     """
 
     def __init__(

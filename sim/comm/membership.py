@@ -35,7 +35,7 @@ class GroupsMade:
     """What the ranks of a world have asked for.
 
     torch numbers the groups that a rank learns of, whether it is in them or not, and makes them when all ranks have
-    come; simulated ranks do not wait there. Groups made with ``use_local_synchronization`` have no number.
+    come; simulated ranks do not wait there. Groups made with `use_local_synchronization` have no number.
 
     Attributes:
         others: By group, and rank, what is not what the first rank has asked for.
@@ -49,7 +49,7 @@ class GroupsMade:
         self._most = 1024  # members, until those of groups that all ranks have made are forgotten
 
     def note(self, key: Key, rank: int, members: Iterable[int], description: str) -> None:
-        """Note that ``rank``, which is in it, or is the first or of another mind, has made a group of ``members``."""
+        """Note that `rank`, which is in it, or is the first or of another mind, has made a group of `members`."""
         axis = description.removeprefix("mesh_") if description.startswith("mesh_") else ""
         asked = _Asked(tuple(sorted(members)), axis, user_line())
         self._members[key, rank] = asked
@@ -57,7 +57,7 @@ class GroupsMade:
             self.others.setdefault(key, {})[rank] = asked
 
     def forget_before(self, key: Key | None) -> None:
-        """Forget groups before ``key``, which all ranks have made and agree on: a long run may make many."""
+        """Forget groups before `key`, which all ranks have made and agree on: a long run may make many."""
         if key is None or len(self._members) < self._most:
             return
         self._first = {k: asked for k, asked in self._first.items() if k >= key or k in self.others}
@@ -72,5 +72,5 @@ class GroupsMade:
         ]
 
     def of(self, key: Key, rank: int) -> _Asked:
-        """What ``rank`` has asked for, which has made the group; who is not in it has asked for what the first has."""
+        """What `rank` has asked for, which has made the group; who is not in it has asked for what the first has."""
         return self._members.get((key, rank)) or self._first[key]._replace(line="")

@@ -27,7 +27,7 @@ class Observer:
         """A rank is about to begin an operation, of which nobody else knows yet; may raise, or change what it gives."""
 
     def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
-        """A rank has begun an operation; ``call`` is its part in a collective, None for a message."""
+        """A rank has begun an operation; `call` is its part in a collective, None for a message."""
 
     def completed(self, what: Slot | Message, start: float, end: float) -> None:
         """All have come and the data has moved, between these virtual times."""

@@ -1,7 +1,7 @@
 """Prices of communication in virtual time.
 
 A collective starts when the last member of its group has come and the group's collective before it is over; it ends
-when the cost function says so, and ``wait`` moves the clock of each member to that end.
+when the cost function says so, and `wait` moves the clock of each member to that end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CommPricing:
         self._per_node = found.ranks_per_node if found is not None else None
 
     def of_collective(self, calls: Sequence[Call], ranks: tuple[int, ...]) -> float:
-        """Seconds of a collective that ``ranks`` have called."""
+        """Seconds of a collective that `ranks` have called."""
         if self._cost is None:
             return 0.0
         op = calls[0].contract.op
@@ -63,7 +63,7 @@ class CommPricing:
         return self._checked(op, Load(len(ranks), intra, moved, inter, 0))
 
     def of_message(self, sender: int, receiver: int, size: int) -> float:
-        """Seconds of a send of ``size`` bytes."""
+        """Seconds of a send of `size` bytes."""
         if self._cost is None or sender == receiver:
             return 0.0
         intra = self._most_on_a_node((sender, receiver))

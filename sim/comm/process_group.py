@@ -1,9 +1,9 @@
-"""The simulated process group: what ``torch.distributed`` calls on one rank, matched with the other ranks' calls.
+"""The simulated process group: what `torch.distributed` calls on one rank, matched with the other ranks' calls.
 
-Each rank has its own :class:`SimProcessGroup` object for a group; the ranks of a group share one
-:class:`sim.group.Group`, in which the k-th call of every member must be the same collective. A call never blocks: it
+Each rank has its own `SimProcessGroup` object for a group; the ranks of a group share one
+`sim.group.Group`, in which the k-th call of every member must be the same collective. A call never blocks: it
 leaves its tensors in a slot and returns a work object; the last rank to arrive carries the collective
-out for all. Ranks block only in ``wait``.
+out for all. Ranks block only in `wait`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class SimWork(dist.Work):
-    """The handle of a call: ``wait`` lets other ranks run until all of them have arrived."""
+    """The handle of a call: `wait` lets other ranks run until all of them have arrived."""
 
     def __init__(self, endpoint: Endpoint, waitables: Sequence[Waitable], outputs: Tensors) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class SimWork(dist.Work):
 
     def is_completed(self) -> bool:
         if self._is_lost():
-            return True  # as a real one is that has failed; ``wait`` raises
+            return True  # as a real one is that has failed; `wait` raises
         if not self._is_ready():
             self._scheduler.poll()  # a loop that asks until it is done lets the others do their part
         if not (self._is_ready() and self._is_over()):
@@ -259,7 +259,7 @@ class SimProcessGroup(Dispatched):
         return root
 
     def _check_list(self, op: str, which: str, tensors: Tensors, like: torch.Tensor, *, uneven: bool = True) -> None:
-        """One tensor per member, all of the dtype of ``like``, and of its size if they have to be even."""
+        """One tensor per member, all of the dtype of `like`, and of its size if they have to be even."""
         if len(tensors) != self._size:
             raise ValueError(
                 f"{op}: the {which} list has {len(tensors)} tensors, expected one for each of {self._size} ranks; "

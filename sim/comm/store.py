@@ -51,7 +51,7 @@ class SharedStore:
 
 
 class RankStore(dist.Store):
-    """One rank's handle of the shared store, in the shape that ``torch.distributed`` expects."""
+    """One rank's handle of the shared store, in the shape that `torch.distributed` expects."""
 
     def __init__(self, shared: SharedStore) -> None:
         super().__init__()

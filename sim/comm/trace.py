@@ -39,26 +39,26 @@ class Event(NamedTuple):
 
     Attributes:
         rank: Global rank.
-        op: ``all_reduce``, ``all_gather``, ``send``, ...
-        axis: The mesh axis whose group it ran on; ``world`` for the default group.
+        op: `all_reduce`, `all_gather`, `send`, ...
+        axis: The mesh axis whose group it ran on; `world` for the default group.
         group: The global ranks of the group.
         seq: Number of the operation in its group, from 0 (-1 for point to point).
         send_bytes: Bytes the rank sends to others when each talks to each directly, and an all_reduce is a
             reduce_scatter and an all_gather: the least there is, except that a real tree spreads a root's share.
         recv_bytes: Bytes it receives, likewise.
         dtype: Of the data.
-        line: The user's source line, ``file:line in function``.
-        reduce_op: ``SUM``, ``AVG``, ...; empty where nothing is reduced.
+        line: The user's source line, `file:line in function`.
+        reduce_op: `SUM`, `AVG`, ...; empty where nothing is reduced.
         root: Global rank that gives or gets everything, where there is one.
         peer: Global rank on the other side of a send or recv; None for a recv from anybody, which came first.
         input_shapes: Of the tensors the rank gives.
         output_shapes: Of the tensors it gets.
         process_group: torch's name of the group.
-        members: The global ranks of the process group; for a send or recv, ``group`` is the pair.
+        members: The global ranks of the process group; for a send or recv, `group` is the pair.
         order: Number of the event over all ranks, in the order in which they were issued.
         issued: The rank's virtual clock at the call, in seconds.
         span: When the operation ran; shared by all who take part in it.
-        digest: Of the bytes the rank gives, where :func:`sim.check_determinism` asked for it.
+        digest: Of the bytes the rank gives, where `sim.check_determinism` asked for it.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Event(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Of the first tensor the rank gives, or, where it gives none, gets; ``()`` where there is no data."""
+        """Of the first tensor the rank gives, or, where it gives none, gets; `()` where there is no data."""
         return next(iter((*self.input_shapes, *self.output_shapes)), ())
 
     @property
@@ -149,7 +149,7 @@ class _Sums:
         self._partly: dict[tuple[Any, ...], int] = {}  # by operation: members so far, where more are to come
 
     def add(self, event: Event, number: int) -> None:
-        """Count an event, the ``number``-th of its rank."""
+        """Count an event, the `number`-th of its rank."""
         key, here = (event.axis, event.op), (event.rank, number)
         per_rank = self.moved.setdefault(key, {})
         per_rank[event.rank] = per_rank.get(event.rank, 0) + event.recv_bytes
@@ -182,7 +182,7 @@ class EventLog:
     Args:
         world_size: Number of ranks.
         keep_events: How many events of each rank to keep, besides those that are not completed; None: all. The others
-            are in :meth:`bytes`, :meth:`by_axis`, :meth:`summary` and :meth:`count` only.
+            are in `bytes`, `by_axis`, `summary` and `count` only.
     """
 
     def __init__(self, world_size: int, keep_events: int | None = None) -> None:
@@ -204,7 +204,7 @@ class EventLog:
         self._axes.update(dict.fromkeys(axes))
 
     def add(self, event: Event) -> None:
-        """Append an event of ``event.rank``."""
+        """Append an event of `event.rank`."""
         events = self._by_rank[event.rank]
         events.append(event)
         if len(events) > self._keep:
@@ -290,8 +290,8 @@ class EventLog:
         """Bytes received by completed operations, of one axis, operation or rank, or of all.
 
         Args:
-            axis: A mesh axis, ``world``, or what else an event has as its axis; 0 if nothing was communicated on it.
-            op: ``all_reduce``, ``send``, ...; 0 if there was none.
+            axis: A mesh axis, `world`, or what else an event has as its axis; 0 if nothing was communicated on it.
+            op: `all_reduce`, `send`, ...; 0 if there was none.
             rank: Global rank.
 
         Raises:
@@ -330,7 +330,7 @@ class EventLog:
         ]
 
     def summary(self) -> str:
-        """A table of :meth:`by_axis`."""
+        """A table of `by_axis`."""
         head = ("axis", "op", "count", "bytes received", "most on one rank")
         rows = [(r.axis, r.op, f"{r.count:,}", f"{r.bytes:,}", f"{r.bytes_per_rank:,}") for r in self.by_axis()]
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]

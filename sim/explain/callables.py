@@ -25,7 +25,7 @@ _RUNS = {  # how a function runs what it has made
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What to call ``fn`` in a message.
+    """What to call `fn` in a message.
 
     >>> name_of(len), name_of(functools.partial(print, 1)), name_of(functools.partial(print))
     ('len', 'functools.partial(print, ...)', 'functools.partial(print)')
@@ -39,7 +39,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def kind_of_lazy(fn: Callable[..., Any]) -> str | None:
-    """What a call of ``fn`` makes, if all that it does is to make something that has yet to be run.
+    """What a call of `fn` makes, if all that it does is to make something that has yet to be run.
 
     >>> def batches():
     ...     yield 1
@@ -59,7 +59,7 @@ def kind_of_lazy(fn: Callable[..., Any]) -> str | None:
 
 
 def check_result(result: T, fn: Callable[..., Any]) -> T:
-    """Return ``result`` of ``fn``, unless it is something that has yet to be run.
+    """Return `result` of `fn`, unless it is something that has yet to be run.
 
     Raises:
         TypeError: It is a coroutine, an asynchronous generator, or a generator that has not begun.
@@ -105,7 +105,7 @@ def check_body(body: Callable[..., Any]) -> None:
 def check_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, world_size: int
 ) -> dict[str, Any]:
-    """Refuse what ``fn(*args, **kwargs)`` would only refuse on the ranks; returns the keyword arguments."""
+    """Refuse what `fn(*args, **kwargs)` would only refuse on the ranks; returns the keyword arguments."""
     if not callable(fn):
         raise TypeError(f"cannot run {fn!r} on ranks\n  fn: a callable\n  try: sim.run(train, world_size={world_size})")
     name = name_of(fn)

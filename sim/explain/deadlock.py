@@ -26,8 +26,8 @@ class _Ring(NamedTuple):
     """The ranks that hold each other up.
 
     Attributes:
-        kind: ``circle``: each waits for the next, the last for the first. ``finished``, ``asks``: the last one has
-            finished, or asks again and again. ``nobody``: each waits for what no rank is to do.
+        kind: `circle`: each waits for the next, the last for the first. `finished`, `asks`: the last one has
+            finished, or asks again and again. `nobody`: each waits for what no rank is to do.
         ranks: In the order in which they wait for each other.
     """
 

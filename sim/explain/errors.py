@@ -37,7 +37,7 @@ class Deadlock(SimError):
 
 
 class InFlightBufferRace(SimError):
-    """A rank touched a buffer between the issue of an operation on it and its ``wait``; see ``check_races``."""
+    """A rank touched a buffer between the issue of an operation on it and its `wait`; see `check_races`."""
 
 
 class NonDeterminism(SimError):
@@ -51,9 +51,9 @@ class ReplicaMismatch(SimError):
 class RankFailed(SimError):
     """The function of one rank raised; the other ranks were stopped.
 
-    The instance raised by :func:`sim.run` is also an instance of the original exception's class, so
-    ``except ValueError`` and ``pytest.raises(ValueError)`` work as on one device. The original is its
-    ``__cause__``.
+    The instance raised by `sim.run` is also an instance of the original exception's class, so
+    `except ValueError` and `pytest.raises(ValueError)` work as on one device. The original is its
+    `__cause__`.
 
     Attributes:
         rank: The rank that raised first.
@@ -65,11 +65,11 @@ class RankFailed(SimError):
 class RankLost(SimError, dist.DistBackendError):
     """An operation cannot complete: a rank that takes part has died or hangs, or a message was lost.
 
-    What a real job sees as a failed or timed-out operation, and so it is also a ``torch.distributed.DistBackendError``.
-    It comes from faults only (``sim.faults``); a rank may catch it and go on with the others.
+    What a real job sees as a failed or timed-out operation, and so it is also a `torch.distributed.DistBackendError`.
+    It comes from faults only (`sim.faults`); a rank may catch it and go on with the others.
 
     Attributes:
-        ranks: The ranks that are dead or frozen by now, as ``sim.current_rank()`` counts them.
+        ranks: The ranks that are dead or frozen by now, as `sim.current_rank()` counts them.
     """
 
     ranks: tuple[int, ...] = ()
@@ -82,12 +82,12 @@ class RankLost(SimError, dist.DistBackendError):
 class RankStopped(BaseException):
     """Unwinds a rank because the world is ending; never seen outside of the world.
 
-    A ``BaseException``, so that ``except Exception`` in the user's code does not swallow it.
+    A `BaseException`, so that `except Exception` in the user's code does not swallow it.
     """
 
 
 def rank_failed(rank: int, error: BaseException, replay: str, hint: str = "") -> RankFailed:
-    """Build the :class:`RankFailed` for ``error`` on ``rank``, as a subclass of the error's own class too.
+    """Build the `RankFailed` for `error` on `rank`, as a subclass of the error's own class too.
 
     >>> failure = rank_failed(3, ValueError("bad"), "sim.run(f, world_size=4, seed=0)")
     >>> isinstance(failure, ValueError), failure.rank
@@ -102,7 +102,7 @@ def rank_failed(rank: int, error: BaseException, replay: str, hint: str = "") ->
 
 
 def what_happened(error: BaseException) -> str:
-    """What the rank has done from whose function ``error`` came.
+    """What the rank has done from whose function `error` came.
 
     >>> what_happened(ValueError("bad")), what_happened(SystemExit(3))
     ('raised ValueError: bad', 'called sys.exit(3)')
@@ -114,7 +114,7 @@ def what_happened(error: BaseException) -> str:
 
 
 def said(error: BaseException) -> str:
-    """The class of ``error`` and the first line of its text.
+    """The class of `error` and the first line of its text.
 
     >>> said(ValueError("bad\\nand worse")), said(KeyError())
     ('ValueError: bad', 'KeyError')
@@ -173,7 +173,7 @@ def _reduce(failure: RankFailed) -> tuple[type[RankFailed], tuple[str], dict[str
 
 
 def ranks_phrase(ranks: Iterable[int]) -> str:
-    """Write a set of ranks for a person: ``rank 3``, ``ranks 0-3, 7``.
+    """Write a set of ranks for a person: `rank 3`, `ranks 0-3, 7`.
 
     >>> ranks_phrase([7, 0, 1, 2, 3])
     'ranks 0-3, 7'
@@ -196,7 +196,7 @@ def ranks_phrase(ranks: Iterable[int]) -> str:
 
 
 def short_ranks_phrase(ranks: Sequence[int]) -> str:
-    """As :func:`ranks_phrase`, with the middle left out where that gets long.
+    """As `ranks_phrase`, with the middle left out where that gets long.
 
     >>> short_ranks_phrase(range(0, 256, 8))
     'ranks 0, 8, ..., 248'
@@ -209,7 +209,7 @@ _SINGLE = 16  # rows up to which each rank has a line of its own
 
 
 def table(rows: Sequence[Sequence[str]], *, marked: Iterable[int] = ()) -> str:
-    """Align rows of text in columns, one line each, with a ``*`` before the marked ones.
+    """Align rows of text in columns, one line each, with a `*` before the marked ones.
 
     Among many rows, ranks that say the same share a line.
     """

@@ -1,6 +1,6 @@
 """Exceptions that ranks were handling when a mismatch was found.
 
-A rank that raises and communicates on its way out, in a ``finally`` say, leads to a deadlock or a mismatch, of which
+A rank that raises and communicates on its way out, in a `finally` say, leads to a deadlock or a mismatch, of which
 its own exception is the likely cause.
 """
 
@@ -45,14 +45,14 @@ class Handled:
         self.lines = "".join(shown[:_SHOWN]) + more
 
     def chained(self, error: Error) -> Error:
-        """Let ``error`` have come from the cause."""
+        """Let `error` have come from the cause."""
         if self.cause is not None:
             error.__cause__ = self.cause
         return error
 
 
 def being_handled(scheduler: Scheduler, world_size: int) -> Handled:
-    """Ask every thread of every rank for the exception in whose ``except`` or ``finally`` it is.
+    """Ask every thread of every rank for the exception in whose `except` or `finally` it is.
 
     Those that never left a library, such as torch's or the simulator's own, are nobody's concern.
     """

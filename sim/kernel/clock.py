@@ -17,7 +17,7 @@ _sleep_for_real = time.sleep
 
 
 def check_seconds(value: float, what: str) -> float:
-    """``value`` as seconds, or the error that ``what`` cannot take so long."""
+    """`value` as seconds, or the error that `what` cannot take so long."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{what} cannot be {value!r}\n  seconds: a number from 0 up\n  try: 0.001, a millisecond")
     return float(value)
@@ -53,10 +53,10 @@ def advance(seconds: float) -> None:
 
 
 def sleep(seconds: float) -> None:
-    """What ``time.sleep`` is on a simulated rank: it takes virtual time, and others run meanwhile.
+    """What `time.sleep` is on a simulated rank: it takes virtual time, and others run meanwhile.
 
     A rank wakes up when nobody who is awake can go on, and whoever sleeps until the earliest time wakes first.
-    Elsewhere it is ``time.sleep``.
+    Elsewhere it is `time.sleep`.
 
     Args:
         seconds: Virtual seconds, 0 or more.

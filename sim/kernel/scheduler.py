@@ -1,7 +1,7 @@
 """The scheduler: one rank runs at a time, and where it would block, the seed says who runs next.
 
 The scheduler knows nothing of torch. A rank is a thread that holds the *baton* while it runs. It hands it on
-when it waits for something (:class:`Waitable`) or ends. Since exactly one thread ever runs, the seed fixes the
+when it waits for something (`Waitable`) or ends. Since exactly one thread ever runs, the seed fixes the
 whole interleaving, no lock is needed anywhere else in the simulator, and "no rank can run" is a fact that is
 known at once and not after a timeout.
 """
@@ -34,7 +34,7 @@ _IDLE_TIMEOUT = 0.1
 
 
 class Scheduler:
-    """Runs rank functions one at a time, in an order drawn from ``seed``.
+    """Runs rank functions one at a time, in an order drawn from `seed`.
 
     Args:
         seed: Fixes the interleaving.
@@ -86,7 +86,7 @@ class Scheduler:
     # -- called from outside -------------------------------------------------------------------------------
 
     def run(self, workers: list[Worker], contexts: list[Any], body: Callable[[RankThread], Any]) -> None:
-        """Run ``body`` once for each context, each on the thread of the same number, until all have ended."""
+        """Run `body` once for each context, each on the thread of the same number, until all have ended."""
         ranks = [RankThread(rank, context) for rank, context in enumerate(contexts)]
         self.clocks.extend([0.0] * (len(ranks) - len(self.clocks)))
         self._all_done.acquire()
@@ -134,7 +134,7 @@ class Scheduler:
     # -- called by the running rank ------------------------------------------------------------------------
 
     def block(self, waitable: Waitable) -> None:
-        """Let other ranks run until ``waitable`` is ready. Raises what ended the world, if it has ended.
+        """Let other ranks run until `waitable` is ready. Raises what ended the world, if it has ended.
 
         The rank's clock moves on to when that was.
         """
@@ -158,7 +158,7 @@ class Scheduler:
             raise self._why_not(waitable, me)
 
     def wait(self, waitable: Waitable, until: float | None = None) -> bool:
-        """Like :meth:`block`, but no longer than ``until`` in virtual time; returns whether it is ready."""
+        """Like `block`, but no longer than `until` in virtual time; returns whether it is ready."""
         if self.fatal is not None:
             raise self.end_of_rank()
         if not waitable.ready:
@@ -243,7 +243,7 @@ class Scheduler:
         return now
 
     def reach(self, at: float) -> None:
-        """Move the running rank's clock to ``at``, unless it is past that."""
+        """Move the running rank's clock to `at`, unless it is past that."""
         me = self.running
         if me is not None and at > self.clocks[me.rank]:
             self.clocks[me.rank] = at
@@ -302,7 +302,7 @@ class Scheduler:
         return me
 
     def complete(self, waitable: Waitable, at: float | None = None) -> None:
-        """Make ``waitable`` ready and its waiters runnable; it happens at ``at``, or now."""
+        """Make `waitable` ready and its waiters runnable; it happens at `at`, or now."""
         waitable.at = self.now if at is None else at
         waitable.ready = True
         self._idle_polls = 0.0
@@ -311,7 +311,7 @@ class Scheduler:
             waitable.waiters = []
 
     def lose(self, waitable: Waitable, lost: Lost, at: float) -> None:
-        """Let whoever waits for ``waitable``, now or later, get the error that ``lost`` makes, at ``at`` or later."""
+        """Let whoever waits for `waitable`, now or later, get the error that `lost` makes, at `at` or later."""
         self._turn_off_alarms(waitable)
         waitable.at = at
         waitable.lost = lost
@@ -342,7 +342,7 @@ class Scheduler:
         return self.end_of_rank()
 
     def fail(self, error: BaseException) -> None:
-        """End the world: the caller, a rank, raises ``error``, and every other rank gets it at its next step."""
+        """End the world: the caller, a rank, raises `error`, and every other rank gets it at its next step."""
         if self.fatal is None:
             self.fatal = error
         if self.running is not None:
@@ -352,7 +352,7 @@ class Scheduler:
         """The exception that ends the calling rank now that the world has failed.
 
         What the simulator found is raised once on each rank; a rank that caught it and goes on, like everybody
-        when another rank has raised, gets what ``except Exception`` does not catch.
+        when another rank has raised, gets what `except Exception` does not catch.
         """
         fatal, me = self.fatal, self.running
         if me is not None:

@@ -37,7 +37,7 @@ class Worker:
         self.thread.start()
 
     def run(self, job: Job) -> None:
-        """Start ``job``, which must not raise.
+        """Start `job`, which must not raise.
 
         When it returns, the thread counts as idle and then calls what the job returned: whoever that wakes finds
         the thread idle.
@@ -79,7 +79,7 @@ def _count(change: int) -> None:
 
 
 def lease(count: int) -> list[Worker]:
-    """Take ``count`` threads from the pool, which makes new ones as needed.
+    """Take `count` threads from the pool, which makes new ones as needed.
 
     Raises:
         SimError: The system gives no more threads; those that were made stay in the pool.
@@ -105,7 +105,7 @@ def lease(count: int) -> list[Worker]:
 
 
 def call_on(workers: list[Worker], fn: Callable[[], None]) -> None:
-    """Call ``fn``, which must not raise, on each of these idle threads, one after the other."""
+    """Call `fn`, which must not raise, on each of these idle threads, one after the other."""
     for worker in workers:
         done = threading.Lock()
         done.acquire()

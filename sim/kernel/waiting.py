@@ -50,7 +50,7 @@ class Waitable:
         return []
 
     def line_of(self, rank: int) -> str:
-        """Name the user's line in which ``rank`` waits for this; empty where none is known."""
+        """Name the user's line in which `rank` waits for this; empty where none is known."""
         return ""
 
 
@@ -106,7 +106,7 @@ class RankThread:
         self.resumed: Callable[[], None] | None = None
 
 
-# Unscheduled threads of ranks: those with which ``multiprocessing`` talks to other processes --------------------------
+# Unscheduled threads of ranks: those with which `multiprocessing` talks to other processes --------------------------
 #
 # What another process answers comes when it comes. A rank that waits for that keeps its turn, so that the seed goes
 # on fixing the interleaving. Only a rank that also has helper threads gives its turn up, and is woken when nobody
@@ -148,7 +148,7 @@ class UnscheduledThreads:
         self.arrived: deque[Waitable] = deque()
 
     def add(self, rank: int, thread: threading.Thread) -> None:
-        """Note a thread that ``rank`` has started."""
+        """Note a thread that `rank` has started."""
         self._threads = [(r, t) for r, t in self._threads if _is_alive(t)]
         self._threads.append((rank, thread))
 
@@ -156,7 +156,7 @@ class UnscheduledThreads:
         return bool(self._threads or self.arrived)
 
     def are_waited_for_by(self, thread: RankThread) -> bool:
-        """Whether what ``thread`` waits for can only come from one of them."""
+        """Whether what `thread` waits for can only come from one of them."""
         return (
             bool(self._threads)
             and any(rank == thread.rank and _is_alive(each) for rank, each in self._threads)

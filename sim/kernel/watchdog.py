@@ -36,10 +36,10 @@ class Watchdog:
         self._named: set[tuple[str, _Thread]] = set()  # who has been reported once, and for what
 
     def look(self, thread: RankThread, turn: int, failure: str, *, alone: bool = False) -> None:
-        """Note that ``thread`` has the turn number ``turn``, in a world that ``failure`` has ended, if it has.
+        """Note that `thread` has the turn number `turn`, in a world that `failure` has ended, if it has.
 
         Say so, once, when it neither computes nor gives it up, when it has not given it up for long (unless it is
-        ``alone``, and nobody could want it), or when it goes on although the world has failed or it is dead.
+        `alone`, and nobody could want it), or when it goes on although the world has failed or it is dead.
         """
         now = time.monotonic()
         who: _Thread = (thread.rank, thread.name)

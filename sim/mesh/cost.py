@@ -8,7 +8,7 @@
 >>> 150e-6 < price.seconds < 200e-6, price.grade, price.bound
 (True, 'calibrated', 'compute')
 
-An operation of a kind without a price is an :class:`UnknownOperation`: nothing is taken to be free.
+An operation of a kind without a price is an `UnknownOperation`: nothing is taken to be free.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Pricing:
 
     Args:
         hardware: what it runs on.
-        calibration: figures of kernels and links; None: those of ``sim/mesh/data``.
-        attention: kernels of attention, where a program does not say: ``flash1``, ``flash2``, ``flash3``, ``cudnn``;
+        calibration: figures of kernels and links; None: those of `sim/mesh/data`.
+        attention: kernels of attention, where a program does not say: `flash1`, `flash2`, `flash3`, `cudnn`;
             None: what torch takes on the device.
         graphs: whether the host replays captured graphs, instead of issuing each operation.
-        tp_overlap: whether communication along ``tp`` is cut in parts that go along with the matmuls beside it; then
-            only a share of its seconds is counted (``hidden`` of ``[overlap]`` is the rest).
+        tp_overlap: whether communication along `tp` is cut in parts that go along with the matmuls beside it; then
+            only a share of its seconds is counted (`hidden` of `[overlap]` is the rest).
         placement: which slot of the cluster a rank has; None: ranks are counted node by node.
         posts_early: whether receives of a pipeline's messages are issued before what is computed meanwhile, so that a
             message goes as soon as it is sent; else after what the receiver has queued before.

@@ -148,7 +148,7 @@ class Timelines:
         self.timeline.to_chrome(path, self.memory)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw it, ``.png``, ``.svg`` or ``.pdf``: computation, communication, what of it is exposed, and memory."""
+        """Draw it, `.png`, `.svg` or `.pdf`: computation, communication, what of it is exposed, and memory."""
         self.timeline.plot(path, self.memory, self.title)
 
 
@@ -229,11 +229,11 @@ def estimate(
     the calibrated figures of the hardware, and replayed. It costs seconds, whatever the number of devices.
 
     Args:
-        model: a name (:func:`sim.mesh.model_names`), a config of `hyper_parallel.models`, or :class:`sim.mesh.Custom`.
+        model: a name (`sim.mesh.model_names`), a config of `hyper_parallel.models`, or `sim.mesh.Custom`.
         dims: the degrees of parallelism.
         batch: sequences per step on each data-parallel rank: the global batch over dp_replicate * dp_shard * ep.
         seq_len: tokens of a sequence.
-        hardware: a name (:func:`sim.mesh.hardware_names`), the path of a TOML file, or a :class:`sim.mesh.Hardware`.
+        hardware: a name (`sim.mesh.hardware_names`), the path of a TOML file, or a `sim.mesh.Hardware`.
         recipe: precision, recomputation, sharding, schedule.
         placement: axes from the outermost to the innermost: how ranks are numbered over the devices of the nodes. By
             default tp neighbours share a node and pipelines reach over nodes, as launchers of large runs place them;
@@ -256,7 +256,7 @@ def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Ca
     """Estimate what has been traced already, on a hardware.
 
     Args:
-        programs: what :func:`sim.mesh.tracing.trace.trace` has returned for the job.
+        programs: what `sim.mesh.tracing.trace.trace` has returned for the job.
         job: what was traced.
         hardware: to run it on.
         calibration: figures to price with; None: those of the package.

@@ -4,8 +4,8 @@
 >>> h100.devices_per_node, h100.peak("bfloat16") / 1e12, h100.figures["device.bandwidth"].grade
 (8, 989.4, 'datasheet')
 
-The descriptions are the TOML files of ``sim/mesh/data/hardware``; a user's own lie in the folder that the environment
-variable ``HYPER_PARALLEL_HARDWARE`` names, or anywhere, named by path.
+The descriptions are the TOML files of `sim/mesh/data/hardware`; a user's own lie in the folder that the environment
+variable `HYPER_PARALLEL_HARDWARE` names, or anywhere, named by path.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Hardware:
     """A device, the node that it sits in and the network between nodes.
 
     Attributes:
-        name: such as ``h100-sxm``.
+        name: such as `h100-sxm`.
         title: in words.
-        family: whose curves (of matmuls, attention, kernels) it uses: ``hopper``, ``ampere``, ``ascend`` ...
-        figures: what is known of it, in bytes, bytes per second, FLOP/s and seconds, by name; see ``FIGURES``.
-        links: kind of the links within a node: ``nvlink3``, ``nvlink4``, ``hccs`` ...
-        topology: of the links within a node: ``switch``, at which every device has its whole bandwidth to any other,
-            or ``mesh``, in which each pair has a link of its own.
-        fabric: kind of the network between nodes: ``infiniband``, ``efa``, ``roce``, ``omni-path`` ...
-        allocator: how torch takes its memory: ``caching`` or ``none``.
-        backend: of ``torch.distributed``.
-        curves: figures that stand for those of ``calibration.toml`` on this device, by section and name.
+        family: whose curves (of matmuls, attention, kernels) it uses: `hopper`, `ampere`, `ascend` ...
+        figures: what is known of it, in bytes, bytes per second, FLOP/s and seconds, by name; see `FIGURES`.
+        links: kind of the links within a node: `nvlink3`, `nvlink4`, `hccs` ...
+        topology: of the links within a node: `switch`, at which every device has its whole bandwidth to any other,
+            or `mesh`, in which each pair has a link of its own.
+        fabric: kind of the network between nodes: `infiniband`, `efa`, `roce`, `omni-path` ...
+        allocator: how torch takes its memory: `caching` or `none`.
+        backend: of `torch.distributed`.
+        curves: figures that stand for those of `calibration.toml` on this device, by section and name.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Hardware:
         return default
 
     def grade(self, figure: str) -> str:
-        """Return the evidence grade of a figure; of one that is not there: ``assumed``."""
+        """Return the evidence grade of a figure; of one that is not there: `assumed`."""
         return self.figures[figure].grade if figure in self.figures else "assumed"
 
     @property
@@ -96,7 +96,7 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of a device that programs can have: what ``torch.cuda.mem_get_info`` calls total."""
+        """Memory of a device that programs can have: what `torch.cuda.mem_get_info` calls total."""
         return int(self.value("device.usable_memory"))
 
     @property
@@ -116,7 +116,7 @@ class Hardware:
 
     @property
     def devices_per_node(self) -> int:
-        """Devices in a node; rank r sits in node ``r // devices_per_node``."""
+        """Devices in a node; rank r sits in node `r // devices_per_node`."""
         return int(self.value("node.devices"))
 
     @property
@@ -130,7 +130,7 @@ class Hardware:
         return int(self.value("context.per_group", 0))
 
     def peak(self, dtype: str) -> float:
-        """Return the FLOP/s of dense matmuls in a dtype, named as torch or as in ``peak.bf16``.
+        """Return the FLOP/s of dense matmuls in a dtype, named as torch or as in `peak.bf16`.
 
         >>> find_hardware("a100-80gb").peak("float8_e4m3fn") / 1e12  # computed as bf16
         312.0
@@ -138,7 +138,7 @@ class Hardware:
         return self.value("peak." + self.computed_as(dtype))
 
     def computed_as(self, dtype: str) -> str:
-        """Return the dtype, ``bf16`` ..., whose peak counts for another one on this device."""
+        """Return the dtype, `bf16` ..., whose peak counts for another one on this device."""
         short = _DTYPES.get(dtype.removeprefix("torch."), dtype)
         for name in (short, *_INSTEAD.get(short, ())):
             if f"peak.{name}" in self.figures:
@@ -176,7 +176,7 @@ class Hardware:
 
         Args:
             inter_bw_gbytes_s_per_dev: GB/s of a device, one direction; devices that share an adapter share its rate.
-            fabric: what it is, in any words that name the kind: ``"4x100Gb/s Omni-Path"``.
+            fabric: what it is, in any words that name the kind: `"4x100Gb/s Omni-Path"`.
             grade: evidence grade of the bandwidth.
             source: of the bandwidth.
         """
@@ -201,13 +201,13 @@ class Hardware:
         return self.with_figures("datasheet", source, **changes)
 
     def with_attention(self, kernels: str) -> Hardware:
-        """Return it with other kernels of attention: those of its family in ``curves.toml``, such as ``flash3``."""
+        """Return it with other kernels of attention: those of its family in `curves.toml`, such as `flash3`."""
         return replace(
             self, curves={**self.curves, "attention": {**self.curves.get("attention", {}), "default": kernels}}
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write it to a TOML file that :func:`find_hardware` reads; returns the path."""
+        """Write it to a TOML file that `find_hardware` reads; returns the path."""
         names = ("title", "family", "links", "topology", "fabric", "allocator", "backend")
         texts = {name: str(getattr(self, name)) for name in names}
         write_hardware_file(Path(path), texts, self.figures, self.curves)
@@ -242,7 +242,7 @@ def fabric_kind(words: str, otherwise: str = "ethernet") -> str:
 
 
 def hardware_names() -> list[str]:
-    """Return the names that :func:`find_hardware` knows, in order; a user's own are among them.
+    """Return the names that `find_hardware` knows, in order; a user's own are among them.
 
     >>> [name for name in hardware_names() if name.startswith("a100")]
     ['a100-40gb', 'a100-80gb']
@@ -254,7 +254,7 @@ def find_hardware(hardware: str | Path | Hardware) -> Hardware:
     """Return the description of a name, a TOML file, or the description itself.
 
     Args:
-        hardware: a name of :func:`hardware_names`, the path of a TOML file, or what this function has returned.
+        hardware: a name of `hardware_names`, the path of a TOML file, or what this function has returned.
 
     Raises:
         ValueError: no such name, with the nearest; a file that is missing or that says something odd, with the line.

@@ -32,9 +32,9 @@ class CurvePoint(NamedTuple):
     """Memory in use at a moment of the steady step.
 
     Attributes:
-        position: in ``Program.order``; -1: before it.
+        position: in `Program.order`; -1: before it.
         event: its number in the segment.
-        totals: bytes by category, in the order of ``ClassMemory.categories``.
+        totals: bytes by category, in the order of `ClassMemory.categories`.
         reserved: bytes taken from the device.
     """
 
@@ -51,8 +51,8 @@ class ClassMemory:
     Attributes:
         rank: that stands for its class.
         like: ranks that are alike.
-        peak_allocated: bytes, as ``torch.cuda.max_memory_allocated`` counts them.
-        peak_reserved: bytes, as ``torch.cuda.max_memory_reserved``.
+        peak_allocated: bytes, as `torch.cuda.max_memory_allocated` counts them.
+        peak_reserved: bytes, as `torch.cuda.max_memory_reserved`.
         at: where in the step `peak_allocated` is reached.
         by_category: bytes at that moment, largest first; they add up to `peak_allocated`.
         context_bytes: outside of torch's allocator: the device's context and communicators.
@@ -63,7 +63,7 @@ class ClassMemory:
         missing: bytes by which the limit was passed all the same; 0: it fits.
         blocks: takings and givings replayed, both steps.
         skipped: those left out of the replay because they repeat what was replayed.
-        categories: in the order of ``CurvePoint.totals``.
+        categories: in the order of `CurvePoint.totals`.
         curve: memory over the steady step.
         unmatched: blocks given back in the second step that were not in use: an error of the recording if not 0.
     """
@@ -148,7 +148,7 @@ def replay_memory(
 
 
 class _Jump(NamedTuple):
-    """Positions from ``start`` to ``end`` are left out: they repeat those from ``like``, ``shift`` micro-batches on."""
+    """Positions from `start` to `end` are left out: they repeat those from `like`, `shift` micro-batches on."""
 
     start: int
     end: int
@@ -170,7 +170,7 @@ class _Step:
 
 
 class _Replay:
-    """The blocks in use, by number: those of micro-batch n are ``stride * (n + 1)`` higher."""
+    """The blocks in use, by number: those of micro-batch n are `stride * (n + 1)` higher."""
 
     def __init__(self, plan: MemoryPlan, rules: AllocatorRules, cut: bool) -> None:
         self.plan = plan
@@ -328,7 +328,7 @@ def _by_category(plan: MemoryPlan, first: _Step, second: _Step) -> tuple[dict[st
 
 
 def _thinned(points: list[CurvePoint]) -> list[CurvePoint]:
-    """Return at most ``_MOST_POINTS`` points: the highest of neighbours."""
+    """Return at most `_MOST_POINTS` points: the highest of neighbours."""
     each = -(-len(points) // _MOST_POINTS)
     return [max(points[at : at + each], key=lambda point: sum(point.totals)) for at in range(0, len(points), each)]
 

@@ -1,6 +1,6 @@
 """The program of one rank in a step, as data: operations, communication, waits, allocations and frees.
 
-A :class:`Program` is recorded once from the real model and engine (``tracing/record.py``) and knows nothing of any
+A `Program` is recorded once from the real model and engine (`tracing/record.py`) and knows nothing of any
 device. It is priced, replayed and drawn afterwards, as often as one likes. Events are in the order in which the rank's
 host issues them.
 """
@@ -51,17 +51,17 @@ class Op(NamedTuple):
     """One kernel.
 
     Attributes:
-        name: torch's, such as ``aten.mm``.
-        kind: ``matmul``, ``attention``, ``attention_backward``, ``memory`` (bounded by what it reads and writes),
-            ``random``, ``optimizer``, ``fused`` (several of them as one kernel), or ``host`` (nothing on the device).
+        name: torch's, such as `aten.mm`.
+        kind: `matmul`, `attention`, `attention_backward`, `memory` (bounded by what it reads and writes),
+            `random`, `optimizer`, `fused` (several of them as one kernel), or `host` (nothing on the device).
         flops: floating-point operations.
         reads: what it reads.
         writes: what it writes.
-        dtype: that it computes in, such as ``bfloat16``.
-        shape: of a matmul ``(batch, m, n, k)``; of an attention ``(batch, heads, kv_heads, queries, keys, head_dim,
-            is_causal)``; else ().
+        dtype: that it computes in, such as `bfloat16`.
+        shape: of a matmul `(batch, m, n, k)`; of an attention `(batch, heads, kv_heads, queries, keys, head_dim,
+            is_causal)`; else ().
         stream: where it is queued.
-        place: number of its :class:`Place`.
+        place: number of its `Place`.
     """
 
     name: str
@@ -84,14 +84,14 @@ class Comm(NamedTuple):
     """A collective, or one side of a point-to-point transfer. It runs on a stream of its group's own.
 
     Attributes:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``send``, ``recv`` ...
-        group: number of its :class:`CommGroup`.
+        op: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `send`, `recv` ...
+        group: number of its `CommGroup`.
         size: bytes of the full buffer, as nccl-tests count: what is gathered, or what goes into a reduction.
         moved: the larger of the bytes that the rank sends and receives.
         dtype: of the data.
         stream: that it was issued from: it starts after what is queued there.
-        handle: what a :class:`Wait` names.
-        place: number of its :class:`Place`.
+        handle: what a `Wait` names.
+        place: number of its `Place`.
         peer: of a send or recv: the global rank on the other side.
         messages: tensors that go together in it.
     """
@@ -109,28 +109,28 @@ class Comm(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Later work on ``stream`` starts after the communication ``handle``; the host goes on."""
+    """Later work on `stream` starts after the communication `handle`; the host goes on."""
 
     handle: int
     stream: int
 
 
 class EventRecord(NamedTuple):
-    """``event`` is reached when what is queued on ``stream`` so far is done."""
+    """`event` is reached when what is queued on `stream` so far is done."""
 
     event: int
     stream: int
 
 
 class Await(NamedTuple):
-    """Later work on ``stream`` starts after ``event``; the host goes on."""
+    """Later work on `stream` starts after `event`; the host goes on."""
 
     event: int
     stream: int
 
 
 class HostWait(NamedTuple):
-    """The host waits for what is queued on ``stream`` so far; None: for everything."""
+    """The host waits for what is queued on `stream` so far; None: for everything."""
 
     stream: int | None
 
@@ -156,10 +156,10 @@ class Place(NamedTuple):
     """Where in the program an event belongs.
 
     Attributes:
-        phase: ``build``, ``forward``, ``loss``, ``backward``, ``reduce`` (left-over gradient communication),
-            ``optimizer``.
+        phase: `build`, `forward`, `loss`, `backward`, `reduce` (left-over gradient communication),
+            `optimizer`.
         layer: number of the block in the whole model; None: outside of blocks.
-        module: path of the innermost module, such as ``layers.3.attention``; empty where it is not known.
+        module: path of the innermost module, such as `layers.3.attention`; empty where it is not known.
         recomputes: whether it does again what forward has done, for activation checkpointing.
         compiled: number of the compiled region that it is in, where a compiler makes few kernels of many operations;
             0: none, every operation is a kernel.
@@ -176,7 +176,7 @@ class CommGroup(NamedTuple):
     """The ranks of a communication, and the axis of the mesh that they lie along.
 
     Attributes:
-        axis: of the mesh, such as ``tp``; ``world``.
+        axis: of the mesh, such as `tp`; `world`.
         ranks: global ranks, in group order.
     """
 
@@ -189,9 +189,9 @@ class Segment:
     """A part of a step that repeats: the forward or backward of a stage for one micro-batch, or what comes around.
 
     Attributes:
-        name: ``forward``, ``backward``, ``optimizer``, ``build`` ...
+        name: `forward`, `backward`, `optimizer`, `build` ...
         stage: number of the pipeline stage; -1 for what belongs to all.
-        variant: ``first``, ``steady`` or ``last`` micro-batch of a step; ``only`` where there is one, or no such thing.
+        variant: `first`, `steady` or `last` micro-batch of a step; `only` where there is one, or no such thing.
         events: in the order of issue.
     """
 
@@ -206,7 +206,7 @@ class Program:
     """What one rank, and all that are like it, do in a step.
 
     A block that a segment takes and another one gives back has one number in both; for pipelines, in which several
-    micro-batches are under way, :meth:`step` gives each micro-batch its own.
+    micro-batches are under way, `step` gives each micro-batch its own.
 
     Attributes:
         rank: the device that stands for its class.
@@ -214,11 +214,11 @@ class Program:
         world_size: ranks in all.
         groups: of its communication.
         places: of its events.
-        categories: of blocks: ``parameters``, ``gradients``, ``optimizer``, ``activations``, ``gathered weights``,
-            ``communication``, ``logits``, ``inputs``, ``workspace``.
+        categories: of blocks: `parameters`, `gradients`, `optimizer`, `activations`, `gathered weights`,
+            `communication`, `logits`, `inputs`, `workspace`.
         segments: by (name, stage, variant).
         order: the segments of a step and the number of the micro-batch each works on (-1: none), in the order of the
-            rank's schedule. ``build`` is not among them.
+            rank's schedule. `build` is not among them.
         stages: pipeline stages of the rank, in model order.
     """
 

@@ -21,19 +21,19 @@ class Timeline(ReplayedStep):
     """A steady step of one rank, or of the ranks of a pipeline; see `ReplayedStep` for its attributes."""
 
     def to_chrome(self, path: str | os.PathLike[str], memory: Sequence[Any] | None = None) -> None:
-        """Write a file for https://ui.perfetto.dev or ``chrome://tracing``.
+        """Write a file for https://ui.perfetto.dev or `chrome://tracing`.
 
         Args:
-            path: of the file, such as ``step.json``.
+            path: of the file, such as `step.json`.
             memory: `ClassMemory` of each rank, for counters of what is allocated and reserved.
         """
         write_chrome(self, path, memory)
 
     def plot(self, path: str | os.PathLike[str], memory: Sequence[Any] | None = None, title: str = "") -> None:
-        """Draw the step with matplotlib (the extra ``plot``).
+        """Draw the step with matplotlib (the extra `plot`).
 
         Args:
-            path: of the picture; its ending is its format, such as ``.png``.
+            path: of the picture; its ending is its format, such as `.png`.
             memory: `ClassMemory` of each rank: that of the fullest is drawn below.
             title: of the picture.
         """
@@ -51,9 +51,9 @@ def replay_time(programs: Sequence[Program], prices: Prices, *, exact: bool = Fa
 
     Args:
         programs: of the ranks of a pipeline, in its order; or one.
-        prices: of operations and communication. Of its attributes, ``overlap_slowdown`` says by how much computation
+        prices: of operations and communication. Of its attributes, `overlap_slowdown` says by how much computation
             is slower while communication runs beside it (default 1); groups share links with those that cross nodes as
-            they do, or do not (``crosses_nodes``).
+            they do, or do not (`crosses_nodes`).
         exact: whether every piece is simulated.
 
     Raises:

@@ -163,7 +163,7 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def _made_at(code: CodeType, name: str) -> str:
-    """The last line that assigns to a name in the smallest function around ``code``, or else in its file."""
+    """The last line that assigns to a name in the smallest function around `code`, or else in its file."""
     try:
         tree = ast.parse("".join(linecache.getlines(code.co_filename)))
     except SyntaxError:
@@ -247,7 +247,7 @@ class CapturedObjects(Observer):
                 self._storages[storage].use()
 
     def hint(self, rank: int) -> str:
-        """What to add where ``rank`` has failed while it may have met with what another rank has changed."""
+        """What to add where `rank` has failed while it may have met with what another rank has changed."""
         changed = [each for each in self._captured if each.is_changed_by_others_than(rank)]
         return "".join(
             f"  seen: {each.name!r} is one object for all ranks, and another rank has changed it\n"
@@ -272,6 +272,6 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 def watch_captured(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CapturedObjects | None:
-    """Follow what all ranks would share when each calls ``fn(*args, **kwargs)``; None if there is nothing."""
+    """Follow what all ranks would share when each calls `fn(*args, **kwargs)`; None if there is nothing."""
     captured = _captured(fn, args, kwargs)
     return CapturedObjects(captured) if captured else None

@@ -148,7 +148,7 @@ def _classes(locals_: Sequence[torch.Tensor], tolerance: tuple[float, float]) ->
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor, tolerance: tuple[float, float]) -> torch.Tensor:
-    """Which elements of ``a`` differ from those of ``b``, flat."""
+    """Which elements of `a` differ from those of `b`, flat."""
     if a.shape != b.shape:
         return torch.ones(max(a.numel(), b.numel(), 1), dtype=torch.bool)
     if not a.numel():

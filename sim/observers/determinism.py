@@ -56,7 +56,7 @@ def check_determinism(
     runs: int = 2,
     init: bool = True,
 ) -> list[Any]:
-    """Run ``fn`` several times from each seed, and return the results of the first run.
+    """Run `fn` several times from each seed, and return the results of the first run.
 
     Runs from one seed must communicate the same data in the same order and return the same. Runs from different seeds
     interleave the ranks differently; they must return the same.
@@ -72,18 +72,18 @@ def check_determinism(
     Args:
         fn: What each rank runs. Random numbers follow the seed: draw none, or seed them, to compare several seeds.
         world_size: Number of ranks.
-        args: Of ``fn``; it must not change them.
-        kwargs: Of ``fn``.
+        args: Of `fn`; it must not change them.
+        kwargs: Of `fn`.
         seeds: Seeds to try.
         runs: Runs from each seed.
-        init: As in :func:`sim.world`.
+        init: As in `sim.world`.
 
     Results are compared bit by bit where they are tensors, by entry where they are lists, dicts, dataclasses or
-    modules, and else by ``==``; objects that only equal themselves are passed over.
+    modules, and else by `==`; objects that only equal themselves are passed over.
 
     Raises:
         NonDeterminism: Two runs differ: the first event that does, or the first result.
-        Exception: What ``fn`` raises, if it does so on each run.
+        Exception: What `fn` raises, if it does so on each run.
         ValueError: No seed, or fewer than 1 run.
     """
     chosen = list(seeds)
@@ -280,7 +280,7 @@ def first_difference(one: Any, other: Any, where: str = "") -> tuple[str, str, s
 
 
 def _own_methods(kind: type) -> set[str]:
-    """The names that a class or one of its bases defines, apart from ``object``'s."""
+    """The names that a class or one of its bases defines, apart from `object`'s."""
     return {name for base in kind.__mro__ if base is not object for name in vars(base)}
 
 

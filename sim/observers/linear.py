@@ -1,6 +1,6 @@
 """The operations of torch that are linear in a partial sum, and so commute with its reduction.
 
-``relu(a) + relu(b)`` is not ``relu(a + b)``, but ``2 * a + 2 * b`` is ``2 * (a + b)``. The table is of names of ATen
+`relu(a) + relu(b)` is not `relu(a + b)`, but `2 * a + 2 * b` is `2 * (a + b)`. The table is of names of ATen
 operations; one that is not in it counts as not linear.
 """
 

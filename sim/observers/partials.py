@@ -1,8 +1,8 @@
-"""Follows the local tensors of ``Partial`` DTensors, and finds where one is used as if it were the whole.
+"""Follows the local tensors of `Partial` DTensors, and finds where one is used as if it were the whole.
 
-``DTensor.to_local()`` of a ``Partial`` hands out one rank's part of a sum. As long as only linear things happen to it
+`DTensor.to_local()` of a `Partial` hands out one rank's part of a sum. As long as only linear things happen to it
 (it is moved, scaled, multiplied by what is whole, added to another part), the sum over the ranks can still be taken
-later. What is not linear gives another result on the parts than on the sum, without any error: ``relu``, a product of
+later. What is not linear gives another result on the parts than on the sum, without any error: `relu`, a product of
 two parts, a constant that is added on every rank. A mode on the rank's thread looks at each operation of torch and
 carries the mark along, by storage; communication ends it.
 """
@@ -56,7 +56,7 @@ class RankPartials:
         return bool(self._marks)
 
     def take(self, x: DTensor, local: torch.Tensor) -> None:
-        """Mark what ``to_local`` has returned, if it is a part of a reduction."""
+        """Mark what `to_local` has returned, if it is a part of a reduction."""
         mark = _part_of(x)
         if mark is not None:
             wait = getattr(local, "wait", None)  # the result of a functional collective that nobody has waited for
@@ -91,7 +91,7 @@ class RankPartials:
         self._marks.clear()
 
     def refuse(self, name: str, mark: Mark, reason: str, on: torch.Tensor) -> ReplicaMismatch:
-        """End the world because ``name`` was called on a part."""
+        """End the world because `name` was called on a part."""
         kind = f"{str(on.dtype).removeprefix('torch.')} {list(on.shape)}"
         error = ReplicaMismatch(
             f"rank {self._rank} used a part of a {mark.reduction} as if it were the {mark.reduction}: {reason}\n"
@@ -226,7 +226,7 @@ class Partials(Observer):
             yield
 
     def follow_when_taken(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """``DTensor.to_local`` that marks parts of reductions."""
+        """`DTensor.to_local` that marks parts of reductions."""
 
         def to_local(x: DTensor, *args: Any, **options: Any) -> torch.Tensor:
             local = original(x, *args, **options)

@@ -1,4 +1,4 @@
-"""Finds buffers that a rank touches between the issue of an operation and its ``wait``.
+"""Finds buffers that a rank touches between the issue of an operation and its `wait`.
 
 Each operation in flight has parts of memory that it reads (the rank may read them, too, but not write them) and parts
 that it writes (the rank may do neither). A mode on the rank's thread looks at every operation of torch before it runs
@@ -31,7 +31,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Part(NamedTuple):
-    """The memory of a tensor: bytes from ``first`` to before ``last`` of a storage, all of them if it is dense."""
+    """The memory of a tensor: bytes from `first` to before `last` of a storage, all of them if it is dense."""
 
     tensor: torch.Tensor  # also keeps the memory from being given to another one
     storage: int
@@ -80,7 +80,7 @@ class Flights:
         return bool(self._flights)
 
     def check(self, name: str, reads: Iterable[Part], writes: Iterable[Part], line: str | None = None) -> None:
-        """Raise what there is to say if an operation called ``name`` touches what it must not."""
+        """Raise what there is to say if an operation called `name` touches what it must not."""
         accesses = [("reads", part) for part in reads] + [("writes", part) for part in writes]
         for verb, part in accesses:
             for flight in self._flights.values():
@@ -130,7 +130,7 @@ def _overlap(a: Part, b: Part) -> bool:
 
 
 def _bytes_of(memory: torch.Tensor, part: Part, first: int) -> torch.Tensor:
-    """The bytes of a part, as a view of ``memory``, which stands for its storage from ``first`` on."""
+    """The bytes of a part, as a view of `memory`, which stands for its storage from `first` on."""
     size = part.tensor.element_size()
     strides = [step * size for step in part.tensor.stride()]
     return memory.as_strided((*part.tensor.shape, size), (*strides, 1), part.first - first)

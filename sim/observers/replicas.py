@@ -1,7 +1,7 @@
 """Compares the copies of a tensor that its layout says are equal: every rank's is in this process.
 
 The ranks of a mesh meet at a point of the program; whoever comes last looks at all local tensors and compares those
-that differ in nothing but their place along the axes with ``Replicate()``. No operation of ``torch.distributed`` takes
+that differ in nothing but their place along the axes with `Replicate()`. No operation of `torch.distributed` takes
 part: nothing enters the trace, and no virtual time passes. A rank that does not come is a deadlock like any other.
 """
 
@@ -61,7 +61,7 @@ class Meeting(Waitable):
         return [rank for rank in self.ranks if rank not in self.brought]
 
     def line_of(self, rank: int) -> str:
-        """Name the user's line in which ``rank`` has come."""
+        """Name the user's line in which `rank` has come."""
         return self.lines.get(rank, "")
 
 
@@ -80,7 +80,7 @@ class Replicas:
         self._been: dict[tuple[tuple[int, ...], int], int] = {}
 
     def join(self, ranks: tuple[int, ...], rank: int, copies: dict[str, Copy], line: str) -> Meeting:
-        """Enter what ``rank`` holds into its next meeting with ``ranks``."""
+        """Enter what `rank` holds into its next meeting with `ranks`."""
         number = self._been.get((ranks, rank), 0)
         self._been[ranks, rank] = number + 1
         meeting = self._open.setdefault((ranks, number), Meeting(ranks, number))
@@ -104,7 +104,7 @@ def check_replicas(
 ) -> None:
     """Compare the copies that ranks hold of the same data; call it at the same point on every rank.
 
-    Along axes with ``Replicate()`` the local tensors of a DTensor have to be equal, bit for bit unless a tolerance is
+    Along axes with `Replicate()` the local tensors of a DTensor have to be equal, bit for bit unless a tolerance is
     given (NaN equals NaN). Outside of a simulated world it does nothing.
 
     >>> import sim
@@ -121,17 +121,17 @@ def check_replicas(
 
     Args:
         things: DTensors; modules (parameters, buffers and gradients) and optimizers (parameters and gradients); and
-            lists, tuples and mappings of these. What a ``DistributedDataParallel`` reduces is compared over its own
+            lists, tuples and mappings of these. What a `DistributedDataParallel` reduces is compared over its own
             process group; its buffers, which only its next forward pass makes equal, are not.
         group: Process group or mesh all of whose ranks hold equal copies of each plain tensor. None: plain tensors
             are refused, and so are modules and optimizers with nothing but plain tensors; next to DTensors, or next
-            to a ``DistributedDataParallel``, those of a module or an optimizer are passed over.
+            to a `DistributedDataParallel`, those of a module or an optimizer are passed over.
         rtol: Largest difference allowed, relative to the most frequent copy's value.
         atol: Largest difference allowed, absolute.
 
     Communication: none that the trace or the clocks show; the ranks of each mesh wait for each other.
 
-    Not compared: values that cannot be read (meta), and parts along axes with ``Shard`` or ``Partial``.
+    Not compared: values that cannot be read (meta), and parts along axes with `Shard` or `Partial`.
 
     Raises:
         ReplicaMismatch: Copies differ, or the ranks do not agree on what they hold; the same on all ranks.
@@ -225,7 +225,7 @@ def check_at_steps() -> Callable[[], None]:
 
 
 def check_when_made(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """``DTensor.from_local`` that compares the copies it is given."""
+    """`DTensor.from_local` that compares the copies it is given."""
 
     def from_local(*args: Any, **options: Any) -> DTensor:
         made = original(*args, **options)

@@ -39,7 +39,7 @@ def spread_of(x: DTensor) -> Spread | None:
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes, as ``Layout.from_device_mesh`` gives them."""
+    """The names of a mesh's axes, as `Layout.from_device_mesh` gives them."""
     return tuple(mesh.mesh_dim_names or (f"axis{axis}" for axis in range(mesh.ndim)))
 
 
@@ -121,7 +121,7 @@ def _walk(endpoint: Endpoint, thing: Any, path: str, fallback: str, spread: Spre
 
 
 def _of_module(endpoint: Endpoint, module: torch.nn.Module, prefix: str, spread: Spread | None) -> Iterator[Leaf]:
-    """The tensors of a module; a ``DistributedDataParallel`` in it knows whose copies its own are."""
+    """The tensors of a module; a `DistributedDataParallel` in it knows whose copies its own are."""
     parallel: dict[int, Spread] = {}  # by what its process group keeps equal
     left_out: set[int] = set()
     for each in module.modules():

@@ -1,10 +1,10 @@
-"""``--map-device cuda``: what a script asks for on that device is done on the CPU.
+"""`--map-device cuda`: what a script asks for on that device is done on the CPU.
 
-Mapped are device arguments of torch's functions (``"cuda"``, ``torch.device("cuda", 1)``, a bare index in ``.to``),
-``.cuda()``, meshes, ``DistributedDataParallel(device_ids=...)``, ``torch.autocast``, ``torch.load(map_location=...)``,
-from ``torch.cuda`` what :data:`ANSWERS` and :data:`CLASSES` have, and from ``torch.accelerator`` what
-:data:`ACCELERATOR_ANSWERS` has. Other functions that torch documents there say that they are not mapped. A tensor's own
-``device`` stays ``cpu``.
+Mapped are device arguments of torch's functions (`"cuda"`, `torch.device("cuda", 1)`, a bare index in `.to`),
+`.cuda()`, meshes, `DistributedDataParallel(device_ids=...)`, `torch.autocast`, `torch.load(map_location=...)`,
+from `torch.cuda` what `ANSWERS` and `CLASSES` have, and from `torch.accelerator` what
+`ACCELERATOR_ANSWERS` has. Other functions that torch documents there say that they are not mapped. A tensor's own
+`device` stays `cpu`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KINDS = ("cuda", "npu")
 
 
 def mapped(device: Any, kind: str) -> Any:
-    """``device``, or the CPU where it means a device of ``kind``.
+    """`device`, or the CPU where it means a device of `kind`.
 
     >>> mapped(torch.device("cuda", 1), "cuda"), mapped("cuda:1", "cuda"), mapped("meta", "cuda")
     (device(type='cpu'), 'cpu', 'meta')
@@ -61,7 +61,7 @@ def mapped(device: Any, kind: str) -> Any:
 
 
 class MapDevice(TorchFunctionMode):
-    """While it is on, torch's functions called on this thread put on the CPU what should go to ``kind``.
+    """While it is on, torch's functions called on this thread put on the CPU what should go to `kind`.
 
     >>> with MapDevice("cuda"):
     ...     torch.zeros(2, device="cuda:1").cuda().device
@@ -77,7 +77,7 @@ class MapDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func`` with devices of the kind exchanged."""
+        """Call `func` with devices of the kind exchanged."""
         options = dict(kwargs or {})
         if func in self._moves:
             return args[0]
@@ -286,9 +286,9 @@ def answer(
     answers: Mapping[str, Callable[..., Any]] = ANSWERS,
     title: str = "",
 ) -> Callable[..., Any]:
-    """The function that stands in for ``torch.cuda.<name>``: on ranks what ``answers`` says, else the original.
+    """The function that stands in for `torch.cuda.<name>`: on ranks what `answers` says, else the original.
 
-    Where ``answers`` says nothing, user code gets an error, and torch's own code the original.
+    Where `answers` says nothing, user code gets an error, and torch's own code the original.
     """
     reply = answers.get(name)
     for_the_script_only = name in _FOR_THE_SCRIPT_ONLY or reply is None or answers is ACCELERATOR_ANSWERS
@@ -320,7 +320,7 @@ def _not_mapped(context: RankContext, name: str) -> SimError:
 
 
 def documented(module: ModuleType) -> list[str]:
-    """The functions that torch lists in a module's ``__all__``."""
+    """The functions that torch lists in a module's `__all__`."""
     return [
         name
         for name in getattr(module, "__all__", ())
@@ -329,7 +329,7 @@ def documented(module: ModuleType) -> list[str]:
 
 
 def device_module(kind: str) -> ModuleType:
-    """``torch.cuda`` or ``torch.npu``; without torch_npu an empty one, and the device's name made known to torch."""
+    """`torch.cuda` or `torch.npu`; without torch_npu an empty one, and the device's name made known to torch."""
     found = getattr(torch, kind, None)
     if found is None:
         found = ModuleType(f"torch.{kind}")
@@ -350,7 +350,7 @@ def device_module(kind: str) -> ModuleType:
 
 
 def _provide(device_type: str | None) -> Platform | None:
-    """The simulated device for a rank that asks for the default, ``cpu``, or what is mapped to it; else None."""
+    """The simulated device for a rank that asks for the default, `cpu`, or what is mapped to it; else None."""
     context = current_context()
     if context is None or device_type not in (None, "cpu", context.host.map_device):
         return None
@@ -369,13 +369,13 @@ def _device_guard(host: Host) -> Undo:
 
 
 def _platform(host: Host) -> Undo:
-    """``hyper_parallel.get_platform`` answers with the simulator's device on a rank's thread."""
+    """`hyper_parallel.get_platform` answers with the simulator's device on a rank's thread."""
     platform.register_provider(_provide)
     return lambda: platform.unregister_provider(_provide)
 
 
 def _mapped_device(host: Host) -> Undo:
-    """With ``--map-device``, torch answers as if each rank had a device; what names it gets the CPU."""
+    """With `--map-device`, torch answers as if each rank had a device; what names it gets the CPU."""
     kind = host.map_device
     if kind is None:
         return lambda: None
@@ -424,7 +424,7 @@ def _without_device_ids(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _on_cpu(original: Callable[..., Any], kind: str, name: str, default: str | None = None) -> Callable[..., Any]:
-    """``original`` with its first argument, a device called ``name``, exchanged, or ``default`` if not given."""
+    """`original` with its first argument, a device called `name`, exchanged, or `default` if not given."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **options: Any) -> Any:

@@ -44,7 +44,7 @@ def _caches(host: Host) -> Undo:
 
 
 def _dtensor_boundary(host: Host) -> Undo:
-    """With ``check_replicas``, what enters and leaves DTensors is compared and followed."""
+    """With `check_replicas`, what enters and leaves DTensors is compared and followed."""
     partials = host.partials
     if partials is None:
         return lambda: None
@@ -59,7 +59,7 @@ def _dtensor_boundary(host: Host) -> Undo:
 
 
 def _loss_parallel(host: Host) -> Undo:
-    """``loss_parallel`` is the calling rank's own; torch enters its operators into the one table of the process."""
+    """`loss_parallel` is the calling rank's own; torch enters its operators into the one table of the process."""
     from torch.distributed.tensor.parallel import loss
 
     dispatcher = DTensor._op_dispatcher
@@ -93,7 +93,7 @@ def _loss_parallel(host: Host) -> Undo:
 
 
 def _optimizer_steps(host: Host) -> Undo:
-    """With ``check_replicas``, every optimizer compares its parameters and gradients before a step."""
+    """With `check_replicas`, every optimizer compares its parameters and gradients before a step."""
     if host.partials is None:
         return lambda: None
     return replicas.check_at_steps()

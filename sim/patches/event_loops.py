@@ -58,7 +58,7 @@ class RankSelector(selectors.DefaultSelector):
             scheduler.wake(wakening)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready; if nothing is, others run until something is, or until ``timeout`` virtual seconds are over.
+        """What is ready; if nothing is, others run until something is, or until `timeout` virtual seconds are over.
 
         Beside the loop's own end of a pipe, through which other threads wake it, there may be files and sockets, of
         which the scheduler learns nothing: they are looked at in real time.

@@ -1,6 +1,6 @@
 """All patches of torch and Python while a world is alive, and the world for which they are in place.
 
-Each patch is a small function that makes one change and returns how to undo it; ``tests/unit/test_patches.py`` has a
+Each patch is a small function that makes one change and returns how to undo it; `tests/unit/test_patches.py` has a
 test per patch that fails when torch moves it. Outside of a rank's thread every patch answers what torch itself would
 have answered.
 """
@@ -41,12 +41,12 @@ _alive: list[tuple[Host, list[Undo]]] = []
 
 
 def is_alive(host: Host) -> bool:
-    """Whether ``host`` is the one whose patches are in place."""
+    """Whether `host` is the one whose patches are in place."""
     return bool(_alive) and _alive[0][0] is host
 
 
 def install(host: Host) -> None:
-    """Put all patches in place for ``host``."""
+    """Put all patches in place for `host`."""
     if current_context() is not None:
         raise SimError("a rank cannot start ranks of its own\n  try: call sim.run outside of a rank's function")
     if _alive:

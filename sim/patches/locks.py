@@ -1,6 +1,6 @@
 """Python's locks, made so that whoever waits for one on a rank lets the other threads of the world run.
 
-``threading``, ``queue`` and ``concurrent.futures`` build everything that waits (conditions, events, semaphores, queues,
+`threading`, `queue` and `concurrent.futures` build everything that waits (conditions, events, semaphores, queues,
 futures) on three things: the locks that a waiting thread makes for itself, locks in general, and a clock for timeouts.
 These are exchanged while a world is alive, and only for what ranks and their helper threads make.
 """
@@ -148,14 +148,14 @@ class Lock:
 
 
 class _LockOfWhoever:
-    """What ``threading.Lock`` is while a world is alive."""
+    """What `threading.Lock` is while a world is alive."""
 
     def __new__(cls) -> Any:
         return _real_lock() if my_scheduler() is None else Lock()
 
 
 class _SimpleQueueOfWhoever:
-    """What ``queue.SimpleQueue`` is while a world is alive: on ranks the one in Python, whose waiting can be seen."""
+    """What `queue.SimpleQueue` is while a world is alive: on ranks the one in Python, whose waiting can be seen."""
 
     __class_getitem__: Any = classmethod(types.GenericAlias)
 
@@ -175,10 +175,10 @@ def _monotonic() -> float:
 
 
 class _TimeModule(types.ModuleType):
-    """The module ``time`` as ``concurrent.futures`` sees it."""
+    """The module `time` as `concurrent.futures` sees it."""
 
     def monotonic(self) -> float:
-        """As above; ``concurrent.futures`` asks until a time is past, and not just until it has come."""
+        """As above; `concurrent.futures` asks until a time is past, and not just until it has come."""
         scheduler = my_scheduler()
         return _real_monotonic() if scheduler is None else scheduler.moving_now()
 

@@ -1,6 +1,6 @@
 """Logging and warnings of ranks: each has its own warning filters, and what is shown names its rank.
 
-What has been shown at a line already is not each rank's own: Python notes that in the module's ``__warningregistry__``,
+What has been shown at a line already is not each rank's own: Python notes that in the module's `__warningregistry__`,
 a plain dict that is read before any filter.
 """
 
@@ -21,14 +21,14 @@ _warnings: Any = warnings  # parts of it are unknown to its stubs
 
 
 def leave_filters() -> Filters:
-    """What ``warnings.catch_warnings`` saves and restores, as it is now."""
+    """What `warnings.catch_warnings` saves and restores, as it is now."""
     return _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
 
 
 def enter_filters(filters: Filters) -> None:
-    """Put back what :func:`leave_filters` has returned.
+    """Put back what `leave_filters` has returned.
 
-    Two ranks that each wait for the other inside of a ``with warnings.catch_warnings()`` would else leave it in the
+    Two ranks that each wait for the other inside of a `with warnings.catch_warnings()` would else leave it in the
     wrong order, and the filters of one of them would stay.
     """
     _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = filters
@@ -41,7 +41,7 @@ def copy_of_filters() -> Filters:
 
 
 def _prefixed(text: str) -> str:
-    """``text`` with the calling rank before each line; as it is where no rank calls, or a script's.
+    """`text` with the calling rank before each line; as it is where no rank calls, or a script's.
 
     The output streams of a script's ranks do that.
     """

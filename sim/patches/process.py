@@ -1,6 +1,6 @@
 """Patches of Python itself, and of the process: environment, memory, time, random generators, imports, signals ...
 
-Random generators are each rank's own in every world. A world that runs a script also has a ``ProcessView`` per rank,
+Random generators are each rank's own in every world. A world that runs a script also has a `ProcessView` per rank,
 which these patches put in place.
 """
 
@@ -55,7 +55,7 @@ def _view() -> ProcessView | None:
 
 
 def _dispatch(original: Callable[..., Any], generator: str, method: str) -> Callable[..., Any]:
-    """``original`` outside of ranks; on a rank, ``method`` of its own generator."""
+    """`original` outside of ranks; on a rank, `method` of its own generator."""
 
     @functools.wraps(original)
     def draw(*args: Any, **options: Any) -> Any:
@@ -83,17 +83,17 @@ def _numpy_draws() -> list[Replacement]:
 
 
 def _python_random(host: Host) -> Undo:
-    """``random.random`` and the others draw from the rank's own generator."""
+    """`random.random` and the others draw from the rank's own generator."""
     return exchange(_python_draws())
 
 
 def _numpy_random(host: Host) -> Undo:
-    """``np.random.rand`` and the others draw from the rank's own generator."""
+    """`np.random.rand` and the others draw from the rank's own generator."""
     return exchange(_numpy_draws())
 
 
 def _process_exit(host: Host) -> Undo:
-    """``os._exit`` would end every rank; a process that a rank has started may call it."""
+    """`os._exit` would end every rank; a process that a rank has started may call it."""
     original = os._exit
 
     def refuse_on_ranks(status: int) -> Any:
@@ -111,7 +111,7 @@ def _process_exit(host: Host) -> Undo:
 
 
 def _spawn(host: Host) -> Undo:
-    """``torch.multiprocessing.spawn`` starts ranks of its own, with which simulated ranks cannot communicate."""
+    """`torch.multiprocessing.spawn` starts ranks of its own, with which simulated ranks cannot communicate."""
     module = sys.modules["torch.multiprocessing.spawn"]
     original = torch.multiprocessing.start_processes
 
@@ -135,7 +135,7 @@ def _spawn(host: Host) -> Undo:
 
 
 def _start_method(host: Host) -> Undo:
-    """``set_start_method`` may be called by every rank: each would call it once in a process of its own."""
+    """`set_start_method` may be called by every rank: each would call it once in a process of its own."""
     default: Any = multiprocessing.get_context.__self__  # type: ignore[attr-defined]
     original, before = multiprocessing.set_start_method, default._actual_context
 
@@ -168,7 +168,7 @@ def _start_method(host: Host) -> Undo:
 
 
 def _child_environment(host: Host) -> Undo:
-    """A process that a rank starts inherits the rank's environment, as the rank's ``os.environ`` has it."""
+    """A process that a rank starts inherits the rank's environment, as the rank's `os.environ` has it."""
     original: Callable[..., int] = _posixsubprocess.fork_exec
     environment_at = 5  # among the arguments, which have no names
 
@@ -194,7 +194,7 @@ def _is_fork_server(command: Sequence[Any]) -> bool:
 
 
 def _process_view(host: Host) -> Undo:
-    """``__main__``, ``sys.argv``, streams and what else a script finds in its process: one copy per rank."""
+    """`__main__`, `sys.argv`, streams and what else a script finds in its process: one copy per rank."""
     if host.contexts[0].view is None:
         return lambda: None
     restore = exchange([(owner, name, getattr(owner, name)) for owner, name in SLOTS])
@@ -242,7 +242,7 @@ def _acquire_import(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _exit_calls(host: Host) -> Undo:
-    """What a script registers with ``atexit`` runs when its rank ends."""
+    """What a script registers with `atexit` runs when its rank ends."""
     register, unregister = atexit.register, atexit.unregister
 
     def register_on_rank(func: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
@@ -282,7 +282,7 @@ def _signals(host: Host) -> Undo:
 
 
 class _PerRankEnvironment(MutableMapping[bytes, bytes]):
-    """The data behind ``os.environ``: the calling rank's copy, or the process's."""
+    """The data behind `os.environ`: the calling rank's copy, or the process's."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -311,7 +311,7 @@ class _PerRankEnvironment(MutableMapping[bytes, bytes]):
 
 
 def _environment(host: Host) -> Undo:
-    """``os.environ`` is the rank's own; what ranks have set does not outlive the world."""
+    """`os.environ` is the rank's own; what ranks have set does not outlive the world."""
     real = os.environ._data  # type: ignore[attr-defined]
     data = _PerRankEnvironment(real)
     os.environ._data = data  # type: ignore[attr-defined]
@@ -346,7 +346,7 @@ def _allocator(host: Host) -> Undo:
 
 
 def _time_sleep(host: Host) -> Undo:
-    """``time.sleep`` on a rank takes virtual time, and others run meanwhile."""
+    """`time.sleep` on a rank takes virtual time, and others run meanwhile."""
     return exchange([(time, "sleep", sleep)])
 
 

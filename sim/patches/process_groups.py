@@ -29,7 +29,7 @@ __all__ = ["PROCESS_GROUP_PATCHES", "new_c10d_state"]
 
 
 class _RankC10dState(c10d._World):
-    """One rank's state of ``torch.distributed``: torch's own class, over dictionaries of its own."""
+    """One rank's state of `torch.distributed`: torch's own class, over dictionaries of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class _RankC10dState(c10d._World):
 
 
 def new_c10d_state() -> Any:
-    """A fresh, uninitialised ``torch.distributed`` state for one rank."""
+    """A fresh, uninitialised `torch.distributed` state for one rank."""
     return _RankC10dState()
 
 
 def _replace_function(name: str, replacement: Callable[..., Any]) -> Undo:
-    """Let ``torch.distributed``'s function ``name`` be ``replacement``, also for those who imported it before.
+    """Let `torch.distributed`'s function `name` be `replacement`, also for those who imported it before.
 
     torch wraps these functions in one that logs errors. The wrapper stays; what it calls is exchanged.
     """
@@ -82,7 +82,7 @@ def _replace_function(name: str, replacement: Callable[..., Any]) -> Undo:
 
 
 def _replaced(name: str) -> Callable[..., Any]:
-    """What torch's own function ``name`` does, for a replacement to fall back on."""
+    """What torch's own function `name` does, for a replacement to fall back on."""
     wrapper = getattr(c10d, name)
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
     if "func" not in cells:
@@ -91,7 +91,7 @@ def _replaced(name: str) -> Callable[..., Any]:
 
 
 def _c10d_state(host: Host) -> Undo:
-    """``torch.distributed``'s state: the calling rank's, not the process's."""
+    """`torch.distributed`'s state: the calling rank's, not the process's."""
     real = c10d._world
 
     class PerRank:
@@ -140,7 +140,7 @@ def _global_rank(host: Host) -> Undo:
 
 
 def _backend(host: Host) -> Undo:
-    """The backend ``sim``; torch has no way to take a backend back, so it stays registered."""
+    """The backend `sim`; torch has no way to take a backend back, so it stays registered."""
     if "SIM" not in c10d.Backend._plugins:
         c10d.Backend.register_backend("sim", _create_group, extended_api=True, devices=["cpu", "cuda", "npu", "meta"])
     return lambda: None
@@ -170,7 +170,7 @@ def _create_group(options: Any, backend_options: Any) -> dist.ProcessGroup:
 
 
 def _group_creation(host: Host) -> Undo:
-    """Whatever backend a rank asks for (nccl, hccl, gloo, none), it gets ``sim`` under the asked name."""
+    """Whatever backend a rank asks for (nccl, hccl, gloo, none), it gets `sim` under the asked name."""
     original = c10d._new_process_group_helper
 
     def new_process_group(
@@ -287,7 +287,7 @@ def _or_any(number: int) -> str:
 
 
 def _init_process_group(host: Host) -> Undo:
-    """A function run by ``sim.run`` finds the default group made; its own first call is then accepted."""
+    """A function run by `sim.run` finds the default group made; its own first call is then accepted."""
     original = _replaced("init_process_group")
     signature = inspect.signature(original)
 
@@ -327,7 +327,7 @@ def _init_process_group(host: Host) -> Undo:
 
 
 def _split_group(host: Host) -> Undo:
-    """``split_group`` makes groups; torch's asks for an accelerator, or (2.15) returns a group that does nothing."""
+    """`split_group` makes groups; torch's asks for an accelerator, or (2.15) returns a group that does nothing."""
     original = _replaced("split_group")
     may_be_none = "None" in str(inspect.signature(original).return_annotation)
 
@@ -448,7 +448,7 @@ def _device_mesh(host: Host) -> Undo:
 
 
 def _operators(host: Host) -> Undo:
-    """Whatever calls an operator of ``c10d`` on a simulated group reaches the other ranks."""
+    """Whatever calls an operator of `c10d` on a simulated group reaches the other ranks."""
     return replace_kernels()
 
 

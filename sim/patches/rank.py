@@ -29,7 +29,7 @@ Undo = Callable[[], None]
 
 
 class SimPlatform(CpuPlatform):
-    """What ``hyper_parallel.get_platform()`` answers on a simulated rank."""
+    """What `hyper_parallel.get_platform()` answers on a simulated rank."""
 
     def __init__(self, where: str | None = None, stands_for: str | None = None, backend: str = "sim") -> None:
         self.backend = backend
@@ -51,7 +51,7 @@ class SimPlatform(CpuPlatform):
 
 
 class Generators:
-    """One rank's default generators of ``random`` and of numpy, made when they are first used.
+    """One rank's default generators of `random` and of numpy, made when they are first used.
 
     >>> Generators(7).python.random() == random.Random(7).random()
     True
@@ -62,12 +62,12 @@ class Generators:
 
     @cached_property
     def python(self) -> random.Random:
-        """What ``random.random()`` and the others draw from."""
+        """What `random.random()` and the others draw from."""
         return random.Random(self._seed)
 
     @cached_property
     def numpy(self) -> np.random.RandomState:
-        """What ``np.random.rand()`` and the others draw from."""
+        """What `np.random.rand()` and the others draw from."""
         return np.random.RandomState(np.random.MT19937(self._seed))
 
 
@@ -87,7 +87,7 @@ class Host:
     Attributes:
         contexts: The ranks that are run.
         folder: Of the script that the ranks run, if they run one.
-        op_handlers: How DTensors are dispatched by ranks that are not inside of ``loss_parallel``.
+        op_handlers: How DTensors are dispatched by ranks that are not inside of `loss_parallel`.
         process_threads: Threads that torch used inside of one operation before the ranks began.
         watching: Modes of torch that every thread of a rank has to be in, besides those of its device.
         platform: Makes what ranks are answered that ask for their device.
@@ -126,15 +126,15 @@ class RankContext(Endpoint):
 
     Attributes:
         host: The process that it shares with the others.
-        environment: Its ``os.environ``: torchrun's variables over a copy of the process's own (bytes, as
-            ``os.environ`` keeps them).
+        environment: Its `os.environ`: torchrun's variables over a copy of the process's own (bytes, as
+            `os.environ` keeps them).
         rng_state: State of torch's default CPU generator while the rank does not run.
-        generators: Its default generators of ``random`` and numpy.
+        generators: Its default generators of `random` and numpy.
         filters: Its warning filters while it does not run; each run begins with the process's.
         hooks: Its hooks on all modules and optimizers while it does not run; each run begins with the process's.
-        op_handlers: How DTensors are dispatched while it is inside of ``loss_parallel``.
+        op_handlers: How DTensors are dispatched while it is inside of `loss_parallel`.
         modules: The modules that it does not share.
-        view: Its ``sys.argv``, output streams and so on, if it runs a script.
+        view: Its `sys.argv`, output streams and so on, if it runs a script.
         device_index: What it has made its current device, where devices are mapped to the CPU.
     """
 

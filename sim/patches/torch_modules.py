@@ -1,7 +1,7 @@
 """State that torch keeps for all modules of a process, and its own modules that are imported lazily.
 
-Hooks on all modules and optimizers are exchanged when another rank runs on. ``register_module_forward_pre_hook`` and
-its family, and what stands on them (``ModTracker``, ``CommDebugMode``), take every module that is called for one of the
+Hooks on all modules and optimizers are exchanged when another rank runs on. `register_module_forward_pre_hook` and
+its family, and what stands on them (`ModTracker`, `CommDebugMode`), take every module that is called for one of the
 process. The dictionaries stay what they are, since handles and compiled functions refer to them; their contents are the
 running rank's. Only the library's own hooks stay in place: it registers them once, when some rank first imports it, and
 they serve all ranks.
@@ -68,7 +68,7 @@ def _take_out(table: dict[int, Any], staying: dict[int, Any]) -> dict[int, Any]:
 
 
 def enter_hooks(hooks: Hooks | None) -> None:
-    """Put into torch's tables what :func:`leave_hooks` has returned."""
+    """Put into torch's tables what `leave_hooks` has returned."""
     if hooks is None:
         return
     for table, own in zip(_TABLES, hooks.tables, strict=True):
@@ -78,8 +78,8 @@ def enter_hooks(hooks: Hooks | None) -> None:
 
 # -- modules of torch that are imported lazily ---------------------------------------------------------------------
 #
-# They are imported once for all ranks, as if no rank ran. Defaults such as ``torch.distributed.nn``'s
-# ``group=group.WORLD`` are worked out at the import. On a rank that would be the rank's own group; outside of ranks it
+# They are imported once for all ranks, as if no rank ran. Defaults such as `torch.distributed.nn`'s
+# `group=group.WORLD` are worked out at the import. On a rank that would be the rank's own group; outside of ranks it
 # is None, which means the default group of whoever calls.
 
 
@@ -99,7 +99,7 @@ class _TorchFinder:
 
 
 def _run_outside_of_ranks(loader: Any) -> None:
-    """Let ``loader`` execute its module once while the thread counts as no rank's."""
+    """Let `loader` execute its module once while the thread counts as no rank's."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

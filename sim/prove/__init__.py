@@ -5,7 +5,7 @@
     runs -> bound
     judge -> report
 
-``runs`` has both runs, ``record`` what goes through their modules, ``bound`` how far rounding can move it. ``infer``
-finds the layouts that explain the local tensors, ``faults`` the causes where none does, ``judge`` the verdict and its
+`runs` has both runs, `record` what goes through their modules, `bound` how far rounding can move it. `infer`
+finds the layouts that explain the local tensors, `faults` the causes where none does, `judge` the verdict and its
 place.
 """

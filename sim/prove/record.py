@@ -104,7 +104,7 @@ class _Seen:
 
 
 class ModuleRecorder:
-    """Watches a model while it is the target of a ``with`` statement; gradients are watched for as long as they come.
+    """Watches a model while it is the target of a `with` statement; gradients are watched for as long as they come.
 
     Args:
         model: the model, parallel or not.

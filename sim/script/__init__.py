@@ -1,4 +1,4 @@
-"""Unmodified scripts for torchrun on simulated ranks: ``python -m sim run``.
+"""Unmodified scripts for torchrun on simulated ranks: `python -m sim run`.
 
 launch -> options -> modules -> packages
 launch -> output

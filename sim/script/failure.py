@@ -42,7 +42,7 @@ def report_failure(error: BaseException, nproc: int, map_device: str | None, rep
 
 
 def _report_exit(end: SystemExit, error: SimError) -> int:
-    """A rank has called ``sys.exit(code)``: the code is the program's; a text is printed and means 1, as ever."""
+    """A rank has called `sys.exit(code)`: the code is the program's; a text is printed and means 1, as ever."""
     if not isinstance(end.code, int):
         print(end.code, file=sys.stderr)
     print(error, file=sys.stderr)
@@ -72,7 +72,7 @@ def _device_hint(text: str, map_device: str | None) -> str:
 
 
 def exit_hint(end: SystemExit) -> str:
-    """What to say of a rank that has called ``sys.exit`` with a status, or a text."""
+    """What to say of a rank that has called `sys.exit` with a status, or a text."""
     line = raised_at(end)
     return (
         f"  seen: a status other than 0{f', at {line}' if line else ''}; a rank that exits with one has failed\n"
@@ -81,7 +81,7 @@ def exit_hint(end: SystemExit) -> str:
 
 
 def device_hint(error: object, map_device: str | None, option: str, who: str) -> str:
-    """What to say when ``error`` (or its text) is torch's way to say that there is no such device; else nothing.
+    """What to say when `error` (or its text) is torch's way to say that there is no such device; else nothing.
 
     >>> print(device_hint("Torch not compiled with CUDA enabled", None, "map_device='{}'", "a rank"), end="")
       seen: a device of type cuda was asked for, and simulated ranks have none of their own

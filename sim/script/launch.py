@@ -1,6 +1,6 @@
-"""``python -m sim run --nproc 8 script.py``: an unmodified script for torchrun, on simulated ranks.
+"""`python -m sim run --nproc 8 script.py`: an unmodified script for torchrun, on simulated ranks.
 
-Each rank executes the script as its own ``__main__``, with torchrun's environment variables, its own ``sys.argv``,
+Each rank executes the script as its own `__main__`, with torchrun's environment variables, its own `sys.argv`,
 output streams, logging, random generators and copies of the user's modules.
 """
 
@@ -30,9 +30,9 @@ FAILURE, USER_ERROR = 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a script as the command line of ``python -m sim run`` says; return the exit code.
+    """Run a script as the command line of `python -m sim run` says; return the exit code.
 
-    0: every rank has ended well. 1: a rank has failed (or what it passed to ``sys.exit``). 2: a mistake in what was
+    0: every rank has ended well. 1: a rank has failed (or what it passed to `sys.exit`). 2: a mistake in what was
     asked. 130: Ctrl-C.
     """
     try:
@@ -110,7 +110,7 @@ def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
 
 
 def _rank_main(code: CodeType, package: str) -> None:
-    """Execute the script as the calling rank's ``__main__``, then what it has registered with ``atexit``."""
+    """Execute the script as the calling rank's `__main__`, then what it has registered with `atexit`."""
     context = current_context()
     assert context is not None
     assert context.view is not None
@@ -133,7 +133,7 @@ def _finish(views: Sequence[ProcessView]) -> None:
 
 @contextmanager
 def _script_folder_first(folder: str) -> Iterator[None]:
-    """What ``python script.py`` does to ``sys.path``; the folder that ``python -m`` puts there is not searched."""
+    """What `python script.py` does to `sys.path`; the folder that `python -m` puts there is not searched."""
     before = list(sys.path)
     started_from = before[:1] if before[:1] in ([""], [os.getcwd()]) else []
     sys.path[:] = [folder, *before[len(started_from) :]]

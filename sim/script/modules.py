@@ -1,7 +1,7 @@
-"""Each rank's own modules: ``__main__`` and user code where it runs a script, and some installed packages.
+"""Each rank's own modules: `__main__` and user code where it runs a script, and some installed packages.
 
-User code is what Python finds in the script's folder, and anywhere else on ``sys.path`` but in the standard library
-and among installed packages. ``packages.py`` names the packages. The rest (torch, numpy, ``hyper_parallel`` itself)
+User code is what Python finds in the script's folder, and anywhere else on `sys.path` but in the standard library
+and among installed packages. `packages.py` names the packages. The rest (torch, numpy, `hyper_parallel` itself)
 is there once for all ranks.
 """
 
@@ -28,14 +28,14 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 class OwnModules:
-    """The entries of ``sys.modules`` that one rank does not share.
+    """The entries of `sys.modules` that one rank does not share.
 
     Args:
         references: To the packages of which it has a copy.
 
     Attributes:
-        main: Its ``__main__`` if it runs a script; then user code is its own, too.
-        has_sim: Whether ``sim`` is a module of the user's, and not this package.
+        main: Its `__main__` if it runs a script; then user code is its own, too.
+        has_sim: Whether `sim` is a module of the user's, and not this package.
     """
 
     def __init__(self, references: SharedReferences) -> None:
@@ -48,7 +48,7 @@ class OwnModules:
         self._known = 0  # how many modules there were when shared ones were last looked through
 
     def enter(self) -> None:
-        """Put them into ``sys.modules``."""
+        """Put them into `sys.modules`."""
         if self.main is not None:
             sys.modules["__main__"] = self.main
         if self.has_sim:
@@ -56,7 +56,7 @@ class OwnModules:
         sys.modules.update(self._held)
 
     def leave(self) -> None:
-        """Take them out of ``sys.modules``; ``__main__`` stays until another one takes its place."""
+        """Take them out of `sys.modules`; `__main__` stays until another one takes its place."""
         if self.main is not None:
             self.main = sys.modules["__main__"]
         if not self.names and not self.has_sim:
@@ -76,7 +76,7 @@ class OwnModules:
         return self.main is not None and belongs_to_the_user(spec, folder)
 
     def holds(self, name: str) -> bool:
-        """Whether ``name`` is, or may turn out to be, a module of this rank alone."""
+        """Whether `name` is, or may turn out to be, a module of this rank alone."""
         top = name.partition(".")[0]
         return top in self.names or self._references.covers(name) or (self.main is not None and top not in sys.modules)
 
@@ -87,7 +87,7 @@ def _of_this_rank() -> OwnModules | None:
 
 
 class RankFinder:
-    """Finds what ``PathFinder`` finds, and notes which modules are the calling rank's own.
+    """Finds what `PathFinder` finds, and notes which modules are the calling rank's own.
 
     Args:
         folder: The script's.
@@ -134,12 +134,12 @@ class RankLocks(dict[str, Any]):
         del self._of(name)[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The lock of ``name``, for the calling rank."""
+        """The lock of `name`, for the calling rank."""
         return self._of(name).get(name, default)
 
 
 def find_module(name: str, path: Sequence[str]) -> ModuleSpec | None:
-    """The spec of what ``python -m name`` runs, found without importing anything; None if there is no such source.
+    """The spec of what `python -m name` runs, found without importing anything; None if there is no such source.
 
     >>> find_module("json.tool", sys.path).name, find_module("json", sys.path)  # json has no __main__
     ('json.tool', None)

@@ -1,4 +1,4 @@
-"""The command line of ``python -m sim run``: that of torchrun, as far as it means something in one process.
+"""The command line of `python -m sim run`: that of torchrun, as far as it means something in one process.
 
 `hyper-parallel simulate` has the same options, written down once more where torch is not imported yet.
 """
@@ -33,14 +33,14 @@ class Launch:
 
     Attributes:
         script: Path of the script, as it was given; or the name of a module.
-        is_module: Whether it is one, as for ``python -m``.
-        arguments: What the script finds behind its name in ``sys.argv``.
+        is_module: Whether it is one, as for `python -m`.
+        arguments: What the script finds behind its name in `sys.argv`.
         nproc: Number of ranks.
         seed: Of the interleaving and the ranks' initial random state.
-        map_device: The kind of device (``cuda``, ``npu``) whose place the CPU takes, if any.
+        map_device: The kind of device (`cuda`, `npu`) whose place the CPU takes, if any.
         environment: Variables that each rank gets on top of torchrun's.
-        check_races: As in :func:`sim.world`.
-        check_replicas: As in :func:`sim.world`.
+        check_races: As in `sim.world`.
+        check_replicas: As in `sim.world`.
         own: Packages of which each rank gets a copy, besides the built-in ones.
         show: The ranks whose standard output is shown; None: all.
         command: What a person types to start this, up to the options.
@@ -78,7 +78,7 @@ class Launch:
 
 
 def parse(arguments: Sequence[str] | None = None, command: str = "python -m sim run") -> Launch:
-    """What a command line asks for; ``command`` is what a person has typed before it.
+    """What a command line asks for; `command` is what a person has typed before it.
 
     >>> parse(["--standalone", "--nproc-per-node", "2", "-m", "json.tool", "x.json"]).replay()
     'python -m sim run --nproc 2 --seed 0 -m json.tool x.json'

@@ -17,11 +17,11 @@ __all__ = [
 ]
 
 
-# A rank's ``sys.stdout`` and ``sys.stderr``: lines with a prefix, or nothing ------------------------------------------
+# A rank's `sys.stdout` and `sys.stderr`: lines with a prefix, or nothing ------------------------------------------
 
 
 class RankStream:
-    r"""Writes whole lines, each behind ``prefix``; everything else is the real stream's.
+    r"""Writes whole lines, each behind `prefix`; everything else is the real stream's.
 
     >>> import io
     >>> out = io.StringIO()
@@ -33,7 +33,7 @@ class RankStream:
     Args:
         real: Where the lines go; None drops them.
         prefix: Put before each line. Empty: what is written passes through as it comes.
-        like: The stream that answers everything else, ``real`` if not given.
+        like: The stream that answers everything else, `real` if not given.
     """
 
     def __init__(self, real: Any, prefix: str, *, like: Any = None) -> None:
@@ -43,7 +43,7 @@ class RankStream:
         self._begun = ""  # of a line that has not ended
 
     def write(self, text: str) -> int:
-        """Write ``text``; a line that has not ended waits for its end."""
+        """Write `text`; a line that has not ended waits for its end."""
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if self._real is None:
@@ -57,7 +57,7 @@ class RankStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of ``lines``."""
+        """Write each of `lines`."""
         for line in lines:
             self.write(line)
 
@@ -84,9 +84,9 @@ def _last_state(line: str) -> str:
     return line.rstrip("\r").rpartition("\r")[2]
 
 
-# The process as a script sees and changes it, one copy per rank: ``__main__``, ``sys.argv``, streams  -----------------
+# The process as a script sees and changes it, one copy per rank: `__main__`, `sys.argv`, streams  -----------------
 #
-# A world has these only where it runs a script (``python -m sim run``). They are exchanged when ranks take turns.
+# A world has these only where it runs a script (`python -m sim run`). They are exchanged when ranks take turns.
 
 # What is exchanged: scripts assign to these, or change the object that is there.
 SLOTS: tuple[tuple[Any, str], ...] = (
@@ -107,8 +107,8 @@ class ProcessView:
     """One rank's process as its script sees it.
 
     Attributes:
-        streams: Its ``sys.stdout`` and ``sys.stderr``.
-        at_exit: What it has registered with ``atexit``.
+        streams: Its `sys.stdout` and `sys.stderr`.
+        at_exit: What it has registered with `atexit`.
         signals: The signal handlers it has set, which nobody calls.
     """
 
@@ -131,7 +131,7 @@ class ProcessView:
         self._values = [getattr(owner, name) for owner, name in SLOTS]
 
     def run_exit_calls(self) -> None:
-        """Call what the rank has registered with ``atexit``, the last one first."""
+        """Call what the rank has registered with `atexit`, the last one first."""
         while self.at_exit:
             self.at_exit.pop()()
 

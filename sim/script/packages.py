@@ -1,7 +1,7 @@
 """Installed packages of which each rank has a copy, because they keep the state of a process in classes or modules.
 
 A rank imports them for itself. Modules that all ranks share (those of transformers, or the file of a function given to
-``sim.run``) may refer to what they have imported of such a package: while a world is alive, a :class:`Forwarder` stands
+`sim.run`) may refer to what they have imported of such a package: while a world is alive, a `Forwarder` stands
 there, which finds the calling rank's copy.
 """
 
@@ -117,7 +117,7 @@ class SharedReferences:
         self._seen: set[str] = set()
 
     def begin(self) -> None:
-        """Take the packages out of ``sys.modules``, and put forwarders where others refer to them."""
+        """Take the packages out of `sys.modules`, and put forwarders where others refer to them."""
         self.taken_out = {name: sys.modules[name] for name in list(sys.modules) if self.covers(name)}
         for name in self.taken_out:
             del sys.modules[name]

@@ -44,7 +44,7 @@ def run_body(
     request: pytest.FixtureRequest,
     owner: object = None,
 ) -> None:
-    """Run the body of ``test`` on ``world_size`` ranks of ``backend``; as a method of ``owner``, if there is one."""
+    """Run the body of `test` on `world_size` ranks of `backend`; as a method of `owner`, if there is one."""
     __tracebackhide__ = True
     seed = request.config.getoption("--sim-seed")
     body: Callable[..., Any] = test.body  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def run_body(
 def _on_simulated_rank(
     body: Callable[..., Any], world_size: int, backend: str, seed: int, fixtures: dict[str, Any], left: dict[int, str]
 ) -> None:
-    """Run the body; note in ``left`` that it skipped or failed as expected, and why."""
+    """Run the body; note in `left` that it skipped or failed as expected, and why."""
     rank = dist.get_rank()
     try:
         check_result(body(RankTest(rank, world_size, backend, torch.device("cpu"), seed), **fixtures), body)

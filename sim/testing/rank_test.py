@@ -13,14 +13,14 @@ __all__ = ["RankTest"]
 
 @dataclass(frozen=True)
 class RankTest:
-    """What a test body learns about the rank it runs on; ``torch.distributed`` is initialised.
+    """What a test body learns about the rank it runs on; `torch.distributed` is initialised.
 
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
-        backend: ``sim``, ``gloo``, ``gpu`` or ``npu``.
+        backend: `sim`, `gloo`, `gpu` or `npu`.
         device: Where the body should put its tensors.
-        seed: The seed of the interleaving (``--sim-seed``), for bodies that draw something.
+        seed: The seed of the interleaving (`--sim-seed`), for bodies that draw something.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class RankTest:
 
     @property
     def device_type(self) -> str:
-        """``cpu``, ``cuda`` or ``npu``, as ``init_device_mesh`` wants it."""
+        """`cpu`, `cuda` or `npu`, as `init_device_mesh` wants it."""
         return self.device.type
 
     @property

@@ -27,7 +27,7 @@ BACKENDS = ("sim", "gloo", "gpu", "npu")
 def ranks(
     world_size: int, *, backends: tuple[str, ...] = BACKENDS, check_races: bool = False, check_replicas: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run the decorated body ``fn(ctx, ...)`` on ``world_size`` ranks, once per backend.
+    """Run the decorated body `fn(ctx, ...)` on `world_size` ranks, once per backend.
 
     ::
 
@@ -37,14 +37,14 @@ def ranks(
             dist.all_reduce(x)
             assert x.item() == ctx.world_size
 
-    Further parameters are fixtures or ``parametrize`` arguments, as usual; each rank gets them (on the backends with
-    processes, a pickled copy). With ``backends=("sim",)``, a method can be a body; its ranks share the instance.
+    Further parameters are fixtures or `parametrize` arguments, as usual; each rank gets them (on the backends with
+    processes, a pickled copy). With `backends=("sim",)`, a method can be a body; its ranks share the instance.
 
     Args:
         world_size: Number of ranks, at least 1.
-        backends: Which backends to make, of ``sim``, ``gloo``, ``gpu``, ``npu``.
-        check_races: As in :func:`sim.world`; on the ``sim`` backend only.
-        check_replicas: As in :func:`sim.world`; on the ``sim`` backend only.
+        backends: Which backends to make, of `sim`, `gloo`, `gpu`, `npu`.
+        check_races: As in `sim.world`; on the `sim` backend only.
+        check_replicas: As in `sim.world`; on the `sim` backend only.
 
     Raises:
         ValueError: A world size below 1 or an unknown backend.

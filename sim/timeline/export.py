@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 
 def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write what :meth:`sim.Trace.to_chrome` says."""
+    """Write what `sim.Trace.to_chrome` says."""
     older = trace.forgotten()
     _chrome(trace).write(path, "ns", f"{older:,} older events" if older else "")
 
@@ -111,7 +111,7 @@ _LINE = re.compile(r"(.*):(\d+) in (.*)")
 
 
 def write_flight_recorder(trace: Trace, folder: str | os.PathLike[str]) -> None:
-    """Write what :meth:`sim.Trace.to_flight_recorder` says."""
+    """Write what `sim.Trace.to_flight_recorder` says."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     for rank, dump in enumerate(flight_recorder(trace)):
         (Path(folder) / f"rank_{rank}").write_bytes(pickle.dumps(dump))

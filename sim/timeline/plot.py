@@ -1,4 +1,4 @@
-"""The timeline of a trace as a picture, drawn with matplotlib (the extra ``plot``)."""
+"""The timeline of a trace as a picture, drawn with matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Box(NamedTuple):
 
 
 def draw(trace: Trace, path: str | os.PathLike[str], color: str = "op") -> None:
-    """Write what :meth:`sim.Trace.plot` says."""
+    """Write what `sim.Trace.plot` says."""
     if color not in ("op", "axis"):
         raise ValueError(
             f"cannot colour a plot by {color!r}\n  color: 'op' or 'axis'\n  try: trace.plot(path, color='op')"

@@ -13,7 +13,7 @@ NOT_GLOO = ("sim", "gpu", "npu")
 
 
 def values(ctx, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What ``rank`` brings along: small whole numbers, exact in every dtype, different on every rank."""
+    """What `rank` brings along: small whole numbers, exact in every dtype, different on every rank."""
     count = int(torch.Size(shape).numel())
     numbers = (torch.arange(count) * 3 + rank * 5 + 1) % 7 + 1
     if dtype is torch.bool:

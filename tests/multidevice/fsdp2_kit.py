@@ -1,12 +1,12 @@
 """What the tests of fully_shard against torch's FSDP2 share: models, data, and how three runs are compared.
 
-A *behaviour* is one function of a :class:`Run`. It runs three times with the same seeds and data: with our fully_shard,
+A *behaviour* is one function of a `Run`. It runs three times with the same seeds and data: with our fully_shard,
 with torch's, and on one device with the batches of all ranks together. Ours has to equal torch's to the last bit on
 simulated ranks (where both add in rank order), elsewhere within rounding; and one device's within rounding of float64,
 or of float32 where the backend reduces no float64.
-Where FSDP2 refuses, or is wrong, it is left out, and ``without_fsdp2`` says what it does.
+Where FSDP2 refuses, or is wrong, it is left out, and `without_fsdp2` says what it does.
 
-``BEHAVIOURS``, at the end, lists them all; test_fsdp2_coverage.py sees to it that each has a test.
+`BEHAVIOURS`, at the end, lists them all; test_fsdp2_coverage.py sees to it that each has a test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hyper_parallel.core.fully_shard import api, utils
 
 @dataclass(frozen=True)
 class Face:
-    """One way to run a behaviour. ``api`` and ``policies`` have torch's names; None: on one device."""
+    """One way to run a behaviour. `api` and `policies` have torch's names; None: on one device."""
 
     name: str
     api: Any = None
@@ -112,18 +112,18 @@ class Run:
         return make().to(self.ctx.device, dtype or self.dtype)
 
     def build_as_made(self, make: Callable[[], nn.Module]) -> Any:
-        """As `build`, with parameters in the dtypes that ``make`` gives them."""
+        """As `build`, with parameters in the dtypes that `make` gives them."""
         torch.manual_seed(0)
         return make().to(self.ctx.device)
 
     def net(self, dtype: torch.dtype | None = None) -> Net:
-        """A :class:`Net`."""
+        """A `Net`."""
         return self.build(Net, dtype)
 
     def batch(
         self, step: int = 0, *, rows: int = 4, width: int = 5, part: tuple[int, int] | None = None
     ) -> torch.Tensor:
-        """This rank's inputs [rows, width]; on one device those of all ranks. ``part``: which share of how many."""
+        """This rank's inputs [rows, width]; on one device those of all ranks. `part`: which share of how many."""
         index, count = part or (self.ctx.rank, self.ctx.world_size)
         generator = torch.Generator().manual_seed(100 + step)
         x = torch.randn(count * rows, width, generator=generator, dtype=torch.float64)
@@ -228,7 +228,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides; ``scale`` has fewer rows than there are ranks."""
+    """Sizes that no number of ranks divides; `scale` has fewer rows than there are ranks."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Net(nn.Module):
 
 
 class Even(nn.Module):
-    """As ``Net``, but every dim of every parameter can be halved and quartered."""
+    """As `Net`, but every dim of every parameter can be halved and quartered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ def compare(
     """Equal to the last bit, or, if a dtype is given, within its eps times the number of summands.
 
     Batch, widths and layers of these models multiply to less than 4096; in the short dtypes errors are random enough
-    for a bound of 32. Where there is no float64, ``measure`` is what to measure the bound on.
+    for a bound of 32. Where there is no float64, `measure` is what to measure the bound on.
     """
     assert list(ours) == list(theirs), f"{face.name} has noted other names: {list(ours)} and {list(theirs)}"
     for name, wanted in theirs.items():

@@ -1,6 +1,6 @@
 """Mistakes that every rank makes alike and that fail before anything moves: refused on every backend that notices.
 
-The simulator's own messages are tested in ``tests/unit``; here it is that it raises where a real backend does, and
+The simulator's own messages are tested in `tests/unit`; here it is that it raises where a real backend does, and
 what it raises: a ValueError, TypeError or RuntimeError.
 """
 

@@ -150,7 +150,7 @@ def test_gradients(ctx):
 
 
 def gradient(ctx, result, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``x`` where rank r weights what it got by r + 1."""
+    """The gradient of `x` where rank r weights what it got by r + 1."""
     x.grad = None
     whole = torch.stack(list(result)) if isinstance(result, (tuple, list)) else result
     (whole * (ctx.rank + 1)).sum().backward()

@@ -10,7 +10,7 @@ import sim
 
 
 def adds_up(ctx, group, members) -> None:
-    """An all_reduce in ``group`` reaches exactly ``members``."""
+    """An all_reduce in `group` reaches exactly `members`."""
     x = values(ctx, ctx.rank, 3)
     dist.all_reduce(x, group=group)
     same(x, all_values(ctx, 3, group=members).sum(0))

@@ -15,7 +15,7 @@ THEME = Theme()
 
 
 def micro_batches(run, model, before, *, steps=2, micros=3, after=None):
-    """Steps of a few micro-batches each; ``before(micro)`` sets flags."""
+    """Steps of a few micro-batches each; `before(micro)` sets flags."""
     optimizer = sgd(model)
     for step in range(steps):
         optimizer.zero_grad()

@@ -33,7 +33,7 @@ def test_most_behaviours_are_compared_with_fsdp2():
 
 
 def test_each_number_of_ranks_has_a_test():
-    """Behaviours that no ``@sim.ranks`` of their file runs would be left out in silence."""
+    """Behaviours that no `@sim.ranks` of their file runs would be left out in silence."""
     for module, theme in themes().items():
         chosen = set()
         for name, test in vars(module).items():

@@ -21,7 +21,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 def trained(run, dtype, *, data=None, blocks=None, steps=2, mesh=None, **policy):
-    """A net in ``dtype`` under a policy; ``blocks``: another policy for the blocks."""
+    """A net in `dtype` under a policy; `blocks`: another policy for the blocks."""
     model = run.net(dtype)
     options = {} if mesh is None else {"mesh": mesh}
     inner = blocks or {name: value for name, value in policy.items() if name != "output_dtype"}

@@ -1,6 +1,6 @@
 """fully_shard against FSDP2: what both refuse, with which kind of error; and what one of them takes.
 
-A mistake that FSDP2 answers with an assertion of its own, or with whatever comes first, is a ``ValueError`` of ours.
+A mistake that FSDP2 answers with an assertion of its own, or with whatever comes first, is a `ValueError` of ours.
 """
 
 import pytest
@@ -31,7 +31,7 @@ def both_refuse(run, mistake, ours, theirs):
 
 
 def refusal(mistake, ours, theirs, ranks=2):
-    """A behaviour: ``mistake(run, model)`` is refused by both."""
+    """A behaviour: `mistake(run, model)` is refused by both."""
 
     def body(run):
         model = run.net()

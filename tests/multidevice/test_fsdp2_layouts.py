@@ -425,7 +425,7 @@ def all_parameters_of_a_unit_are_ignored(run):
 
 
 def replicated(run, model, mesh):
-    """``scale`` and a norm stay whole: ours reduces them; for FSDP2 they are ignored, and reduced by hand."""
+    """`scale` and a norm stay whole: ours reduces them; for FSDP2 they are ignored, and reduced by hand."""
     name = "replicate_params" if run.face.name == "ours" else "ignored_params"
     for index, block in enumerate(model.blocks):
         run.wrap(block, mesh=mesh, **({name: set(block.norm.parameters())} if index == 1 else {}))

@@ -1,6 +1,6 @@
 """fully_shard against FSDP2: when parameters are gathered and freed, by default and by hand.
 
-After ``reshard_after_forward=False`` or an evaluation, FSDP2 leaves whole parameters in the modules, and ours shows
+After `reshard_after_forward=False` or an evaluation, FSDP2 leaves whole parameters in the modules, and ours shows
 the shards: what the modules show is therefore compared where both gather by hand only.
 """
 

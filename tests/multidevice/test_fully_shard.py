@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Odd sizes; ``scale`` has fewer rows than there are ranks."""
+    """Odd sizes; `scale` has fewer rows than there are ranks."""
 
     def __init__(self, wrapper=None):
         super().__init__()

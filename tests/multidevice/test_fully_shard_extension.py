@@ -24,7 +24,7 @@ KEPT |= {aten._to_copy, aten.clone}
 
 
 class Weight8(torch.Tensor):
-    """A weight that travels as float8 numbers with one scale, and computes in its own dtype or ``param_dtype``."""
+    """A weight that travels as float8 numbers with one scale, and computes in its own dtype or `param_dtype`."""
 
     @staticmethod
     def __new__(cls, held):

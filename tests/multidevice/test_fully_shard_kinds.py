@@ -47,7 +47,7 @@ def build(ctx, make, dtype=None):
 
 
 def data(ctx, step=0, part=None, rows=4, width=5):
-    """``rows`` inputs for each of the parts: those of one, ``(index, count)``, or of all."""
+    """`rows` inputs for each of the parts: those of one, `(index, count)`, or of all."""
     index, count = part
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randn(count * rows, width, generator=generator, dtype=torch.float64).to(ctx.device, ctx.float_dtype)
@@ -438,7 +438,7 @@ LAYOUT = {
 
 
 class Global(Layers):
-    """Computes with DTensors all the way; ``placement``: of its inputs over dp."""
+    """Computes with DTensors all the way; `placement`: of its inputs over dp."""
 
     def forward(self, x):
         x = DTensor.from_local(x, self.mesh, [self.placement, Replicate()], run_check=False)
@@ -450,7 +450,7 @@ def global_loss(model, x):
 
 
 class Local(Layers):
-    """Computes with this rank's parts, and adds up over tp by itself; ``explicit``: says what its gradients are."""
+    """Computes with this rank's parts, and adds up over tp by itself; `explicit`: says what its gradients are."""
 
     def local(self, parameter):
         if not self.explicit:
@@ -481,7 +481,7 @@ def lay_out(ctx, kind, mesh, hidden=6):
 
 
 def check_computing_with_dtensors(ctx, mesh, wrap, hidden=6, check_home=lambda model: None, further=False):
-    """``further``: split over dp. Then, as ever in torch, ``to_local`` takes gradients to be the same on all of tp."""
+    """`further`: split over dp. Then, as ever in torch, `to_local` takes gradients to be the same on all of tp."""
     dp = mesh.get_local_rank("dp")
     for placement in (Shard(0), Replicate()):
         model, plain = lay_out(ctx, Global, mesh, hidden)
@@ -767,7 +767,7 @@ def test_replicated_dtensors_are_split_over_their_own_mesh(ctx):
 
 
 class LocalOverThree(Layers):
-    """As :class:`Local`, over (replicate, dp, tp)."""
+    """As `Local`, over (replicate, dp, tp)."""
 
     def forward(self, x):
         scale, up, down, bias = (
@@ -794,7 +794,7 @@ def test_dtensors_on_three_axes_are_split_over_two_of_them(ctx):
 
 
 def local_layers(ctx, mesh, over, hidden=7, **options):
-    """A :class:`Local` that is wrapped, and the same on one device."""
+    """A `Local` that is wrapped, and the same on one device."""
     model, plain = lay_out(ctx, Local, mesh, hidden)
     model.explicit = True
     fully_shard(model, mesh=over, **options)
@@ -879,7 +879,7 @@ def test_tensor_parallel_from_meta_over_empty_to_trained(ctx, options):
 
 
 class Choice(nn.Module):
-    """Not every rank uses ``b``, none uses ``c``; ``gain`` has no dim."""
+    """Not every rank uses `b`, none uses `c`; `gain` has no dim."""
 
     def __init__(self):
         super().__init__()
@@ -919,7 +919,7 @@ def around(use_reentrant):
 
 
 class Stack(Net):
-    """A :class:`Net` whose blocks are called by ``wrapper``."""
+    """A `Net` whose blocks are called by `wrapper`."""
 
     wrapper = None
 

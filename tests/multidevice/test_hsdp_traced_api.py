@@ -1,4 +1,4 @@
-"""``hsdp(..., use_eager_hook=False)``, as users call it, against one device; and its cells among those with hooks."""
+"""`hsdp(..., use_eager_hook=False)`, as users call it, against one device; and its cells among those with hooks."""
 
 import copy
 import gc

@@ -73,7 +73,7 @@ def step_of_torchs() -> float:
 
 
 def peak_gib(of: str) -> float:
-    """The most memory that a process takes in which ``of`` runs on all ranks, after it has found nothing wrong."""
+    """The most memory that a process takes in which `of` runs on all ranks, after it has found nothing wrong."""
     code = (
         "import resource, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"

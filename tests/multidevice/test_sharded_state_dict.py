@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``scale`` has one row; the weight of ``head`` is that of ``embed``; the settings are no tensors."""
+    """`scale` has one row; the weight of `head` is that of `embed`; the settings are no tensors."""
 
     def __init__(self):
         super().__init__()

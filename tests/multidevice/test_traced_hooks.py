@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``head`` shares its weight with ``embed``; ``scale`` and biases stay whole; ``shift`` is frozen."""
+    """`head` shares its weight with `embed`; `scale` and biases stay whole; `shift` is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def data(ctx, step=0, rank=None, dtype=None, per_rank=2):
 
 
 def wrap(roots, mesh, level, *, threshold=8, grad_scale=1.0, **options):
-    """Split the parameters below ``roots`` over the last axis of ``mesh``; those of fewer elements stay whole."""
+    """Split the parameters below `roots` over the last axis of `mesh`; those of fewer elements stay whole."""
     shard, replicas = GroupName.of(mesh.get_group(mesh.ndim - 1)), ()
     if mesh.ndim == 2:
         replicas = (GroupName.of(mesh.get_group(0)),)
@@ -278,7 +278,7 @@ def test_one_graph_serves_all_steps_and_all_blocks_that_are_alike_but_not_both_r
 
 
 def sim_context():
-    """What a body of ``sim.ranks`` is given, for functions that ``sim.run`` runs."""
+    """What a body of `sim.ranks` is given, for functions that `sim.run` runs."""
     return sim.RankTest(dist.get_rank(), dist.get_world_size(), "sim", torch.device("cpu"))
 
 

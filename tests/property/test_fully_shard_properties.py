@@ -33,9 +33,9 @@ WIDTH, VOCAB, PER_RANK, STEPS = 5, 7, 2, 3
 
 
 class Node(nn.Module):
-    """Keeps (batch, WIDTH) as it is; children run one after the other, ``repeat`` runs the first of them again.
+    """Keeps (batch, WIDTH) as it is; children run one after the other, `repeat` runs the first of them again.
 
-    ``last``: its own parameters come after those of the children. ``skips``: every other rank leaves them out.
+    `last`: its own parameters come after those of the children. `skips`: every other rank leaves them out.
     """
 
     def __init__(self, kind, hidden, children=(), *, repeat=False, recompute=False, last=False, skips=False):

@@ -74,7 +74,7 @@ def elements_of(program: Program, step: Step) -> int:
 
 
 def expected(program: Program, number: int, rank: int) -> list[float] | None:
-    """The naive twin, in numpy: what ``rank`` holds after step ``number``; None where it holds nothing new."""
+    """The naive twin, in numpy: what `rank` holds after step `number`; None where it holds nothing new."""
     step = program.steps[number]
     members = program.groups[step.group]
     me, n = members.index(rank), len(members)
@@ -97,7 +97,7 @@ def expected(program: Program, number: int, rank: int) -> list[float] | None:
 
 
 def take(program: Program, number: int, groups: list) -> tuple[list, torch.Tensor | list[torch.Tensor] | None]:
-    """Issue step ``number`` on the calling rank; returns the works to wait for, and where the result will be."""
+    """Issue step `number` on the calling rank; returns the works to wait for, and where the result will be."""
     step = program.steps[number]
     members, group = program.groups[step.group], groups[step.group]
     rank, n = dist.get_rank(), len(members)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.sim
 
 
 def fails_on_every_rank(call, kind, match, *, world_size=2, communicates=False):
-    """``call`` raises on each rank, with the same text of four parts, and nothing has been communicated."""
+    """`call` raises on each rank, with the same text of four parts, and nothing has been communicated."""
 
     def rank():
         with pytest.raises(kind, match=match) as caught:
@@ -74,7 +74,7 @@ def one(**options):
 
 
 def with_weight(make, *, wrap_mesh=None, **options):
-    """A Linear whose weight is made by ``make``."""
+    """A Linear whose weight is made by `make`."""
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(make())
     return fully_shard(model, mesh=wrap_mesh, **options)

@@ -60,7 +60,7 @@ shapes = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 
 
 def home(ranks, rank, dim):
-    """Where a plain parameter lives that is split along ``dim``, without any process group."""
+    """Where a plain parameter lives that is split along `dim`, without any process group."""
     data = DataParallelMesh(None, None, ranks, rank, None, 1, get_platform("cpu"), 1)
     return ParameterPlacement(FullyShardParamMode.LOCAL_PARAM, None, (Shard(0 if dim is None else dim),), dim, data)
 
@@ -89,7 +89,7 @@ def splits(draw):
 
 
 def parts_by_torch(whole, dim, ranks):
-    """``torch.chunk``, which leaves empty parts out."""
+    """`torch.chunk`, which leaves empty parts out."""
     chunks = list(torch.chunk(whole, ranks, dim))
     return chunks + [whole.narrow(dim, 0, 0)] * (ranks - len(chunks))
 
@@ -153,7 +153,7 @@ def test_rows_cover_the_whole_exactly_once(split):
 
 
 def reducer_of(params, ranks):
-    """All that packing needs of a reducer; ``ranks`` None: gradients are not split."""
+    """All that packing needs of a reducer; `ranks` None: gradients are not split."""
     split = ranks is not None
     widths = [param.chunk if split else param.numel for param in params]
     return SimpleNamespace(
@@ -247,7 +247,7 @@ def test_slots_tell_a_module_that_keeps_its_own_list():
 
 
 def make_bucket(mesh, values, dims, *, flat=False, param_dtype=None, on_host=False):
-    """A bucket over new parameters with these values; ``dims``: where each is split, None: nowhere."""
+    """A bucket over new parameters with these values; `dims`: where each is split, None: nowhere."""
     data = resolve_mesh(mesh, {"cpu"})
     owner = nn.ParameterList([nn.Parameter(value.clone()) for value in values])
     wholes = list(owner)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sim
 
 
 def fails_on_every_rank(call, match, *, world_size=2):
-    """``call`` raises a ValueError on each rank, with the same text of four parts, and nothing has been sent."""
+    """`call` raises a ValueError on each rank, with the same text of four parts, and nothing has been sent."""
 
     def rank():
         with pytest.raises(ValueError, match=match) as caught:

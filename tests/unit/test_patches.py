@@ -362,7 +362,7 @@ def test_seam_environment():
 
 
 def test_seam_dtensor_boundary():
-    """With ``check_replicas`` only, and torch still has both methods where users call them."""
+    """With `check_replicas` only, and torch still has both methods where users call them."""
     before = DTensor.from_local, DTensor.to_local
     with sim.world(2):
         assert (DTensor.from_local, DTensor.to_local) == before

@@ -166,7 +166,7 @@ def installed_plugins() -> list[str]:
 def run_pytest(
     folder: Path, source: str, *arguments: str, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
-    """Run pytest on ``source`` in a process of its own, with the plugin and without this project's settings."""
+    """Run pytest on `source` in a process of its own, with the plugin and without this project's settings."""
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -ra\n")
     (folder / "test_bodies.py").write_text(source)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SIM_SEED"))}

@@ -817,7 +817,7 @@ def test_what_few_ranks_handle_is_the_cause():
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple]:
-    """What ``sim.watchdog`` says by its function ``name``, which says it all the same."""
+    """What `sim.watchdog` says by its function `name`, which says it all the same."""
     said: list[tuple] = []
     original = getattr(watchdog, name)
 

@@ -220,7 +220,7 @@ def test_messages_say_whose_they_are(caplog):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_warning_filters_are_each_rank_s_own(seed):
-    """Ranks are inside of ``catch_warnings`` at the same time, and leave it in any order."""
+    """Ranks are inside of `catch_warnings` at the same time, and leave it in any order."""
 
     def body() -> list[bool]:
         shown = []

@@ -1,4 +1,4 @@
-"""``fully_shard``: split a module's parameters over a mesh, gather them around its forward and backward."""
+"""`fully_shard`: split a module's parameters over a mesh, gather them around its forward and backward."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def fully_shard(
     comm_fusion: bool = False,
     comm_fusion_zero_copy: bool | None = None,
 ) -> T:
-    """Split the parameters of ``module`` over a mesh; returns what was passed in, changed in place.
+    """Split the parameters of `module` over a mesh; returns what was passed in, changed in place.
 
     Wrap inner modules first, then the whole model: each call makes one *unit*, whose parameters are gathered
     together before its forward and backward and freed after it. Parameters become DTensors.
@@ -113,16 +113,16 @@ def fully_shard(
     A unit may be called in any way and return containers or dataclasses of tensors; every rank must run the same
     units in the same order, and come through all of them on the way back; a rank may leave out what a unit does with
     its own parameters, and return its input, or what a unit inside has returned. Scalars have no dim to split, and are
-    replicated. A parameter with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2's tensor
+    replicated. A parameter with `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2's tensor
     extension, is gathered as the former says.
 
     With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
     A unit with a DTensor among its parameters adds gradients up instead: the loss must then already be divided by the
     number of data-parallel ranks. A root with units of both kinds must be told which: see
-    :meth:`HSDPModule.set_reduce_op_type`. FSDP2 averages in both.
+    `HSDPModule.set_reduce_op_type`. FSDP2 averages in both.
 
     Communication per step and unit of N bytes on n ranks: two all_gathers (one with
-    ``reshard_after_forward=False``, and one for the root, whose parameters backward needs first) and one
+    `reshard_after_forward=False`, and one for the root, whose parameters backward needs first) and one
     reduce_scatter, each N (n - 1) / n received per rank; on a 2-D mesh also one all_reduce of N / n over the
     replicate axis. Parameters that are replicated: one all_reduce.
 
@@ -134,24 +134,24 @@ def fully_shard(
         reshard_after_forward: Free the unsharded parameters after forward. False: keep them until backward is done. An
             int: keep them split over so many ranks, which must divide the shard axis: a cheaper second gather. None:
             True. The root, with which backward starts, keeps them with any of these.
-        shard_placement_fn: Given a parameter, ``Shard(dim)`` or None (dim 0). Sizes need not divide evenly.
+        shard_placement_fn: Given a parameter, `Shard(dim)` or None (dim 0). Sizes need not divide evenly.
         mp_policy: Dtypes of gather, computation and reduction. torch's own will do.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and the optimizer's state on the host. torch's
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and the optimizer's state on the host. torch's
             own will do.
         ignored_params: Parameters to leave alone: not split, not moved, not reduced.
-        dp_mesh_dims: The data-parallel axes of ``mesh``, which then is the whole one that DTensor parameters are on;
-            as in FSDP2, gradients are averaged over them. Without ``shard`` all parameters are replicated.
+        dp_mesh_dims: The data-parallel axes of `mesh`, which then is the whole one that DTensor parameters are on;
+            as in FSDP2, gradients are averaged over them. Without `shard` all parameters are replicated.
         replicate_params: Parameters to replicate; their gradients are all_reduced.
         comm_fusion: Insist on one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
             replicate axis take several units at once. A parameter that stands in the way is an error. Without it, what
             can be packed is packed all the same; one collective per parameter would only be slower.
         comm_fusion_zero_copy: Keep the shards of a unit in one buffer, which the gather reads directly. None: as
-            ``comm_fusion``. The sharded parameters are then views, which optimizers must accept (torch's do).
+            `comm_fusion`. The sharded parameters are then views, which optimizers must accept (torch's do).
 
     Raises:
-        ValueError: ``module`` is no module, is wrapped already, or shares a parameter with another unit; an
+        ValueError: `module` is no module, is wrapped already, or shares a parameter with another unit; an
             argument of the wrong kind; a mesh with other than one or two axes; a parameter that cannot be split.
-        TypeError: ``replicate_params`` with something else than a parameter.
+        TypeError: `replicate_params` with something else than a parameter.
     """
     roots = check_modules(module, "fully_shard")
     mp_policy, offload_policy = own_mixed_precision(mp_policy), own_offload(offload_policy)

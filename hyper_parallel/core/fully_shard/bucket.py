@@ -90,7 +90,7 @@ class Bucket:
         self.storage = storage
         self.param_dtype = param_dtype
         self.gathered = False
-        self.all_gather_with: Any = None  # an ``AllGather`` of torch, which allocates and communicates
+        self.all_gather_with: Any = None  # an `AllGather` of torch, which allocates and communicates
         self.chunks = [param.chunk for param in params]
         self.starts = [0, *accumulate(self.chunks)]
         self.shards: torch.Tensor | None = None  # the one buffer of all shards, where they are kept so
@@ -139,7 +139,7 @@ class Bucket:
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Differs when a shard has changed; what is done through ``.data`` in place leaves no trace."""
+        """Differs when a shard has changed; what is done through `.data` in place leaves no trace."""
         numbers: list[int] = []
         for param in self.params:
             sharded: Any = param.sharded
@@ -308,7 +308,7 @@ class Bucket:
         self.free()
 
     def owns_memory_of(self, pointer: int) -> bool:
-        """Whether memory that starts at ``pointer`` is the buffer's, which will be freed."""
+        """Whether memory that starts at `pointer` is the buffer's, which will be freed."""
         return pointer == self.unsharded_buffer.untyped_storage().data_ptr()
 
     @property
@@ -370,7 +370,7 @@ class Bucket:
         return all_gather(target, self._source(target), self.group)
 
     def _gather_with(self, comm: Any) -> Pending:
-        """The same by an ``AllGather`` of torch."""
+        """The same by an `AllGather` of torch."""
         group, post_forward_shard, self.post_forward_shard = self.group, self.post_forward_shard, None
         target = comm.allocate((self.ranks * self.starts[-1],), dtype=self.compute_dtype, device=self.compute_device)
         source = post_forward_shard
@@ -398,7 +398,7 @@ class Bucket:
         return slots
 
     def _source(self, target: torch.Tensor) -> torch.Tensor:
-        """The own shard as it is sent: the flat buffer itself, or packed into the own place of ``target``."""
+        """The own shard as it is sent: the flat buffer itself, or packed into the own place of `target`."""
         if self.shards is not None and not self._converts:
             return self.shards
         only = self.params[0]
@@ -413,7 +413,7 @@ class Bucket:
         return source
 
     def _pack(self, place: torch.Tensor) -> None:
-        """Copy the shards, one after the other and padded, into ``place``."""
+        """Copy the shards, one after the other and padded, into `place`."""
         self._copy_to(place.split(self.chunks))
 
     def _copy_to(self, slots: Sequence[torch.Tensor]) -> None:
@@ -491,7 +491,7 @@ def _replaced_error(name: str, registered: Any) -> RuntimeError:
 
 
 def computed_in(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a parameter of ``dtype`` is gathered and used; a policy speaks of floating-point ones only."""
+    """The dtype in which a parameter of `dtype` is gathered and used; a policy speaks of floating-point ones only."""
     return param_dtype if param_dtype is not None and dtype.is_floating_point else dtype
 
 
@@ -504,7 +504,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ExtensionBucket(Bucket):
-    """The parameters of a unit that have ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+    """The parameters of a unit that have `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
     The former gives the tensors to gather, of any dtypes; the latter makes the unsharded parameter of them. All of them
     travel as the bytes of one message. As in torch, the unsharded parameter is made once, by the first gather, and
@@ -568,7 +568,7 @@ class ExtensionBucket(Bucket):
         self._remember()
 
     def owns_memory_of(self, pointer: int) -> bool:
-        """Whether memory that starts at ``pointer`` will be freed."""
+        """Whether memory that starts at `pointer` will be freed."""
         return any(storage.data_ptr() == pointer for storage, _ in self._memory_of.values())
 
     def allocate(self) -> None:

@@ -367,7 +367,7 @@ def make_unit(
 
 
 def _portions(params: list[ManagedParam], limit: int) -> list[list[ManagedParam]]:
-    """Cut a list of parameters where the bytes of their gradients reach ``limit``; -1: nowhere."""
+    """Cut a list of parameters where the bytes of their gradients reach `limit`; -1: nowhere."""
     if limit < 0:
         return [params]
     portions: list[list[ManagedParam]] = []
@@ -484,10 +484,10 @@ OF_A_UNIT = ("_hyper_parallel_unit", STATE_KEY, REGISTRY_KEY)
 
 
 def copy_wrapped(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What ``copy.deepcopy`` of a wrapped module returns; gradients are left behind, as torch does for parameters.
+    """What `copy.deepcopy` of a wrapped module returns; gradients are left behind, as torch does for parameters.
 
     Raises:
-        TypeError: A unit for ``torch.compile`` to trace.
+        TypeError: A unit for `torch.compile` to trace.
         ValueError: A unit has modules outside of this one.
     """
     units = list(nested_units(module))

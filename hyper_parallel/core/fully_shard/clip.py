@@ -63,7 +63,7 @@ def clip_grad_norm_(
     *,
     stage_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Scale all gradients down, in place, so that their norm taken together is at most ``max_norm``.
+    """Scale all gradients down, in place, so that their norm taken together is at most `max_norm`.
 
         >>> weight = nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -72,28 +72,28 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
 
-    As ``torch.nn.utils.clip_grad_norm_``, whose arguments it takes, but parameters may lie on different meshes or on
+    As `torch.nn.utils.clip_grad_norm_`, whose arguments it takes, but parameters may lie on different meshes or on
     none. Every rank calls it with the same parameters, with gradients or without. The gradients are multiplied by
-    ``min(1, max_norm / (norm + 1e-6))``, and left alone where ``max_norm`` is inf. The gradient of a parameter whose
-    ``grad`` is None is its ``main_grad``, if it has one; an ``acc_grad`` of ``hsdp`` is not looked at and not scaled.
+    `min(1, max_norm / (norm + 1e-6))`, and left alone where `max_norm` is inf. The gradient of a parameter whose
+    `grad` is None is its `main_grad`, if it has one; an `acc_grad` of `hsdp` is not looked at and not scaled.
 
-    Communication: see ``get_total_norm``; the scaling needs none.
+    Communication: see `get_total_norm`; the scaling needs none.
 
     Args:
         parameters: a module, a parameter, or parameters: DTensors, plain tensors. One that comes twice counts once.
         max_norm: from 0 up, inf for no limit.
-        norm_type: the p of the norm, above 0; ``inf`` or ``"inf"`` for the largest absolute value.
+        norm_type: the p of the norm, above 0; `inf` or `"inf"` for the largest absolute value.
         error_if_nonfinite: raise where the norm is inf or NaN. Looks at the norm's value, so that the host waits.
         foreach: False for one kernel per gradient in place of a few for all of them.
-        stage_group: see ``get_total_norm``.
+        stage_group: see `get_total_norm`.
 
     Returns:
-        The norm before, as ``get_total_norm``.
+        The norm before, as `get_total_norm`.
 
     Raises:
-        TypeError, ValueError: as ``get_total_norm``; also for a ``max_norm`` that is no number, NaN or negative. All of
+        TypeError, ValueError: as `get_total_norm`; also for a `max_norm` that is no number, NaN or negative. All of
             them are raised before any communication of its own.
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``; no gradient has been changed.
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`; no gradient has been changed.
     """
     asked = "cannot clip gradients"
     limit = _limit(asked, max_norm)
@@ -133,10 +133,10 @@ def get_total_norm(
 
     Communication: one all_reduce for each process group along which any parameter is split, of a number per distinct
     set of such groups. Which they are depends on the parameters alone, so that no rank waits for one without gradients.
-    Before that, ``hsdp_sync_stream()`` waits for gradients that are still being reduced.
+    Before that, `hsdp_sync_stream()` waits for gradients that are still being reduced.
 
     Args:
-        parameters: as for ``clip_grad_norm_``.
+        parameters: as for `clip_grad_norm_`.
         norm_type: as there.
         error_if_nonfinite: as there.
         foreach: as there.
@@ -151,9 +151,9 @@ def get_total_norm(
 
     Raises:
         TypeError: an argument of another type than above.
-        ValueError: a ``norm_type`` of 0 or less, or NaN; a gradient that is sparse, or on another mesh than its
+        ValueError: a `norm_type` of 0 or less, or NaN; a gradient that is sparse, or on another mesh than its
             parameter; parameters some of which are on meta.
-        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     asked = "cannot take the norm of gradients"
     p = _options(asked, norm_type, error_if_nonfinite, foreach, stage_group)
@@ -171,7 +171,7 @@ def clip_grads_with_norm_(
     total_norm: torch.Tensor,
     foreach: bool | None = None,
 ) -> None:
-    """Scale all gradients down, in place, given their norm; it is the second half of ``clip_grad_norm_``.
+    """Scale all gradients down, in place, given their norm; it is the second half of `clip_grad_norm_`.
 
         >>> weight = nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -182,13 +182,13 @@ def clip_grads_with_norm_(
     Communication: none.
 
     Args:
-        parameters: as for ``clip_grad_norm_``.
+        parameters: as for `clip_grad_norm_`.
         max_norm: as there.
-        total_norm: a tensor without dims, as ``get_total_norm`` returns.
+        total_norm: a tensor without dims, as `get_total_norm` returns.
         foreach: as there.
 
     Raises:
-        TypeError, ValueError: as ``clip_grad_norm_``.
+        TypeError, ValueError: as `clip_grad_norm_`.
     """
     asked = "cannot clip gradients"
     limit = _limit(asked, max_norm)

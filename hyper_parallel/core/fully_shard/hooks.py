@@ -139,10 +139,10 @@ def restore_containers(call: ForwardCall) -> None:
 
 
 def _replaced(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None = None) -> Any:
-    """``tree`` with its tensors replaced; a container in which nothing is replaced stays the caller's own object.
+    """`tree` with its tensors replaced; a container in which nothing is replaced stays the caller's own object.
 
     Modules may fill a list or a dictionary that they are given, and the caller looks into it afterwards: so with
-    ``undo`` these are changed in place, and what has to be put back is noted there.
+    `undo` these are changed in place, and what has to be put back is noted there.
     """
     if isinstance(tree, torch.Tensor):
         return replace(tree)
@@ -165,7 +165,7 @@ def _replaced(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None =
 
 
 def _replaced_fields(tree: Any, replace: Callable[[Any], Any], undo: list[Any] | None) -> Any:
-    """A copy of a dataclass with its fields' tensors replaced; what ``__post_init__`` did is not done again."""
+    """A copy of a dataclass with its fields' tensors replaced; what `__post_init__` did is not done again."""
     if isinstance(tree, (type, nn.Module)):
         return tree
     names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
@@ -228,7 +228,7 @@ def _inside(leaf: Any) -> list[Any]:
 
 
 def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
-    """Copy the tensors of which ``is_alias`` says that their memory will not outlive the unit's pass."""
+    """Copy the tensors of which `is_alias` says that their memory will not outlive the unit's pass."""
     if not any(is_alias(tensor) for tensor in tensors_in(tree)):
         return tree
     return _replaced(tree, lambda tensor: tensor.clone() if is_alias(tensor) else tensor)

@@ -60,7 +60,7 @@ def needed_unit(module: Any) -> Unit:
     """The unit of a wrapped module.
 
     Raises:
-        ValueError: It was never wrapped, or for ``torch.compile`` to trace.
+        ValueError: It was never wrapped, or for `torch.compile` to trace.
     """
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None and _own_traced(module):
@@ -98,7 +98,7 @@ def reached_units(module: Any, method: str, recurse: bool) -> Iterable[Unit]:
     """The units that a method is about: all nested ones, or the module's own.
 
     Raises:
-        ValueError: It was never wrapped, or ``recurse`` is no bool.
+        ValueError: It was never wrapped, or `recurse` is no bool.
     """
     _check_flag(method, recurse, "recurse")
     if recurse:
@@ -309,9 +309,9 @@ class ManagedModule(FSDPModule):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reduce_op_type(self, reduce_op_type: str, *, recurse: bool = True) -> None:
-        """``"avg"`` or ``"sum"``; case and blanks do not matter. Nested; ``recurse=False``: this unit only.
+        """`"avg"` or `"sum"`; case and blanks do not matter. Nested; `recurse=False`: this unit only.
 
-        The default is ``"avg"`` where a unit manages only plain parameters, else ``"sum"``: then the loss must already
+        The default is `"avg"` where a unit manages only plain parameters, else `"sum"`: then the loss must already
         be divided by the number of data-parallel ranks. A root with units of both kinds must be told.
         """
         op = reduce_op_type.strip().lower() if isinstance(reduce_op_type, str) else reduce_op_type
@@ -343,7 +343,7 @@ class ManagedModule(FSDPModule):
 
         Raises:
             ValueError: A value of another shape, or no tensor at all.
-            RuntimeError: ``strict`` and keys are missing or unexpected; both are listed, sorted.
+            RuntimeError: `strict` and keys are missing or unexpected; both are listed, sorted.
         """
         check("load_state_dict cannot read its flags", "bool", strict=strict, assign=assign)
         for unit in needed_units(self):
@@ -369,7 +369,7 @@ class ManagedModule(FSDPModule):
             raise
 
     def set_gradient_scaling_factor(self, factor: float) -> None:
-        """Multiply reduced gradients by ``factor``, also those that wait by then. Nested."""
+        """Multiply reduced gradients by `factor`, also those that wait by then. Nested."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise ValueError(f"set_gradient_scaling_factor cannot use {factor!r}\n  expected: a float\n  try: 0.5")
         if nested_traced_units(self):
@@ -406,7 +406,7 @@ class ManagedModule(FSDPModule):
     ) -> None:
         """False: no communication in backward, gradients are kept; the next backward with True adds them.
 
-        On two axes it decides about both, as in torch: call :meth:`set_requires_all_reduce` after it.
+        On two axes it decides about both, as in torch: call `set_requires_all_reduce` after it.
 
         Args:
             requires_gradient_sync: Whether to reduce.
@@ -438,9 +438,9 @@ class ManagedModule(FSDPModule):
         self._show_gathered()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients over the ranks by ``factor``, instead of the mean or the sum.
+        """Divide the sum of this unit's gradients over the ranks by `factor`, instead of the mean or the sum.
 
-        1.0: add them up. What :meth:`set_gradient_scaling_factor` says is still multiplied by.
+        1.0: add them up. What `set_gradient_scaling_factor` says is still multiplied by.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(
@@ -455,11 +455,11 @@ class ManagedModule(FSDPModule):
         options.divide_by, options.chose_reduction = float(factor), True
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The same as :meth:`set_gradient_divide_factor`, by its older name."""
+        """The same as `set_gradient_divide_factor`, by its older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook`` with this unit's reduced gradients, flat and padded as FSDP2's, before they are applied.
+        """Call `hook` with this unit's reduced gradients, flat and padded as FSDP2's, before they are applied.
 
         It changes them in place, and may communicate: all ranks call it in one order. Called once for each dtype and
         group of ranks; after the all_reduce on two axes. The mean has been taken.
@@ -474,13 +474,13 @@ class ManagedModule(FSDPModule):
         needed_unit(self).options.reduced_hook = hook
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather this unit's parameters with ``comm``, an ``AllGather`` of torch: it allocates and communicates."""
+        """Gather this unit's parameters with `comm`, an `AllGather` of torch: it allocates and communicates."""
         _check_comm("set_custom_all_gather", comm)
         for bucket in needed_unit(self).buckets:
             bucket.all_gather_with = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce this unit's gradients with ``comm``, a ``ReduceScatter`` of torch; its ``op`` is always ``SUM``."""
+        """Reduce this unit's gradients with `comm`, a `ReduceScatter` of torch; its `op` is always `SUM`."""
         _check_comm("set_custom_reduce_scatter", comm)
         needed_unit(self).options.reduce_scatter_with = comm
 
@@ -509,7 +509,7 @@ class ManagedModule(FSDPModule):
         """True: a parameter that no rank has used gets zeros as its gradient; False, the default: it gets none.
 
         A rank that has not used a parameter takes part with zeros in either case. Those of cells that were wrapped
-        with ``use_eager_hook=False`` get none.
+        with `use_eager_hook=False` get none.
         """
         name = "set_reduce_scatter_unused_params"
         _check_flag(name, reduce_scatter_unused_params, "reduce_scatter_unused_params")
@@ -525,19 +525,19 @@ class ManagedModule(FSDPModule):
         needed_unit(self).backward_prefetch = _units_of("set_modules_to_backward_prefetch", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the gathers of the next forward wait for ``event``, recorded after an optimizer's step on its own stream.
+        """Let the gathers of the next forward wait for `event`, recorded after an optimizer's step on its own stream.
 
         For the root. Without it they wait for what the current stream holds. It is used once.
         """
         needed_unit(self).wait_for = event
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters now, for the next forward; with ``async_op`` returns a handle to wait on.
+        """Gather this unit's parameters now, for the next forward; with `async_op` returns a handle to wait on.
 
-        Forwards without gradients (an evaluation, generation) use them until ``reshard()`` or the next training step.
+        Forwards without gradients (an evaluation, generation) use them until `reshard()` or the next training step.
 
-        What is gathered already is gathered again if the parameters have changed since. A change through ``.data``, or
-        by a foreach operation without gradients, leaves no trace: call ``reshard()`` after one. What is written into
+        What is gathered already is gathered again if the parameters have changed since. A change through `.data`, or
+        by a foreach operation without gradients, leaves no trace: call `reshard()` after one. What is written into
         unsharded parameters is lost when they are freed.
         """
         _check_flag("unshard", async_op, "async_op")
@@ -587,10 +587,10 @@ class ManagedModule(FSDPModule):
         """Without effect: gathers and reductions go over the groups of the mesh."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Without effect: buffers come from torch's allocator; see :meth:`set_custom_all_gather`."""
+        """Without effect: buffers come from torch's allocator; see `set_custom_all_gather`."""
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Without effect: buffers come from torch's allocator; see :meth:`set_custom_all_gather`."""
+        """Without effect: buffers come from torch's allocator; see `set_custom_all_gather`."""
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Without effect: gathers are always asynchronous."""
@@ -603,14 +603,14 @@ class ManagedModule(FSDPModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for unit in nested_units(self):  # type: ignore[arg-type]
-            unit.reshard()  # what ``to`` and ``half`` convert are the sharded parameters
+            unit.reshard()  # what `to` and `half` convert are the sharded parameters
         return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
 
     def _show_gathered(self) -> None:
         """While a pipeline of torch runs backwards, let it find the parameters that its forwards have used.
 
         It says so before each backward, by three flags; it may then ask for the gradients of inputs and of weights
-        apart, and looks for the weights among ``parameters()``.
+        apart, and looks for the weights among `parameters()`.
         """
         for unit in nested_units(self):  # type: ignore[arg-type]
             unit.show_for_split_backward()
@@ -630,11 +630,11 @@ class _Gather(UnshardHandle):
 
 
 class HSDPModule(ManagedModule):
-    """Mixed into the class of every module that :func:`fully_shard` has wrapped."""
+    """Mixed into the class of every module that `fully_shard` has wrapped."""
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let another method of a wrapped module run as ``forward`` does: on unsharded parameters, with backward seen to.
+    """Let another method of a wrapped module run as `forward` does: on unsharded parameters, with backward seen to.
 
         register_forward_method(model, "encode")
         model.encode(x).sum().backward()
@@ -666,7 +666,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """As :func:`register_forward_method`, by FSDP2's name; a module that was never wrapped is left alone."""
+    """As `register_forward_method`, by FSDP2's name; a module that was never wrapped is left alone."""
     check("cannot register a method", "module", module=module)
     check("cannot register a method", "str", method_name=method_name)
     if is_wrapped(module):
@@ -675,12 +675,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 @functools.cache
 def wrapped_class(original: Any, mixin: Any = HSDPModule) -> Any:
-    """The class ``HSDP<Original>`` that a wrapped module gets; one per original class and API."""
+    """The class `HSDP<Original>` that a wrapped module gets; one per original class and API."""
     return type(f"HSDP{original.__name__}", (mixin, original), {"__module__": original.__module__})
 
 
 def show_shards_in_state_dicts(unit: Unit, owner: nn.Module) -> None:
-    """State dicts of ``owner`` save and load its sharded parameters, whatever the state of the unit."""
+    """State dicts of `owner` save and load its sharded parameters, whatever the state of the unit."""
 
     # Copies of a module get hooks of their own unit.
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -715,7 +715,7 @@ class ParamGroup:
     """A unit as torch's tools see a parameter group of FSDP2.
 
     Attributes:
-        post_backward: Called by torch's pipelines once all gradients are there; :class:`State` reduces them then.
+        post_backward: Called by torch's pipelines once all gradients are there; `State` reduces them then.
         pre_backward: Never called.
     """
 
@@ -757,7 +757,7 @@ class StateContext:
 
 
 class State:
-    """The state of a unit, where FSDP2 keeps its own: ``fully_shard.state(module)``.
+    """The state of a unit, where FSDP2 keeps its own: `fully_shard.state(module)`.
 
     It has what torch's pipelines, its memory tracker and its checkpoints ask for; nothing can be set but by methods of
     the module.
@@ -798,7 +798,7 @@ def register_state(unit: Unit) -> None:
 
 
 def state(module: nn.Module) -> Any:
-    """The state of a wrapped module, None of any other; see :class:`State`."""
+    """The state of a wrapped module, None of any other; see `State`."""
     return torch_fully_shard.state(module)  # type: ignore[attr-defined]
 
 

@@ -28,13 +28,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Slot:
-    """One place where a parameter is registered: ``module._parameters[name]``. Tied weights have several."""
+    """One place where a parameter is registered: `module._parameters[name]`. Tied weights have several."""
 
     module: nn.Module
     name: str
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` here."""
+        """Register `parameter` here."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = parameter  # the same, cheaper
         else:  # the module wants to know: recurrent ones keep a second list of their weights
@@ -42,9 +42,9 @@ class Slot:
 
 
 def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
-    """A DTensor over ``local`` with the layout and global shape of ``model``; no autograd, no checks.
+    """A DTensor over `local` with the layout and global shape of `model`; no autograd, no checks.
 
-    ``DTensor.from_local`` does the same in ten times the time, which a step would pay once per parameter.
+    `DTensor.from_local` does the same in ten times the time, which a step would pay once per parameter.
     """
     # What DTensor(...) does after __new__ concerns torch.export alone, and takes twice as long as this.
     made: DTensor = DTensor.__new__(DTensor, local, model._spec, requires_grad=False)
@@ -55,8 +55,8 @@ class ManagedParam:
     """A parameter as the engine keeps it.
 
     *Whole* means: not split over the shard axis. For a parameter that is split over other axes too, such as those of
-    tensor parallelism, it is what those leave of it. Along ``shard_dim`` shards follow ``torch.chunk``: of size
-    ``ceil(size / ranks)``, the last ones smaller or empty. Communication uses equal shards of ``chunk`` elements: what
+    tensor parallelism, it is what those leave of it. Along `shard_dim` shards follow `torch.chunk`: of size
+    `ceil(size / ranks)`, the last ones smaller or empty. Communication uses equal shards of `chunk` elements: what
     is beyond the end is padding.
 
     Attributes:
@@ -126,8 +126,8 @@ class ManagedParam:
         """Pairs of views, equal in shape, of an unsharded value and of its padded shards; together they cover it.
 
         Args:
-            unsharded: 1-D, contiguous; ``numel`` elements, or with padding at the end where `contiguous_on_dim_0`.
-            rows: 2-D, one row of ``chunk`` elements per rank; rows may have any stride.
+            unsharded: 1-D, contiguous; `numel` elements, or with padding at the end where `contiguous_on_dim_0`.
+            rows: 2-D, one row of `chunk` elements per rank; rows may have any stride.
         """
         if self.numel == 0:
             return
@@ -151,7 +151,7 @@ class ManagedParam:
     # -- the tensors that users see ----------------------------------------------------------------------------------
 
     def make_sharded(self, local: torch.Tensor, unsharded: nn.Parameter) -> None:
-        """Make the sharded parameter over ``local``, this rank's shard of ``unsharded``."""
+        """Make the sharded parameter over `local`, this rank's shard of `unsharded`."""
         shape = unsharded.shape  # the global one: of a DTensor too
         stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         dtensor = DTensor.from_local(
@@ -172,7 +172,7 @@ class ManagedParam:
             self._view_spec = view._spec
 
     def make_unsharded(self, unsharded: torch.Tensor) -> None:
-        """Make the unsharded parameter over ``unsharded``, a tensor of shape ``shape``."""
+        """Make the unsharded parameter over `unsharded`, a tensor of shape `shape`."""
         data: torch.Tensor = unsharded
         if self._view_spec is not None:
             data = DTensor(unsharded, self._spec_for(unsharded), requires_grad=False)
@@ -185,7 +185,7 @@ class ManagedParam:
             self.unsharded.to_local = self._to_local  # type: ignore[attr-defined]
 
     def watch(self) -> None:
-        """Have ``on_gradient`` called."""
+        """Have `on_gradient` called."""
         if self.on_gradient is not None and self.unsharded.requires_grad:
             self.unsharded.register_hook(self.on_gradient)
 
@@ -205,7 +205,7 @@ class ManagedParam:
 
     @property
     def _summands(self) -> list[Placement]:
-        """The layout of gradients that, added up over ``reduced_axes``, give that of the parameter."""
+        """The layout of gradients that, added up over `reduced_axes`, give that of the parameter."""
         axes = self.placement.reduced_axes
         return [Partial() if axis in axes else p for axis, p in enumerate(self.placement.view_placements)]
 
@@ -223,7 +223,7 @@ class ManagedParam:
         return local.data_ptr() if type(local) is torch.Tensor else 0
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Register ``parameter`` on the modules."""
+        """Register `parameter` on the modules."""
         for slot in self.slots:
             slot.show(parameter)
 
@@ -257,7 +257,7 @@ class ManagedParam:
         return gradient.detach().reshape(-1)
 
     def accumulate_onto(self, flat: torch.Tensor) -> bool:
-        """Let autograd add the next gradient to ``flat``, if it can: it is a plain tensor of the same dtype."""
+        """Let autograd add the next gradient to `flat`, if it can: it is a plain tensor of the same dtype."""
         unsharded = self.unsharded
         is_wrapper: bool = is_traceable_wrapper_subclass(unsharded)
         if is_wrapper or unsharded.grad is not None or flat.dtype != unsharded.dtype:
@@ -266,7 +266,7 @@ class ManagedParam:
         return True
 
     def _summand(self, gradient: DTensor, dtype: torch.dtype | None, mean: bool) -> torch.Tensor:
-        """What this rank adds to the sum over ``reduced_axes``.
+        """What this rank adds to the sum over `reduced_axes`.
 
         A gradient that is the same on all counts once in a sum. It is its own mean, to which each rank adds its copy;
         as in FSDP2, also where these are no copies.
@@ -293,7 +293,7 @@ class ManagedParam:
         return wait() if wait is not None else local
 
     def receive_first(self, flat: torch.Tensor, start: int) -> bool:
-        """Take the gradient at ``start`` of a flat buffer if it is the first and nobody wants to hear of it."""
+        """Take the gradient at `start` of a flat buffer if it is the first and nobody wants to hear of it."""
         sharded: Any = self.sharded
         if self.target != "grad" or sharded.grad is not None or sharded._backward_hooks or self._has_hooks:
             return False
@@ -302,7 +302,7 @@ class ManagedParam:
         return True
 
     def receive(self, shard: torch.Tensor) -> None:
-        """Add ``shard``, this rank's shard of the reduced gradient, flat, to the sharded parameter's gradient."""
+        """Add `shard`, this rank's shard of the reduced gradient, flat, to the sharded parameter's gradient."""
         existing = getattr(self.sharded, self.target, None)
         local = shard.view(self.local_shape)
         if self.sharded._backward_hooks:  # what autograd would do, were the gradient its own
@@ -326,7 +326,7 @@ class ManagedParam:
             hook(self.sharded)
 
     def show_sum(self, flat: torch.Tensor, *, unsharded: bool, waiting: bool) -> None:
-        """Show an accumulated gradient as ``acc_grad``: a DTensor that says over which axes it is still to be added up.
+        """Show an accumulated gradient as `acc_grad`: a DTensor that says over which axes it is still to be added up.
 
         Args:
             flat: The unsharded one's, or this rank's shard of it.
@@ -348,7 +348,7 @@ class ManagedParam:
         )
 
     def laid_out(self, local: torch.Tensor) -> DTensor:
-        """``local``, of any dtype, as a DTensor laid out as the sharded parameter is."""
+        """`local`, of any dtype, as a DTensor laid out as the sharded parameter is."""
         model: Any = self.sharded
         if local.dtype == model.dtype:
             return dtensor_like(local, model)

@@ -71,7 +71,7 @@ class DataParallelMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, platform: Platform, axes: int) -> DataParallelMesh:
-        """Read the last axis of ``mesh`` as the shard axis and, of two, that before it as the replicate axis."""
+        """Read the last axis of `mesh` as the shard axis and, of two, that before it as the replicate axis."""
         shard_group = mesh.get_group(mesh.ndim - 1)
         replicate_group = mesh.get_group(mesh.ndim - 2) if axes == 2 else None
         return cls(
@@ -111,7 +111,7 @@ class ParameterPlacement:
         data: The data mesh; None for a DTensor that keeps its layout.
         view_mesh: Mesh of the DTensor that the module sees; None: it sees a plain tensor.
         view_placements: Its placements.
-        reduced_axes: The axes of ``view_mesh`` over which the engine reduces gradients.
+        reduced_axes: The axes of `view_mesh` over which the engine reduces gradients.
         reduce_groups: Where it is replicated: groups over which gradients are all_reduced, one after the other.
     """
 
@@ -137,7 +137,7 @@ class ParameterPlacement:
 
 
 def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParallelMesh:
-    """Check ``mesh``, or make the default one: 1-D, over all ranks, on the parameters' device type.
+    """Check `mesh`, or make the default one: 1-D, over all ranks, on the parameters' device type.
 
     Raises:
         ValueError: Not a mesh; more than two axes; axes named in the wrong order; no process group yet.
@@ -181,7 +181,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParalle
 
 
 def data_axes(mesh: Any, dims: Any) -> DeviceMesh:
-    """The data-parallel axes of an SPMD mesh, as torch's ``DataParallelMeshDims`` names them; several are flattened.
+    """The data-parallel axes of an SPMD mesh, as torch's `DataParallelMeshDims` names them; several are flattened.
 
     Raises:
         ValueError: No mesh with names, or an axis that is not there.
@@ -280,7 +280,7 @@ def unpackable(parameter: nn.Parameter) -> str | None:
 
 
 def check_fusion(name: str, reason: str) -> None:
-    """Refuse ``comm_fusion`` for a parameter.
+    """Refuse `comm_fusion` for a parameter.
 
     Raises:
         ValueError: Always.
@@ -293,10 +293,10 @@ def check_fusion(name: str, reason: str) -> None:
 
 
 def shard_dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int:
-    """The dim to split, as ``shard_placement_fn`` says.
+    """The dim to split, as `shard_placement_fn` says.
 
     Raises:
-        ValueError: It returns something else than ``Shard(dim)`` or None, or a dim that the parameter lacks.
+        ValueError: It returns something else than `Shard(dim)` or None, or a dim that the parameter lacks.
     """
     if placement_fn is None:
         return 0

@@ -64,12 +64,12 @@ class MixedPrecisionPolicy:
         reduce_dtype: Gradients are reduced, and gradients that wait for a reduction kept, in this dtype; over the
             axes of a DTensor's own mesh too. None: reduced in the dtype of the computation, kept in at least fp32.
         output_dtype: Floating-point outputs of the unit's forward are cast to this dtype. None: left alone.
-        cast_forward_inputs: Cast floating-point inputs of the unit's forward to ``param_dtype``.
-        apply_grad_on_fp32_main_grad: Keep reduced gradients in fp32 as ``param.main_grad``; ``param.grad`` stays
-            None. For optimizers that read ``main_grad``.
+        cast_forward_inputs: Cast floating-point inputs of the unit's forward to `param_dtype`.
+        apply_grad_on_fp32_main_grad: Keep reduced gradients in fp32 as `param.main_grad`; `param.grad` stays
+            None. For optimizers that read `main_grad`.
 
     Raises:
-        TypeError: A dtype that is no floating-point ``torch.dtype``, or a flag that is no bool.
+        TypeError: A dtype that is no floating-point `torch.dtype`, or a flag that is no bool.
     """
 
     param_dtype: torch.dtype | None = None
@@ -116,7 +116,7 @@ class CPUOffloadPolicy(OffloadPolicy):
             the device has none. False: when the host's memory is short.
 
     Raises:
-        TypeError: ``pin_memory`` is no bool.
+        TypeError: `pin_memory` is no bool.
     """
 
     pin_memory: bool = True
@@ -183,13 +183,13 @@ class UnitOptions:
         average: Divide reduced gradients by the number of ranks.
         gradient_scale: Factor on the reduced gradients.
         fuse_all_reduces: Let the all_reduces of adjacent units be one.
-        show_sums: Show accumulated gradients as ``param.acc_grad``.
+        show_sums: Show accumulated gradients as `param.acc_grad`.
         leave_pending: The end of backward leaves reductions under way, until somebody asks for them.
         reshard_after_backward: Free the unsharded parameters after backward.
         requires_gradient_sync: Reduce gradients; False: keep them.
         requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.
-        chose_reduction: Whether the user has said ``average``, or ``divide_by``.
-        divide_by: Divide the sum over the ranks by it, whatever ``average`` says.
+        chose_reduction: Whether the user has said `average`, or `divide_by`.
+        divide_by: Divide the sum over the ranks by it, whatever `average` says.
         unshard_in_backward: Gather the unsharded parameters for backward.
         reduced_hook: Called with reduced gradients before they are applied.
         reduce_scatter_with: What allocates and communicates instead of the engine.
@@ -218,7 +218,7 @@ def check_policies(mp_policy: Any, offload_policy: Any, comm_fusion: Any, zero_c
     """Check what does not depend on the parameters.
 
     Raises:
-        ValueError: Of another kind, or ``comm_fusion_zero_copy=True`` without ``comm_fusion``.
+        ValueError: Of another kind, or `comm_fusion_zero_copy=True` without `comm_fusion`.
     """
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ValueError(
@@ -251,7 +251,7 @@ def check_policies(mp_policy: Any, offload_policy: Any, comm_fusion: Any, zero_c
 
 
 def check_reshard(reshard_after_forward: Any) -> None:
-    """Check ``reshard_after_forward`` as far as the mesh does not matter.
+    """Check `reshard_after_forward` as far as the mesh does not matter.
 
     Raises:
         ValueError: Neither a bool nor a positive int.

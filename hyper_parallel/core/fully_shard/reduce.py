@@ -53,7 +53,7 @@ class FusedAllReduce:
         self._work: Pending | None = None
 
     def take(self, numel: int) -> torch.Tensor | None:
-        """A place of ``numel`` elements; None when there is none left."""
+        """A place of `numel` elements; None when there is none left."""
         step = ALIGNMENT // self.buffer.element_size()
         start = -(-self.filled // step) * step
         if self.closed or start + numel > self.buffer.numel():
@@ -102,7 +102,7 @@ class FusedAllReduces:
         self._open: dict[Any, FusedAllReduce] = {}
 
     def place(self, group: dist.ProcessGroup, numel: int, like: torch.Tensor) -> tuple[FusedAllReduce, torch.Tensor]:
-        """Find or make the all_reduce that takes ``numel`` elements like those of ``like``, and the place in it."""
+        """Find or make the all_reduce that takes `numel` elements like those of `like`, and the place in it."""
         key = (group, like.dtype, like.device)
         current = self._open.get(key)
         place = None if current is None else current.take(numel)
@@ -137,8 +137,8 @@ class ReduceOptions:
         dtype: Dtype of the communication; None: that of the computation.
         result_dtype: Add reduced gradients up in that dtype; None: in the parameter's.
         fuse: Let the all_reduces of adjacent units be one.
-        show: Show gradients that wait, and reduced ones, as ``param.acc_grad``.
-        divide_by: Divide the sum by it instead of what ``average`` says.
+        show: Show gradients that wait, and reduced ones, as `param.acc_grad`.
+        divide_by: Divide the sum by it instead of what `average` says.
         hook: Called with the reduced gradients, flat.
         reduce_scatter_with: What allocates and communicates instead of the engine.
         zeros: Give parameters that no rank has used zeros as their gradients.
@@ -173,7 +173,7 @@ class Finish:
 
 
 class Reduction:
-    """One reducer's reduction under way; :meth:`advance` takes it a step further without running ahead."""
+    """One reducer's reduction under way; `advance` takes it a step further without running ahead."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class GradientReducer:
         scatter: The ranks among which the sum is split; None: every rank gets all of it.
         replicas: Groups to reduce over after that, one after the other.
         ranks: Over how many ranks gradients are added up in all.
-        scatters_by_exchange: How a reduce_scatter is done: see :func:`comm.reduce_scatter`.
+        scatters_by_exchange: How a reduce_scatter is done: see `comm.reduce_scatter`.
         sends_each: Whether one operation may take gradients from where they are, instead of a packed buffer.
     """
 
@@ -365,7 +365,7 @@ class GradientReducer:
 
         Args:
             dtype: Of the communication; None: that of the computation.
-            keep: They have to wait for further backwards: in ``dtype``, or at least fp32.
+            keep: They have to wait for further backwards: in `dtype`, or at least fp32.
             mean: They are averaged over the ranks, not added up.
         """
         params = self._plan()
@@ -432,7 +432,7 @@ class GradientReducer:
     def _reduce_scatter_with(
         self, comm: Any, pending: list[torch.Tensor | None], used: list[bool], like: torch.Tensor, place: Any
     ) -> Pending:
-        """The same by a ``ReduceScatter`` of torch."""
+        """The same by a `ReduceScatter` of torch."""
         width = self._starts[-1] + len(pending)
         kind = {"dtype": like.dtype, "device": like.device}
         sent = self._packed(pending, used, comm.allocate((self.rows * width,), **kind))
@@ -458,7 +458,7 @@ class GradientReducer:
         return sources
 
     def _packed(self, pending: list[torch.Tensor | None], used: list[bool], place: torch.Tensor) -> torch.Tensor:
-        """All gradients in one buffer, row by row, and behind them the flags; made unless ``place`` is one."""
+        """All gradients in one buffer, row by row, and behind them the flags; made unless `place` is one."""
         width = self._starts[-1] + len(pending)
         buffer = place if place.numel() else place.new_empty(self.rows * width)
         rows = buffer.view(self.rows, width)
@@ -520,7 +520,7 @@ class GradientReducer:
         return self._keeping_dtype(reduce_dtype) != self.bucket.compute_dtype
 
     def show_pending(self) -> None:
-        """Show the gradients that wait for their first communication as ``acc_grad``; every rank its own."""
+        """Show the gradients that wait for their first communication as `acc_grad`; every rank its own."""
         if self.pending is None or self.scatter is not None:
             return
         for param, gradient in zip(self._plan_for, self.pending, strict=True):
@@ -528,7 +528,7 @@ class GradientReducer:
                 param.show_sum(gradient, unsharded=True, waiting=True)
 
     def show(self, flat: torch.Tensor, used: list[bool], *, waiting: bool) -> None:
-        """Show what has added up, of the parameters that were used, as ``acc_grad``."""
+        """Show what has added up, of the parameters that were used, as `acc_grad`."""
         for param, start, shown in zip(self._plan_for, self._starts, used, strict=False):
             if shown:
                 numel = param.numel if self.scatter is None else param.local_numel

@@ -63,24 +63,24 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
         if torch.distributed.get_rank() == 0:
             torch.save(whole, "model.pt")
 
-    Keys are those of torch's ``get_model_state_dict``, and of ``state_dict()`` of the model before it was wrapped. What
+    Keys are those of torch's `get_model_state_dict`, and of `state_dict()` of the model before it was wrapped. What
     is gathered at the moment is resharded first. Values are detached; those that were neither gathered nor copied to
-    the host share memory with the model, as in ``state_dict()``, so save or clone them before the next step.
+    the host share memory with the model, as in `state_dict()`, so save or clone them before the next step.
 
     Communication: none for shards. With `full_state_dict` one parameter after the other is gathered over the axes that
     split it, so that beside the result one gathered parameter is held at a time, and the buffers it was gathered in.
 
     Args:
         model: Wrapped, or with wrapped modules in it, or neither.
-        options: torch's ``StateDictOptions``; None: all at their defaults. ``full_state_dict``: plain, whole tensors.
-            ``cpu_offload``: on the host; together with ``full_state_dict``, on rank 0 alone, the dict of the others is
-            empty. ``ignore_frozen_params``: without parameters that require no gradient, under any of their names.
-            ``strict=False`` lets a model have no values. The others are for loading, submodules and optimizers, and do
+        options: torch's `StateDictOptions`; None: all at their defaults. `full_state_dict`: plain, whole tensors.
+            `cpu_offload`: on the host; together with `full_state_dict`, on rank 0 alone, the dict of the others is
+            empty. `ignore_frozen_params`: without parameters that require no gradient, under any of their names.
+            `strict=False` lets a model have no values. The others are for loading, submodules and optimizers, and do
             nothing here.
 
     Raises:
-        ValueError: No module; no ``StateDictOptions``; ``broadcast_from_rank0`` without ``full_state_dict``.
-        RuntimeError: The model has no values, and ``strict``.
+        ValueError: No module; no `StateDictOptions`; `broadcast_from_rank0` without `full_state_dict`.
+        RuntimeError: The model has no values, and `strict`.
     """
     from torch.distributed.checkpoint import state_dict as torchs  # costs time to import, so only where it is used
 
@@ -145,13 +145,13 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
 
         load_state_dict(model, torch.load("model.pt", weights_only=True))
 
-    A wrapped model's own ``load_state_dict`` does the same; that of a module that only contains wrapped ones is torch's
+    A wrapped model's own `load_state_dict` does the same; that of a module that only contains wrapped ones is torch's
     and takes DTensors of exactly the parameters' layouts.
 
     A value is a DTensor of any layout on any mesh, or a plain tensor of the whole or of this rank's shard; where one
     rank holds all there is of a parameter, the two are one. Each rank checks its own values. Dtypes and devices are
     those of the model. Values that are DTensors in other layouts are communicated, one parameter after the other, as
-    ``redistribute`` does; between slices of a larger mesh, each slice gathers its own.
+    `redistribute` does; between slices of a larger mesh, each slice gathers its own.
 
     Args:
         model: A module.
@@ -161,13 +161,13 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
             meta device get memory, on the device of their mesh or, if they have none, of the value.
 
     Returns:
-        torch's ``missing_keys`` and ``unexpected_keys``.
+        torch's `missing_keys` and `unexpected_keys`.
 
     Raises:
         ValueError: A value of another shape, or no tensor; found for all keys before anything is sent or copied, but
-            for those of modules that convert what they load (by an override of ``_load_from_state_dict`` or by a hook).
-        RuntimeError: ``strict`` and keys are missing or unexpected; both are listed, sorted.
-        TypeError: ``state_dict`` is no mapping.
+            for those of modules that convert what they load (by an override of `_load_from_state_dict` or by a hook).
+        RuntimeError: `strict` and keys are missing or unexpected; both are listed, sorted.
+        TypeError: `state_dict` is no mapping.
     """
     if is_wrapped(model):  # its class has a method of its own
         return model.load_state_dict(state_dict, strict=strict, assign=assign)
@@ -188,7 +188,7 @@ def load_into(
     strict: bool,
     assign: bool,
 ) -> Any:
-    """Check all values, then have ``load``, torch's own ``load_state_dict`` without ``strict``, walk the modules."""
+    """Check all values, then have `load`, torch's own `load_state_dict` without `strict`, walk the modules."""
     if not isinstance(state_dict, Mapping):
         blame, got = "it takes values by name", f"got: a {type(state_dict).__name__}"
         raise TypeError(explain("load_state_dict cannot read its argument", blame, got, "model.state_dict()"))
@@ -279,7 +279,7 @@ def _targets(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.T
 
 
 def fits(value: Any, target: torch.Tensor) -> bool:
-    """Whether ``value`` has a shape that ``target`` can be loaded from, and data."""
+    """Whether `value` has a shape that `target` can be loaded from, and data."""
     if is_lazy(target):
         return True  # it takes any shape
     if not isinstance(value, torch.Tensor) or (_has_no_data(value) and not _has_no_data(target)):
@@ -294,7 +294,7 @@ def fits(value: Any, target: torch.Tensor) -> bool:
 
 
 def misfit(key: str, value: Any, target: torch.Tensor, others: str = "") -> ValueError:
-    """The error for a value that does not fit; ``others``: the names of more."""
+    """The error for a value that does not fit; `others`: the names of more."""
     got = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         got += f", {value.layout}"
@@ -313,7 +313,7 @@ def _has_no_data(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def fit(key: str, value: Any, target: torch.Tensor) -> Any:
-    """``value`` in the layout of ``target``, for torch to copy, which sees to dtypes and devices."""
+    """`value` in the layout of `target`, for torch to copy, which sees to dtypes and devices."""
     if is_lazy(target):
         return value
     if not fits(value, target):
@@ -326,7 +326,7 @@ def fit(key: str, value: Any, target: torch.Tensor) -> Any:
 
 
 def _shard_of(value: torch.Tensor, target: DTensor) -> torch.Tensor:
-    """This rank's shard of ``value``; communicates only for a DTensor that is laid out otherwise."""
+    """This rank's shard of `value`; communicates only for a DTensor that is laid out otherwise."""
     held = target._local_tensor
     if not isinstance(value, DTensor):
         # Also right where the two shapes are the same: then this rank holds the unsharded parameter.
@@ -351,7 +351,7 @@ def _cut(whole: torch.Tensor, target: DTensor) -> torch.Tensor:
 
 
 def whole_of(value: DTensor) -> torch.Tensor:
-    """All of ``value``, on every rank of its mesh."""
+    """All of `value`, on every rank of its mesh."""
     if value._local_tensor.is_meta and _device_of(value).type != "meta":
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     with torch.no_grad():
@@ -359,7 +359,7 @@ def whole_of(value: DTensor) -> torch.Tensor:
 
 
 def _on_its_mesh(value: DTensor) -> DTensor:
-    """``value`` where its mesh can send it: shards may have been kept on the host."""
+    """`value` where its mesh can send it: shards may have been kept on the host."""
     local = value._local_tensor
     if local.is_meta or local.device.type == _device_of(value).type:
         return value

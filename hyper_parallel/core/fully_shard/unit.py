@@ -709,12 +709,12 @@ class Unit:
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def unshard_for_step(self) -> None:
-        """Start to gather, and leave the parameters unsharded until :meth:`reduce_now` or :meth:`release`."""
+        """Start to gather, and leave the parameters unsharded until `reduce_now` or `release`."""
         self.start_gather()
         self.control = StepControl.UNSHARDED_FOR_STEP
 
     def defer_sync(self) -> None:
-        """Let gradients wait for :meth:`reduce_now`, whatever the options say."""
+        """Let gradients wait for `reduce_now`, whatever the options say."""
         self.control = StepControl.DEFERRED_SYNC
 
     @property
@@ -798,22 +798,22 @@ def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``module`` was wrapped as, or None."""
+    """The unit that `module` was wrapped as, or None."""
     return module.__dict__.get("_hyper_parallel_unit")
 
 
 def traced_unit_of(module: nn.Module) -> Any:
-    """The unit that ``module`` was wrapped as for ``torch.compile`` to trace, without hooks, or None."""
+    """The unit that `module` was wrapped as for `torch.compile` to trace, without hooks, or None."""
     return module.__dict__.get("_hyper_parallel_traced_unit")
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether ``module`` was wrapped, in either way."""
+    """Whether `module` was wrapped, in either way."""
     return unit_of(module) is not None or traced_unit_of(module) is not None
 
 
 def nested_units(module: nn.Module) -> Iterator[Unit]:
-    """All units in ``module`` and its submodules, each once, in module order."""
+    """All units in `module` and its submodules, each once, in module order."""
     seen: list[Unit] = []
     for child in module.modules():
         unit = unit_of(child)
@@ -823,5 +823,5 @@ def nested_units(module: nn.Module) -> Iterator[Unit]:
 
 
 def nested_traced_units(module: Any) -> list[Any]:
-    """The units in ``module`` that were made for ``torch.compile`` to trace, in module order."""
+    """The units in `module` that were made for `torch.compile` to trace, in module order."""
     return [unit for child in module.modules() if (unit := traced_unit_of(child)) is not None]

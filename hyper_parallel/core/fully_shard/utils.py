@@ -1,4 +1,4 @@
-"""The policies of ``fully_shard``, under the module path that users of the existing library know."""
+"""The policies of `fully_shard`, under the module path that users of the existing library know."""
 
 from __future__ import annotations
 

@@ -56,17 +56,17 @@ __all__ = [
 
 
 class HSDPCell(ManagedModule):
-    """Mixed into the class of every module that :func:`hsdp` has wrapped.
+    """Mixed into the class of every module that `hsdp` has wrapped.
 
-    Methods raise ``ValueError`` for an argument of the wrong kind, and when called on a module that was never wrapped.
+    Methods raise `ValueError` for an argument of the wrong kind, and when called on a module that was never wrapped.
     """
 
     def set_requires_grad_sync(self, requires_grad_sync: bool) -> None:
         """Whether the next backwards end a cycle of accumulation: their gradients are reduced over all ranks.
 
-        True at first. False: gradients add up. Without ``enable_grad_accumulation`` nothing is communicated, and each
-        rank keeps its own unsharded gradients; with it, ``param.acc_grad`` shows what has added up, and at level2 and
-        level3 gradients are reduce_scattered in every backward. ``param.grad`` gets the sum in the synced step.
+        True at first. False: gradients add up. Without `enable_grad_accumulation` nothing is communicated, and each
+        rank keeps its own unsharded gradients; with it, `param.acc_grad` shows what has added up, and at level2 and
+        level3 gradients are reduce_scattered in every backward. `param.grad` gets the sum in the synced step.
         Reaches all nested cells.
         """
         if not isinstance(requires_grad_sync, bool):
@@ -88,7 +88,7 @@ class HSDPCell(ManagedModule):
                 unit.options.requires_gradient_sync = requires_grad_sync
 
     def zero_grads(self) -> None:
-        """Clear gradients and what adds up in ``acc_grad``. Reaches all nested cells."""
+        """Clear gradients and what adds up in `acc_grad`. Reaches all nested cells."""
         _check_wrapped(self, "zero_grads")
         self.zero_grad()
 
@@ -176,9 +176,9 @@ def hsdp(
     comm_fusion: bool = False,
     bucket_size: int = -1,
 ) -> M:
-    """Split the large parameters of ``cell`` over the ranks that hold the same data; returns it, changed in place.
+    """Split the large parameters of `cell` over the ranks that hold the same data; returns it, changed in place.
 
-    Wrap inner cells first, then the whole model, as with ``fully_shard``, whose engine this is::
+    Wrap inner cells first, then the whole model, as with `fully_shard`, whose engine this is::
 
         for block in model.blocks:
             hsdp(block, shard_size=8, optimizer_level="level3")
@@ -194,36 +194,36 @@ def hsdp(
     (level2 and 3). For what is replicated: the all_reduce of N alone. Gathers take all parameters of a cell with one
     shard size and dtype at once; a DTensor's all_reduce over all n is one over s and one over n / s ranks.
 
-    Parameters of several shard sizes are on several meshes: clip with ``hyper_parallel.clip_grad_norm_``, as torch's
+    Parameters of several shard sizes are on several meshes: clip with `hyper_parallel.clip_grad_norm_`, as torch's
     needs one mesh.
 
     Args:
         cell: A module.
         shard_size: Ranks that a parameter is split over, at most; -1: all that hold the same data. What is used is the
             largest number up to it that divides both dim 0 and the number of data-parallel ranks. Shards are on
-            consecutive ranks. A parameter's attribute ``hsdp_shard_size`` comes first; the outcome is its attribute
-            ``hsdp_effective_shard_size``.
+            consecutive ranks. A parameter's attribute `hsdp_shard_size` comes first; the outcome is its attribute
+            `hsdp_effective_shard_size`.
         threshold: Kilobytes (1,024 bytes); parameters that are strictly smaller are replicated, of a DTensor those
             whose largest shard on any rank is.
         optimizer_level: "level1": parameters and optimizer state are split, gradients all_reduced. "level2": gradients
             are split too. "level3": gathered parameters are also freed after forward and gathered again for backward.
-            The members of ``OptimizerLevel`` will do.
-        enable_grad_accumulation: Show gradients as they add up over micro-steps as ``param.acc_grad``, a DTensor in
-            ``reduce_dtype`` or at least fp32: at level1 unsharded ones, each rank its own until the synced step; else
+            The members of `OptimizerLevel` will do.
+        enable_grad_accumulation: Show gradients as they add up over micro-steps as `param.acc_grad`, a DTensor in
+            `reduce_dtype` or at least fp32: at level1 unsharded ones, each rank its own until the synced step; else
             shards, reduce_scattered in every micro-step and all_reduced over replicas at the synced step. Until then
-            they are ``Partial`` sums, neither averaged nor scaled. See :meth:`HSDPCell.set_requires_grad_sync`.
-        use_eager_hook: False: gather and reduce in a form that ``torch.compile`` traces without graph breaks, and that
-            takes plain parameters only. Order and fusion of communication are then the compiler's: ``comm_async``,
-            ``comm_fusion``, ``bucket_size`` and prefetching have no effect. A parameter is gathered where forward reads
-            it as an attribute (``self.weight``; ``parameters()`` gives shards), so all ranks must read the same ones in
+            they are `Partial` sums, neither averaged nor scaled. See `HSDPCell.set_requires_grad_sync`.
+        use_eager_hook: False: gather and reduce in a form that `torch.compile` traces without graph breaks, and that
+            takes plain parameters only. Order and fusion of communication are then the compiler's: `comm_async`,
+            `comm_fusion`, `bucket_size` and prefetching have no effect. A parameter is gathered where forward reads
+            it as an attribute (`self.weight`; `parameters()` gives shards), so all ranks must read the same ones in
             the same order: a branch that they do not all take mixes up weights, which nothing notices.
         grad_scale: Factor on every gradient.
         reduce_dtype: Dtype in which gradients are reduced; None: that of the parameter.
-        comm_async: The end of backward leaves reductions under way; call ``hsdp_sync_stream()`` before gradients are
+        comm_async: The end of backward leaves reductions under way; call `hsdp_sync_stream()` before gradients are
             read.
         comm_fusion: Reduce gradients together, not one by one.
         bucket_size: Kilobytes of gradients that are reduced together, at most, unless one alone is larger; -1: all of
-            a cell that have one shard size and dtype; 0: one by one. Of use with ``comm_fusion`` only.
+            a cell that have one shard size and dtype; 0: one by one. Of use with `comm_fusion` only.
 
     Raises:
         ValueError: An argument is not what is said above; the cell is wrapped already, or shares a parameter with
@@ -281,7 +281,7 @@ def _install_traced(
     level: OptimizerLevel,
     options: UnitOptions,
 ) -> None:
-    """Make the cell one whose forward ``torch.compile`` can trace."""
+    """Make the cell one whose forward `torch.compile` can trace."""
     scale = options.gradient_scale / dist.get_world_size()
     params = take_over(placed, platform.device(), scale)
     object.__setattr__(cell, "__class__", _cell_class(type(cell)))
@@ -438,7 +438,7 @@ def _to_split(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _chunks(size: int, ranks: int) -> set[int]:
-    """The sizes, but 0, that ``torch.chunk`` makes of ``size`` for so many ranks."""
+    """The sizes, but 0, that `torch.chunk` makes of `size` for so many ranks."""
     most = -(-size // ranks)
     return {most, size % most or most} if most else {0}
 

@@ -1,4 +1,4 @@
-"""Sharded parameters without module hooks: the gather is part of the forward, for ``torch.compile`` to trace.
+"""Sharded parameters without module hooks: the gather is part of the forward, for `torch.compile` to trace.
 
 What optimizers and state dicts see stays registered: the shard, a DTensor. While one of a unit's modules runs its
 forward, `module.weight` is unsharded instead: a property of the module's class gathers it, once per forward, by
@@ -62,13 +62,13 @@ class GroupName:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> GroupName:
-        """Describe ``group`` as the calling rank sees it."""
+        """Describe `group` as the calling rank sees it."""
         return cls(group.group_name, group.size(), group.rank())
 
 
 @dataclass(frozen=True)
 class TracedParam:
-    """One parameter of a unit, registered where ``slots`` say.
+    """One parameter of a unit, registered where `slots` say.
 
     Attributes:
         name: Full name in the module that was wrapped.
@@ -77,7 +77,7 @@ class TracedParam:
         shard: The ranks that hold the shards of one copy, in equal rows of dim 0; None: replicated.
         replicas: Groups over which a shard's gradient is reduced after the shard axis, one after the other.
         domain: Groups over which an unsharded gradient is reduced, one after the other.
-        scale: Factor on the reduced gradient: the user's, over the number of ranks in ``domain``.
+        scale: Factor on the reduced gradient: the user's, over the number of ranks in `domain`.
     """
 
     name: str
@@ -130,7 +130,7 @@ def take_over(
     Args:
         placed: Parameters and where they go: along dim 0, in equal shards.
         device: Where shards are made; those of parameters on the meta device stay there.
-        scale: As in :class:`TracedParam`.
+        scale: As in `TracedParam`.
 
     Raises:
         ValueError: One is a DTensor.
@@ -155,9 +155,9 @@ class Recipe:
 
     Attributes:
         shard: The ranks that hold the shards; None: there are none to gather from.
-        scatter: Reduce_scatter over ``shard`` first.
+        scatter: Reduce_scatter over `shard` first.
         groups: All_reduce over these, one after the other.
-        scale: Factor on the result; None: leave it, and leave out ``groups``, for the unit does both later.
+        scale: Factor on the result; None: leave it, and leave out `groups`, for the unit does both later.
         dtype: Of the reduction; None: the gradient's own.
     """
 
@@ -229,7 +229,7 @@ def _reduced(gradient: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 class _Unsharded(torch.autograd.Function):
-    """``unsharded``; its gradient is reduced and goes to ``source``: the rows that it was gathered from, or a sink."""
+    """`unsharded`; its gradient is reduced and goes to `source`: the rows that it was gathered from, or a sink."""
 
     @staticmethod
     def forward(ctx: Any, unsharded: torch.Tensor, source: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -387,9 +387,9 @@ def _unpack(packed: torch.Tensor | _GatherAgain) -> torch.Tensor:
 
 
 class _Sum:
-    """One parameter's gradient over micro-steps, as ``parameter.acc_grad`` shows it if asked to.
+    """One parameter's gradient over micro-steps, as `parameter.acc_grad` shows it if asked to.
 
-    The sink is a leaf without memory of its own (all elements are one zero). Autograd adds to its ``.grad`` and then
+    The sink is a leaf without memory of its own (all elements are one zero). Autograd adds to its `.grad` and then
     calls the hook, after the graph's backward: so the communication of a synced step is in no graph. Where sums are
     shown at level2 and 3, the graph has reduce_scattered what arrives here; otherwise it is unsharded, each rank's own.
     """
@@ -481,7 +481,7 @@ class _Sum:
             hook(parameter)
 
     def _show(self, total: torch.Tensor, instead: Placement) -> None:
-        """Show what has added up; ``instead`` says of the axes over which it is not split what it is there."""
+        """Show what has added up; `instead` says of the axes over which it is not split what it is there."""
         if self.unit.shows_sums:
             parameter = self.parameter
             placements = [p if p.is_shard() and not self.is_unsharded else instead for p in parameter.placements]
@@ -510,18 +510,18 @@ def install(
     reduce_dtype: torch.dtype | None = None,
     accumulate: bool = False,
 ) -> TracedUnit:
-    """Let the modules of a unit see unsharded parameters while they run, in a way that ``torch.compile`` can trace.
+    """Let the modules of a unit see unsharded parameters while they run, in a way that `torch.compile` can trace.
 
-    Each module below ``roots`` that has something to do with ``params`` gets a class of its own, derived from the one
-    that it has, with the same name. Its state is unchanged: ``named_parameters()``, ``state_dict()`` and, outside of a
-    forward, ``module.weight`` give the registered parameters.
+    Each module below `roots` that has something to do with `params` gets a class of its own, derived from the one
+    that it has, with the same name. Its state is unchanged: `named_parameters()`, `state_dict()` and, outside of a
+    forward, `module.weight` give the registered parameters.
 
     Args:
         roots: The modules of the unit. Modules of units inside, installed before, are left to those.
         params: Its parameters.
         level: What is split besides the optimizer's state.
         reduce_dtype: Gradients are reduced, and accumulated, in this dtype. None: their own.
-        accumulate: Show gradients that add up as ``parameter.acc_grad``; ``parameter.grad`` gets them when synced.
+        accumulate: Show gradients that add up as `parameter.acc_grad`; `parameter.grad` gets them when synced.
 
     Communication of a forward and backward, per parameter: see the top of this module.
     """
@@ -565,7 +565,7 @@ def _above(roots: Sequence[nn.Module], owners: dict[int, nn.Module]) -> list[nn.
 
 @cache  # one class for all layers that are alike, so that they can share a graph
 def _traced_class(base: Any, names: tuple[str, ...]) -> Any:
-    """A subclass of ``base`` whose forward opens the unit and whose parameters ``names`` then read unsharded."""
+    """A subclass of `base` whose forward opens the unit and whose parameters `names` then read unsharded."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._hsdp_unit

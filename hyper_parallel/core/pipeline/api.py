@@ -66,11 +66,11 @@ class Pipeline:
 
     Gradients of micro-batches add up; nothing is divided. So `loss_fn` returns a micro-batch's *share* of the loss,
     such as the sum over its tokens divided by the number of tokens of all micro-batches and ranks. With `fully_shard`
-    inside, let units add up, too: ``set_reduce_op_type("sum")``.
+    inside, let units add up, too: `set_reduce_op_type("sum")`.
 
     Units of `fully_shard` and `hsdp` are gathered once per step, and their gradients reduced once, after the last
-    micro-batch of their stage. Their whole parameters stay in memory meanwhile, whatever ``reshard_after_forward``
-    says, as gathering for each micro-batch would take most of what a pipeline saves; ``keep_gathered=False`` does that.
+    micro-batch of their stage. Their whole parameters stay in memory meanwhile, whatever `reshard_after_forward`
+    says, as gathering for each micro-batch would take most of what a pipeline saves; `keep_gathered=False` does that.
 
     Communication: per micro-batch and boundary between ranks, what goes over it forward, and its gradient backward;
     that of the stages' modules; once for each new shape of a batch, `find_boundaries`.

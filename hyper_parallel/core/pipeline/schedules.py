@@ -102,7 +102,7 @@ class ScheduleKind:
           micro_batches: 3   stages: 4
           try: micro_batches=4, or schedule='gpipe'
 
-        "rounds": micro-batches go in ``max(1, micro_batches // ranks)`` rounds, of equal size.
+        "rounds": micro-batches go in `max(1, micro_batches // ranks)` rounds, of equal size.
 
         Args:
             micro_batches: in a step.

@@ -150,7 +150,7 @@ def rank_of_stage(schedule: str, stage: int, ranks: int, stages_per_rank: int | 
 
 @dataclass(frozen=True)
 class StageSlice:
-    """What a stage has of a model: ``model.keep(part.layers, embed=part.is_first, head=part.is_last)``.
+    """What a stage has of a model: `model.keep(part.layers, embed=part.is_first, head=part.is_last)`.
 
     Attributes:
         index: number of the stage.

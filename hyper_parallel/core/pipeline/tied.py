@@ -50,7 +50,7 @@ class TiedWeights:
 
     Raises:
         ValueError: a stage has no parameter of that name; the two are not alike in shape, dtype, layout or
-            ``requires_grad``. On all ranks alike.
+            `requires_grad`. On all ranks alike.
     """
 
     def __init__(self, pipeline: Pipeline, first: str = "embed.weight", last: str = "head.weight") -> None:

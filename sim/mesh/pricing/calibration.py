@@ -1,9 +1,9 @@
 """Calibration files: fitted, published or assumed figures of kernels and links, each with its source.
 
-Three files, the later over the earlier: ``curves.toml`` (published by others, or assumed), ``calibration.toml`` (fitted
-to tables of matmuls and collectives by ``benchmarks/fit_costs.py``) and ``fit.toml`` (fitted to published training
-runs), all in ``sim/mesh/data``. A section such as ``[matmul.hopper]`` has figures, the ``grade`` of their evidence, its
-``source``, and ``spread``: the standard deviation of the logarithm of measured over predicted.
+Three files, the later over the earlier: `curves.toml` (published by others, or assumed), `calibration.toml` (fitted
+to tables of matmuls and collectives by `benchmarks/fit_costs.py`) and `fit.toml` (fitted to published training
+runs), all in `sim/mesh/data`. A section such as `[matmul.hopper]` has figures, the `grade` of their evidence, its
+`source`, and `spread`: the standard deviation of the logarithm of measured over predicted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Calibration:
     sections: Mapping[str, Any]
 
     def section(self, *path: str) -> Mapping[str, Any]:
-        """Return a section over that which stands at ``default`` in place of its second name."""
+        """Return a section over that which stands at `default` in place of its second name."""
         if len(path) < 2:
             return self._at(path)
         return {**self._at((path[0], "default", *path[2:])), **self._at(path)}
@@ -56,7 +56,7 @@ class Calibration:
 
         Args:
             hardware: the device.
-            path: of the section, such as ``("matmul", "hopper")``; a device's own has no family: ``matmul``.
+            path: of the section, such as `("matmul", "hopper")`; a device's own has no family: `matmul`.
         """
         merged = _copy(self.section(*path))
         own = self.sections.get("device", {}).get(hardware.name, {})

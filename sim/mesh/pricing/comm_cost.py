@@ -111,7 +111,7 @@ class Links:
         in_switch: bytes per second of an all_reduce's buffer that the switch computes; None: it does not.
         in_switch_from: ranks from which it does.
         inter: bytes per second of a device's share of the adapters.
-        taper: share of ``inter`` lost at each doubling of the nodes.
+        taper: share of `inter` lost at each doubling of the nodes.
         curves: of the links within a node, by operation.
         fabric: curve of the network.
     """
@@ -156,14 +156,14 @@ class Links:
 def collective_seconds(
     links: Links, op: str, size: float, spread: NodeSpread, moved: float | None = None
 ) -> tuple[float, str]:
-    """Return the seconds of a collective, and what bounds it: ``latency``, ``link`` or ``network``.
+    """Return the seconds of a collective, and what bounds it: `latency`, `link` or `network`.
 
     Args:
         links: that it goes over.
-        op: one of ``COLLECTIVES``.
+        op: one of `COLLECTIVES`.
         size: bytes of the full buffer, as nccl-tests counts.
         spread: how its group lies.
-        moved: bytes that the busiest rank sends or receives, where that is not what ``size`` says: of uneven exchanges.
+        moved: bytes that the busiest rank sends or receives, where that is not what `size` says: of uneven exchanges.
     """
     pattern, n = COLLECTIVES[op], spread.ranks
     curve, fabric = links.curve(op), links.fabric

@@ -3,7 +3,7 @@
 A matmul is cut in tiles, of which each core computes one at a time: its time is that of its waves of tiles, each as
 long as its inner dimension and a fixed prologue, and larger tiles reuse more of what they read. The library takes the
 tiling that is over first. No matmul is faster than the best one measured, than its bytes allow, or than a kernel's
-floor. Figures: ``sim/mesh/data/calibration.toml``.
+floor. Figures: `sim/mesh/data/calibration.toml`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Price(NamedTuple):
     Attributes:
         seconds: on an otherwise idle device.
         grade: evidence grade of the weakest figure that it rests on.
-        bound: what bounds it: ``compute``, ``memory``, ``latency``, ``link``, ``network``, ``host``.
-        spread: standard deviation of the logarithm of the true time over ``seconds``.
+        bound: what bounds it: `compute`, `memory`, `latency`, `link`, `network`, `host`.
+        spread: standard deviation of the logarithm of the true time over `seconds`.
     """
 
     seconds: float
@@ -42,10 +42,10 @@ def matmul_seconds(
     """Return the seconds of a batch of matmuls, and what bounds them.
 
     Args:
-        curve: ``floor_us``, ``rate`` (of the peak, inside of an endless tile), ``prologue`` (in steps of k), ``edge``
-            (a tile of m x n runs at 1/(1 + edge/m + edge/n)), ``quantised`` (how far a wave begun counts as a whole
-            one), ``cap`` (of the peak: the best matmul of any shape), ``sustained`` (of that: in hours of training),
-            ``stream`` (of the memory's bandwidth), ``unaligned`` (what is left of the rate where matrices of a batch do
+        curve: `floor_us`, `rate` (of the peak, inside of an endless tile), `prologue` (in steps of k), `edge`
+            (a tile of m x n runs at 1/(1 + edge/m + edge/n)), `quantised` (how far a wave begun counts as a whole
+            one), `cap` (of the peak: the best matmul of any shape), `sustained` (of that: in hours of training),
+            `stream` (of the memory's bandwidth), `unaligned` (what is left of the rate where matrices of a batch do
             not start at multiples of 16 bytes, as heads of 108 elements).
         shape: (batch, m, n, k).
         peak: FLOP/s.
@@ -82,9 +82,9 @@ def attention_seconds(
     A causal one computes half of the square, and comes less close to the peak.
 
     Args:
-        curve: ``floor_us``; ``forward`` and ``backward``: share of the peak at endless length by head size;
-            ``half_forward``, ``half_backward``: length at which half of it is reached; ``causal``: part of that share,
-            ``causal_length_forward``, ``causal_length_backward``: part of its length that a causal one counts with.
+        curve: `floor_us`; `forward` and `backward`: share of the peak at endless length by head size;
+            `half_forward`, `half_backward`: length at which half of it is reached; `causal`: part of that share,
+            `causal_length_forward`, `causal_length_backward`: part of its length that a causal one counts with.
         shape: (batch, heads, kv_heads, queries, keys, head_dim, is_causal).
         peak: FLOP/s.
         backward: five matmuls instead of two.
@@ -119,11 +119,11 @@ def stream_seconds(
     """Return the seconds of a kernel that is bounded by what it reads and writes.
 
     Args:
-        curve: ``floor_us``, the attained share of the bandwidth, and where caches matter: ``cache_mib``, what they
-            hold, and ``cache_speedup``, how much faster they are.
+        curve: `floor_us`, the attained share of the bandwidth, and where caches matter: `cache_mib`, what they
+            hold, and `cache_speedup`, how much faster they are.
         moved: bytes read and written.
         bandwidth: of the memory.
-        share: name of the share: ``stream``, ``softmax``, ``random``, ``optimizer``, ``fused``.
+        share: name of the share: `stream`, `softmax`, `random`, `optimizer`, `fused`.
     """
     floor = curve["floor_us"] * 1e-6
     memory = moved / (curve[share] * bandwidth)

@@ -50,8 +50,8 @@ class Figure(NamedTuple):
 
     Attributes:
         value: in the basic unit: bytes, bytes per second, FLOP/s, seconds, or a plain number.
-        unit: the basic unit: ``B``, ``B/s``, ``FLOP/s``, ``s``, ``1``, ``W``.
-        grade: one of ``GRADES``.
+        unit: the basic unit: `B`, `B/s`, `FLOP/s`, `s`, `1`, `W`.
+        grade: one of `GRADES`.
         source: where it is from.
     """
 
@@ -100,7 +100,7 @@ FIGURES: dict[str, Kind] = {
     "context.bytes": Kind("B", False, "memory of the driver's context", zero=True),
     "context.per_group": Kind("B", False, "memory of a communicator", zero=True),
 }
-"""The figures of a description by name, ``section.key`` in the file."""
+"""The figures of a description by name, `section.key` in the file."""
 
 _TEXTS = ("name", "title", "family", "links", "topology", "fabric", "allocator", "backend")
 _CHOICES = {"topology": ("switch", "mesh"), "allocator": ("caching", "none")}
@@ -119,7 +119,7 @@ class _File:
             raise ValueError(explain("cannot read the hardware", reason, f"path: {path}", hint)) from None
 
     def error(self, blame: str, seen: str, hint: str, key: str = "") -> ValueError:
-        """Build the error that points at a key, given as ``section.key``."""
+        """Build the error that points at a key, given as `section.key`."""
         section, _, name = key.rpartition(".")
         at, current = "", ""
         for number, line in enumerate(self.lines, start=1):
@@ -131,7 +131,7 @@ class _File:
 
 
 def read_hardware_file(path: Path) -> dict[str, Any]:
-    """Read a description; what comes back are arguments of ``Hardware``.
+    """Read a description; what comes back are arguments of `Hardware`.
 
     Raises:
         ValueError: the file is missing or is not TOML; an unknown or missing key; a figure without a number, unit,
@@ -173,9 +173,9 @@ def write_hardware_file(
 
     Args:
         path: of the file.
-        texts: ``title``, ``family`` and the like.
+        texts: `title`, `family` and the like.
         figures: by name.
-        curves: figures that stand for those of ``calibration.toml``.
+        curves: figures that stand for those of `calibration.toml`.
     """
     names = {source: f"s{i}" for i, source in enumerate(dict.fromkeys(figure.source for figure in figures.values()), 1)}
     lines = [f"{name} = {_toml(text)}" for name, text in texts.items()]

@@ -1,6 +1,6 @@
 """Measures this machine, and fits a hardware description to it.
 
-``measure()`` starts processes that work at the same time, as training does: each computes matmuls, attention and
+`measure()` starts processes that work at the same time, as training does: each computes matmuls, attention and
 streams on its share of the cores (or on its GPU), and they communicate. The figures are the
 shortest of several times; the curves are fitted as those of the published tables are, and the errors of the fits are
 kept beside them.
@@ -41,7 +41,7 @@ def measure(processes: int = 2, device: str | None = None, seconds: float = 0.02
 
     Args:
         processes: that share it: of a CPU its cores, of GPUs one each.
-        device: ``cpu`` or ``cuda``; None: ``cuda`` where there are as many.
+        device: `cpu` or `cuda`; None: `cuda` where there are as many.
         seconds: that each figure is taken over, at least.
 
     Raises:

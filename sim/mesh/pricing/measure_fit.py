@@ -108,7 +108,7 @@ def descend(
     return {name: float(f"{value:.3g}") for name, value in best.items()}
 
 
-# Fits a hardware description to what ``sim/mesh/pricing/measure.py`` has timed ----------------------------------------
+# Fits a hardware description to what `sim/mesh/pricing/measure.py` has timed ----------------------------------------
 
 Sample = dict[str, Any]
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
@@ -118,8 +118,8 @@ def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: i
     """Fit a description to what was measured.
 
     Args:
-        samples: each with ``what``, ``seconds`` and what it takes to predict them.
-        machine: ``device``, ``title``, ``memory`` and ``cores`` of a process.
+        samples: each with `what`, `seconds` and what it takes to predict them.
+        machine: `device`, `title`, `memory` and `cores` of a process.
         processes: that shared the machine.
     """
     cpu = machine["device"] == "cpu"

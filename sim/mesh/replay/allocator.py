@@ -29,7 +29,7 @@ __all__ = [
 
 # torch's caching allocator as a model: which memory it takes from the device, and which pieces of it lie idle ---------
 #
-# Rules as in torch's ``CUDACachingAllocator``, which ``torch_npu`` shares: sizes are rounded up to 512 bytes;
+# Rules as in torch's `CUDACachingAllocator`, which `torch_npu` shares: sizes are rounded up to 512 bytes;
 # requests of up to 1 MiB come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger ones from segments
 # of their own size, rounded up to 2 MiB; the smallest free block that is large enough is taken, and split if what is
 # left is worth it; a block that comes back is joined with free neighbours. Blocks belong to the stream that they were
@@ -48,7 +48,7 @@ class AllocatorRules:
 
     Attributes:
         caching: whether it keeps what is given back; if not, reserved is allocated.
-        expandable: ``expandable_segments:True``: one range of addresses per stream and pool, which grows by pages.
+        expandable: `expandable_segments:True`: one range of addresses per stream and pool, which grows by pages.
         limit: what the device can give; before it passes that, it returns cached segments. None: no limit.
         round_to: sizes are multiples of this.
         small: largest request of the small pool.
@@ -69,7 +69,7 @@ class AllocatorRules:
     round_segment: int = 2 * MIB
 
     def rounded(self, size: int) -> int:
-        """Return the bytes that a request of ``size`` bytes takes."""
+        """Return the bytes that a request of `size` bytes takes."""
         return -(-size // self.round_to) * self.round_to
 
     def segment(self, size: int) -> int:
@@ -84,7 +84,7 @@ class AllocatorRules:
 CACHING = AllocatorRules()
 """Of CUDA and NPU devices, as they are set without environment variables."""
 EXPANDABLE = AllocatorRules(expandable=True)
-"""The same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
+"""The same with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 PLAIN = AllocatorRules(caching=False, round_to=64)
 """Of a CPU: nothing is kept; malloc aligns to 64 bytes."""
 
@@ -128,8 +128,8 @@ class CachingAllocator:
     (0, 20)
 
     Attributes:
-        allocated: bytes of blocks that are in use, as ``torch.cuda.memory_allocated`` counts them.
-        reserved: bytes taken from the device, as ``torch.cuda.memory_reserved``.
+        allocated: bytes of blocks that are in use, as `torch.cuda.memory_allocated` counts them.
+        reserved: bytes taken from the device, as `torch.cuda.memory_reserved`.
         retries: how often cached segments had to be returned to stay within the limit.
         missing: bytes by which the limit was passed all the same; 0: it fits.
     """
@@ -144,7 +144,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def take(self, size: int, stream: int) -> Block:
-        """Return a block of at least ``size`` bytes."""
+        """Return a block of at least `size` bytes."""
         rules = self.rules
         size = -(-size // rules.round_to) * rules.round_to
         small = size <= rules.small
@@ -313,7 +313,7 @@ class CachingAllocator:
 
 
 class Taking(NamedTuple):
-    """A block taken (``size`` bytes) or given back (-1) by a segment; one per micro-batch or one in all."""
+    """A block taken (`size` bytes) or given back (-1) by a segment; one per micro-batch or one in all."""
 
     block: int
     size: int

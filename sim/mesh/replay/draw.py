@@ -67,7 +67,7 @@ def draw(
     memory: Sequence[ClassMemory] | None = None,
     title: str = "",
 ) -> None:
-    """Write what :meth:`sim.mesh.timeline.Timeline.plot` says."""
+    """Write what `sim.mesh.timeline.Timeline.plot` says."""
     figure = blank("cannot draw the step", path, _WIDTH, _HEIGHT, "to_chrome('step.json')")
     found = spans(timeline, "segment" if len(timeline.programs) > 1 else "layer")
     if len(found) > _MOST_BOXES:

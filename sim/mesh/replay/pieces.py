@@ -53,7 +53,7 @@ class Blame(NamedTuple):
         start: when it began.
         end: when it was over.
         axis: of its group.
-        before: why it did not begin earlier: its own axis (it was queued), ``HOST``, ``BUBBLE``.
+        before: why it did not begin earlier: its own axis (it was queued), `HOST`, `BUBBLE`.
     """
 
     start: float
@@ -166,13 +166,13 @@ OP, COMM, WAIT, MARK, AWAIT, HOST_WAIT, ISSUE, SEND, RECV = range(9)
 
 
 class Prices(Protocol):
-    """What a timeline asks of ``Pricing``."""
+    """What a timeline asks of `Pricing`."""
 
     def op(self, op: Op) -> Any:
-        """Return something with the ``seconds`` of an operation."""
+        """Return something with the `seconds` of an operation."""
 
     def comm(self, comm: Comm, group: CommGroup, sharing: float = 1.0, *, rank: int | None = None) -> Any:
-        """Return something with the ``seconds`` of a communication whose links are shared by so many."""
+        """Return something with the `seconds` of a communication whose links are shared by so many."""
 
     def host_seconds(self, event: Event) -> float:
         """Return how long the host takes to issue an event."""
@@ -218,7 +218,7 @@ class Piece(NamedTuple):
     Attributes:
         key: of the segment.
         last: whether it ends the segment.
-        codes: of the events, see :func:`sim.mesh.replay.streams.simulate`.
+        codes: of the events, see `sim.mesh.replay.streams.simulate`.
         host: seconds that issuing them takes.
         total: seconds that all of them take one after the other.
         streams: that they use.

@@ -39,12 +39,12 @@ class DrawnSpan(NamedTuple):
 
     Attributes:
         row: number of the program.
-        lane: ``compute``, ``compute 1`` for other streams, or the axis that is communicated along.
+        lane: `compute`, `compute 1` for other streams, or the axis that is communicated along.
         start: seconds from the beginning of the step.
         end: likewise.
         name: what is written on it.
-        kind: of computation its phase (``forward``, ``recompute``, ``loss``, ``backward``, ``optimizer`` ...), or
-            ``COMMUNICATION``; of time without computation ``EXPOSED`` (in the axis's lane), ``bubble`` or ``host``.
+        kind: of computation its phase (`forward`, `recompute`, `loss`, `backward`, `optimizer` ...), or
+            `COMMUNICATION`; of time without computation `EXPOSED` (in the axis's lane), `bubble` or `host`.
         batch: micro-batch; -1: none.
     """
 
@@ -62,7 +62,7 @@ def spans(timeline: ReplayedStep, detail: str | None = None, limit: int = 20_000
 
     Args:
         timeline: of a step.
-        detail: ``op``: one for each operation; ``layer``: one for each stretch of a layer and phase; ``segment``: one
+        detail: `op`: one for each operation; `layer`: one for each stretch of a layer and phase; `segment`: one
             for each forward, backward ... None: the finest that has at most `limit` spans of computation.
         limit: see `detail`.
     """
@@ -79,7 +79,7 @@ def spans(timeline: ReplayedStep, detail: str | None = None, limit: int = 20_000
 
 
 def exposed_parts(found: list[DrawnSpan]) -> list[DrawnSpan]:
-    """Return the parts of communication during which its rank waits for it, as spans of the kind ``EXPOSED``."""
+    """Return the parts of communication during which its rank waits for it, as spans of the kind `EXPOSED`."""
     waits: dict[tuple[int, str], list[DrawnSpan]] = {}
     for span in found:
         if span.kind == EXPOSED:
@@ -210,7 +210,7 @@ def _phase(place: Place) -> str:
     return "recompute" if place.recomputes else place.phase
 
 
-# A timeline as a file for https://ui.perfetto.dev and ``chrome://tracing`` --------------------------------------------
+# A timeline as a file for https://ui.perfetto.dev and `chrome://tracing` --------------------------------------------
 
 
 def write_chrome(
@@ -223,7 +223,7 @@ def write_chrome(
 
     Args:
         timeline: of a step.
-        path: of the file, such as ``step.json``.
+        path: of the file, such as `step.json`.
         memory: of each rank, in the order of the timeline's.
         limit: of boxes; above it, operations of a layer are one.
     """

@@ -37,7 +37,7 @@ __all__ = ["Clock", "Gap", "PieceResult", "Ran", "simulate"]
 class Ran(NamedTuple):
     """An operation or communication that ran: when, and the number of its event in the segment.
 
-    ``lane`` is the number of the stream of an operation, and of the group of a communication.
+    `lane` is the number of the stream of an operation, and of the group of a communication.
     """
 
     start: float
@@ -47,7 +47,7 @@ class Ran(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Time without computation, and its cause: an axis, ``HOST`` or ``BUBBLE``."""
+    """Time without computation, and its cause: an axis, `HOST` or `BUBBLE`."""
 
     start: float
     end: float

@@ -1,7 +1,7 @@
 """Bounds of a candidate in microseconds: a lower bound of its memory, and a rough step time.
 
-A search skips what cannot fit by :func:`least_memory`, and looks first at what promises most by :func:`guess_seconds`
-and :func:`guess_memory`. None of them is shown as a result.
+A search skips what cannot fit by `least_memory`, and looks first at what promises most by `guess_seconds`
+and `guess_memory`. None of them is shown as a result.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def search(
         memory_limit: bytes on a device; None: what the hardware has.
         seq_len: tokens of a sequence.
         recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays.
-        fixed: degrees that are given, such as ``{"tp": 8}``; also ``etp`` and ``ulysses_degree``.
+        fixed: degrees that are given, such as `{"tp": 8}`; also `etp` and `ulysses_degree`.
         limit: most estimates.
         progress: told how far the search is.
         estimator: what estimates one candidate, called as `estimate` is; None: that.

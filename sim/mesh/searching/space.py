@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def degrees(self) -> str:
-        """The degrees above 1, such as ``dp_shard=8 tp=2``.
+        """The degrees above 1, such as `dp_shard=8 tp=2`.
 
         >>> Candidate(ParallelDims(dp_shard=8, tp=2, world_size=16), Recipe(), 1).degrees
         'dp_shard=8 tp=2'
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def how(self) -> str:
-        """What the recipe adds to the degrees, such as ``ZeRO-3, full checkpointing, 1f1b of 16 x 1``."""
+        """What the recipe adds to the degrees, such as `ZeRO-3, full checkpointing, 1f1b of 16 x 1`."""
         told = [f"ZeRO-{self.recipe.zero}" if self.recipe.zero else "replicated"]
         if self.recipe.checkpointing != "none":
             some = self.recipe.checkpoint_layers

@@ -94,7 +94,7 @@ def _sum_up(unit: Any) -> None:
 def _in_dtype(module: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
     """Give the weights their dtype: new parameters, as those without values cannot be changed in place.
 
-    With ``buffers`` these, too: what does not go through an engine that casts inputs has to be computed in one dtype.
+    With `buffers` these, too: what does not go through an engine that casts inputs has to be computed in one dtype.
     """
     made: dict[int, nn.Parameter] = {}
     for child in module.modules():

@@ -265,13 +265,13 @@ _READS_ONLY_ITS_OUTPUT = frozenset(
 
 
 def kind_of(func: Any) -> str:
-    """Return the kind of an operation's kernel, see :class:`~sim.mesh.program.Op`; ``unknown`` where there is none.
+    """Return the kind of an operation's kernel, see `sim.mesh.program.Op`; `unknown` where there is none.
 
     >>> kind_of(torch.ops.aten.mm.default), kind_of(torch.ops.aten.view.default), kind_of(torch.ops.aten.add.Tensor)
     ('matmul', 'host', 'memory')
 
     Args:
-        func: an overload, as ``__torch_dispatch__`` gets it.
+        func: an overload, as `__torch_dispatch__` gets it.
     """
     name = func._schema.name.rpartition("::")[2]
     if name in _MATMULS:
@@ -300,7 +300,7 @@ def reads_only_its_output(func: Any) -> bool:
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Count floating-point operations as ``torch.utils.flop_counter`` does: of an attention the whole square."""
+    """Count floating-point operations as `torch.utils.flop_counter` does: of an attention the whole square."""
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         return int(count(*args, **kwargs, out_val=out))

@@ -44,7 +44,7 @@ class Listener:
     def on_message(
         self, tensor: torch.Tensor, axis: str, pair: tuple[int, int], waitable: Waitable, *, sending: bool
     ) -> None:
-        """A send or receive has been issued; ``pair`` is this rank and the other one."""
+        """A send or receive has been issued; `pair` is this rank and the other one."""
 
     def on_wait(self, waitable: Waitable) -> None:
         """The rank waits for one of these."""
@@ -58,7 +58,7 @@ class Listener:
         return HostStream()
 
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """The rank's operations of a block are queued on ``stream``."""
+        """The rank's operations of a block are queued on `stream`."""
         return nullcontext(stream)
 
     def new_event(self) -> Any:
@@ -208,7 +208,7 @@ class _Listening(Observer):
 
 
 class LoneWorld(World):
-    """A world of ``world_size`` ranks of which ``rank`` is run.
+    """A world of `world_size` ranks of which `rank` is run.
 
     >>> import torch, torch.distributed as dist
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
@@ -274,7 +274,7 @@ class LoneWorld(World):
         return scheduler
 
     def run_alone(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call ``fn(*args)`` on the rank and return its result; what it raises comes out as it is."""
+        """Call `fn(*args)` on the rank and return its result; what it raises comes out as it is."""
         try:
             return self.run(fn, args)[0]
         except RankFailed as failed:

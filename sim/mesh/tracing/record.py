@@ -85,11 +85,11 @@ class RecordedEvent:
         self.number: int | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Mark the work queued so far on ``stream``."""
+        """Mark the work queued so far on `stream`."""
         self.number = self._recorder.mark(stream)
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work on ``stream`` wait."""
+        """Make later work on `stream` wait."""
         self._recorder.await_event(self, stream)
 
     def query(self) -> bool:
@@ -109,17 +109,17 @@ class RecordedStream:
         self.number = number
 
     def wait_event(self, event: Any) -> None:
-        """Make later work on this stream wait for ``event``."""
+        """Make later work on this stream wait for `event`."""
         self._recorder.await_event(event, self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Make later work on this stream wait for what is queued on ``stream``."""
+        """Make later work on this stream wait for what is queued on `stream`."""
         event = RecordedEvent(self._recorder)
         event.record(stream)
         event.wait(self)
 
     def record_event(self, event: Any = None) -> Any:
-        """Record ``event``, or a new one, on this stream."""
+        """Record `event`, or a new one, on this stream."""
         event = RecordedEvent(self._recorder) if event is None else event
         event.record(self)
         return event
@@ -140,10 +140,10 @@ class RecordedStream:
 
 
 class Recorder(Listener):
-    """Collects events; :meth:`recording` is the context in which the program runs.
+    """Collects events; `recording` is the context in which the program runs.
 
     Attributes:
-        events: so far, since :meth:`cut` was last called.
+        events: so far, since `cut` was last called.
         groups: that communicated.
         places: of events.
         sizes: of blocks, in bytes, by number.
@@ -419,7 +419,7 @@ class Recorder(Listener):
     def on_message(
         self, tensor: torch.Tensor, axis: str, pair: tuple[int, int], waitable: Waitable, *, sending: bool
     ) -> None:
-        """Write one side of a message down; ``pair`` is this rank and the other one."""
+        """Write one side of a message down; `pair` is this rank and the other one."""
         size = tensor.numel() * tensor.dtype.itemsize
         handle = self._handle(waitable)
         if self._asleep:
@@ -466,7 +466,7 @@ class Recorder(Listener):
 
     @contextmanager
     def use_stream(self, stream: Any) -> Iterator[Any]:
-        """Queue the operations of the block on ``stream``."""
+        """Queue the operations of the block on `stream`."""
         before, self.stream = self.stream, stream.number
         try:
             yield stream

@@ -53,7 +53,7 @@ class Action(NamedTuple):
     """One thing that a rank does.
 
     Attributes:
-        kind: ``forward``, ``backward``, ``backward_input`` or ``backward_weight``.
+        kind: `forward`, `backward`, `backward_input` or `backward_weight`.
         stage: number of the stage.
         batch: number of the micro-batch.
     """
@@ -147,7 +147,7 @@ class Standing(NamedTuple):
     Attributes:
         block: which.
         bytes: its size.
-        category: see :class:`~sim.mesh.program.Program`.
+        category: see `sim.mesh.program.Program`.
         layer: that it belongs to; None: to none.
     """
 
@@ -209,12 +209,12 @@ class _Name(NamedTuple):
 
 
 def expand(recording: Recording, layers: list[int], kept: list[int]) -> Recording:
-    """Return the recording of all ``layers``, given that of those ``kept``.
+    """Return the recording of all `layers`, given that of those `kept`.
 
     Args:
         recording: of the layers kept.
         layers: all.
-        kept: see :func:`kept_layers`.
+        kept: see `kept_layers`.
     """
     if layers == kept:
         return recording

@@ -1,7 +1,7 @@
 """Faults in virtual time: kill, freeze, slow, corrupt, drop, each at a moment that follows from the seed.
 
-A fault is a value (``sim.faults.Kill(2, at=3)``), given to ``sim.run`` and ``sim.world`` or added by
-``world.faults``. It happens on the thread of the rank that it strikes, when that is about to begin an operation.
+A fault is a value (`sim.faults.Kill(2, at=3)`), given to `sim.run` and `sim.world` or added by
+`world.faults`. It happens on the thread of the rank that it strikes, when that is about to begin an operation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Operation(NamedTuple):
 
 
 class Faults(Observer):
-    """The faults of a world: ``world.faults``.
+    """The faults of a world: `world.faults`.
 
     >>> import torch, torch.distributed as dist
     >>> import sim
@@ -96,27 +96,27 @@ class Faults(Observer):
     # -- adding ------------------------------------------------------------------------------------------------
 
     def kill(self, rank: int, at: At = 0) -> None:
-        """Let ``rank`` end as if its process had died; see :class:`Kill`."""
+        """Let `rank` end as if its process had died; see `Kill`."""
         self.add(Kill(rank, at=at))
 
     def freeze(self, rank: int, at: At = 0) -> None:
-        """Let ``rank`` hang for ever; see :class:`Freeze`."""
+        """Let `rank` hang for ever; see `Freeze`."""
         self.add(Freeze(rank, at=at))
 
     def slow(self, rank: int, factor: float) -> None:
-        """Let ``rank`` compute for ``factor`` times as long; see :class:`Slow`."""
+        """Let `rank` compute for `factor` times as long; see `Slow`."""
         self.add(Slow(rank, factor))
 
     def slow_link(self, a: int, b: int, factor: float) -> None:
-        """Let communication of ``a`` with ``b`` take ``factor`` times as long; see :class:`SlowLink`."""
+        """Let communication of `a` with `b` take `factor` times as long; see `SlowLink`."""
         self.add(SlowLink(a, b, factor))
 
     def corrupt(self, rank: int, bits: int = 1, at: At = 0) -> None:
-        """Let bits flip in what ``rank`` gives to an operation; see :class:`Corrupt`."""
+        """Let bits flip in what `rank` gives to an operation; see `Corrupt`."""
         self.add(Corrupt(rank, bits=bits, at=at))
 
     def drop(self, sender: int, receiver: int, at: At = 0) -> None:
-        """Lose a message from ``sender`` to ``receiver``; see :class:`Drop`."""
+        """Lose a message from `sender` to `receiver`; see `Drop`."""
         self.add(Drop(sender, receiver, at=at))
 
     def add(self, *faults: Fault) -> None:
@@ -226,7 +226,7 @@ class Faults(Observer):
         return happening
 
     def _stretch(self, rank: int, seconds: float, op: str) -> float:
-        """How long ``seconds`` of a rank's own time take."""
+        """How long `seconds` of a rank's own time take."""
         self._check_rank(rank)
         for trigger in self._pace.get(rank, ()):
             assert isinstance(trigger.fault, Slow)

@@ -54,7 +54,7 @@ class Losses(Observer):
     # -- losing ------------------------------------------------------------------------------------------------
 
     def kill(self, happening: Happening) -> NoReturn:
-        """End the running rank; whoever waits for it, now or later, gets :class:`~sim.RankLost`."""
+        """End the running rank; whoever waits for it, now or later, gets `sim.RankLost`."""
         self.by_rank[happening.rank] = happening
         self._killed.add(happening.rank)
         for group in self._network.groups.values():
@@ -76,7 +76,7 @@ class Losses(Observer):
         raise AssertionError("a frozen rank cannot go on")
 
     def made(self, group: Group) -> None:
-        """Let the operations of ``group`` fail if a member has died."""
+        """Let the operations of `group` fail if a member has died."""
         if self._killed.isdisjoint(group.ranks):
             return
         group.lost = self._peer_lost
@@ -251,7 +251,7 @@ def _timeout_of(what: Waitable) -> float:
 
 
 class Gathering(Waitable):
-    """Ranks that wait in ``init_process_group`` until there are as many as the new world is to have."""
+    """Ranks that wait in `init_process_group` until there are as many as the new world is to have."""
 
     __slots__ = ("generation", "members", "size")
 
@@ -274,7 +274,7 @@ class Reform:
         self._made = 0
 
     def join(self, endpoint: Endpoint, rank: int, size: int) -> None:
-        """Wait until ``size`` ranks have come; the calling one is ``rank`` among them. -1: the environment says so.
+        """Wait until `size` ranks have come; the calling one is `rank` among them. -1: the environment says so.
 
         Raises:
             ValueError: No rank of a world that can be, or one that another rank has chosen.

@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AtTime:
-    """A moment of virtual time, made by :func:`at_time`."""
+    """A moment of virtual time, made by `at_time`."""
 
     seconds: float
 
@@ -42,7 +42,7 @@ class AtTime:
 
 
 def at_time(seconds: float) -> AtTime:
-    """The first operation that a rank begins at this virtual time or later, for the ``at`` of a fault.
+    """The first operation that a rank begins at this virtual time or later, for the `at` of a fault.
 
     >>> Kill(2, at=at_time(0.5))
     sim.faults.Kill(2, at=sim.at_time(0.5))
@@ -55,7 +55,7 @@ At: TypeAlias = "int | float | str | tuple[str, int] | AtTime"
 
 @dataclass(frozen=True, repr=False)
 class Fault:
-    """Base class of all faults; ``repr`` gives the expression that makes the same one."""
+    """Base class of all faults; `repr` gives the expression that makes the same one."""
 
     def __repr__(self) -> str:
         given = [
@@ -90,8 +90,8 @@ class Kill(_RankFault):
     Args:
         rank: Which one.
         at: When: before the rank's n-th operation (an int, from 0, since the fault was added; collectives, sends and
-            receives count), before the first operation inside of ``sim.region(name)`` (a str) or the n-th one there
-            (``(name, n)``), before the first one at a virtual time (:func:`sim.at_time`), or before each one with a
+            receives count), before the first operation inside of `sim.region(name)` (a str) or the n-th one there
+            (`(name, n)`), before the first one at a virtual time (`sim.at_time`), or before each one with a
             probability (a float). Default 0: before its first operation.
     """
 
@@ -104,7 +104,7 @@ class Kill(_RankFault):
 
 @dataclass(frozen=True, repr=False)
 class Freeze(_RankFault):
-    """The rank stays alive and never goes on. ``at`` is that of :class:`Kill`; default 0, its first operation."""
+    """The rank stays alive and never goes on. `at` is that of `Kill`; default 0, its first operation."""
 
     at: At = 0
 
@@ -120,7 +120,7 @@ class Corrupt(_RankFault):
     Args:
         rank: Whose data.
         bits: How many different bits; which ones is drawn from the world's seed.
-        at: As for :class:`Kill`, of which it takes the first operation to which the rank gives data. A probability
+        at: As for `Kill`, of which it takes the first operation to which the rank gives data. A probability
             goes for each operation: it can happen many times.
     """
 
@@ -136,7 +136,7 @@ class Corrupt(_RankFault):
 
 @dataclass(frozen=True, repr=False)
 class Slow(_RankFault):
-    """The rank's ``sim.advance`` and ``time.sleep`` take ``factor`` times as long."""
+    """The rank's `sim.advance` and `time.sleep` take `factor` times as long."""
 
     factor: float
 
@@ -164,7 +164,7 @@ class _OfTwoRanks(Fault):
 
 @dataclass(frozen=True, repr=False)
 class SlowLink(_OfTwoRanks):
-    """Communication in which both ranks take part takes ``factor`` times as long, where it takes time at all."""
+    """Communication in which both ranks take part takes `factor` times as long, where it takes time at all."""
 
     a: int
     b: int
@@ -182,7 +182,7 @@ class Drop(_OfTwoRanks):
     Args:
         sender: Who sends it.
         receiver: To whom.
-        at: As for :class:`Kill`, of the messages from one to the other. A probability goes for each message.
+        at: As for `Kill`, of the messages from one to the other. A probability goes for each message.
     """
 
     sender: int

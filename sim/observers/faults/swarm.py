@@ -47,9 +47,9 @@ def swarm(
     allow: tuple[type[Exception], ...] = (RankLost,),
     **options: Any,
 ) -> int:
-    """Run ``fn`` once for each seed, which draws the number of ranks, their mesh, the interleaving and the faults.
+    """Run `fn` once for each seed, which draws the number of ranks, their mesh, the interleaving and the faults.
 
-    A run fails when it raises anything but ``allow``, or when ``check(world, results)`` raises. Faults that the failure
+    A run fails when it raises anything but `allow`, or when `check(world, results)` raises. Faults that the failure
     does not need are then left out, one after the other.
 
     >>> import torch, torch.distributed as dist
@@ -64,18 +64,18 @@ def swarm(
 
     Args:
         fn: What each rank runs.
-        world_size: Number of ranks, or the numbers to choose from: ``(2, 4)`` is 2 or 4 and never 3, and
-            ``range(2, 5)`` is 2, 3 or 4.
-        args: Of ``fn``; or a function of a ``random.Random`` and the number of ranks that draws them (sizes, layouts).
-        kwargs: Of ``fn``.
+        world_size: Number of ranks, or the numbers to choose from: `(2, 4)` is 2 or 4 and never 3, and
+            `range(2, 5)` is 2, 3 or 4.
+        args: Of `fn`; or a function of a `random.Random` and the number of ranks that draws them (sizes, layouts).
+        kwargs: Of `fn`.
         seeds: One run each; a failure names the one that replays it.
-        kinds: Classes of ``sim.faults`` to draw from; Kill, Freeze and Slow unless others are named.
+        kinds: Classes of `sim.faults` to draw from; Kill, Freeze and Slow unless others are named.
         max_faults: Most faults in a run; one in three runs or more has none.
-        mesh_axes: If not 0, the sizes of a mesh of all ranks with so many axes are drawn, and are ``fn``'s first
-            argument: ``(1, 8)``, ``(4, 2)`` ... on 8 ranks.
+        mesh_axes: If not 0, the sizes of a mesh of all ranks with so many axes are drawn, and are `fn`'s first
+            argument: `(1, 8)`, `(4, 2)` ... on 8 ranks.
         check: Called after each run that has not raised, with the world and the results.
         allow: What a run may raise.
-        **options: Of :func:`sim.world`, such as ``topology``.
+        **options: Of `sim.world`, such as `topology`.
 
     Returns:
         The number of runs.
@@ -83,7 +83,7 @@ def swarm(
     Raises:
         SwarmFailed: The first run that failed.
         ValueError: No seed, no number of ranks, no kind of fault, or fewer than 0 faults or axes.
-        TypeError: ``fn`` cannot be called with what it would get, or a call would run nothing.
+        TypeError: `fn` cannot be called with what it would get, or a call would run nothing.
     """
     sizes = (world_size,) if isinstance(world_size, int) else tuple(world_size)
     chosen = list(seeds)
@@ -156,7 +156,7 @@ def draw_mesh(random: Random, world_size: int, axes: int) -> tuple[int, ...]:
 def draw_faults(
     random: Random, world_size: int, operations: int, kinds: Sequence[type[Fault]], most: int
 ) -> tuple[Fault, ...]:
-    """Draw up to ``most`` faults for a program of so many operations on each rank; one rank is never lost."""
+    """Draw up to `most` faults for a program of so many operations on each rank; one rank is never lost."""
     spared = random.randrange(world_size)
     faults: list[Fault] = []
     for _ in range(random.randint(0, most)):

@@ -21,7 +21,7 @@ class Trigger:
     """Decides at which of the operations that it is shown a fault happens.
 
     Args:
-        fault: Which one; it has an ``at``.
+        fault: Which one; it has an `at`.
         random: What a probability is drawn from.
     """
 
@@ -38,7 +38,7 @@ class Trigger:
         return isinstance(self._at, float)
 
     def is_due(self, regions: Sequence[str], now: float) -> bool:
-        """Whether the fault happens at the next operation, issued inside of ``regions`` at the virtual time ``now``."""
+        """Whether the fault happens at the next operation, issued inside of `regions` at the virtual time `now`."""
         at = self._at
         if isinstance(at, float):
             return self.random.random() < at
@@ -74,12 +74,12 @@ class Happening(NamedTuple):
     Attributes:
         fault: Which one.
         rank: Whose operation it happened at.
-        number: Of the operation, among all of the rank's, as ``world.trace.count(rank)`` counts them; -1: of none.
-        op: ``all_reduce``, ``send``, ... or ``advance``, ``sleep``.
+        number: Of the operation, among all of the rank's, as `world.trace.count(rank)` counts them; -1: of none.
+        op: `all_reduce`, `send`, ... or `advance`, `sleep`.
         group: The name of its group.
-        line: The user's source line, ``file:line in function``.
+        line: The user's source line, `file:line in function`.
         time: The rank's virtual clock, in seconds.
-        flips: Of a :class:`Corrupt`.
+        flips: Of a `Corrupt`.
     """
 
     fault: Fault
@@ -112,7 +112,7 @@ class Happening(NamedTuple):
 
 @contextmanager
 def region(name: str) -> Iterator[None]:
-    """Name what the calling rank does inside of the ``with`` block, so that a fault can happen there.
+    """Name what the calling rank does inside of the `with` block, so that a fault can happen there.
 
     ::
 
@@ -122,7 +122,7 @@ def region(name: str) -> Iterator[None]:
     Regions can be nested; on what is no simulated rank they do nothing.
 
     Args:
-        name: For the ``at`` of a fault.
+        name: For the `at` of a fault.
 
     Raises:
         TypeError: A name that is no string.
@@ -147,14 +147,14 @@ def region(name: str) -> Iterator[None]:
 
 
 def given_by(call: Call, member: int) -> Sequence[torch.Tensor]:
-    """The tensors whose data ``member`` of a group gives to a collective."""
+    """The tensors whose data `member` of a group gives to a collective."""
     if call.contract.op == "broadcast":
         return call.outputs if call.contract.root == member else ()
     return call.inputs
 
 
 def draw_flips(tensors: Sequence[torch.Tensor], bits: int, random: Random) -> tuple[Flip, ...]:
-    """Choose ``bits`` different bits of these tensors, in order; all there are if that is fewer; none without data."""
+    """Choose `bits` different bits of these tensors, in order; all there are if that is fewer; none without data."""
     widths = [_bits_of(tensor) for tensor in tensors]
     sizes = [tensor.numel() * width for tensor, width in zip(tensors, widths, strict=True)]
     flips = []
