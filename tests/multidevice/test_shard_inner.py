@@ -268,7 +268,7 @@ def test_a_plain_tensor_of_which_nothing_says_what_it_is():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = shard_module(Loose(), mesh, loose)
         whole = distribute_tensor(torch.ones(2, 4), Layout.from_device_mesh(mesh)("None", "None"))
-        with pytest.raises(ValueError, match=r"input 'input' of module 'inner'(.|\n)*nothing says which part"):
+        with pytest.raises(ValueError, match=r"input 'input' of module 'inner'(.|\n)*nothing says which shard"):
             model(whole)
         model = shard_module(Loose(), mesh, replace(loose, wrap_inputs=True))
         assert full_tensor(model(whole)).shape == (2, 4)

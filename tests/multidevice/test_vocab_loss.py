@@ -184,7 +184,7 @@ MISTAKES = {
         (LOGITS, TARGETS),
         {"reduction": "average"},
         ValueError,
-        "no reduction 'average'",
+        "no kind of reduction 'average'",
     ),
     "logits as numbers": (([1.0], TARGETS), {}, TypeError, "logits is a list, not a tensor"),
     "int logits": ((LOGITS.long(), TARGETS), {}, TypeError, "logits are no floats"),
@@ -198,7 +198,7 @@ MISTAKES = {
         "label_smoothing is not from 0 to 1",
     ),
     "smoothing switched on": ((LOGITS, TARGETS), {"label_smoothing": True}, TypeError, "label_smoothing is a bool"),
-    "no ignore_index": ((LOGITS, TARGETS), {"ignore_index": None}, TypeError, "ignore_index is a NoneType, not an int"),
+    "no ignore_index": ((LOGITS, TARGETS), {"ignore_index": None}, TypeError, "ignore_index is None, not an int"),
 }
 
 

@@ -41,9 +41,13 @@ LEFT_OUT = {
         ("CheckpointMetadata", "Saved", "PendingRedistribute", "Plan", "Step", "AttentionTraffic"), RETURNED
     ),
     **dict.fromkeys(("Routing", "StageSlice", "ScheduleKind", "MemoryStats", "Reductions"), RETURNED),
-    **dict.fromkeys(("TorchPlan", "TorchStep"), RETURNED),
+    **dict.fromkeys(
+        ("draw_mesh", "draw_parts", "draw_receipt", "draw_svg", "draw_transfers", "readable", "show"),
+        "draw what a plan holds, and are given nothing else",
+    ),
     **dict.fromkeys(("Event", "Stream", "Platform"), PLUGGED),
     **dict.fromkeys(("Llama.forward", "MoELlama.forward", "Router.forward", "GroupedExperts.forward"), FORWARD),
+    **dict.fromkeys(("Layout.from_entries", "Layout.of_spec"), "for verbs, which have checked what they pass on"),
     **dict.fromkeys(("Llama.build_block", "MoELlama.build_block"), "for models to override; constructors call it"),
     "Trainer": "a rank's side of `train`, which checks the config",
     **dict.fromkeys(("HSDPCell", "HSDPModule"), "classes that are mixed in; their methods are called"),
@@ -73,7 +77,8 @@ TAKEN_ANYWAY = {
 
 def public() -> Iterator[tuple[str, Any]]:
     """Yield what users import and can call, by name, and the methods of classes as "Class.method"."""
-    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = [page.read_text() for page in pages if page.parent.name != "design"]  # those show what lies inside
     modules = {found for text in texts for found in re.findall(r"(?:from|import) (hyper_parallel(?:\.\w+)*)", text)}
     found: dict[str, Any] = {}
     for module in map(importlib.import_module, sorted(modules)):
