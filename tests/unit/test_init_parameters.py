@@ -129,6 +129,17 @@ def test_numbers_have_their_distribution(fill, distribution):
     assert 0.1 < distance * math.sqrt(count) < 1.63
 
 
+@pytest.mark.parametrize(
+    "fill", [nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_], ids=lambda fill: fill.__name__
+)
+def test_a_parameter_has_the_same_numbers_in_every_dtype(fill):
+    """A float64 reference starts from the weights that are trained in float32."""
+    single, double = (
+        init_parameters(on_meta(Own, fill, (300, 200), dtype), 3).w.detach() for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(single.double(), double, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_parameter_has_its_moments_and_tails(dtype):
     x = init_parameters(on_meta(Own, nn.init.normal_, (1000, 1000), dtype), 3).w.detach().double().numpy()
