@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -163,6 +164,29 @@ def test_a_truncated_draw_keeps_its_bounds_and_torchs_distribution(dtype, given)
 def test_torchs_own_truncated_draw_is_restored():
     before = nn.init._no_grad_trunc_normal_
     init_parameters(on_meta(Own, nn.init.trunc_normal_))
+    assert nn.init._no_grad_trunc_normal_ is before
+
+
+def test_torchs_own_draw_is_restored_when_the_last_rank_has_filled_its_model():
+    """Also where ranks fill in turns, and the first to begin is the first to end."""
+    before = nn.init._no_grad_trunc_normal_
+
+    def fill(module):
+        dist.barrier()  # both have begun
+        nn.init.trunc_normal_(module.weight)
+        if dist.get_rank() == 1:
+            dist.recv(torch.empty(1), 0)  # once the other has ended
+
+    def filled():
+        with torch.device("meta"):
+            model = nn.Linear(4, 3, bias=False)
+        init_parameters(model, seed=1, init_fn=fill)
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1), 1)
+        return model.weight.detach()
+
+    one, other = sim.run(filled, world_size=2)
+    assert torch.equal(one, other)
     assert nn.init._no_grad_trunc_normal_ is before
 
 

@@ -165,26 +165,40 @@ def _drawn_on_cpu(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return first.copy_(result) if func._schema.is_mutable and first is not None else result.to(device)
 
 
-@contextmanager
-def _truncated_by_tiles() -> Iterator[None]:
-    """Let `trunc_normal_` ask the mode of the calling thread first, and restore it afterwards."""
-    original = getattr(nn.init, "_no_grad_trunc_normal_", None)  # whoever imported trunc_normal_ calls this one, too
-    if original is None:  # then it runs on unsharded values: slower, and as right
-        yield
-        return
+class _TruncatedByTiles:
+    """`trunc_normal_` while ranks of this process fill models: it asks the mode of the calling thread first.
 
-    def replaced(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
+    One for all ranks, from the first that enters to the last that leaves: each with its own would wrap another's, and
+    whoever leaves first could not take its own away.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.users = 0
+
+    def __call__(self, tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
         modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Filling)]
         if modes and generator is None and modes[-1].truncate(tensor, mean, std, a, b):
             return tensor
-        return original(tensor, mean, std, a, b, generator=generator)
+        return self.original(tensor, mean, std, a, b, generator=generator)
 
-    nn.init._no_grad_trunc_normal_ = replaced
+
+@contextmanager
+def _truncated_by_tiles() -> Iterator[None]:
+    """Have `trunc_normal_` replaced, and restore it when no rank fills a model any more."""
+    used = getattr(nn.init, "_no_grad_trunc_normal_", None)  # whoever imported trunc_normal_ calls this one, too
+    if used is None:  # then it runs on unsharded values: slower, and as right
+        yield
+        return
+    if not isinstance(used, _TruncatedByTiles):
+        used = nn.init._no_grad_trunc_normal_ = _TruncatedByTiles(used)
+    used.users += 1
     try:
         yield
     finally:
-        if nn.init._no_grad_trunc_normal_ is replaced:  # else another thread's, which does no harm outside a mode
-            nn.init._no_grad_trunc_normal_ = original
+        used.users -= 1
+        if used.users == 0 and nn.init._no_grad_trunc_normal_ is used:
+            nn.init._no_grad_trunc_normal_ = used.original
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:

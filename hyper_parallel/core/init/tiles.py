@@ -69,7 +69,7 @@ def normal(tile: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0) ->
     """
     kind = np.float64 if tile.dtype == torch.float64 else np.float32
     # numpy draws other numbers in float64; a float64 reference must start from what is trained in float32.
-    values = _generator(key).standard_normal(tile.numel(), np.float32).astype(kind) * kind(std) + kind(mean)
+    values = _generator(key).standard_normal(tile.numel(), np.float32).astype(kind, copy=False) * kind(std) + kind(mean)
     tile.copy_(torch.from_numpy(values).view(tile.shape))
 
 
