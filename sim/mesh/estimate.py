@@ -34,6 +34,7 @@ __all__ = [
     "TimeEstimate",
     "Timelines",
     "estimate",
+    "estimate_job",
     "estimate_run",
     "price",
     "pricing_of",
@@ -259,9 +260,9 @@ def estimate(
     """
     told = tuple(placement)
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
-    found = find_hardware(hardware)
+    find_hardware(hardware)  # a name that is not there is told first
     job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, told, sizes)
-    return price(trace(job), job, found, calibration)
+    return estimate_job(job, hardware, calibration)
 
 
 def estimate_run(
@@ -295,8 +296,19 @@ def estimate_run(
         UnknownOperation: an operation that there is no price for.
     """
     check("cannot estimate the run", Config, run=run)
-    found = find_hardware(hardware)
     job = replace(Job.of_run(run, devices, routing=routing), placement=tuple(placement))
+    return estimate_job(job, hardware, calibration)
+
+
+def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibration | None = None) -> Estimate:
+    """Trace a job, and estimate it on a hardware; see `estimate`.
+
+    Args:
+        job: what is estimated.
+        hardware: to run it on.
+        calibration: figures to price with; None: those of the package.
+    """
+    found = find_hardware(hardware)
     return price(trace(job), job, found, calibration)
 
 

@@ -14,7 +14,7 @@ from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.preflight import plan_run
-from sim.mesh.models import find_model
+from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
 
@@ -102,7 +102,7 @@ class Job:
             kind.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
 
     @classmethod
-    def of_run(cls, run: Config, world_size: int, *, routing: Routing | None = None) -> Job:
+    def of_run(cls, run: Config, world_size: int, *, model: Model | None = None, routing: Routing | None = None) -> Job:
         """Return the step of a training run: what `hyper_parallel.trainer.train` would do on so many ranks.
 
         >>> from hyper_parallel.trainer.config import ParallelConfig
@@ -113,12 +113,18 @@ class Job:
         Args:
             run: the same that is trained.
             world_size: number of ranks.
+            model: in place of the run's own: one that the trainer does not know.
             routing: how tokens go to experts; None: evenly.
 
         Raises:
             ValueError: as `plan_run`, which `train` calls, too.
         """
-        dims, parallel = plan_run(run, world_size), run.parallel
+        parallel = run.parallel
+        if model is None:
+            dims = plan_run(run, world_size)
+        else:
+            dims = ParallelDims.from_config(parallel, world_size)
+            run.check_batch(dims.batch_ranks)
         sizes = parallel.stage_sizes()
         recipe = Recipe(
             param_dtype=parallel.param_dtype,
@@ -134,7 +140,7 @@ class Job:
             routing=routing,
         )
         return cls(
-            find_model(run.shape()),
+            find_model(run.shape() if model is None else model),
             dims,
             run.train.batch_size // dims.batch_ranks,
             run.train.seq_len,
@@ -203,7 +209,7 @@ class Job:
     def device_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the device that each rank of the mesh sits on.
 
-        >>> from sim.mesh.models import find_model
+        >>> from sim.mesh.models import Model, find_model
         >>> job = Job(find_model("llama-tiny"), ParallelDims(tp=2, pp=2, world_size=4), batch=2, seq_len=16)
         >>> job.device_of([0, 1, 2, 3])  # the mesh counts along pp first, the devices along tp
         [0, 2, 1, 3]
