@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -25,6 +26,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing import util
 from typing import Any
 
 import numpy
@@ -80,9 +82,10 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
             "session": self._session,
             "interruptible": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
             "file_size_limit": self._file_size_limit,
+            "numbers": [0, 1, 2, *pass_fds],
         }
         theirs = (pipes[0], pipes[3], pipes[5])
-        self.pid = _ask(request, [own if own != -1 else standard for standard, own in enumerate(theirs)])
+        self.pid = _ask(request, [own if own != -1 else standard for standard, own in enumerate(theirs)] + [*pass_fds])
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -158,7 +161,7 @@ def serve(descriptor: int) -> None:
 
 def _answer(server: socket.socket, path: list[str]) -> None:
     while True:
-        head, files, _, _ = socket.recv_fds(server, 4, 3)
+        head, files, _, _ = socket.recv_fds(server, 4, 16)
         if not head:
             os._exit(0)
         size, data = int.from_bytes(head, "little"), b""
@@ -197,7 +200,7 @@ def _run(request: dict[str, Any], files: list[int], path: list[str]) -> None:
         sys.argv = [kind, *arguments[unbuffered + 1 :]]
         sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
     if kind == "-m":
-        if what == "torch.distributed.run" and _is_rank_of_torchrun(path):
+        if what in ("torch.distributed.run", "pytest") and _is_child_of_this(path):
             return
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     elif kind == "-c":
@@ -206,26 +209,44 @@ def _run(request: dict[str, Any], files: list[int], path: list[str]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-def _is_rank_of_torchrun(path: list[str]) -> bool:
-    """Let torchrun fork its ranks from what this process is now; return true in a rank, once its command has ended."""
+def _is_child_of_this(path: list[str]) -> bool:
+    """Let torchrun fork its ranks from what this process is now, and pytest the server of its gloo bodies.
+
+    Returns:
+        True in such a child, once its command has ended; false in this process.
+    """
     _adopt_orphans()
     ours, theirs = socket.socketpair()
     if not os.fork():
-        os.setsid()  # signals to the group of torchrun are not for it
+        os.setsid()  # signals to the group of this process are not for it
         ours.close()
         _answer(theirs, path)
         return True
     theirs.close()
     _servers.append(ours)
     subprocess_handler.Popen = WarmPopen
+    util.spawnv_passfds = _spawn
     return False
+
+
+def _spawn(executable: Any, args: list[str], descriptors: list[int]) -> int:
+    """As `multiprocessing.util.spawnv_passfds`, warm; options of the interpreter are left out."""
+    return _Spawned([sys.executable, *args[args.index("-c") :]], pass_fds=descriptors).pid
+
+
+class _Spawned(WarmPopen):
+    def __del__(self) -> None:
+        """Say nothing: multiprocessing waits for it."""
 
 
 def _begin(request: dict[str, Any], files: list[int], unbuffered: bool) -> None:
     """Make this process what a new one is when it begins."""
-    for standard, each in enumerate(files):
-        os.dup2(each, standard)
+    numbers = request["numbers"]
+    above = [fcntl.fcntl(each, fcntl.F_DUPFD, max(numbers) + 1) for each in files]  # where they are in nobody's way
     for each in files:
+        os.close(each)
+    for each, number in zip(above, numbers, strict=True):
+        os.dup2(each, number)
         os.close(each)
     if request["session"]:
         os.setsid()
