@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -23,7 +23,7 @@ COMPLETE = ("committed", "prune", "done")  # stages after which the second save 
 
 @pytest.mark.gloo
 def test_processes_killed_at_every_stage_of_a_save() -> None:
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run([sys.executable, str(SCRIPT)])
     assert done.returncode == 0, done.stderr
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(outcomes) == 19

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from torch import multiprocessing, nn
 
 import sim
@@ -62,8 +63,7 @@ def test_nothing_grows(case: str, tmp_path: Path) -> None:
 
 def test_what_grows_is_seen(tmp_path: Path) -> None:
     """The twin that has to fail: memory, objects, a file and a group for each round."""
-    command = [sys.executable, __file__, "leak", "300"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, __file__, "leak", "300"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, last = (json.loads(line) for line in done.stdout.splitlines())
     assert last["MiB"] - first["MiB"] > MIB

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import warm
 
 import sim
 from hyper_parallel import init_parameters
@@ -66,7 +66,7 @@ def test_the_plan_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
 def test_torchrun_prints_losses_that_fall() -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, str(SCRIPT)], capture_output=True, text=True, env=env, timeout=300, check=False)
+    done = warm.run([*torchrun, str(SCRIPT)], env=env)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert losses == pytest.approx(sim.run(load().main, world_size=4)[0], rel=1e-4)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from sim.script.launch import main
 
@@ -46,7 +46,7 @@ def test_on_simulated_ranks(script: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_torchrun_prints_the_same_losses(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = [*TORCHRUN, "--nproc-per-node", "2", str(FOLDER / f"{script}.py")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    done = warm.run(command, env=env)
     assert done.returncode == 0, done.stderr
     losses = losses_in(done.stdout)
     assert len(losses) >= 4

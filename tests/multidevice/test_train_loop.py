@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import warm
 
 import sim
 
@@ -62,7 +62,7 @@ def test_simulated_ranks_train_like_one_device(world_size: int, capsys: pytest.C
 def test_torchrun_prints_the_losses_of_simulated_ranks() -> None:
     command = [*TORCHRUN, "--nproc-per-node", "2", str(SCRIPT)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
+    done = warm.run(command, env=env)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [int(line[1]) for line in lines] == list(range(len(lines)))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch.distributed.tensor import distribute_tensor
 
 import sim
@@ -176,7 +177,7 @@ def test_a_config_that_does_not_fit_fails_on_every_rank_alike() -> None:
 def start(*arguments: str, folder: Path, **options: object) -> subprocess.Popen[str]:
     (folder / "tiny.toml").write_text(TINY_TOML)
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
+    return warm.WarmPopen(
         [sys.executable, *arguments],
         cwd=folder,
         env={**env, "OMP_NUM_THREADS": "1"},

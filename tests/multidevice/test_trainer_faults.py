@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 import sim
 from hyper_parallel.cli.kit import NOT_SAVED
@@ -64,7 +64,7 @@ FOREVER = ("--steps", "1000000")
 
 @pytest.mark.gloo
 def test_a_run_of_processes_survives_a_kill() -> None:
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run([sys.executable, str(SCRIPT)])
     assert done.returncode == 0, done.stderr
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(outcomes) == 5, done.stderr
@@ -125,10 +125,9 @@ def start(*arguments: str, folder: Path, **options: Any) -> subprocess.Popen[str
     (folder / "tiny.toml").write_text(TINY_TOML)
     known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in known}
-    no_bytecode = (
-        {"PYTHONDONTWRITEBYTECODE": "1"} if options.get("preexec_fn") is no_space else {}
-    )  # it would be cut off
-    return subprocess.Popen(
+    # What is compiled would be cut off where files have a limit.
+    no_bytecode = {"PYTHONDONTWRITEBYTECODE": "1"} if "file_size_limit" in options else {}
+    return warm.WarmPopen(
         [sys.executable, *arguments],
         cwd=folder,
         env={**env, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **no_bytecode, **options.pop("env", {})},
@@ -154,19 +153,20 @@ def check_stopped(tmp_path: Path, out: str) -> int:
     return steps[-1]
 
 
-def start_two(*arguments: str, folder: Path, **options: Any) -> list[subprocess.Popen[str]]:
-    """Start two ranks, as torchrun does."""
+def start_ranks(number: int, *arguments: str, folder: Path, **options: Any) -> list[subprocess.Popen[str]]:
+    """Start ranks as torchrun does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    size = str(number)
+    meeting = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     return [start(*arguments, folder=folder, env=env, **options) for env in ranks]
 
 
 @contextmanager
 def two_ranks(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
-    processes = start_two("-m", "hyper_parallel.cli", "train", "tiny.toml", *FOREVER, *options, folder=folder)
+    processes = start_ranks(2, "-m", "hyper_parallel.cli", "train", "tiny.toml", *FOREVER, *options, folder=folder)
     try:
         yield processes
     finally:
@@ -252,8 +252,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path:
     assert all(path.name.startswith("step-") for path in (tmp_path / "saved").iterdir()), "nothing is left behind"
 
 
-def no_space() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # bytes of a file; a checkpoint has more
+NO_SPACE = 20_000  # bytes of a file; a checkpoint has more
 
 
 def last_line(text: str) -> str:
@@ -263,7 +262,7 @@ def last_line(text: str) -> str:
 @pytest.mark.sim
 def test_a_disk_without_space_does_not_end_the_run_but_is_its_exit_code(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--sim", "2", "--save-every", "2")
-    process = start(*command, folder=tmp_path, preexec_fn=no_space)
+    process = start(*command, folder=tmp_path, file_size_limit=NO_SPACE)
     out, err = process.communicate(timeout=200)
     assert process.returncode == NOT_SAVED, err
     for step in (2, 4):
@@ -276,7 +275,7 @@ def test_a_disk_without_space_does_not_end_the_run_but_is_its_exit_code(tmp_path
     assert again.returncode == 0, err
     assert "could not be written" not in out
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-00000002", "step-00000004"]
-    short = start(*command, "--steps", "6", "--background", folder=tmp_path, preexec_fn=no_space)
+    short = start(*command, "--steps", "6", "--background", folder=tmp_path, file_size_limit=NO_SPACE)
     out, err = short.communicate(timeout=200)
     assert short.returncode == NOT_SAVED, err
     assert last_line(err) == "error: the last save failed; step 4 is safe, and the last in saved"
@@ -285,7 +284,7 @@ def test_a_disk_without_space_does_not_end_the_run_but_is_its_exit_code(tmp_path
 @pytest.mark.gloo
 def test_all_processes_tell_by_their_exit_code_that_the_last_save_failed(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--background", "--stuck-after", "60")
-    processes = start_two(*command, folder=tmp_path, preexec_fn=no_space)
+    processes = start_ranks(2, *command, folder=tmp_path, file_size_limit=NO_SPACE)
     told = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [NOT_SAVED] * 2, told
     assert last_line(told[0][1]) == "error: the last save failed; nothing is saved in saved"
@@ -462,8 +461,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[s
     @cache
     def numbers_of(degrees: tuple[str, ...]) -> list[tuple[int, float, float, float | None]]:
         folder = tmp_path_factory.mktemp("whole")
-        out, err = torchrun(folder, None, *degrees, ranks=int(degrees[1])).communicate(timeout=120)
-        assert [step for step, *_ in losses(folder)] == [1, 2, 3, 4], out + err
+        command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--save-every", "1", "--batch-size", "6", *degrees)
+        ranks = start_ranks(int(degrees[1]), *command, folder=folder)
+        told = [rank.communicate(timeout=120) for rank in ranks]
+        assert [step for step, *_ in losses(folder)] == [1, 2, 3, 4], told
         return losses(folder)
 
     return lambda degrees: numbers_of(degrees[:2])

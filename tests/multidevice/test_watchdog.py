@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import warm
 
 from hyper_parallel.trainer.watchdog import STUCK_EXIT
 
@@ -72,7 +73,7 @@ def run_stuck(tmp_path: Path, mode: str, world_size: int, stuck: int) -> list[En
         for rank in range(world_size):
             about = [port, str(rank), str(world_size), str(stuck), mode, str(tmp_path / "stuck")]
             command = [sys.executable, str(script), *about]
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            ranks.append(warm.WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
             if rank == 0:
                 assert ranks[0].stdout is not None
                 port = ranks[0].stdout.readline().strip()

@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 import weakref
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 
 import sim
 from sim.testing.processes import Watch, _would_run
@@ -164,7 +167,7 @@ def installed_plugins() -> list[str]:
 
 
 def run_pytest(
-    folder: Path, source: str, *arguments: str, launcher: tuple[str, ...] = ()
+    folder: Path, source: str, *arguments: str, launcher: tuple[str, ...] = (), start: Callable[..., Any] = warm.run
 ) -> subprocess.CompletedProcess:
     """Run pytest on `source` in a process of its own, with the plugin and without this project's settings."""
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -ra\n")
@@ -172,14 +175,13 @@ def run_pytest(
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SIM_SEED"))}
     environment["PYTHONPATH"] = str(ROOT)
     plugin = () if "hyper_parallel_sim" in installed_plugins() else ("-p", "hyper_parallel.pytest_plugin")
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *plugin, *arguments],
+    known = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")  # the process starts with it
+    options = ("-p", "no:cacheprovider", "-p", "no:xdist", *known, *plugin)
+    return start(
+        [sys.executable, *launcher, "-m", "pytest", *options, *arguments],
         cwd=folder,
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
 
 
@@ -459,7 +461,8 @@ def test_nothing_else_is_imported():
 
 
 def test_a_project_without_ranks_does_not_pay_for_them(tmp_path):
-    result = run_pytest(tmp_path, QUIET, "-q")
+    cold = partial(subprocess.run, capture_output=True, text=True, check=False)
+    result = run_pytest(tmp_path, QUIET, "-q", start=cold)
     assert result.returncode == 0, result.stdout
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 
 import sim
 from sim.script.launch import main
@@ -360,7 +361,7 @@ def test_a_script_for_npu(tmp_path: Path) -> None:
     """In a process of its own: torch's name for a device that is not its own is there for good."""
     (tmp_path / "script.py").write_text(START + textwrap.dedent(DEVICES))
     command = [sys.executable, "-m", "sim", "run", "--nproc", "2", "--map-device", "npu", str(tmp_path / "script.py")]
-    done = subprocess.run([*command, "npu"], capture_output=True, text=True, check=False)
+    done = warm.run([*command, "npu"])
     assert (done.returncode, done.stdout, done.stderr) == (0, "True 2 0 cpu cpu\n", "")
 
 
@@ -431,7 +432,7 @@ def test_the_commands(tmp_path: Path) -> None:
     source = "import os, sys, warnings\nprint(sys.path[0] == os.path.dirname(__file__), sys.argv[1:])\n"
     (tmp_path / "x.py").write_text(source + "warnings.warn('careful')\n")
     command = [sys.executable, "-m", "sim", "run", "--nproc", "2", str(tmp_path / "x.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(command)
     assert (done.returncode, done.stdout) == (0, "True ['--help']\n")
     assert sorted(line[:9] + line[-8:] for line in done.stderr.splitlines() if line.endswith("careful")) == [
         "[rank 0]  careful",

@@ -144,6 +144,38 @@ def test_each_tier_runs_what_the_one_before_runs(suite, tmp_path):
     assert "4 passed" in suite().stdout, "without a tier all run"
 
 
+CACHES = """
+from functools import cache
+
+
+@cache
+def kept():
+    return set()
+
+
+def test_keeps():
+    kept().add(1)
+
+
+def test_finds_it():
+    assert kept() == {1}
+"""
+
+
+def test_what_a_file_has_cached_is_forgotten_after_it(suite, tmp_path):
+    (tmp_path / "test_slow.py").write_text(CACHES)
+    after = "import sys\n\ndef test_after():\n    assert sys.modules['test_slow'].kept() == set()\n"
+    (tmp_path / "test_tail.py").write_text(after)
+    assert "3 passed" in suite().stdout
+
+
+def test_a_test_that_stops_the_collection_of_garbage_stops_it_for_itself_alone(suite, tmp_path):
+    (tmp_path / "test_slow.py").write_text(
+        "import gc\n\ndef test_off():\n    gc.disable()\n\ndef test_after():\n    assert gc.isenabled()\n"
+    )
+    assert "2 passed" in suite().stdout
+
+
 def test_a_run_in_which_interrupts_are_ignored_ends():
     """As under `nohup make test &`: a child inherits that SIGINT is ignored, unless a test sets it."""
     tests = "test_ctrl_c_stops_all_simulated_ranks_and_keeps_the_log or test_an_interrupt_in_this_process"
