@@ -30,7 +30,7 @@ __all__ = [
 
 
 class NoDataError(RuntimeError):
-    """Parts are on the meta device; the unit says which."""
+    """Shards are on the meta device; the unit says which."""
 
 
 class Storage:
@@ -518,7 +518,7 @@ class ExtensionBucket(Bucket):
         values: Their values, unsharded.
         group: The ranks that hold the shards; None where the parameters are replicated.
         storage: Where the shards are kept.
-        mp_policy: What the extension is told of dtypes.
+        mp_policy: Dtypes, which are passed to the extension.
     """
 
     def __init__(

@@ -228,7 +228,7 @@ def _inside(leaf: Any) -> list[Any]:
 
 
 def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
-    """Copy the tensors of which `is_alias` says that their memory will not outlive the unit's pass."""
+    """Copy the tensors of which `is_alias` says that their memory will not outlive the forward call."""
     if not any(is_alias(tensor) for tensor in tensors_in(tree)):
         return tree
     return _replaced(tree, lambda tensor: tensor.clone() if is_alias(tensor) else tensor)

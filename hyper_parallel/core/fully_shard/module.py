@@ -176,9 +176,9 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
     """
     _refuse_traced(module)
     units = [unit for root in _roots(module) for unit in root.prepared_units()]
-    held = next((unit for unit in units if unit.control is not StepControl.HOOKS), None)
-    if held is not None:
-        name = type(held.modules[0]).__name__
+    busy = next((unit for unit in units if unit.control is not StepControl.HOOKS), None)
+    if busy is not None:
+        name = type(busy.modules[0]).__name__
         hint = "reduce_gradients(module), or release_parameters(module), once per hold_parameters(module)"
         raise RuntimeError(
             explain("cannot hold parameters", "they are unsharded for a step already", f"seen: unit {name}", hint)
@@ -312,7 +312,7 @@ class ManagedModule(FSDPModule):
         """`"avg"` or `"sum"`; case and blanks do not matter. Nested; `recurse=False`: this unit only.
 
         The default is `"avg"` where a unit manages only plain parameters, else `"sum"`: then the loss must already
-        be divided by the number of data-parallel ranks. A root with units of both kinds must be told.
+        be divided by the number of data-parallel ranks. A root with units of both kinds has to choose.
         """
         op = reduce_op_type.strip().lower() if isinstance(reduce_op_type, str) else reduce_op_type
         if op not in ("avg", "sum"):
@@ -604,7 +604,10 @@ class ManagedModule(FSDPModule):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for unit in nested_units(self):  # type: ignore[arg-type]
             unit.reshard()  # what `to` and `half` convert are the sharded parameters
-        return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        applied = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        for traced in _own_traced(self):
+            traced.follow()  # a graph that is traced next finds leaves of the new dtype
+        return applied
 
     def _show_gathered(self) -> None:
         """While a pipeline of torch runs backwards, let it find the parameters that its forwards have used.

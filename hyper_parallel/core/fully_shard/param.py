@@ -54,8 +54,8 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 class ManagedParam:
     """A parameter as the engine keeps it.
 
-    *Whole* means: not split over the shard axis. For a parameter that is split over other axes too, such as those of
-    tensor parallelism, it is what those leave of it. Along `shard_dim` shards follow `torch.chunk`: of size
+    *Unsharded* means: not split over the shard axis. For a parameter that is split over other axes too, such as those
+    of tensor parallelism, it is what those leave of it. Along `shard_dim` shards follow `torch.chunk`: of size
     `ceil(size / ranks)`, the last ones smaller or empty. Communication uses equal shards of `chunk` elements: what
     is beyond the end is padding.
 

@@ -382,7 +382,7 @@ class GradientReducer:
             if pending is not None:
                 pending.add_(gradient)
             else:
-                self.pending[index] = gradient.to(self._keeping_dtype(dtype)) if keep else gradient
+                self.pending[index] = gradient.to(self.keeping_dtype(dtype)) if keep else gradient
 
     def _dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
         """Dtype of the communication; the policy speaks of real floating-point gradients only."""
@@ -403,7 +403,7 @@ class GradientReducer:
         params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
         used = [options.zeros or gradient is not None for gradient in pending]
         dtype = self._dtype(options.dtype)
-        scale = options.factor / (options.divide_by or (self.ranks if options.average else 1))
+        scale = self._scale(options)
         # fp16 could overflow in the sum, so it is scaled before; everything else after, on the smaller tensor.
         early = dtype == torch.float16
         if early:
@@ -428,6 +428,25 @@ class GradientReducer:
             work = reduce_scatter(buffer, self.scatter, by_all_to_all=self.scatters_by_exchange, out=place)
         finish = Finish(options, 1.0 if early else scale, self._take_partial(options))
         return Reduction(self, params, self._starts, used, work, finish, fused)
+
+    def _scale(self, options: ReduceOptions) -> float:
+        return options.factor / (options.divide_by or (self.ranks if options.average else 1))
+
+    def go_on(self, shard: torch.Tensor | None, options: ReduceOptions) -> Reduction:
+        """As `reduce`, from where a graph has left off: with the own shard of one parameter's sum over the shard axis.
+
+        Args:
+            shard: What a reduce_scatter has left; None: nothing new, for what waits for the replicate axis alone.
+            options: How to reduce it.
+        """
+        params = self._plan()
+        flat = torch.ones(self._starts[-1] + 1, dtype=options.dtype, device=self.bucket.compute_device)  # and a flag
+        if shard is None:
+            flat.zero_()
+        else:
+            flat[:-1].copy_(shard.reshape(-1))
+        finish = Finish(options, self._scale(options), self._take_partial(options))
+        return Reduction(self, params, self._starts, [shard is not None], Pending(None, flat), finish, None)
 
     def _reduce_scatter_with(
         self, comm: Any, pending: list[torch.Tensor | None], used: list[bool], like: torch.Tensor, place: Any
@@ -500,7 +519,7 @@ class GradientReducer:
         """Add what has waited for the replicate axis to `shard`; or keep all of it waiting, and return True."""
         if not options.all_reduce and (self.replicas or options.show):
             if self.partial is None:
-                self.partial = shard.to(self._keeping_dtype(options.dtype))
+                self.partial = shard.to(self.keeping_dtype(options.dtype))
             else:
                 self.partial.add_(shard)
             if options.show:
@@ -511,13 +530,14 @@ class GradientReducer:
             shard.copy_(partial.add_(shard))
         return False
 
-    def _keeping_dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    def keeping_dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
+        """Dtype of gradients that wait: that of their reduction if it was chosen, else at least fp32."""
         dtype = self._dtype(reduce_dtype)
         return dtype if reduce_dtype is not None else torch.promote_types(dtype, torch.float32)
 
     def keeps_in_another_dtype(self, reduce_dtype: torch.dtype | None) -> bool:
         """Whether gradients that wait are kept in another dtype than autograd adds them up in."""
-        return self._keeping_dtype(reduce_dtype) != self.bucket.compute_dtype
+        return self.keeping_dtype(reduce_dtype) != self.bucket.compute_dtype
 
     def show_pending(self) -> None:
         """Show the gradients that wait for their first communication as `acc_grad`; every rank its own."""

@@ -117,7 +117,7 @@ class Wrapping:
         original_classes: Of its modules, by identity.
         storage: As the unit's buckets were given it.
         grouping: Which parameters communicate together.
-        ignored: Parameters that the call was told to leave alone.
+        ignored: Parameters that the call left alone.
         forward_methods: Other methods that run as forward does, by module.
         copy: What `copy.deepcopy` of a module does.
     """
@@ -428,7 +428,7 @@ class Unit:
                     yield param.sharded
                     yield param.unsharded
             if traced is not None:
-                yield from (param.parameter for param in traced.params)
+                yield from (param.sharded for param in traced.params)
 
     @runs_eagerly
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
