@@ -43,7 +43,8 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Wait, once; further calls return at once."""
         if self._work is not None:
-            self._work.wait()
+            self._work.wait()  # on a device: the current stream waits, the host goes on
+            # A work keeps its tensors alive, and what has to be added up is added up once.
             self._work = None
             self._keep = ()
         if self._finish is not None:
@@ -113,6 +114,8 @@ def all_gather_each(
     if group.size() == 1:
         torch._foreach_copy_(targets, sources)
         return Pending(None, result)
+    # On the group, as `dist` has no public function for several tensors. asyncOp: without it nccl gathers on the
+    # current stream, and nothing overlaps.
     options = c10d.AllgatherOptions()
     options.asyncOp = True
     return Pending(group.allgather_into_tensor_coalesced(targets, sources, options), result, keep=sources)

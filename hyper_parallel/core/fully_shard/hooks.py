@@ -185,6 +185,8 @@ def _replaced_fields(tree: Any, replace: Callable[[Any], Any], undo: list[Any] |
 def watch_outputs(call: ForwardCall, tensors: list[torch.Tensor]) -> None:
     """Have the call hear of it before backward uses any of `tensors`, which require gradients and are no leaves."""
     for tensor in tensors:
+        # Autograd calls the hooks of one tensor in the order in which they came: a unit inside, which has returned the
+        # very same tensor, would be reached before the one around it.
         for hook in (tensor._backward_hooks or {}).values():
             inner = getattr(hook, "__self__", None)
             if isinstance(inner, ForwardCall) and inner is not call:

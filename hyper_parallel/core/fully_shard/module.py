@@ -183,7 +183,7 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
         raise RuntimeError(
             explain("cannot hold parameters", "they are unsharded for a step already", f"seen: unit {name}", hint)
         )
-    for unit in units:
+    for unit in units:  # all checked before: an error half way would leave some unsharded for good
         if before is not None:
             before(unit)
         if keep:
@@ -295,7 +295,7 @@ class ManagedModule(FSDPModule):
         """Make a module of the original class: a slice of a wrapped container is a plain container."""
         original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         made = original.__new__(original, *args, **kwargs)
-        made.__init__(*args, **kwargs)
+        made.__init__(*args, **kwargs)  # by hand: Python calls it for instances of `cls` alone
         return made
 
     # -- HyperParallel's own methods -----------------------------------------------------------------------------
@@ -676,6 +676,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         register_forward_method(module, method_name)
 
 
+# Cached: modules of one class stay of one class, for who compares types (Dynamo's guards, wrap policies).
 @functools.cache
 def wrapped_class(original: Any, mixin: Any = HSDPModule) -> Any:
     """The class `HSDP<Original>` that a wrapped module gets; one per original class and API."""

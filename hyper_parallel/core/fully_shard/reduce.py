@@ -58,6 +58,8 @@ class FusedAllReduce:
         start = -(-self.filled // step) * step
         if self.closed or start + numel > self.buffer.numel():
             return None
+        # Nobody reads the gaps, but they are summed: what the allocator has left there may be NaN, at which nccl stops
+        # if asked to look for such (TORCH_NCCL_NAN_CHECK).
         self.buffer[self.filled : start].zero_()
         self.filled = start + numel
         self._members += 1
@@ -198,7 +200,8 @@ class Reduction:
 
     def receive(self) -> None:
         """Wait for the first collective, and apply the gradients if there is no other one to come."""
-        # A second collective is not issued here: that of this unit goes behind the reduce_scatter of the next one.
+        # A second collective is not issued here: that of this unit goes behind the reduce_scatter of the next one, in
+        # `advance`, once this one is issued. Applied at once if there is none: the buffer goes before the next is made.
         if self._shard is None and (self._to_reduce or self._fused is not None):
             self._work.wait()
         else:
@@ -212,7 +215,7 @@ class Reduction:
         if self.done or (self._shard is not None and (self._fused is not None or not self._to_reduce)):
             return
         owner = self._owner
-        first = self._shard is None
+        first = self._shard is None  # partial sums are added once, before the first all_reduce of them
         shard = self._shard = self._work.wait()
         if first and owner.keep_or_add(shard, self._finish.options, self._finish.partial):
             self.done = True
@@ -240,6 +243,8 @@ class Reduction:
     def drop(self) -> None:
         """Wait for what is under way, which still writes to its buffers, and forget it."""
         if not self.done:
+            # Waited for although nobody wants it: freed under way, its buffers would go to the next backward, and the
+            # collective write into these.
             self._work.wait()
             if self._fused is not None:
                 self._fused.drop()
@@ -263,8 +268,10 @@ class Reduction:
             owner.show(shard, used, waiting=False)
         if self._finish.options.show:
             shard = shard.clone()  # what is shown is not what optimizers change
+        # One conversion of the buffer per dtype, not one per parameter.
         dtypes = [self._result_dtype(param) for param in self._params]
         shards = {dtype: shard.to(dtype) for dtype in dict.fromkeys(dtypes)}
+        # Gradients are views of the buffer that was reduced, as in FSDP2: no copy, but one that is kept keeps all.
         first = owner.scatter is not None and not owner.bucket.storage.on_host
         for param, start, anybody, dtype in zip(self._params, self._starts, used, dtypes, strict=False):
             shard = shards[dtype]
@@ -411,6 +418,7 @@ class GradientReducer:
                 if gradient is not None:
                     gradient.mul_(scale)
         like = torch.empty(0, dtype=dtype, device=self.bucket.compute_device)
+        # Before the reduce_scatter, which then writes into it: for the all_reduce nothing has to be put together.
         fused = place = None
         if options.fuse and options.all_reduce and len(self.replicas) == 1:
             fused, place = fused_all_reduces.place(self.replicas[0], width, like)
@@ -422,7 +430,7 @@ class GradientReducer:
             sources = [*self._padded(pending, dtype), self._flags(used, like)]
             place = like.new_empty(width) if place is None else place
             work = reduce_scatter_each(place.split(self._sizes), sources, self.scatter, place)
-            del sources
+            del sources  # from now on the collective alone keeps them
         else:
             buffer = self._packed(pending, used, like)
             work = reduce_scatter(buffer, self.scatter, by_all_to_all=self.scatters_by_exchange, out=place)
