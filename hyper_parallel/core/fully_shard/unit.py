@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -34,7 +34,7 @@ from hyper_parallel.core.fully_shard.hooks import (
     watch_outputs,
 )
 from hyper_parallel.core.fully_shard.policy import UnitOptions
-from hyper_parallel.core.fully_shard.reduce import GradientReducer, ReduceOptions
+from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
 from hyper_parallel.platform import Platform
 
@@ -680,7 +680,7 @@ class Unit:
                     for reducer in self.reducers:
                         reducer.show_pending()
                 return
-            how = self._reduce_options()
+            how = replace(options)  # for the next backward they may change while this reduction is under way
             started = [reducer.reduce(how, schedule.fused_all_reduces) for reducer in self.reducers]
             # The all_reduces of the units before go behind these reduce_scatters: on links that both share, the first
             # one issued is through first, and what the next unit waits for is the reduce_scatter alone. In virtual time
@@ -708,22 +708,6 @@ class Unit:
         if not self.options.reshard_after_backward:
             return not self.shows_unsharded
         return not self.shows_unsharded and self.state is ShardedState.SHARDED
-
-    def _reduce_options(self) -> ReduceOptions:
-        options = self.options
-        return ReduceOptions(
-            average=options.average,
-            factor=options.gradient_scale,
-            all_reduce=options.requires_all_reduce,
-            dtype=options.mp_policy.reduce_dtype,
-            result_dtype=torch.float32 if options.mp_policy.apply_grad_on_fp32_main_grad else None,
-            fuse=options.fuse_all_reduces,
-            show=options.show_sums,
-            divide_by=options.divide_by,
-            hook=options.reduced_hook,
-            reduce_scatter_with=options.reduce_scatter_with,
-            zeros=options.zeros,
-        )
 
     # -- steps by request: unsharded for many forwards and backwards, in any order ---------------------------------
 

@@ -33,8 +33,8 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import Found, Grouping, make_buckets, own_modules
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
-from hyper_parallel.core.fully_shard.policy import UnitOptions
-from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, ReduceOptions
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, UnitOptions
+from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer
 
 __all__ = ["TracedUnit", "install"]
 
@@ -183,6 +183,10 @@ class TracedUnit:
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return unsharded
         if self.uses_sinks:
+            if total.sink.dtype not in (rows.dtype, total.dtype):  # only in a graph: its gradients would be rounded
+                asked, blame = "hsdp cannot trace this cell", "a parameter was replaced by one of another dtype"
+                hint = "set_requires_grad_sync(True), which looks for such, before the forward"
+                raise RuntimeError(explain(asked, blame, f"seen: {rows.dtype}, was {total.sink.dtype}", hint))
             return _Unsharded.apply(unsharded, total.sink, total.recipe)
         return _Unsharded.apply(unsharded, rows, recipe)
 
@@ -293,9 +297,9 @@ class _Sum:
         """Take the gradient that has arrived at the sink."""
         gradient, sink.grad = sink.grad, None
         self.follow()
+        unsharded = self.param.unsharded.requires_grad_()  # it may have been frozen when it was made
         if not self.is_scattered:
             assert gradient is not None
-            unsharded = self.param.unsharded.requires_grad_()
             unsharded.grad, gradient = gradient.to(unsharded.dtype), None
             self.reducer.collect(self.dtype, keep=True, mean=True)
             if self.unit.options.show_sums:
@@ -308,8 +312,9 @@ class _Sum:
     @torch.no_grad()
     def reduce(self, scattered: torch.Tensor | None = None) -> None:
         """Give the parameter what has added up, and `scattered`; or, before the synced step, let that wait."""
-        reducer, factor, shows = self.reducer, self.unit.options.gradient_scale, self.unit.options.show_sums
-        how = ReduceOptions(average=True, factor=factor, all_reduce=self.unit.synced, dtype=self.dtype, show=shows)
+        reducer, options = self.reducer, self.unit.options
+        wide = MixedPrecisionPolicy(reduce_dtype=self.dtype) if self.dtype.is_floating_point else options.mp_policy
+        how = replace(options, requires_all_reduce=self.unit.synced, mp_policy=wide)
         reduction = reducer.go_on(scattered, how) if self.is_scattered else reducer.reduce(how, FusedAllReduces(0))
         if reduction is not None:
             reduction.finish()
@@ -336,8 +341,8 @@ def install(
         cell: The module of the unit. Modules of units inside, installed before, are left to those.
         placed: Its parameters, plain ones, and where they go: along dim 0, in equal shards.
         storage: Where shards are kept.
-        options: `reshard_after_forward` is level3.
-        grouping: Whether gradients are all_reduced, as at level1; each parameter is in a group of its own.
+        options: With `reshard_after_forward` it is level3.
+        grouping: With `unsharded_gradients` it is level1; each parameter is in a group of its own.
 
     Communication of a forward and backward, per parameter: see the top of this module.
     """
