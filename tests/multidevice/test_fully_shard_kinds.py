@@ -1499,3 +1499,56 @@ def test_counts(ctx, wrapper):
         assert (counts.forwards, counts.backwards) == (4, 3)
         assert counts.recomputations == (0 if module is model else again)
         assert counts.finishes == 3
+
+
+@sim.ranks(2, backends=("sim",))
+def test_parameters_of_two_dtypes_that_are_replaced_at_once(ctx):
+    """Both buckets take over what was put there, not the first one that finds something new."""
+    unit = nn.Sequential(nn.Linear(4, 4), Double(), nn.Linear(4, 4, dtype=torch.float64))
+    fully_shard(unit, mesh=mesh_of(ctx, 2))
+    unit(torch.ones(2, 4)).sum().backward()
+    unit.zero_grad()
+    for layer in (unit[0], unit[2]):
+        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+        layer.bias = nn.Parameter(torch.ones_like(layer.bias))
+    assert torch.equal(unit(torch.ones(2, 4)), torch.ones(2, 4, dtype=torch.float64))
+    assert all(p.full_tensor().unique().tolist() in ([0.0], [1.0]) for p in unit.parameters())
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+@sim.ranks(2, backends=("sim",))
+def test_units_are_finished_where_backward_leaves_them(ctx):
+    """Not at its end: also where activation checkpointing runs them again, and in the second backward of a graph."""
+    for recompute in (False, True):
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh_of(ctx, 2))
+        model = Chain(layers, recompute)
+        fully_shard(model, mesh=mesh_of(ctx, 2))
+        loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        late = []
+        for unit in unit_of(model).schedule.units:
+
+            def finalize(unit=unit, own=unit.finalize_backward, late=late):
+                late.extend([unit] if unit.backward.under_way else [])
+                own()
+
+            unit.finalize_backward = finalize
+        loss.backward(retain_graph=not recompute)
+        if not recompute:
+            loss.backward()
+        assert late == []
+
+
+class Chain(nn.Module):
+    def __init__(self, layers, recompute):
+        super().__init__()
+        self.layers, self.recompute = layers, recompute
+
+    def forward(self, x):
+        both = lambda y: self.layers[1](self.layers[0](y))  # noqa: E731
+        return self.layers[2](checkpoint(both, x, use_reentrant=False) if self.recompute else both(x))

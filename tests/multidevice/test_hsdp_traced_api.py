@@ -505,6 +505,23 @@ def test_parameters_that_change_after_wrapping(ctx):
             assert_close(gradients(model), gradients(plain))
 
 
+@sim.ranks(2, backends=("sim",))
+def test_another_dtype_that_a_graph_would_round_is_an_error(ctx):
+    for convert in (True, False):
+        model = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()
+        hsdp(model, threshold=0, enable_grad_accumulation=True, use_eager_hook=False)
+        call = compiled(ctx, model, "eager")
+        if convert:
+            model.float()
+        else:
+            model.weight = nn.Parameter(model.weight.detach().float())
+            with pytest.raises(RuntimeError, match="another dtype"):
+                call(torch.full((1, WIDTH), 1 / 3))
+            model.set_requires_grad_sync(True)
+        call(torch.full((1, WIDTH), 1 / 3)).sum().backward()
+        assert torch.equal(whole(model.weight.grad), torch.full((WIDTH, WIDTH), 1 / 3))
+
+
 class Either(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,6 +1,5 @@
 """Weights that are gathered inside of forward, against the same model on one device; under torch.compile, too."""
 
-import copy
 import weakref
 
 import pytest
@@ -15,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
-from hyper_parallel.core.fully_shard.build import find_parameters
-from hyper_parallel.core.fully_shard.placement import DataParallelMesh, kept_placement, plain_placement
-from hyper_parallel.core.fully_shard.policy import OptimizerLevel
-from hyper_parallel.core.hsdp.compiled import GroupName, TracedParam, install, take_over
+from hyper_parallel.core.fully_shard.bucket import Storage
+from hyper_parallel.core.fully_shard.build import Grouping, find_parameters
+from hyper_parallel.core.fully_shard.placement import DataParallelMesh, plain_placement
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, OptimizerLevel, UnitOptions
+from hyper_parallel.core.hsdp.api import hsdp
+from hyper_parallel.core.hsdp.compiled import install
 from hyper_parallel.platform import get_platform
 
 LEVELS = tuple(OptimizerLevel)
@@ -67,36 +68,29 @@ def data(ctx, step=0, rank=None, dtype=None, per_rank=2):
     return (x if rank is None else x[rank * per_rank : (rank + 1) * per_rank]).to(ctx.device)
 
 
-def wrap(roots, mesh, level, *, threshold=8, grad_scale=1.0, **options):
-    """Split the parameters below `roots` over the last axis of `mesh`; those of fewer elements stay whole."""
-    shard, replicas = GroupName.of(mesh.get_group(mesh.ndim - 1)), ()
-    if mesh.ndim == 2:
-        replicas = (GroupName.of(mesh.get_group(0)),)
-    places: dict[nn.Parameter, list] = {}
-    for root in roots:
-        for prefix, module in root.named_modules():
-            for name, parameter in module._parameters.items():
-                if isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor):
-                    places.setdefault(parameter, []).append((module, name, f"{prefix}.{name}"))
-    params = []
-    for parameter, slots in places.items():
-        splits = parameter.numel() >= threshold and parameter.shape[0] % shard.size == 0
-        layout = [*([Replicate()] * len(replicas)), Shard(0) if splits else Replicate()]
-        part = nn.Parameter(distribute_tensor(parameter.detach(), mesh, layout), requires_grad=parameter.requires_grad)
-        for module, name, _ in slots:
-            module._parameters[name] = part
-        params.append(
-            TracedParam(
-                name=slots[0][2],
-                slots=[slot[:2] for slot in slots],
-                parameter=part,
-                shard=shard if splits else None,
-                replicas=replicas,
-                domain=(shard, *replicas),
-                scale=grad_scale / dist.get_world_size(),
-            )
-        )
-    return install(roots, params, level=level, **options)
+class AxisByAxis(DataParallelMesh):
+    """Gradients are all_reduced over one axis after the other, as where the mesh does not take all ranks."""
+
+    @property
+    def domain_groups(self):
+        return (self.shard_group,) if self.replicate_group is None else (self.shard_group, self.replicate_group)
+
+
+def wrap(cell, mesh, level, *, threshold=8, grad_scale=1.0, accumulate=False, reduce_dtype=None, kind=AxisByAxis):
+    """Split the parameters of `cell` over the last axis of `mesh`; those of fewer elements stay unsharded."""
+    platform = get_platform(mesh.device_type)
+    data = kind.of(mesh, platform, mesh.ndim)
+    placed = []
+    for item in find_parameters([cell], set(), "hsdp"):
+        splits = item.parameter.numel() >= threshold and item.parameter.shape[0] % data.shard_size == 0
+        placed.append((item, plain_placement(item.parameter, item.name, data, None, None, replicate=not splits)))
+    options = UnitOptions(
+        MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        reshard_after_forward=level is LEVEL3,
+        gradient_scale=grad_scale,
+        show_sums=accumulate,
+    )
+    return install(cell, placed, Storage(platform), options, Grouping(unsharded_gradients=level is LEVEL1))
 
 
 def mesh_of(ctx, *shape):
@@ -164,7 +158,7 @@ def test_one_device(ctx):
     for level, backends in ((LEVEL1, ["eager"]), (LEVEL2, ["aot_eager"]), (LEVEL3, ["eager", "aot_eager"])):
         for backend in (None, *backends):
             model = net(ctx)
-            wrap([model], mesh_of(ctx), level)
+            wrap(model, mesh_of(ctx), level)
             check_against_one_device(ctx, model, compiled(ctx, model, backend), wanted)
 
 
@@ -175,15 +169,15 @@ def test_a_replicate_axis(ctx, shape):
     for level in LEVELS:
         for backend in (None, "aot_eager") if shape == (2, 2) and level is LEVEL2 else (None,):
             model = net(ctx)
-            wrap([model], mesh_of(ctx, *shape), level)
+            wrap(model, mesh_of(ctx, *shape), level)
             check_against_one_device(ctx, model, compiled(ctx, model, backend), wanted)
 
 
 def nested(model, mesh):
     """A unit per block, and one of another level of the rest."""
     for block in model.blocks:
-        wrap([block], mesh, LEVEL3)
-    return wrap([model], mesh, LEVEL1)
+        wrap(block, mesh, LEVEL3)
+    return wrap(model, mesh, LEVEL1)
 
 
 @sim.ranks(2, backends=NO_GLOO)
@@ -206,7 +200,7 @@ def test_a_graph_inside_of_a_unit(ctx):
     """Of one module of a unit whose forward runs as it is."""
     wanted = train(ctx, net(ctx))
     model = net(ctx)
-    wrap([model], mesh_of(ctx), LEVEL3)
+    wrap(model, mesh_of(ctx), LEVEL3)
     torch._dynamo.reset()
     model.blocks[0].compile(backend="aot_eager", fullgraph=True)
     check_against_one_device(ctx, model, model, wanted)
@@ -227,7 +221,7 @@ def test_the_bits_of_the_engine(ctx):
     for level in LEVELS:
         for backend in (None, "aot_eager") if level is LEVEL1 else (None,):
             model = net(ctx, torch.float32, untied)
-            wrap([model], mesh_of(ctx), level)
+            wrap(model, mesh_of(ctx), level)
             got = train(ctx, model, compiled(ctx, model, backend), rank=ctx.rank, dtype=torch.float32)
             assert got[0] == wanted[0]
             for ours, theirs in zip(got[1:], wanted[1:], strict=True):
@@ -266,7 +260,7 @@ def test_one_graph_serves_all_steps_and_all_blocks_that_are_alike_but_not_both_r
         ctx = sim_context()
         model = net(ctx, make=lambda: nn.Sequential(*[Block() for _ in range(4)]))
         for block in model:
-            wrap([block], mesh_of(ctx), level)
+            wrap(block, mesh_of(ctx), level)
             block.compile(backend=backend, fullgraph=True)
         for step in range(3):
             x = data(ctx, step, ctx.rank).requires_grad_()  # so that the first block is no exception
@@ -292,7 +286,7 @@ def communicated(level, backend, shape):
     def build():
         ctx = sim_context()
         model = net(ctx)
-        wrap([model], mesh_of(ctx, *shape), level)
+        wrap(model, mesh_of(ctx, *shape), level)
         return ctx, model, compiled(ctx, model, backend)
 
     def forward(state):
@@ -339,7 +333,7 @@ def test_collectives(level, backend, shape, again, scattered, reduced):
 def test_level3_keeps_no_whole(ctx):
     for level, kept in ((LEVEL2, True), (LEVEL3, False)):
         model = net(ctx)
-        wrap([model], mesh_of(ctx), level)
+        wrap(model, mesh_of(ctx), level)
         seen = []
         watch = lambda module, *_, seen=seen: seen.append(StorageWeakRef(module.weight.untyped_storage()))  # noqa: E731
         model.blocks[0].up.register_forward_hook(watch)
@@ -371,14 +365,14 @@ def test_activation_checkpointing(ctx):
     wanted = train(ctx, net(ctx))
     for level in LEVELS:
         for reentrant in (False, True):
-            for wrapping in (nested, lambda m, mesh, level=level: wrap([m], mesh, level)):
+            for wrapping in (nested, lambda m, mesh, level=level: wrap(m, mesh, level)):
                 model = net(ctx, make=lambda r=reentrant: Checkpointed(use_reentrant=r))
                 wrapping(model, mesh_of(ctx))
                 check_against_one_device(ctx, model, model, wanted)
     model = net(ctx)
-    wrap([model], mesh_of(ctx), LEVEL3)
+    wrap(model, mesh_of(ctx), LEVEL3)
     check_against_one_device(ctx, model, lambda x: checkpoint(model, x, use_reentrant=False), wanted)
-    for wrapping in (nested, lambda m, mesh: wrap([m], mesh, LEVEL2)):
+    for wrapping in (nested, lambda m, mesh: wrap(m, mesh, LEVEL2)):
         model = net(ctx, make=lambda: Checkpointed(use_reentrant=False))
         wrapping(model, mesh_of(ctx))
         check_against_one_device(ctx, model, compiled(ctx, model, "aot_eager"), wanted)
@@ -388,7 +382,7 @@ def test_activation_checkpointing(ctx):
 def test_activation_checkpointing_still_saves_memory(ctx):
     """The hooks of level3 do not stand in the way of those that checkpoint an activation."""
     model = net(ctx)
-    wrap([model], mesh_of(ctx), LEVEL3)
+    wrap(model, mesh_of(ctx), LEVEL3)
     kept = []
     model.blocks[0].up.register_forward_hook(lambda m, args, out: kept.append(weakref.ref(out)))
     out = checkpoint(model, data(ctx, 0, ctx.rank), use_reentrant=False)
@@ -423,7 +417,7 @@ def test_odd_modules(ctx):
     wanted = train(ctx, net(ctx, make=Odd))
     for level in LEVELS:
         model = net(ctx, make=Odd)
-        wrap([model], mesh_of(ctx), level)
+        wrap(model, mesh_of(ctx), level)
         check_against_one_device(ctx, model, model, wanted)
         assert model.unused.weight.grad is None
 
@@ -435,7 +429,7 @@ def test_forwards_without_gradient_and_several_before_one_backward(ctx):
     for level in LEVELS:
         for backend in (None, "aot_eager") if level is LEVEL3 else (None,):
             model = net(ctx)
-            wrap([model], mesh_of(ctx), level)
+            wrap(model, mesh_of(ctx), level)
             call = compiled(ctx, model, backend)
             first = call(data(ctx, 0, ctx.rank))
             with torch.no_grad():
@@ -449,7 +443,7 @@ def test_forwards_without_gradient_and_several_before_one_backward(ctx):
 @sim.ranks(2, backends=NO_GLOO)
 def test_what_others_see_of_a_module(ctx):
     model, plain = net(ctx), net(ctx)
-    wrap([model], mesh_of(ctx), LEVEL3)
+    wrap(model, mesh_of(ctx), LEVEL3)
     assert repr(model) == repr(plain)
     assert isinstance(model.head, nn.Linear)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -457,7 +451,8 @@ def test_what_others_see_of_a_module(ctx):
     assert list(registered) == [name for name, _ in plain.named_parameters(remove_duplicate=False)]
     assert model.head.weight is model.embed.weight is registered["embed.weight"]
     assert isinstance(model.head.weight, DTensor)
-    twin = copy.deepcopy(model)
+    twin = net(ctx)
+    wrap(twin, mesh_of(ctx), LEVEL3)
     x = data(ctx, 0, ctx.rank)
     with torch.no_grad():
         twin.head.bias.add_(1.0)
@@ -477,7 +472,7 @@ def test_what_others_see_of_a_module(ctx):
 @sim.ranks(2, backends=NO_GLOO)
 def test_a_forward_that_fails_leaves_parts(ctx):
     model = net(ctx)
-    wrap([model], mesh_of(ctx), LEVEL3)
+    wrap(model, mesh_of(ctx), LEVEL3)
     x = data(ctx, 0, ctx.rank)
     for call in (model, compiled(ctx, model, "eager")):
         with pytest.raises((RuntimeError, torch._dynamo.exc.TorchRuntimeError)):
@@ -490,24 +485,16 @@ def test_a_forward_that_fails_leaves_parts(ctx):
 def test_parameters_where_the_engine_puts_them(ctx):
     wanted = train(ctx, net(ctx))
     mesh = mesh_of(ctx, 2, 2)
-    homes = DataParallelMesh.of(mesh, get_platform(ctx.device_type), 2)
     model = net(ctx)
-    found = find_parameters([model], set(), "hsdp")
-    placed = [
-        (f, plain_placement(f.parameter, f.name, homes, None, None, replicate=f.parameter.numel() < 8)) for f in found
-    ]
-    install([model], take_over(placed, torch.device(ctx.device), 1 / ctx.world_size), level=LEVEL2)
+    wrap(model, mesh, LEVEL2, kind=DataParallelMesh)
     check_against_one_device(ctx, model, model, wanted)
-    model = net(ctx)
-    model.shift = nn.Parameter(distribute_tensor(model.shift.detach(), mesh, [Replicate()] * 2))
-    found = find_parameters([model], set(), "hsdp")
-    placed = [
-        (f, kept_placement(f.parameter, f.name, fused=False) if f.name == "shift" else placed[0][1]) for f in found
-    ]
-    before = list(model.parameters())
-    with pytest.raises(ValueError, match=r"(?s)cannot gather 'shift'.*plain parameters only.*use_eager_hook=True"):
-        take_over(placed, torch.device(ctx.device), 1.0)
-    assert all(p is old for p, old in zip(model.parameters(), before, strict=True))
+    for axis in range(2):
+        model = net(ctx)
+        model.shift = nn.Parameter(distribute_tensor(model.shift.detach(), mesh, [Replicate()] * 2))
+        before = list(model.parameters())
+        with pytest.raises(ValueError, match=r"(?s)cannot gather 'shift'.*plain parameters only.*use_eager_hook=True"):
+            hsdp(model, shard_size=2**axis, use_eager_hook=False)
+        assert all(p is old for p, old in zip(model.parameters(), before, strict=True))
 
 
 # -- dtypes, factors, accumulation ------------------------------------------------------------------------------------
@@ -520,7 +507,7 @@ def test_reduction_in_another_dtype(ctx):
     for level in LEVELS:
         for backend in (None, "aot_eager") if level is LEVEL2 else (None,):
             model = nn.Linear(8, 8, bias=False).to(ctx.device, torch.bfloat16)
-            wrap([model], mesh_of(ctx), level, reduce_dtype=torch.float32, grad_scale=3.0)
+            wrap(model, mesh_of(ctx), level, reduce_dtype=torch.float32, grad_scale=3.0)
             compiled(ctx, model, backend)(data(ctx, 0, ctx.rank, torch.bfloat16)).float().sum().backward()
             parts = [data(ctx, 0, rank, torch.bfloat16).sum(0).expand(8, 8) for rank in range(2)]
             wanted = ((parts[0].float() + parts[1].float()) * 1.5).bfloat16()
@@ -537,7 +524,7 @@ def test_accumulation(ctx):
     for level in LEVELS:
         for backend in (None, "aot_eager") if level is LEVEL2 else (None,):
             model = net(ctx)
-            unit = wrap([model], mesh_of(ctx, 2, 2), level, accumulate=True)
+            unit = wrap(model, mesh_of(ctx, 2, 2), level, accumulate=True)
             call = compiled(ctx, model, backend)
             for _ in range(2):
                 for step in range(3):
@@ -564,7 +551,7 @@ def test_backwards_that_are_not_synced(ctx):
     for level in LEVELS:
         for backend in (None, "aot_eager") if level is LEVEL1 else (None,):
             model = net(ctx)
-            unit = wrap([model], mesh_of(ctx), level)
+            unit = wrap(model, mesh_of(ctx), level)
             call = compiled(ctx, model, backend)
             for step in range(3):
                 unit.set_requires_grad_sync(step != 1)
@@ -579,7 +566,7 @@ def test_accumulation_in_another_dtype(ctx):
     """Small summands that bf16 would lose."""
     for level in LEVELS:
         model = nn.Linear(8, 8, bias=False).to(ctx.device, torch.bfloat16)
-        unit = wrap([model], mesh_of(ctx), level, accumulate=True, reduce_dtype=torch.float32)
+        unit = wrap(model, mesh_of(ctx), level, accumulate=True, reduce_dtype=torch.float32)
         for step, factor in enumerate((1.0, 2**-10, 2**-10)):
             unit.set_requires_grad_sync(step == 2)
             model(torch.full((1, 8), factor, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
@@ -593,7 +580,7 @@ def accumulated(level, synced, accumulate=True):
     def build():
         ctx = sim_context()
         model = net(ctx)
-        wrap([model], mesh_of(ctx, 2, 2), level, accumulate=accumulate).set_requires_grad_sync(synced)
+        wrap(model, mesh_of(ctx, 2, 2), level, accumulate=accumulate).set_requires_grad_sync(synced)
         return model(data(ctx, 0, ctx.rank)).square().mean()
 
     with sim.world(4) as world:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.groups import group_of
@@ -55,10 +58,6 @@ from hyper_parallel.core.fully_shard.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     UnitOptions,
-    check_policies,
-    check_reshard,
-    own_mixed_precision,
-    own_offload,
 )
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.fully_shard.state_dict import get_model_state_dict, load_state_dict
@@ -118,8 +117,8 @@ def fully_shard(
 
     With each rank's loss a mean over its own equal-sized batch, gradients are those of the mean over the global batch.
     A unit with a DTensor among its parameters adds gradients up instead: the loss must then already be divided by the
-    number of data-parallel ranks. A root with units of both kinds must be told which: see
-    `HSDPModule.set_reduce_op_type`. FSDP2 averages in both.
+    number of data-parallel ranks. A root with units of both kinds has to choose:
+    see `HSDPModule.set_reduce_op_type`. FSDP2 averages in both.
 
     Communication per step and unit of N bytes on n ranks: two all_gathers (one with
     `reshard_after_forward=False`, and one for the root, whose parameters backward needs first) and one
@@ -139,7 +138,7 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and the optimizer's state on the host. torch's
             own will do.
         ignored_params: Parameters to leave alone: not split, not moved, not reduced.
-        dp_mesh_dims: The data-parallel axes of `mesh`, which then is the whole one that DTensor parameters are on;
+        dp_mesh_dims: The data-parallel axes of `mesh`, which then is the SPMD mesh that DTensor parameters are on;
             as in FSDP2, gradients are averaged over them. Without `shard` all parameters are replicated.
         replicate_params: Parameters to replicate; their gradients are all_reduced.
         comm_fusion: Insist on one all_gather and one reduce_scatter per unit and dtype, and let all_reduces over the
@@ -154,10 +153,10 @@ def fully_shard(
         TypeError: `replicate_params` with something else than a parameter.
     """
     roots = check_modules(module, "fully_shard")
-    mp_policy, offload_policy = own_mixed_precision(mp_policy), own_offload(offload_policy)
+    mp_policy, offload_policy = _own_mixed_precision(mp_policy), _own_offload(offload_policy)
     reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
-    check_reshard(reshard_after_forward)
-    check_policies(mp_policy, offload_policy, comm_fusion, comm_fusion_zero_copy)
+    _check_reshard(reshard_after_forward)
+    _check_policies(mp_policy, offload_policy, comm_fusion, comm_fusion_zero_copy)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise ValueError(
             f"fully_shard cannot use {shard_placement_fn!r} as shard_placement_fn\n"
@@ -195,6 +194,74 @@ def fully_shard(
     install(unit, placed, wrapped_class, "fully_shard")
     unit.wrapping.copy = copy_wrapped
     return module
+
+
+def _own_mixed_precision(policy: Any) -> Any:
+    """torch's policy as ours; anything else as it is."""
+    if not isinstance(policy, TorchMixedPrecisionPolicy):
+        return policy
+    return MixedPrecisionPolicy(
+        policy.param_dtype, policy.reduce_dtype, policy.output_dtype, cast_forward_inputs=policy.cast_forward_inputs
+    )
+
+
+def _own_offload(policy: Any) -> Any:
+    """torch's policy as ours, None as no offload; anything else as it is."""
+    if isinstance(policy, TorchCPUOffloadPolicy):
+        return CPUOffloadPolicy(pin_memory=policy.pin_memory)
+    return OffloadPolicy() if policy is None or isinstance(policy, TorchOffloadPolicy) else policy
+
+
+def _check_policies(mp_policy: Any, offload_policy: Any, comm_fusion: Any, zero_copy: Any) -> None:
+    """Check what does not depend on the parameters.
+
+    Raises:
+        ValueError: Of another kind, or `comm_fusion_zero_copy=True` without `comm_fusion`.
+    """
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ValueError(
+            f"fully_shard cannot use {mp_policy!r} as mp_policy\n"
+            f"  expected: hyper_parallel's MixedPrecisionPolicy; seen: one of {type(mp_policy).__module__}\n"
+            "  try: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise ValueError(
+            f"fully_shard cannot use {offload_policy!r} as offload_policy\n"
+            f"  expected: hyper_parallel's OffloadPolicy; seen: one of {type(offload_policy).__module__}\n"
+            f"  try: offload_policy={CPUOffloadPolicy()!r}"
+        )
+    for name, value, allowed in (
+        ("comm_fusion", comm_fusion, (True, False)),
+        ("comm_fusion_zero_copy", zero_copy, (True, False, None)),
+    ):
+        if not any(value is choice for choice in allowed):
+            raise ValueError(
+                f"fully_shard cannot use {value!r} as {name}\n"
+                f"  expected: {', '.join(map(repr, allowed))}\n"
+                f"  try: {name}=True"
+            )
+    if zero_copy and not comm_fusion:
+        raise ValueError(
+            "fully_shard cannot gather from one buffer: comm_fusion_zero_copy=True is about fused communication\n"
+            "  seen: comm_fusion=False\n"
+            "  try: comm_fusion=True"
+        )
+
+
+def _check_reshard(reshard_after_forward: Any) -> None:
+    """Check `reshard_after_forward` as far as the mesh does not matter.
+
+    Raises:
+        ValueError: Neither a bool nor a positive int.
+    """
+    if isinstance(reshard_after_forward, bool):
+        return
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1:
+        raise ValueError(
+            f"fully_shard cannot use {reshard_after_forward!r} as reshard_after_forward\n"
+            "  expected: True, False, or the size of the post-forward mesh, an int >= 1\n"
+            "  try: reshard_after_forward=True"
+        )
 
 
 def _data_mesh(mesh: DeviceMesh | None, found: list[Found]) -> tuple[DataParallelMesh | None, Platform]:

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class NoDataError(RuntimeError):
-    """Parts are on the meta device; the unit says which."""
+    """Shards are on the meta device; the unit says which."""
 
 
 class Storage:
@@ -115,8 +115,9 @@ class Bucket:
             self.shards = None
             kept = []
             for shard, param in zip(shards, self.params, strict=True):
+                # All others are copied: a view of the unsharded value would keep all of its memory, on every rank.
                 if shard.numel() == param.numel and shard.device == device and shard.is_contiguous():
-                    kept.append(shard)  # nothing of it goes elsewhere
+                    kept.append(shard)
                 elif on_meta:
                     kept.append(torch.empty(param.local_shape, dtype=shard.dtype, device=device))
                 else:
@@ -143,6 +144,8 @@ class Bucket:
         numbers: list[int] = []
         for param in self.params:
             sharded: Any = param.sharded
+            # Each of the two counts what is done through itself alone: `p.add_()`, and `p.to_local().add_()`.
+            # `module.to` begins both anew, hence the address.
             numbers += (sharded._version, sharded._local_tensor._version, param.address)
         return tuple(numbers)
 
@@ -302,7 +305,8 @@ class Bucket:
         self.unsharded_bytes = self.unsharded_buffer.untyped_storage().nbytes()
         self.targets = self.unsharded_buffer.split(sizes)
         for param, place in zip(self.params, self.places, strict=False):
-            # .data: filling the buffer must not look to autograd like a change of the parameter
+            # .data: filling the buffer must not look to autograd like a change of the parameter. FSDP2 preserves the
+            # version counter around each copy to the same end.
             param.make_unsharded(self.unsharded_buffer[place : place + param.numel].view(param.shape).data)
         self._remember()
         self.free()
@@ -354,6 +358,7 @@ class Bucket:
             return all_gather(target, post_forward_shard, self.post_forward_mesh[0])
         if self._can_gather_each and self.post_forward_mesh is None:
             # Where a backend takes many small messages at once, nothing is packed before and nothing copied out after.
+            # FSDP2 always packs, and copies out: its peak has the parameters of the unit twice.
             self.allocate()
             return all_gather_each(
                 self.targets, self._sources(), cast(dist.ProcessGroup, self.group), self.unsharded_buffer
@@ -361,7 +366,7 @@ class Bucket:
         # Where there is one shard, rank after rank is also the order in the unsharded parameters.
         direct = self.ranks == 1 or (len(self.params) == 1 and self.params[0].contiguous_on_dim_0)
         if direct:
-            self.allocate()
+            self.allocate()  # now: the collective writes to it. Otherwise only when it is filled, in `finish_gather`
         numel = self.ranks * self.starts[-1]
         target = self.unsharded_buffer if direct else self.unsharded_buffer.new_empty(numel)
         if self.group is None:
@@ -390,6 +395,7 @@ class Bucket:
                 return self._flat_shards
             if all(param.local_numel == param.chunk for param in self.params):  # no padding to send
                 return [param.local.detach().reshape(-1) for param in self.params]
+        # In the own place of what is gathered: no other buffer, and the collective has nothing to copy on this rank.
         rank = self.params[0].placement.shard_rank
         slots = [
             target[rank * chunk : (rank + 1) * chunk] for target, chunk in zip(self.targets, self.chunks, strict=True)
@@ -425,6 +431,7 @@ class Bucket:
             if param.local_numel < param.chunk:
                 slot[param.local_numel :].zero_()
         if self.storage.on_host:
+            # Of pinned memory the device reads while the host goes on; the gather starts behind it on the same stream.
             for where, shard in zip(places, shards, strict=True):
                 where.copy_(shard, non_blocking=True)
         else:
@@ -438,6 +445,8 @@ class Bucket:
         if keep_post_forward_shard and self.post_forward_mesh is not None:
             group, place = self.post_forward_mesh
             numel = received.numel() // group.size()
+            # A slice in rank order: those of the group, one after the other, are again what the first gather gave. A
+            # copy, or it would keep all that was received.
             self.post_forward_shard = received[place * numel : (place + 1) * numel].clone()
         if received is not self.unsharded_buffer:
             self.allocate()
@@ -449,7 +458,7 @@ class Bucket:
             places = [
                 self.unsharded_buffer[start:end].view(self.ranks, -1)
                 if end > start
-                else self.unsharded_buffer[start:end].view(self.ranks, 0)
+                else self.unsharded_buffer[start:end].view(self.ranks, 0)  # of no elements -1 says nothing
                 for start, end in zip(self.places, self.places[1:], strict=False)
             ]
             torch.split_with_sizes_copy(rows, self.chunks, dim=1, out=places)
@@ -463,6 +472,7 @@ class Bucket:
     def show_unsharded(self) -> None:
         """Let the modules see the unsharded parameters."""
         for param in self.params:
+            # Users freeze the sharded one, the only one that they see; autograd looks at the unsharded one, in forward.
             if param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
                 if not param.unsharded._backward_hooks:
@@ -518,7 +528,7 @@ class ExtensionBucket(Bucket):
         values: Their values, unsharded.
         group: The ranks that hold the shards; None where the parameters are replicated.
         storage: Where the shards are kept.
-        mp_policy: What the extension is told of dtypes.
+        mp_policy: Dtypes, which are passed to the extension.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, Stor
 from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
 from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
 from hyper_parallel.core.fully_shard.placement import DataParallelMesh, ParameterPlacement, has_extension, unpackable
-from hyper_parallel.core.fully_shard.policy import UnitOptions
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
 from hyper_parallel.platform import Platform
@@ -39,8 +39,10 @@ __all__ = [
     "copy_wrapped",
     "find_parameters",
     "install",
+    "make_buckets",
     "make_unit",
     "move_buffers",
+    "own_modules",
     "refuse_gradients",
 ]
 
@@ -232,12 +234,12 @@ def _is_extended(parameter: nn.Parameter, name: str) -> bool:
             "  try: (self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
         )
     with torch.no_grad():
-        part = local.detach()
-        part = part.narrow(0, 0, 0).new_zeros((0, *part.shape[1:])) if part.dim() else part
-    if not has_extension(part):
+        shard = local.detach()
+        shard = shard.narrow(0, 0, 0).new_zeros((0, *shard.shape[1:])) if shard.dim() else shard
+    if not has_extension(shard):
         raise ValueError(
             f"parameter {name!r} cannot be split: shards of it have lost fsdp_pre_all_gather\n"
-            f"  seen: a {type(local).__name__}, whose detach(), narrow() or new_zeros() is a {type(part).__name__}\n"
+            f"  seen: a {type(local).__name__}, whose detach(), narrow() or new_zeros() is a {type(shard).__name__}\n"
             "  try: a __torch_dispatch__ that keeps the class for detach, slice, new_zeros, view, copy_ and _to_copy"
         )
     return True
@@ -287,7 +289,7 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list
         ValueError: One cannot be managed; some are on the meta device and others are not.
     """
     found: dict[int, tuple[nn.Parameter, str, list[Slot]]] = {}
-    for path, owner in _own_modules(roots):
+    for path, owner in own_modules(roots):
         for name, parameter in owner._parameters.items():
             if parameter is None or id(parameter) in ignored:
                 continue
@@ -298,7 +300,7 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list
     return [Found(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
 
 
-def _own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+def own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules of this unit with the paths to them; what nested units contain is left out."""
     seen: set[nn.Module] = set()
     own: list[tuple[str, nn.Module]] = []
@@ -325,6 +327,19 @@ def make_unit(
     grouping: Grouping,
 ) -> Unit:
     """Make the unit and let the modules show its sharded parameters; nothing else is changed."""
+    buckets, reducers = make_buckets(placed, storage, options.mp_policy, grouping)
+    unit = Unit(roots, buckets, reducers, storage.platform, options)
+    unit.wrapping.storage, unit.wrapping.grouping = storage, grouping
+    return unit
+
+
+def make_buckets(
+    placed: Sequence[tuple[Found, ParameterPlacement]],
+    storage: Storage,
+    mp_policy: MixedPrecisionPolicy,
+    grouping: Grouping,
+) -> tuple[list[Bucket], list[GradientReducer]]:
+    """Shard parameters and let their modules show the shards: the buckets that they are in, and who reduces them."""
     platform = storage.platform
     not_flat = Storage(platform, on_host=storage.on_host, pinned=storage.pinned)
     groups: dict[Any, list[tuple[Found, ParameterPlacement]]] = {}
@@ -332,7 +347,7 @@ def make_unit(
         split = placement.shard_dim is not None
         dtype = found.parameter.dtype
         if not storage.flat:  # converted when they are packed
-            dtype = computed_in(dtype, options.mp_policy.param_dtype)
+            dtype = computed_in(dtype, mp_policy.param_dtype)
         key = (split, placement.data if split else placement.reduce_groups, dtype, has_extension(found.parameter))
         groups.setdefault(key, []).append((found, placement))
     buckets: list[Bucket] = []
@@ -346,9 +361,9 @@ def make_unit(
         values = [found.parameter for found, _ in members]
         group = placement.data.shard_group if split and placement.data is not None else None
         if extended:
-            bucket: Bucket = ExtensionBucket(params, values, group, storage, options.mp_policy)
+            bucket: Bucket = ExtensionBucket(params, values, group, storage, mp_policy)
         else:
-            bucket = Bucket(params, values, group, storage if split else not_flat, options.mp_policy.param_dtype)
+            bucket = Bucket(params, values, group, storage if split else not_flat, mp_policy.param_dtype)
         bucket.show_shards()
         buckets.append(bucket)
         for some in _portions(params, grouping.reduce_bytes):
@@ -357,13 +372,11 @@ def make_unit(
                     bucket, some, placement, platform, unsharded_gradients=grouping.unsharded_gradients or not split
                 )
             )
-    target = "main_grad" if options.mp_policy.apply_grad_on_fp32_main_grad else "grad"
+    target = "main_grad" if mp_policy.apply_grad_on_fp32_main_grad else "grad"
     for bucket in buckets:
         for param in bucket.params:
             param.target = target
-    unit = Unit(roots, buckets, reducers, platform, options)
-    unit.wrapping.storage, unit.wrapping.grouping = storage, grouping
-    return unit
+    return buckets, reducers
 
 
 def _portions(params: list[ManagedParam], limit: int) -> list[list[ManagedParam]]:
@@ -446,7 +459,7 @@ def move_buffers(roots: list[nn.Module], platform: Platform) -> None:
     """Move the buffers of a unit's modules to its device; meta stays meta, one that several modules hold stays one."""
     device = platform.device()
     moved: dict[int, torch.Tensor] = {}
-    for _, owner in _own_modules(roots):
+    for _, owner in own_modules(roots):
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.device.type in ("meta", device.type):
                 continue

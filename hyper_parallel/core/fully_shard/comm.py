@@ -43,7 +43,8 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Wait, once; further calls return at once."""
         if self._work is not None:
-            self._work.wait()
+            self._work.wait()  # on a device: the current stream waits, the host goes on
+            # A work keeps its tensors alive, and what has to be added up is added up once.
             self._work = None
             self._keep = ()
         if self._finish is not None:
@@ -69,14 +70,14 @@ def all_gather(target: torch.Tensor, source: torch.Tensor, group: dist.ProcessGr
 def reduce_scatter(
     source: torch.Tensor, group: dist.ProcessGroup, *, by_all_to_all: bool, out: torch.Tensor | None = None
 ) -> Pending:
-    """Sum `source` over the ranks and keep the own part; the sum runs in rank order where the backend's does.
+    """Sum `source` over the ranks and keep the own shard; the sum runs in rank order where the backend's does.
 
     Args:
-        source: 1-D, `group.size()` equal parts.
+        source: 1-D, `group.size()` equal shards.
         group: The ranks.
-        by_all_to_all: Exchange the parts and add locally. The same bytes; on gloo about half the time (4 MB on 2
+        by_all_to_all: Exchange the shards and add locally. The same bytes; on gloo about half the time (4 MB on 2
             processes: 3.4 instead of 7.0 ms), and always in rank order, hence the same bits in each run.
-        out: 1-D, where the own part goes; None: a new tensor.
+        out: 1-D, where the own shard goes; None: a new tensor.
     """
     size = group.size()
     if size == 1:
@@ -107,12 +108,14 @@ def all_gather_each(
         targets: 1-D, each `group.size()` times as long as its source; rank after rank.
         sources: 1-D, contiguous; lengths and order are the same on all ranks, and the dtype is one.
         group: The ranks. nccl, hccl and simulated ranks do this without a copy; gloo packs by itself, off this thread.
-        result: What `wait` returns: the buffer of which the targets are parts.
+        result: What `wait` returns: the buffer of which the targets are views.
     """
     targets, sources = _real(targets), _real(sources)
     if group.size() == 1:
         torch._foreach_copy_(targets, sources)
         return Pending(None, result)
+    # On the group, as `dist` has no public function for several tensors. asyncOp: without it nccl gathers on the
+    # current stream, and nothing overlaps.
     options = c10d.AllgatherOptions()
     options.asyncOp = True
     return Pending(group.allgather_into_tensor_coalesced(targets, sources, options), result, keep=sources)
@@ -121,13 +124,13 @@ def all_gather_each(
 def reduce_scatter_each(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], group: dist.ProcessGroup, result: torch.Tensor
 ) -> Pending:
-    """Sum each of `sources` over the ranks, in one operation, and keep the own part of each.
+    """Sum each of `sources` over the ranks, in one operation, and keep the own shard of each.
 
     Args:
-        targets: 1-D, where the own parts go.
+        targets: 1-D, where the own shards go.
         sources: 1-D, contiguous, `group.size()` times as long as their targets; the dtype is one.
         group: The ranks; see `all_gather_each`.
-        result: What `wait` returns: the buffer of which the targets are parts.
+        result: What `wait` returns: the buffer of which the targets are views.
     """
     targets, sources = _real(targets), _real(sources)
     if group.size() == 1:

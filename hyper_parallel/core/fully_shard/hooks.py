@@ -185,6 +185,8 @@ def _replaced_fields(tree: Any, replace: Callable[[Any], Any], undo: list[Any] |
 def watch_outputs(call: ForwardCall, tensors: list[torch.Tensor]) -> None:
     """Have the call hear of it before backward uses any of `tensors`, which require gradients and are no leaves."""
     for tensor in tensors:
+        # Autograd calls the hooks of one tensor in the order in which they came: a unit inside, which has returned the
+        # very same tensor, would be reached before the one around it.
         for hook in (tensor._backward_hooks or {}).values():
             inner = getattr(hook, "__self__", None)
             if isinstance(inner, ForwardCall) and inner is not call:
@@ -228,7 +230,7 @@ def _inside(leaf: Any) -> list[Any]:
 
 
 def copy_aliases(tree: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
-    """Copy the tensors of which `is_alias` says that their memory will not outlive the unit's pass."""
+    """Copy the tensors of which `is_alias` says that their memory will not outlive the forward call."""
     if not any(is_alias(tensor) for tensor in tensors_in(tree)):
         return tree
     return _replaced(tree, lambda tensor: tensor.clone() if is_alias(tensor) else tensor)

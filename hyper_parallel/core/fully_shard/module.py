@@ -176,14 +176,14 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
     """
     _refuse_traced(module)
     units = [unit for root in _roots(module) for unit in root.prepared_units()]
-    held = next((unit for unit in units if unit.control is not StepControl.HOOKS), None)
-    if held is not None:
-        name = type(held.modules[0]).__name__
+    busy = next((unit for unit in units if unit.control is not StepControl.HOOKS), None)
+    if busy is not None:
+        name = type(busy.modules[0]).__name__
         hint = "reduce_gradients(module), or release_parameters(module), once per hold_parameters(module)"
         raise RuntimeError(
             explain("cannot hold parameters", "they are unsharded for a step already", f"seen: unit {name}", hint)
         )
-    for unit in units:
+    for unit in units:  # all checked before: an error half way would leave some unsharded for good
         if before is not None:
             before(unit)
         if keep:
@@ -295,7 +295,7 @@ class ManagedModule(FSDPModule):
         """Make a module of the original class: a slice of a wrapped container is a plain container."""
         original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         made = original.__new__(original, *args, **kwargs)
-        made.__init__(*args, **kwargs)
+        made.__init__(*args, **kwargs)  # by hand: Python calls it for instances of `cls` alone
         return made
 
     # -- HyperParallel's own methods -----------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class ManagedModule(FSDPModule):
         """`"avg"` or `"sum"`; case and blanks do not matter. Nested; `recurse=False`: this unit only.
 
         The default is `"avg"` where a unit manages only plain parameters, else `"sum"`: then the loss must already
-        be divided by the number of data-parallel ranks. A root with units of both kinds must be told.
+        be divided by the number of data-parallel ranks. A root with units of both kinds has to choose.
         """
         op = reduce_op_type.strip().lower() if isinstance(reduce_op_type, str) else reduce_op_type
         if op not in ("avg", "sum"):
@@ -604,7 +604,10 @@ class ManagedModule(FSDPModule):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for unit in nested_units(self):  # type: ignore[arg-type]
             unit.reshard()  # what `to` and `half` convert are the sharded parameters
-        return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        applied = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        for traced in _own_traced(self):
+            traced.follow()  # a graph that is traced next finds leaves of the new dtype
+        return applied
 
     def _show_gathered(self) -> None:
         """While a pipeline of torch runs backwards, let it find the parameters that its forwards have used.
@@ -673,6 +676,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         register_forward_method(module, method_name)
 
 
+# Cached: modules of one class stay of one class, for who compares types (Dynamo's guards, wrap policies).
 @functools.cache
 def wrapped_class(original: Any, mixin: Any = HSDPModule) -> Any:
     """The class `HSDP<Original>` that a wrapped module gets; one per original class and API."""

@@ -54,8 +54,8 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 class ManagedParam:
     """A parameter as the engine keeps it.
 
-    *Whole* means: not split over the shard axis. For a parameter that is split over other axes too, such as those of
-    tensor parallelism, it is what those leave of it. Along `shard_dim` shards follow `torch.chunk`: of size
+    *Unsharded* means: not split over the shard axis. For a parameter that is split over other axes too, such as those
+    of tensor parallelism, it is what those leave of it. Along `shard_dim` shards follow `torch.chunk`: of size
     `ceil(size / ranks)`, the last ones smaller or empty. Communication uses equal shards of `chunk` elements: what
     is beyond the end is padding.
 
@@ -176,6 +176,7 @@ class ManagedParam:
         data: torch.Tensor = unsharded
         if self._view_spec is not None:
             data = DTensor(unsharded, self._spec_for(unsharded), requires_grad=False)
+        # Made once, and filled again by each gather: autograd has saved this very tensor, and leaves its gradient here.
         self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         self.unsharded.__dict__.update(self.attributes)
         self.made_version = self.unsharded._version
@@ -242,7 +243,7 @@ class ManagedParam:
         gradient = self.unsharded.grad
         if gradient is None:
             return None
-        self.unsharded.grad = None
+        self.unsharded.grad = None  # the reducer's alone now: the next backward must not add to what is being sent
         if isinstance(gradient, DTensor):
             gradient = self._summand(gradient, dtype, mean)
         if gradient.layout is not torch.strided:
@@ -323,7 +324,7 @@ class ManagedParam:
             existing._local_tensor.add_(local)
         hooks = getattr(self.sharded, "_post_accumulate_grad_hooks", None)
         for hook in tuple(hooks.values()) if hooks else ():
-            hook(self.sharded)
+            hook(self.sharded)  # last, as autograd does: an optimizer in backward steps here, and clears the gradient
 
     def show_sum(self, flat: torch.Tensor, *, unsharded: bool, waiting: bool) -> None:
         """Show an accumulated gradient as `acc_grad`: a DTensor that says over which axes it is still to be added up.
@@ -356,6 +357,7 @@ class ManagedParam:
 
     def _to_host(self, local: torch.Tensor, device: torch.device) -> torch.Tensor:
         copy = torch.empty(local.shape, dtype=local.dtype, device=device, pin_memory=self.pinned)
+        # Not where the host reads it right away: to add it to an earlier gradient, or in a hook.
         later = self.pinned and getattr(self.sharded, self.target, None) is None and not self._has_hooks
         return copy.copy_(local, non_blocking=later)  # the end of backward waits for it
 

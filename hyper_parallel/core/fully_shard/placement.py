@@ -127,7 +127,7 @@ class ParameterPlacement:
 
     @property
     def shard_size(self) -> int:
-        """Parts that the parameter is split into over the shard axis."""
+        """Ranks that the parameter is split over, along the shard axis."""
         return 1 if self.shard_dim is None or self.data is None else self.data.shard_size
 
     @property
@@ -340,7 +340,7 @@ def plain_placement(
     *,
     replicate: bool,
 ) -> ParameterPlacement:
-    """Where a plain parameter goes: split over the shard axis or, if told so or without a dim, replicated.
+    """Where a plain parameter goes: split over the shard axis; replicated if asked to, or if it has no dim.
 
     Args:
         parameter: The parameter.

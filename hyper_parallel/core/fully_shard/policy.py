@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from hyper_parallel.core.common.errors import explain
 
@@ -35,8 +33,6 @@ except ImportError:  # torch 2.11
             return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
-from collections.abc import Callable
-
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -45,10 +41,6 @@ __all__ = [
     "OffloadPolicy",
     "OptimizerLevel",
     "UnitOptions",
-    "check_policies",
-    "check_reshard",
-    "own_mixed_precision",
-    "own_offload",
 ]
 
 
@@ -133,22 +125,6 @@ class CPUOffloadPolicy(OffloadPolicy):
             )
 
 
-def own_mixed_precision(policy: Any) -> Any:
-    """torch's policy as ours; anything else as it is."""
-    if not isinstance(policy, TorchMixedPrecisionPolicy):
-        return policy
-    return MixedPrecisionPolicy(
-        policy.param_dtype, policy.reduce_dtype, policy.output_dtype, cast_forward_inputs=policy.cast_forward_inputs
-    )
-
-
-def own_offload(policy: Any) -> Any:
-    """torch's policy as ours, None as no offload; anything else as it is."""
-    if isinstance(policy, TorchCPUOffloadPolicy):
-        return CPUOffloadPolicy(pin_memory=policy.pin_memory)
-    return OffloadPolicy() if policy is None or isinstance(policy, TorchOffloadPolicy) else policy
-
-
 class OptimizerLevel(Enum):
     """What is split besides the work: the optimizer's state, the gradients, the gathered weights between uses.
 
@@ -212,55 +188,3 @@ class UnitOptions:
     reduced_hook: Callable[[torch.Tensor], None] | None = None
     reduce_scatter_with: Any = None
     zeros: bool = False
-
-
-def check_policies(mp_policy: Any, offload_policy: Any, comm_fusion: Any, zero_copy: Any) -> None:
-    """Check what does not depend on the parameters.
-
-    Raises:
-        ValueError: Of another kind, or `comm_fusion_zero_copy=True` without `comm_fusion`.
-    """
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ValueError(
-            f"fully_shard cannot use {mp_policy!r} as mp_policy\n"
-            f"  expected: hyper_parallel's MixedPrecisionPolicy; seen: one of {type(mp_policy).__module__}\n"
-            "  try: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        )
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise ValueError(
-            f"fully_shard cannot use {offload_policy!r} as offload_policy\n"
-            f"  expected: hyper_parallel's OffloadPolicy; seen: one of {type(offload_policy).__module__}\n"
-            f"  try: offload_policy={CPUOffloadPolicy()!r}"
-        )
-    for name, value, allowed in (
-        ("comm_fusion", comm_fusion, (True, False)),
-        ("comm_fusion_zero_copy", zero_copy, (True, False, None)),
-    ):
-        if not any(value is choice for choice in allowed):
-            raise ValueError(
-                f"fully_shard cannot use {value!r} as {name}\n"
-                f"  expected: {', '.join(map(repr, allowed))}\n"
-                f"  try: {name}=True"
-            )
-    if zero_copy and not comm_fusion:
-        raise ValueError(
-            "fully_shard cannot gather from one buffer: comm_fusion_zero_copy=True is about fused communication\n"
-            "  seen: comm_fusion=False\n"
-            "  try: comm_fusion=True"
-        )
-
-
-def check_reshard(reshard_after_forward: Any) -> None:
-    """Check `reshard_after_forward` as far as the mesh does not matter.
-
-    Raises:
-        ValueError: Neither a bool nor a positive int.
-    """
-    if isinstance(reshard_after_forward, bool):
-        return
-    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1:
-        raise ValueError(
-            f"fully_shard cannot use {reshard_after_forward!r} as reshard_after_forward\n"
-            "  expected: True, False, or the size of the post-forward mesh, an int >= 1\n"
-            "  try: reshard_after_forward=True"
-        )

@@ -6,7 +6,6 @@ units leave for the replicate axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hyper_parallel.core.fully_shard.bucket import Bucket
 from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_scatter, reduce_scatter_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
+from hyper_parallel.core.fully_shard.policy import UnitOptions
 
 __all__ = [
     "ALIGNMENT",
     "Finish",
     "GradientReducer",
-    "ReduceOptions",
     "Reduction",
     "FusedAllReduce",
     "FusedAllReduces",
@@ -58,6 +57,8 @@ class FusedAllReduce:
         start = -(-self.filled // step) * step
         if self.closed or start + numel > self.buffer.numel():
             return None
+        # Nobody reads the gaps, but they are summed: what the allocator has left there may be NaN, at which nccl stops
+        # if asked to look for such (TORCH_NCCL_NAN_CHECK).
         self.buffer[self.filled : start].zero_()
         self.filled = start + numel
         self._members += 1
@@ -127,47 +128,16 @@ class FusedAllReduces:
 
 
 @dataclass(frozen=True)
-class ReduceOptions:
-    """How a unit's gradients are reduced, decided when its backward ends.
-
-    Attributes:
-        average: Whether to divide by the number of ranks.
-        factor: The user's factor on the reduced gradients.
-        all_reduce: Whether to finish with the all_reduce over the replicate axis.
-        dtype: Dtype of the communication; None: that of the computation.
-        result_dtype: Add reduced gradients up in that dtype; None: in the parameter's.
-        fuse: Let the all_reduces of adjacent units be one.
-        show: Show gradients that wait, and reduced ones, as `param.acc_grad`.
-        divide_by: Divide the sum by it instead of what `average` says.
-        hook: Called with the reduced gradients, flat.
-        reduce_scatter_with: What allocates and communicates instead of the engine.
-        zeros: Give parameters that no rank has used zeros as their gradients.
-    """
-
-    average: bool
-    factor: float
-    all_reduce: bool
-    dtype: torch.dtype | None
-    result_dtype: torch.dtype | None = None
-    fuse: bool = False
-    show: bool = False
-    divide_by: float | None = None
-    hook: Callable[[torch.Tensor], None] | None = None
-    reduce_scatter_with: Any = None
-    zeros: bool = False
-
-
-@dataclass(frozen=True)
 class Finish:
     """What is left to do to a reduced gradient.
 
     Attributes:
-        options: As the reduction was asked for.
+        options: The unit's, as they were when its backward ended; calls may have changed them since.
         scale: Factor that is still to be applied.
         partial: What earlier backwards have left for this all_reduce.
     """
 
-    options: ReduceOptions
+    options: UnitOptions
     scale: float
     partial: torch.Tensor | None
 
@@ -198,7 +168,8 @@ class Reduction:
 
     def receive(self) -> None:
         """Wait for the first collective, and apply the gradients if there is no other one to come."""
-        # A second collective is not issued here: that of this unit goes behind the reduce_scatter of the next one.
+        # A second collective is not issued here: that of this unit goes behind the reduce_scatter of the next one, in
+        # `advance`, once this one is issued. Applied at once if there is none: the buffer goes before the next is made.
         if self._shard is None and (self._to_reduce or self._fused is not None):
             self._work.wait()
         else:
@@ -212,7 +183,7 @@ class Reduction:
         if self.done or (self._shard is not None and (self._fused is not None or not self._to_reduce)):
             return
         owner = self._owner
-        first = self._shard is None
+        first = self._shard is None  # partial sums are added once, before the first all_reduce of them
         shard = self._shard = self._work.wait()
         if first and owner.keep_or_add(shard, self._finish.options, self._finish.partial):
             self.done = True
@@ -240,6 +211,8 @@ class Reduction:
     def drop(self) -> None:
         """Wait for what is under way, which still writes to its buffers, and forget it."""
         if not self.done:
+            # Waited for although nobody wants it: freed under way, its buffers would go to the next backward, and the
+            # collective write into these.
             self._work.wait()
             if self._fused is not None:
                 self._fused.drop()
@@ -257,14 +230,16 @@ class Reduction:
             used = [count > 0 for count in shard[end:].real.tolist()]
         if self._finish.scale != 1.0:
             shard[:end].mul_(self._finish.scale)
-        if self._finish.options.hook is not None:
-            self._finish.options.hook(shard[:end])
-        if self._finish.options.show:
+        if self._finish.options.reduced_hook is not None:
+            self._finish.options.reduced_hook(shard[:end])
+        if self._finish.options.show_sums:
             owner.show(shard, used, waiting=False)
-        if self._finish.options.show:
+        if self._finish.options.show_sums:
             shard = shard.clone()  # what is shown is not what optimizers change
+        # One conversion of the buffer per dtype, not one per parameter.
         dtypes = [self._result_dtype(param) for param in self._params]
         shards = {dtype: shard.to(dtype) for dtype in dict.fromkeys(dtypes)}
+        # Gradients are views of the buffer that was reduced, as in FSDP2: no copy, but one that is kept keeps all.
         first = owner.scatter is not None and not owner.bucket.storage.on_host
         for param, start, anybody, dtype in zip(self._params, self._starts, used, dtypes, strict=False):
             shard = shards[dtype]
@@ -278,9 +253,9 @@ class Reduction:
 
     def _result_dtype(self, param: ManagedParam) -> torch.dtype:
         """In which dtype a parameter wants its gradient."""
-        wanted = self._finish.options.result_dtype
         own = param.local.dtype
-        return own if wanted is None or not own.is_floating_point else wanted
+        in_fp32 = self._finish.options.mp_policy.apply_grad_on_fp32_main_grad and own.is_floating_point
+        return torch.float32 if in_fp32 else own
 
 
 # -- collecting and packing --------------------------------------------------------------------------------------------
@@ -382,7 +357,7 @@ class GradientReducer:
             if pending is not None:
                 pending.add_(gradient)
             else:
-                self.pending[index] = gradient.to(self._keeping_dtype(dtype)) if keep else gradient
+                self.pending[index] = gradient.to(self.keeping_dtype(dtype)) if keep else gradient
 
     def _dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
         """Dtype of the communication; the policy speaks of real floating-point gradients only."""
@@ -393,7 +368,7 @@ class GradientReducer:
         """Whether something waits that a synchronised backward must take along, even if it finds nothing new."""
         return self.pending is not None or (all_reduce and self.partial is not None)
 
-    def reduce(self, options: ReduceOptions, fused_all_reduces: FusedAllReduces) -> Reduction | None:
+    def reduce(self, options: UnitOptions, fused_all_reduces: FusedAllReduces) -> Reduction | None:
         """Start to reduce what was collected; None when there is nothing."""
         if self.pending is None:
             return (
@@ -402,8 +377,8 @@ class GradientReducer:
         pending, self.pending = self.pending, None
         params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
         used = [options.zeros or gradient is not None for gradient in pending]
-        dtype = self._dtype(options.dtype)
-        scale = options.factor / (options.divide_by or (self.ranks if options.average else 1))
+        dtype = self._dtype(options.mp_policy.reduce_dtype)
+        scale = self._scale(options)
         # fp16 could overflow in the sum, so it is scaled before; everything else after, on the smaller tensor.
         early = dtype == torch.float16
         if early:
@@ -411,8 +386,9 @@ class GradientReducer:
                 if gradient is not None:
                     gradient.mul_(scale)
         like = torch.empty(0, dtype=dtype, device=self.bucket.compute_device)
+        # Before the reduce_scatter, which then writes into it: for the all_reduce nothing has to be put together.
         fused = place = None
-        if options.fuse and options.all_reduce and len(self.replicas) == 1:
+        if options.fuse_all_reduces and options.requires_all_reduce and len(self.replicas) == 1:
             fused, place = fused_all_reduces.place(self.replicas[0], width, like)
         if self.scatter is None:
             work = Pending(None, self._packed(pending, used, like if place is None else place))
@@ -422,12 +398,32 @@ class GradientReducer:
             sources = [*self._padded(pending, dtype), self._flags(used, like)]
             place = like.new_empty(width) if place is None else place
             work = reduce_scatter_each(place.split(self._sizes), sources, self.scatter, place)
-            del sources
+            del sources  # from now on the collective alone keeps them
         else:
             buffer = self._packed(pending, used, like)
             work = reduce_scatter(buffer, self.scatter, by_all_to_all=self.scatters_by_exchange, out=place)
         finish = Finish(options, 1.0 if early else scale, self._take_partial(options))
         return Reduction(self, params, self._starts, used, work, finish, fused)
+
+    def _scale(self, options: UnitOptions) -> float:
+        return options.gradient_scale / (options.divide_by or (self.ranks if options.average else 1))
+
+    def go_on(self, shard: torch.Tensor | None, options: UnitOptions) -> Reduction:
+        """As `reduce`, from where a graph has left off: with the own shard of one parameter's sum over the shard axis.
+
+        Args:
+            shard: What a reduce_scatter has left; None: nothing new, for what waits for the replicate axis alone.
+            options: How to reduce it.
+        """
+        params = self._plan()
+        dtype = self.keeping_dtype(options.mp_policy.reduce_dtype)
+        flat = torch.ones(self._starts[-1] + 1, dtype=dtype, device=self.bucket.compute_device)  # and a flag
+        if shard is None:
+            flat.zero_()
+        else:
+            flat[:-1].copy_(shard.reshape(-1))
+        finish = Finish(options, self._scale(options), self._take_partial(options))
+        return Reduction(self, params, self._starts, [shard is not None], Pending(None, flat), finish, None)
 
     def _reduce_scatter_with(
         self, comm: Any, pending: list[torch.Tensor | None], used: list[bool], like: torch.Tensor, place: Any
@@ -489,21 +485,21 @@ class GradientReducer:
             self._ones = torch.ones(self.rows * len(used), dtype=like.dtype, device=like.device)
         return self._ones
 
-    def _take_partial(self, options: ReduceOptions) -> torch.Tensor | None:
+    def _take_partial(self, options: UnitOptions) -> torch.Tensor | None:
         """What has waited for the replicate axis and goes along now."""
-        if not options.all_reduce:
+        if not options.requires_all_reduce:
             return None
         partial, self.partial = self.partial, None
         return partial
 
-    def keep_or_add(self, shard: torch.Tensor, options: ReduceOptions, partial: torch.Tensor | None) -> bool:
+    def keep_or_add(self, shard: torch.Tensor, options: UnitOptions, partial: torch.Tensor | None) -> bool:
         """Add what has waited for the replicate axis to `shard`; or keep all of it waiting, and return True."""
-        if not options.all_reduce and (self.replicas or options.show):
+        if not options.requires_all_reduce and (self.replicas or options.show_sums):
             if self.partial is None:
-                self.partial = shard.to(self._keeping_dtype(options.dtype))
+                self.partial = shard.to(self.keeping_dtype(options.mp_policy.reduce_dtype))
             else:
                 self.partial.add_(shard)
-            if options.show:
+            if options.show_sums:
                 used = [count > 0 for count in self.partial[self._starts[-1] :].real.tolist()]
                 self.show(self.partial, used, waiting=True)
             return True
@@ -511,13 +507,14 @@ class GradientReducer:
             shard.copy_(partial.add_(shard))
         return False
 
-    def _keeping_dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    def keeping_dtype(self, reduce_dtype: torch.dtype | None) -> torch.dtype:
+        """Dtype of gradients that wait: that of their reduction if it was chosen, else at least fp32."""
         dtype = self._dtype(reduce_dtype)
         return dtype if reduce_dtype is not None else torch.promote_types(dtype, torch.float32)
 
     def keeps_in_another_dtype(self, reduce_dtype: torch.dtype | None) -> bool:
         """Whether gradients that wait are kept in another dtype than autograd adds them up in."""
-        return self._keeping_dtype(reduce_dtype) != self.bucket.compute_dtype
+        return self.keeping_dtype(reduce_dtype) != self.bucket.compute_dtype
 
     def show_pending(self) -> None:
         """Show the gradients that wait for their first communication as `acc_grad`; every rank its own."""

@@ -150,6 +150,8 @@ class Schedule(Generic[U]):
             return
         self.in_forward = False
         self._left.reverse()
+        # Taken anew from each forward, as branches may differ from step to step. FSDP2 looks at the order for backward
+        # alone; forward prefetches what is asked for explicitly.
         if self._entered != self._forward_order or self._left != self._backward_order:
             self._forward_order, self._backward_order = self._entered, self._left
             self._next_in_forward = followers(self._entered)
@@ -181,6 +183,8 @@ class Schedule(Generic[U]):
         # Autograd alone keeps `end` alive: if it dies without a call, the backward has failed.
         self._ending = weakref.ref(end, self._backward_failed)
         self.backward_number += 1
+        # Possible only from within a backward. Autograd calls it when all gradients have been accumulated, also those
+        # of units that no node behind their inputs has finished.
         Variable._execution_engine.queue_callback(end)
 
     def _backward_failed(self, _: object) -> None:
@@ -202,7 +206,9 @@ class Schedule(Generic[U]):
 
     def _finalize_backward(self) -> None:
         """Backward is through: reduce what is left, apply all gradients, free all units."""
-        self._ending = None
+        self._ending = None  # first: should a reduction raise, the next forward is in no backward
+        # What is left are units none of whose inputs needs a gradient: no node behind these tells when backward is
+        # through. Their reductions go out in one order on all ranks, whenever their gradients have come.
         for unit in reversed(self.units):
             unit.finalize_backward()
         if self.is_last_backward:
@@ -232,14 +238,16 @@ class Schedule(Generic[U]):
 
     def finish_reductions(self) -> None:
         """Wait for the reductions under way and apply their gradients."""
-        reductions, self.reductions = self.reductions, []
+        reductions, self.reductions = self.reductions, []  # first: a wait raises where a peer has died, but only once
+        # All second collectives are issued before one is waited for, so that they overlap; in one order on all ranks.
         for reduction in reductions:
             reduction.advance()
         self.fused_all_reduces.close()
         for reduction in reductions:
             reduction.finish()
         if any(bucket.storage.on_host for unit in self.units for bucket in unit.buckets):
-            self.units[0].platform.current_stream().synchronize()  # the host reads gradients next
+            # Gradients were copied without waiting; the host reads them next, and no stream orders it behind them.
+            self.units[0].platform.current_stream().synchronize()
 
 
 def followers(order: Sequence[U]) -> dict[U, list[U]]:

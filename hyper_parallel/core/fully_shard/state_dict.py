@@ -1,8 +1,8 @@
-"""State dicts of sharded models: values of any layout go in, shards or whole tensors come out.
+"""State dicts of sharded models: values of any layout go in, shards or full tensors come out.
 
 Loading lets torch walk through the modules. Just before a module takes its values, a hook brings each of them into the
 layout of its parameter, so that a module's own hooks and overrides see what the caller gave, and so that no more than
-one module's values are held twice.
+one module's values are in memory twice.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ OWN_HOOKS = ("torch.", "hyper_parallel.")
 
 
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """Return the values of a model by full name, sharded or whole; all ranks of its meshes call it.
+    """Return the values of a model by full name, sharded or full; all ranks of its meshes call it.
 
         shards = get_model_state_dict(model)  # DTensors, for torch.distributed.checkpoint
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if torch.distributed.get_rank() == 0:
-            torch.save(whole, "model.pt")
+            torch.save(full, "model.pt")
 
     Keys are those of torch's `get_model_state_dict`, and of `state_dict()` of the model before it was wrapped. What
     is gathered at the moment is resharded first. Values are detached; those that were neither gathered nor copied to
     the host share memory with the model, as in `state_dict()`, so save or clone them before the next step.
 
     Communication: none for shards. With `full_state_dict` one parameter after the other is gathered over the axes that
-    split it, so that beside the result one gathered parameter is held at a time, and the buffers it was gathered in.
+    split it: beside the result, one gathered parameter at a time is in memory, and the buffers it was gathered in.
 
     Args:
         model: Wrapped, or with wrapped modules in it, or neither.
-        options: torch's `StateDictOptions`; None: all at their defaults. `full_state_dict`: plain, whole tensors.
+        options: torch's `StateDictOptions`; None: all at their defaults. `full_state_dict`: plain, full tensors.
             `cpu_offload`: on the host; together with `full_state_dict`, on rank 0 alone, the dict of the others is
             empty. `ignore_frozen_params`: without parameters that require no gradient, under any of their names.
             `strict=False` lets a model have no values. The others are for loading, submodules and optimizers, and do
@@ -88,12 +88,12 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     _check_get(model, options, torchs.StateDictOptions)
     for unit in nested_units(model):
         unit.reshard()
-    as_held = replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
-    held: dict[str, Any] = torchs.get_model_state_dict(model, options=as_held)
+    sharded_only = replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+    sharded: dict[str, Any] = torchs.get_model_state_dict(model, options=sharded_only)
     if options.ignore_frozen_params:
-        _drop_frozen_aliases(model, held)
+        _drop_frozen_aliases(model, sharded)
     if not (options.full_state_dict or options.cpu_offload):
-        return held
+        return sharded
     keeps = not (options.full_state_dict and options.cpu_offload) or _rank() == 0
 
     def one(value: torch.Tensor) -> torch.Tensor | None:
@@ -104,7 +104,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
 
     result: dict[str, Any] = {}
     with torch.no_grad():
-        for name, value in held.items():
+        for name, value in sharded.items():
             given = tree_map_only(torch.Tensor, one, value)  # extra state may hold tensors anywhere
             if keeps:
                 result[name] = given
@@ -122,7 +122,7 @@ def _check_get(model: Any, options: Any, known: type[StateDictOptions]) -> None:
         raise ValueError(explain(asked, blame, f"got: {options!r}", hint))
     if options.broadcast_from_rank0 and not options.full_state_dict:
         asked = f"{asked} use broadcast_from_rank0=True"
-        blame = "it is for whole tensors, and full_state_dict is False"
+        blame = "it is for full tensors, and full_state_dict is False"
         raise ValueError(explain(asked, blame, f"got: {options}", "full_state_dict=True beside it"))
 
 
@@ -148,9 +148,9 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     A wrapped model's own `load_state_dict` does the same; that of a module that only contains wrapped ones is torch's
     and takes DTensors of exactly the parameters' layouts.
 
-    A value is a DTensor of any layout on any mesh, or a plain tensor of the whole or of this rank's shard; where one
-    rank holds all there is of a parameter, the two are one. Each rank checks its own values. Dtypes and devices are
-    those of the model. Values that are DTensors in other layouts are communicated, one parameter after the other, as
+    A value is a DTensor of any layout on any mesh, or a plain tensor of the global shape or of this rank's shard; where
+    one rank has all of a parameter, the two are one. Each rank checks its own values. Dtypes and devices are those of
+    the model. Values that are DTensors in other layouts are communicated, one parameter after the other, as
     `redistribute` does; between slices of a larger mesh, each slice gathers its own.
 
     Args:
@@ -327,27 +327,27 @@ def fit(key: str, value: Any, target: torch.Tensor) -> Any:
 
 def _shard_of(value: torch.Tensor, target: DTensor) -> torch.Tensor:
     """This rank's shard of `value`; communicates only for a DTensor that is laid out otherwise."""
-    held = target._local_tensor
+    own = target._local_tensor
     if not isinstance(value, DTensor):
         # Also right where the two shapes are the same: then this rank holds the unsharded parameter.
-        return value if value.shape == held.shape else _cut(value, target)
+        return value if value.shape == own.shape else _cut(value, target)
     if value.device_mesh == target.device_mesh and value._spec.placements == target._spec.placements:
         return value._local_tensor
     if value._local_tensor.is_meta:
-        return torch.empty_like(held, device="meta")
+        return torch.empty_like(own, device="meta")
     try:
         return redistribute(_on_its_mesh(value), Layout.of(target)).to_local()
     except ValueError:  # raised before anything is sent, on all ranks: between slices of a mesh, for one
         return _cut(whole_of(value), target).clone()  # a view would keep all of it
 
 
-def _cut(whole: torch.Tensor, target: DTensor) -> torch.Tensor:
-    """This rank's shard of what it has whole: a view."""
+def _cut(full: torch.Tensor, target: DTensor) -> torch.Tensor:
+    """This rank's shard of a full tensor: a view."""
     try:
         rows = Layout.of(target).local_slice(target.shape)
     except ValueError:  # strided shards, of which no layout speaks
-        return distribute_by_torch(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
-    return whole[rows]
+        return distribute_by_torch(full, target.device_mesh, target.placements, src_data_rank=None).to_local()
+    return full[rows]
 
 
 def whole_of(value: DTensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -34,7 +34,7 @@ from hyper_parallel.core.fully_shard.hooks import (
     watch_outputs,
 )
 from hyper_parallel.core.fully_shard.policy import UnitOptions
-from hyper_parallel.core.fully_shard.reduce import GradientReducer, ReduceOptions
+from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
 from hyper_parallel.platform import Platform
 
@@ -117,7 +117,7 @@ class Wrapping:
         original_classes: Of its modules, by identity.
         storage: As the unit's buckets were given it.
         grouping: Which parameters communicate together.
-        ignored: Parameters that the call was told to leave alone.
+        ignored: Parameters that the call left alone.
         forward_methods: Other methods that run as forward does, by module.
         copy: What `copy.deepcopy` of a module does.
     """
@@ -188,8 +188,11 @@ class Unit:
                 param.on_gradient = self._check_reached
                 param.watch()
         for module in self.modules:
+            # Around the hooks that users have registered before: these see what the module sees, not shards.
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, always_call=True)  # also when forward raises
+            # Also when forward raises: modules would go on to show unsharded parameters, which an optimizer or a state
+            # dict would take for the shards.
+            module.register_forward_hook(self.post_forward, always_call=True)
 
     # -- gather and free -----------------------------------------------------------------------------------------
 
@@ -208,7 +211,9 @@ class Unit:
             in_backward: It is for the backward of what the last gather was for.
         """
         try:
-            if True in [bucket.was_replaced() for bucket in self.buckets]:  # each has to look
+            # A list, not `any`: each bucket has to look. One that had not would register the old shards again below,
+            # over those that the user has put there, and say nothing.
+            if True in [bucket.was_replaced() for bucket in self.buckets]:
                 self.reshard()
                 for bucket in self.buckets:
                     bucket.take_over()
@@ -217,6 +222,9 @@ class Unit:
         version = tuple(bucket.version for bucket in self.buckets)
         number = -1 if self.schedule is None else self.schedule.forward_number
         gather = self._gather
+        # FSDP2 gathers nothing while it is unsharded. But what is there may have been kept (by `unshard()`, after
+        # backward, for a backward to come), or prefetched for a forward that never came, and an optimizer may have
+        # stepped since: stale weights would be silent.
         has_data = self.state is ShardedState.UNSHARDED or self.state is ShardedState.UNSHARDING
         # number + 1: gathered by hand, for the forward that comes next.
         is_left_over = has_data and not in_backward and gather.forward_number not in (number, number + 1)
@@ -225,6 +233,8 @@ class Unit:
                 self._free()
             self._drop_post_forward_shards()  # they are as old as what was gathered
         if self.state is ShardedState.SHARDED or self.state is ShardedState.POST_FORWARD_SHARDED:
+            # All of them before the first is waited for. No stream of the engine's own: collectives start behind what
+            # the current stream holds, such as an optimizer's step, and run on the process group's stream.
             works = [bucket.start_gather() for bucket in self.buckets]
             self._gather = GatherRecord(works, version, number, self._holds_gradients())
             self.state = ShardedState.UNSHARDING
@@ -235,6 +245,8 @@ class Unit:
         if has_data and not self._gather.kept_after_backward and (self._gather.may_change or self._holds_gradients()):
             self._free()
         self.start_gather()
+        # After it, as a gather begins a new record. The number is that of the forward to come: this one takes what it
+        # finds, the one after it does not.
         self._asked_for = True
         self._gather.by_user = True
         self._gather.forward_number = 0 if self.schedule is None else self.schedule.forward_number + 1
@@ -305,7 +317,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and let the modules see the shards."""
-        self.show_shards()
+        self.show_shards()  # first: to free waits for a prefetch that nobody used, and raises where a peer has died
         self._free()
 
     def _receive(self, *, keep_post_forward_shards: bool = False) -> None:
@@ -361,6 +373,8 @@ class Unit:
             self.finish_gather()
             return self._count_and_cast(args, kwargs)
         schedule = self.schedule or self._become_root()
+        # Before anything is read: a backward that raised has left `under_way`, and this forward would be taken for a
+        # recomputation inside of it, which nothing ever frees.
         schedule.forget_failed_backward()
         recomputing = self.backward.under_way and schedule.in_backward
         if recomputing:
@@ -377,7 +391,7 @@ class Unit:
             call.version = self._gather.version
             if torch.is_grad_enabled():
                 args, kwargs = mark_inputs(call, args, kwargs)
-        self._calls.append(call)
+        self._calls.append(call)  # last: if anything above raises, `post_forward` finds no call and leaves all alone
         return args, kwargs
 
     def _count_and_cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -401,6 +415,8 @@ class Unit:
         return output
 
     def _enter_forward(self, module: nn.Module, schedule: Schedule[Unit]) -> None:
+        # Of several modules, the first to run gathers for all and the last one frees. One that runs again before all
+        # have run begins anew: some of them may never run.
         first = id(module) not in self._modules_to_run or len(self._modules_to_run) == len(self.modules)
         if first:
             self._modules_to_run = {id(m) for m in self.modules}
@@ -408,11 +424,15 @@ class Unit:
                 self._structure.check(self._known_parameters)
                 schedule.pre_forward()
                 if self.wait_for is not None:
+                    # On the current stream, behind which all gathers start: this one and those that are prefetched.
                     self.platform.current_stream().wait_event(self.wait_for)
                     self.wait_for = None
             elif not schedule.in_forward and not schedule.in_backward:
                 schedule.count_forward()  # the unit runs on its own
         self.unshard(keep_post_forward_shards=torch.is_grad_enabled(), in_backward=schedule.in_backward)
+        # Only now the next units: their gathers queue up behind this one's, which forward is waiting for. A forward
+        # inside of a backward (activation checkpointing) records no order and gathers nothing ahead: the order there is
+        # that of backward, and forward's next unit is one that backward has freed already.
         if first and not schedule.in_backward:
             schedule.enter(self)
             for unit in schedule.next_in_forward(self) if self.forward_prefetch is None else self.forward_prefetch:
@@ -428,7 +448,7 @@ class Unit:
                     yield param.sharded
                     yield param.unsharded
             if traced is not None:
-                yield from (param.parameter for param in traced.params)
+                yield from (param.sharded for param in traced.params)
 
     @runs_eagerly
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -440,7 +460,7 @@ class Unit:
             return output  # the hook before forward has raised
         call = self._calls.pop()
         if call is not None and call.replaced:
-            restore_containers(call)
+            restore_containers(call)  # before what may raise: these lists are the caller's
         if self.options.mp_policy.output_dtype is not None:
             output = cast(output, self.options.mp_policy.output_dtype)
         if call is None:
@@ -455,8 +475,12 @@ class Unit:
             differentiable = [t for t in differentiable if id(t) not in given]
         if differentiable:
             watch_outputs(call, differentiable)
+            # None inside of a backward: checkpointing recomputes units there that backward has not reached, only for
+            # what they save, and nothing ever leaves these calls. The unit would wait for them until backward ends.
             if not schedule.in_backward:
                 self._calls_ahead += 1
+                # The hooks on the outputs keep a call alive: a weak reference that is dead says that its graph is gone
+                # without a backward, and with it the need for what was gathered.
                 self._past_calls = [reference for reference in self._past_calls if reference() is not None]
                 self._past_calls.append(weakref.ref(call))
         if not self._calls:
@@ -476,9 +500,10 @@ class Unit:
     def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool) -> None:
         schedule.leave(self)
         for bucket in self.buckets:
-            bucket.check_untouched()
+            bucket.check_untouched()  # while the data is there: once freed, what forward has written is lost
         if not with_backward:
             self._drop_post_forward_shards()
+        # In a backward that recomputes this forward the unit is what comes next: freed, it would be gathered once more.
         keeps = not self.options.reshard_after_forward or self.is_root or schedule.in_backward
         if (with_backward and keeps) or (self._gather.by_user and not torch.is_grad_enabled()):
             # Backward starts with the root's parameters, or will soon be here: their data stays. The modules show
@@ -503,6 +528,8 @@ class Unit:
 
     def post_root_forward(self) -> None:
         """The root's forward is through: no module shows unsharded parameters, no prefetch was in vain."""
+        # Units that the recorded order has prefetched and this forward has left out: their buffers would stay for as
+        # long as they are left out.
         was_in_vain = self.state is ShardedState.UNSHARDING
         if was_in_vain or (self.shows_unsharded and self.options.reshard_after_forward):
             self.reshard()
@@ -522,6 +549,8 @@ class Unit:
                     "  try: run the whole model's forward once before"
                 )
         _check_one_way(self.modules[0], units)
+        # A submodule may have run alone before, for an evaluation or to find out shapes, and have become a root: what
+        # it has under way goes on in the larger schedule. FSDP2 raises an error there.
         merged = Schedule(list(dict.fromkeys([*units, *(u for schedule in earlier for u in schedule.units)])))
         merged.is_last_backward = self.is_last_backward
         for schedule in earlier:
@@ -560,6 +589,8 @@ class Unit:
         backward.under_way = True
         if self.options.unshard_in_backward:
             self.unshard(in_backward=True)
+        # After the gather, which takes the version of the shards as they are. Autograd's own check sees nothing: the
+        # unsharded parameters are filled through `.data`, so that their version counters stand still.
         if call.version != self._gather.version:
             raise RuntimeError(
                 "a parameter was changed between a forward and its backward\n"
@@ -598,6 +629,7 @@ class Unit:
         if call.pre_backward_in == schedule.backward_number:
             self.backward.open_calls -= 1
         call.post_backward_in = schedule.backward_number
+        # retain_graph=True: one call is left several times. Below 0, the unit would only be finished at the very end.
         self._calls_ahead = max(self._calls_ahead - 1, 0)
         # Of several forward calls before one backward, all share the parameters and their gradients: while one of them
         # is still to be differentiated, freeing would gather again, and reducing would communicate twice.
@@ -632,19 +664,23 @@ class Unit:
         self.backward.under_way = False
         self.counts.finishes += 1
         options = self.options
-        with torch.no_grad():
-            self._reshard_after_backward()  # before gradients are packed, which takes memory again
+        # The order is that of memory, and of the wire. Freed before packed: the peak is one of the two, not both.
+        # Received before packed: what the unit before has sent goes back to the allocator, and comes again as this
+        # unit's buffer. In FSDP2 a reduce_scatter's input waits for the next post_backward in the same way.
+        with torch.no_grad():  # `reduce_now` is called from outside of a backward
+            self._reshard_after_backward()
             schedule.receive_reductions()
             for reducer in self.reducers:
                 reducer.collect(options.mp_policy.reduce_dtype, keep=not self._syncs, mean=options.average)
+            # Gradients are on their way: an optimizer may step before the next forward, and what was kept be stale.
             self._gather.may_change |= self._syncs
             if not self._syncs:
-                schedule.advance_reductions()
+                schedule.advance_reductions()  # those of units that do sync go on
                 if options.show_sums:
                     for reducer in self.reducers:
                         reducer.show_pending()
                 return
-            how = self._reduce_options()
+            how = replace(options)  # for the next backward they may change while this reduction is under way
             started = [reducer.reduce(how, schedule.fused_all_reduces) for reducer in self.reducers]
             # The all_reduces of the units before go behind these reduce_scatters: on links that both share, the first
             # one issued is through first, and what the next unit waits for is the reduce_scatter alone. In virtual time
@@ -672,22 +708,6 @@ class Unit:
         if not self.options.reshard_after_backward:
             return not self.shows_unsharded
         return not self.shows_unsharded and self.state is ShardedState.SHARDED
-
-    def _reduce_options(self) -> ReduceOptions:
-        options = self.options
-        return ReduceOptions(
-            average=options.average,
-            factor=options.gradient_scale,
-            all_reduce=options.requires_all_reduce,
-            dtype=options.mp_policy.reduce_dtype,
-            result_dtype=torch.float32 if options.mp_policy.apply_grad_on_fp32_main_grad else None,
-            fuse=options.fuse_all_reduces,
-            show=options.show_sums,
-            divide_by=options.divide_by,
-            hook=options.reduced_hook,
-            reduce_scatter_with=options.reduce_scatter_with,
-            zeros=options.zeros,
-        )
 
     # -- steps by request: unsharded for many forwards and backwards, in any order ---------------------------------
 
@@ -734,7 +754,7 @@ class Unit:
         """Free the unsharded parameters and start to reduce all gradients, as the end of a backward would."""
         schedule = self.schedule
         assert schedule is not None
-        self.control = StepControl.HOOKS
+        self.control = StepControl.HOOKS  # first: a deferred sync would only collect
         self._reshard_and_reduce(schedule)
 
     def release(self, *, failed: bool) -> None:
@@ -767,6 +787,7 @@ class Unit:
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients, also those that wait for a reduction."""
         if self.schedule is not None:
+            # What comm_async or set_is_last_backward(False) has left under way would arrive after the zeros.
             self.schedule.finish_reductions()
         for reducer in self.reducers:
             reducer.clear()

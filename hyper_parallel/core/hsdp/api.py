@@ -42,7 +42,6 @@ from hyper_parallel.core.fully_shard.policy import (
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
 from hyper_parallel.core.hsdp.compiled import install as install_traced
-from hyper_parallel.core.hsdp.compiled import refuse_dtensors, take_over
 from hyper_parallel.core.mesh.spmd_mesh import divisor, split_replicated, split_world
 from hyper_parallel.platform import Platform, get_platform
 
@@ -248,7 +247,7 @@ def hsdp(
     platform = _platform(found, cell)
     placed = _placed(found, platform, shard_size, threshold * 1024)
     if not use_eager_hook:
-        refuse_dtensors(found)
+        _refuse_dtensors(found)
     options = UnitOptions(
         MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         reshard_after_forward=level is OptimizerLevel.SHARD_OPT_GRAD_PARAM,
@@ -270,26 +269,11 @@ def hsdp(
         install(unit, placed, _cell_class, "hsdp")
         unit.wrapping.copy = copy_wrapped
     else:
-        _install_traced(cell, placed, platform, level, options)
+        object.__setattr__(cell, "__class__", _cell_class(type(cell)))
+        install_traced(cell, placed, Storage(platform), options, grouping)
+        for item, _ in placed:
+            refuse_gradients(item, "hsdp")
     return cell
-
-
-def _install_traced(
-    cell: nn.Module,
-    placed: list[tuple[Found, ParameterPlacement]],
-    platform: Platform,
-    level: OptimizerLevel,
-    options: UnitOptions,
-) -> None:
-    """Make the cell one whose forward `torch.compile` can trace."""
-    scale = options.gradient_scale / dist.get_world_size()
-    params = take_over(placed, platform.device(), scale)
-    object.__setattr__(cell, "__class__", _cell_class(type(cell)))
-    cell.__dict__["_hyper_parallel_traced_unit"] = install_traced(
-        [cell], params, level=level, reduce_dtype=options.mp_policy.reduce_dtype, accumulate=options.show_sums
-    )
-    for item, _ in placed:
-        refuse_gradients(item, "hsdp")
 
 
 def _cell_class(original: Any) -> Any:
@@ -379,7 +363,7 @@ def _placed(
             assert isinstance(item.parameter, DTensor)
             placed.append((item, _split_further(item.parameter, kept, size, platform, meshes)))
             continue
-        # Whole ones go on the mesh of those that are split as asked: torch's functions want all of them on one.
+        # Replicated ones go on the mesh of those that are split as asked: torch's functions want all of them on one.
         mesh = split_world(platform.device_type, size if size > 1 else divisor(shard_size, world, world))
         data = meshes.setdefault(mesh, DataParallelMesh.of(mesh, platform, 2))
         placed.append((item, plain_placement(item.parameter, item.name, data, None, None, replicate=size == 1)))
@@ -402,6 +386,20 @@ def _check_alike(found: list[Found]) -> None:
                     f"ranks with shards of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not",
                     f"plain: {', '.join(plain)}   {item.name}: {parameter.placements}",
                     "distribute_tensor with Replicate() for the plain ones, or fully_shard(cell, mesh=data_mesh)",
+                )
+            )
+
+
+def _refuse_dtensors(found: list[Found]) -> None:
+    """Refuse parameters whose modules are to see DTensors, before anything is done to any of them."""
+    for item in found:
+        if isinstance(item.parameter, DTensor):
+            raise ValueError(
+                explain(
+                    f"hsdp cannot gather {item.name!r} in a way that torch.compile traces",
+                    "it is a DTensor, and use_eager_hook=False takes plain parameters only",
+                    f"seen: placements {item.parameter.placements}",
+                    "use_eager_hook=True for this cell",
                 )
             )
 

@@ -9,220 +9,106 @@ functional collectives that have a gradient. Nothing is swapped, so there is not
               level2, level3: reduce_scatter over the shard axis, then all_reduce over the replicate axis
     level3    the unsharded parameter is not kept for backward: it is gathered again
 
-All of that is in the graph that Dynamo sees. Only accumulation of gradients is not: there the unsharded gradient
-goes to a leaf of its own (a *sink*), and what is left to do is done by a hook of that leaf, after the graph's backward.
+All of that is in the graph that Dynamo sees. Only accumulation of gradients is not: there the gradient goes to a leaf
+of its own (a *sink*), and a hook of that leaf hands it to the engine's `GradientReducer`, after the graph's backward.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.fully_shard.build import Found
-from hyper_parallel.core.fully_shard.param import ManagedParam
+from hyper_parallel.core.fully_shard.bucket import Storage
+from hyper_parallel.core.fully_shard.build import Found, Grouping, make_buckets, own_modules
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
-from hyper_parallel.core.fully_shard.policy import OptimizerLevel
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, UnitOptions
+from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer
 
-__all__ = [
-    "GroupName",
-    "TracedParam",
-    "TracedUnit",
-    "install",
-    "refuse_dtensors",
-    "take_over",
-]
-
-
-@dataclass(frozen=True)
-class GroupName:
-    """A group of ranks in words that fit into a graph.
-
-    Attributes:
-        group: The group's name, by which functional collectives find it.
-        size: How many ranks it has.
-        rank: The calling rank's place among them.
-    """
-
-    group: str
-    size: int
-    rank: int
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> GroupName:
-        """Describe `group` as the calling rank sees it."""
-        return cls(group.group_name, group.size(), group.rank())
-
-
-@dataclass(frozen=True)
-class TracedParam:
-    """One parameter of a unit, registered where `slots` say.
-
-    Attributes:
-        name: Full name in the module that was wrapped.
-        slots: Modules and the names under which they hold it; tied weights have several.
-        parameter: What is registered there: a DTensor with this rank's rows, or replicated.
-        shard: The ranks that hold the shards of one copy, in equal rows of dim 0; None: replicated.
-        replicas: Groups over which a shard's gradient is reduced after the shard axis, one after the other.
-        domain: Groups over which an unsharded gradient is reduced, one after the other.
-        scale: Factor on the reduced gradient: the user's, over the number of ranks in `domain`.
-    """
-
-    name: str
-    slots: Sequence[tuple[nn.Module, str]]
-    parameter: nn.Parameter
-    shard: GroupName | None
-    replicas: tuple[GroupName, ...]
-    domain: tuple[GroupName, ...]
-    scale: float
-
-    @classmethod
-    def of(cls, managed: ManagedParam, scale: float) -> TracedParam:
-        """Describe a parameter of the engine that was a plain one, and whose shard has been made."""
-        placement, data = managed.placement, managed.placement.data
-        assert data is not None
-        return cls(
-            name=managed.name,
-            slots=[(slot.module, slot.name) for slot in managed.slots],
-            parameter=managed.sharded,
-            shard=None if placement.shard_dim is None else GroupName.of(data.shard_group),
-            replicas=() if data.replicate_group is None else (GroupName.of(data.replicate_group),),
-            domain=tuple(GroupName.of(group) for group in placement.reduce_groups or data.domain_groups),
-            scale=scale,
-        )
-
-
-def refuse_dtensors(found: Iterable[Found]) -> None:
-    """Check that parameters are plain ones, before anything is done to any of them.
-
-    Raises:
-        ValueError: One is a DTensor: its module is to see one.
-    """
-    for item in found:
-        if isinstance(item.parameter, DTensor):
-            raise ValueError(
-                explain(
-                    f"hsdp cannot gather {item.name!r} in a way that torch.compile traces",
-                    "it is a DTensor, and use_eager_hook=False takes plain parameters only",
-                    f"seen: placements {item.parameter.placements}",
-                    "use_eager_hook=True for this cell",
-                )
-            )
-
-
-def take_over(
-    placed: Sequence[tuple[Found, ParameterPlacement]], device: torch.device, scale: float
-) -> list[TracedParam]:
-    """Split parameters and register their shards; all of it or, if one cannot be, nothing.
-
-    Args:
-        placed: Parameters and where they go: along dim 0, in equal shards.
-        device: Where shards are made; those of parameters on the meta device stay there.
-        scale: As in `TracedParam`.
-
-    Raises:
-        ValueError: One is a DTensor.
-    """
-    refuse_dtensors(found for found, _ in placed)
-    made = []
-    for found, placement in placed:
-        managed = ManagedParam(found.name, list(found.slots), found.parameter, placement)
-        unsharded = found.parameter.detach()
-        shard = managed.shard_of(unsharded)
-        shard = shard.clone() if unsharded.is_meta else shard.to(device, copy=True)
-        managed.make_sharded(shard, found.parameter)
-        made.append((managed, TracedParam.of(managed, scale)))
-    for managed, _ in made:
-        managed.show(managed.sharded)
-    return [param for _, param in made]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to reduce one parameter's gradient: what the gather hands to its backward.
-
-    Attributes:
-        shard: The ranks that hold the shards; None: there are none to gather from.
-        scatter: Reduce_scatter over `shard` first.
-        groups: All_reduce over these, one after the other.
-        scale: Factor on the result; None: leave it, and leave out `groups`, for the unit does both later.
-        dtype: Of the reduction; None: the gradient's own.
-    """
-
-    shard: GroupName | None
-    scatter: bool
-    groups: tuple[GroupName, ...]
-    scale: float | None
-    dtype: torch.dtype | None
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's rows of a registered parameter, without gradient."""
-    assert isinstance(parameter, DTensor)
-    return parameter._local_tensor.detach()
+__all__ = ["TracedUnit", "install"]
 
 
 # -- collectives, in the form that is the same in a graph and out of it -----------------------------------------------
 
 
-def _all_gather(rows: torch.Tensor, ranks: GroupName | None) -> torch.Tensor:
-    if ranks is None or ranks.size == 1:
+@dataclass(frozen=True)
+class Recipe:
+    """How to gather one parameter and reduce its gradient: constants that fit into a graph, so groups go by name.
+
+    Attributes:
+        shard: The group that holds the shards, in equal rows of dim 0; None: there are none to gather from.
+        size: How many ranks that are.
+        rank: The calling rank's place among them.
+        scatter: Reduce_scatter over `shard` first; False: take the own rows in the end.
+        groups: All_reduce over these, one after the other.
+        scale: Factor on the result; None: leave it, and leave out `groups`, for a reducer does both later.
+        dtype: Of the reduction; None: the gradient's own.
+    """
+
+    shard: str | None
+    size: int
+    rank: int
+    scatter: bool
+    groups: tuple[str, ...]
+    scale: float | None
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, reducer: GradientReducer, options: UnitOptions) -> Recipe:
+        """What `reducer` would do, for a graph to do it."""
+        placement = reducer.params[0].placement
+        size, group = placement.shard_size, reducer.bucket.group
+        return cls(
+            shard=None if group is None or size == 1 else group.group_name,
+            size=size,
+            rank=placement.shard_rank,
+            scatter=reducer.scatter is not None,
+            groups=tuple(group.group_name for group in reducer.replicas),
+            scale=options.gradient_scale / reducer.ranks,
+            dtype=options.mp_policy.reduce_dtype,
+        )
+
+
+def _run(collective: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    issue = getattr(torch.ops._c10d_functional, collective)
+    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(issue(tensor.contiguous(), *arguments))
+    return result
+
+
+def _all_gather(rows: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    if recipe.shard is None:
         return rows.view_as(rows)
-    collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_gather_into_tensor(rows.contiguous(), ranks.size, ranks.group))
-
-
-def _reduce_scatter(unsharded: torch.Tensor, ranks: GroupName | None) -> torch.Tensor:
-    if ranks is None or ranks.size == 1:
-        return unsharded
-    collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(
-        collectives.reduce_scatter_tensor(unsharded.contiguous(), "sum", ranks.size, ranks.group)
-    )
-
-
-def _all_reduce(tensor: torch.Tensor, groups: Iterable[GroupName]) -> torch.Tensor:
-    collectives = torch.ops._c10d_functional
-    for ranks in groups:
-        if ranks.size > 1:
-            tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", ranks.group))
-    return tensor
-
-
-def _own_rows(unsharded: torch.Tensor, ranks: GroupName | None) -> torch.Tensor:
-    if ranks is None or ranks.size == 1:
-        return unsharded
-    rows = unsharded.shape[0] // ranks.size
-    return unsharded.narrow(0, ranks.rank * rows, rows)
+    return _run("all_gather_into_tensor", rows, recipe.size, recipe.shard)
 
 
 def _reduced(gradient: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    scale = recipe.scale
     if recipe.dtype is not None and gradient.is_floating_point():
         gradient = gradient.to(recipe.dtype)
     # fp16 could overflow in the sum, so it is scaled before; everything else after, on the smaller tensor.
-    scale = recipe.scale
     early = gradient.dtype == torch.float16
     if scale is not None and early:
         gradient = gradient * scale
-    if recipe.scatter:
-        gradient = _reduce_scatter(gradient, recipe.shard)
+    if recipe.scatter and recipe.shard is not None:
+        gradient = _run("reduce_scatter_tensor", gradient, "sum", recipe.size, recipe.shard)
     if scale is None:
         return gradient
-    gradient = _all_reduce(gradient, recipe.groups)
-    if not recipe.scatter:
-        gradient = _own_rows(gradient, recipe.shard)
+    for group in recipe.groups:
+        gradient = _run("all_reduce", gradient, "sum", group)
+    if not recipe.scatter and recipe.shard is not None:
+        rows = gradient.shape[0] // recipe.size
+        gradient = gradient.narrow(0, recipe.rank * rows, rows)
     if not early and scale != 1.0:
         return gradient * scale
     return gradient if recipe.scatter else gradient.clone()  # own rows alone, not a view that keeps all of it
@@ -258,79 +144,72 @@ class TracedUnit:
     """What the modules of one unit share: its parameters, and what is gathered while a forward runs.
 
     Attributes:
-        params: The parameters, in the order in which modules refer to them.
+        params: The engine's record of each parameter.
         gathered: Unsharded parameters gathered by the forward under way, outside of graphs; None outside of a forward.
         synced: Whether accumulated gradients are reduced at the end of the next backward.
     """
 
-    def __init__(
-        self,
-        params: Sequence[TracedParam],
-        level: OptimizerLevel,
-        reduce_dtype: torch.dtype | None,
-        accumulate: bool,
-    ) -> None:
-        self.params = list(params)
+    def __init__(self, reducers: Sequence[GradientReducer], options: UnitOptions) -> None:
         self.gathered: dict[tuple[int, bool], tuple[torch.Tensor, nn.Parameter]] | None = None
+        self.options = options
         self.synced = True
-        self.shows_sums = accumulate
-        self.uses_sinks = accumulate
+        self.uses_sinks = options.show_sums
+        self.sums = [_Sum(self, reducer) for reducer in reducers]
+        self.params = [total.param for total in self.sums]
         self._ends_backward: int | None = None  # the backward at whose end sums will be reduced
-        self.gathers_again = level is OptimizerLevel.SHARD_OPT_GRAD_PARAM
-        self.recipes = []
-        self.sums = []
-        for param in self.params:
-            scatter = level is not OptimizerLevel.SHARD_OPT and param.shard is not None
-            groups = param.replicas if scatter else param.domain
-            self.recipes.append(Recipe(param.shard, scatter, groups, param.scale, reduce_dtype))
-            self.sums.append(_Sum(self, param, self.recipes[-1]))
 
-    def unsharded(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
-        """A registered parameter, unsharded: gathered at its first use in a forward."""
-        gathered = self.gathered
-        assert gathered is not None
+    def read(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
+        """What a module sees of a registered parameter: during a forward, the one that its first use has gathered."""
+        if torch.compiler.is_compiling():
+            # Once per use, for a graph cannot change what is outside of it where a part of it is checkpointed.
+            return self.gather(index, parameter)
+        if self.gathered is None:
+            return parameter
         key = (index, torch.is_grad_enabled())  # one gathered under no_grad has no gradient to give
-        if key not in gathered:
-            gathered[key] = (self.gather(index, parameter), parameter)
-        return gathered[key][0]
+        if key not in self.gathered:
+            self.gathered[key] = (self.gather(index, parameter), parameter)
+        return self.gathered[key][0]
 
     def gather(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
         """A registered parameter, unsharded, with a gradient."""
-        recipe = self.recipes[index]
+        total = self.sums[index]
+        recipe = total.full
         rows: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
-        if torch.compiler.is_compiling() and self.gathers_again and recipe.shard is not None:
+        if torch.compiler.is_compiling() and self.options.reshard_after_forward and recipe.shard is not None:
             # Marks the gather for AOTAutograd to repeat it in backward.
-            unsharded = checkpoint(_all_gather, rows.detach(), recipe.shard, use_reentrant=False)
+            unsharded = checkpoint(_all_gather, rows.detach(), recipe, use_reentrant=False)
         else:
-            unsharded = _all_gather(rows.detach(), recipe.shard)
+            unsharded = _all_gather(rows.detach(), recipe)
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return unsharded
         if self.uses_sinks:
-            total = self.sums[index]
-            if total.is_stale(rows):
-                total.refresh()
+            if total.sink.dtype not in (rows.dtype, total.dtype):  # only in a graph: its gradients would be rounded
+                asked, blame = "hsdp cannot trace this cell", "a parameter was replaced by one of another dtype"
+                hint = "set_requires_grad_sync(True), which looks for such, before the forward"
+                raise RuntimeError(explain(asked, blame, f"seen: {rows.dtype}, was {total.sink.dtype}", hint))
             return _Unsharded.apply(unsharded, total.sink, total.recipe)
         return _Unsharded.apply(unsharded, rows, recipe)
 
     def saving(self) -> AbstractContextManager[Any]:
         """How tensors are saved for backward during a forward: at level3 unsharded parameters are not."""
-        if not self.gathers_again or not torch.is_grad_enabled():
+        if not self.options.reshard_after_forward or not torch.is_grad_enabled():
             return nullcontext()
-        if _someone_else_saves():  # activation checkpointing: it saves nothing and will gather again by itself
-            return nullcontext()
-        return saved_tensors_hooks(self._pack, _unpack)
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return nullcontext()  # activation checkpointing: it saves nothing and will gather again by itself
+        return saved_tensors_hooks(self._pack, lambda packed: packed() if isinstance(packed, partial) else packed)
 
-    def _pack(self, saved: torch.Tensor) -> torch.Tensor | _GatherAgain:
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor | partial[torch.Tensor]:
         if not self.gathered or type(saved) is not torch.Tensor:
             return saved
         storage = saved.untyped_storage()._cdata
         for (index, _), (unsharded, parameter) in self.gathered.items():
-            shard = self.recipes[index].shard
-            if shard is None or shard.size == 1 or saved.dtype != unsharded.dtype:
+            recipe = self.sums[index].full
+            if recipe.shard is None or saved.dtype != unsharded.dtype:
                 continue
-            if unsharded.untyped_storage()._cdata == storage:
+            if unsharded.untyped_storage()._cdata == storage:  # this one, or a view of it
+                rows: torch.Tensor = parameter._local_tensor.detach()  # type: ignore[attr-defined]
                 geometry = (saved.shape, saved.stride(), int(saved.storage_offset()))
-                return _GatherAgain(_local(parameter), shard, geometry)
+                return partial(_gathered_again, rows, recipe, geometry)
         return saved
 
     # -- accumulation of gradients ------------------------------------------------------------------------------------
@@ -338,9 +217,13 @@ class TracedUnit:
     def set_requires_grad_sync(self, flag: bool) -> None:
         """Whether the next backward ends with the reduction of what has been accumulated."""
         self.synced = flag
-        for total in self.sums:  # not in a graph
-            total.refresh()
+        self.follow()
         self.choose()
+
+    def follow(self) -> None:
+        """Follow parameters to another dtype or device; not in a graph."""
+        for total in self.sums:
+            total.follow()
 
     def reduce_the_rest_later(self) -> None:
         """At the end of this backward, reduce what waits for parameters that it does not reach."""
@@ -350,217 +233,133 @@ class TracedUnit:
             Variable._execution_engine.queue_callback(self._reduce_the_rest)
 
     def _reduce_the_rest(self) -> None:
-        self._ends_backward = None
         for total in self.sums:
-            total.reduce()
+            if total.reducer.is_due(all_reduce=True):
+                total.reduce()
 
     def choose(self) -> None:
         """Whether gradients go to sinks: there what has been accumulated can be added before a reduction."""
-        self.uses_sinks = self.shows_sums or not self.synced or any(total.pending is not None for total in self.sums)
+        waits = any(total.reducer.is_due(all_reduce=True) for total in self.sums)
+        self.uses_sinks = self.options.show_sums or not self.synced or waits
 
     def zero_grads(self) -> None:
         """Drop gradients, also those that wait."""
         for total in self.sums:
-            total.parameter.grad = None
-            total.clear()
+            total.sink.grad = None
+            total.reducer.clear()
+            total.param.clear_gradient(set_to_none=True)
         self.choose()
 
 
-def _someone_else_saves() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-@dataclass(frozen=True)
-class _GatherAgain:
-    """In place of a saved unsharded parameter (or a view of it): where it comes from."""
-
-    rows: torch.Tensor
-    shard: GroupName
-    geometry: tuple[torch.Size, tuple[int, ...], int]
-
-
 @torch.no_grad()
-def _unpack(packed: torch.Tensor | _GatherAgain) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
-        return packed
-    return _all_gather(packed.rows, packed.shard).as_strided(*packed.geometry)
+def _gathered_again(rows: torch.Tensor, recipe: Recipe, geometry: Any) -> torch.Tensor:
+    return _all_gather(rows, recipe).as_strided(*geometry)
 
 
 class _Sum:
-    """One parameter's gradient over micro-steps, as `parameter.acc_grad` shows it if asked to.
+    """One parameter's gradient over micro-steps: where autograd adds it up, and the reducer that takes it from there.
 
     The sink is a leaf without memory of its own (all elements are one zero). Autograd adds to its `.grad` and then
     calls the hook, after the graph's backward: so the communication of a synced step is in no graph. Where sums are
     shown at level2 and 3, the graph has reduce_scattered what arrives here; otherwise it is unsharded, each rank's own.
     """
 
-    def __init__(self, unit: TracedUnit, param: TracedParam, full: Recipe) -> None:
-        self.unit = unit
-        self.param = param
-        self.full = full
-        self.is_unsharded = not (full.scatter and unit.shows_sums)
-        self.recipe = Recipe(full.shard, not self.is_unsharded, (), None, None if self.is_unsharded else full.dtype)
-        self.pending: torch.Tensor | None = None
+    def __init__(self, unit: TracedUnit, reducer: GradientReducer) -> None:
+        self.unit, self.reducer = unit, reducer
+        (self.param,) = reducer.params
+        full = self.full = Recipe.of(reducer, unit.options)
+        self.is_scattered = full.scatter and unit.options.show_sums
+        dtype = full.dtype if self.is_scattered else None
+        self.recipe = replace(full, scatter=self.is_scattered, groups=(), scale=None, dtype=dtype)
         self._make_sink()
 
-    @property
-    def parameter(self) -> Any:
-        """What is registered now: users may put another one there."""
-        module, name = self.param.slots[0]
-        return module._parameters[name]
+    def _make_sink(self) -> None:
+        param, bucket = self.param, self.reducer.bucket
+        self.dtype = self.reducer.keeping_dtype(self.unit.options.mp_policy.reduce_dtype)
+        shape, dtype = (param.local_shape, self.dtype) if self.is_scattered else (param.shape, bucket.compute_dtype)
+        self.sink = torch.zeros((), dtype=dtype, device=bucket.compute_device).expand(shape)
+        if dtype.is_floating_point or dtype.is_complex:
+            self.sink.requires_grad_()
+            me = weakref.ref(self)  # what such a hook refers to is never collected if it refers to the sink
+            self.sink.register_post_accumulate_grad_hook(lambda sink: (it := me()) and it.collect(sink))
 
-    def is_stale(self, rows: torch.Tensor) -> bool:
-        """Whether the parameter has changed its dtype or device since the sink was made."""
-        return rows.dtype != self.dtype or rows.device != self.sink.device
-
-    def refresh(self) -> None:
-        """Follow the parameter to another dtype or device."""
-        parameter = self.parameter
-        if isinstance(parameter, DTensor) and self.is_stale(parameter._local_tensor):
+    def follow(self) -> None:
+        """Take over what is registered now: users may put another one there, or convert it."""
+        slot, bucket = self.param.slots[0], self.reducer.bucket
+        registered: Any = slot.module._parameters.get(slot.name)
+        # `functional_call` puts plain tensors there.
+        if isinstance(registered, DTensor) and not registered.is_meta and bucket.was_replaced():
+            bucket.take_over()
             self._make_sink()
 
-    def _make_sink(self) -> None:
-        local = _local(self.parameter)
-        self.dtype = self.sum_dtype = local.dtype
-        if local.is_floating_point():
-            self.sum_dtype = self.full.dtype or torch.promote_types(local.dtype, torch.float32)
-        shape = list(local.shape)
-        if self.is_unsharded and self.param.shard is not None:
-            shape[0] *= self.param.shard.size
-        zero = torch.zeros((), dtype=local.dtype if self.is_unsharded else self.sum_dtype, device=local.device)
-        self.sink = zero.expand(shape).requires_grad_()
-        me = weakref.ref(self)  # what such a hook refers to is never collected if it refers to the sink
-
-        def collect(sink: torch.Tensor) -> None:
-            found = me()
-            if found is not None:
-                found._collect(sink)
-
-        self.sink.register_post_accumulate_grad_hook(collect)
-
     @torch.no_grad()
-    def _collect(self, sink: torch.Tensor) -> None:
-        gradient = sink.grad
-        assert gradient is not None
-        sink.grad = None
-        gradient = gradient.to(self.sum_dtype)
-        self.pending = gradient if self.pending is None else self.pending.add_(gradient)
+    def collect(self, sink: torch.Tensor) -> None:
+        """Take the gradient that has arrived at the sink."""
+        gradient, sink.grad = sink.grad, None
+        self.follow()
+        unsharded = self.param.unsharded.requires_grad_()  # it may have been frozen when it was made
+        if not self.is_scattered:
+            assert gradient is not None
+            unsharded.grad, gradient = gradient.to(unsharded.dtype), None
+            self.reducer.collect(self.dtype, keep=True, mean=True)
+            if self.unit.options.show_sums:
+                self.reducer.show_pending()
+        if self.is_scattered or self.unit.synced:
+            self.reduce(gradient)
         if self.unit.synced:
-            self.reduce()
             self.unit.reduce_the_rest_later()
-        else:
-            self._show(self.pending, Partial())
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Give the parameter what has added up."""
-        total, self.pending = self.pending, None
-        if total is None:
-            return
-        if self.unit.shows_sums:
-            total = _all_reduce(total, self.full.groups) * self.param.scale
-            self._show(total, Replicate())
-            rows = (_own_rows(total, self.param.shard) if self.is_unsharded else total).clone()
-        else:
-            rows = _reduced(total, self.full)
-        self._add(rows)
+    def reduce(self, scattered: torch.Tensor | None = None) -> None:
+        """Give the parameter what has added up, and `scattered`; or, before the synced step, let that wait."""
+        reducer, options = self.reducer, self.unit.options
+        wide = MixedPrecisionPolicy(reduce_dtype=self.dtype) if self.dtype.is_floating_point else options.mp_policy
+        how = replace(options, requires_all_reduce=self.unit.synced, mp_policy=wide)
+        reduction = reducer.go_on(scattered, how) if self.is_scattered else reducer.reduce(how, FusedAllReduces(0))
+        if reduction is not None:
+            reduction.finish()
         self.unit.choose()
-
-    def _add(self, rows: torch.Tensor) -> None:
-        """Give the parameter its gradient, and its hooks what autograd would have given them."""
-        parameter = self.parameter
-        gradient = self._laid_out(rows.to(parameter.dtype), parameter.placements)
-        for hook in tuple((parameter._backward_hooks or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad._local_tensor.add_(gradient._local_tensor)
-        for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-            hook(parameter)
-
-    def _show(self, total: torch.Tensor, instead: Placement) -> None:
-        """Show what has added up; `instead` says of the axes over which it is not split what it is there."""
-        if self.unit.shows_sums:
-            parameter = self.parameter
-            placements = [p if p.is_shard() and not self.is_unsharded else instead for p in parameter.placements]
-            parameter.acc_grad = self._laid_out(total, placements)
-
-    def _laid_out(self, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
-        parameter = self.parameter
-        mesh, shape = parameter.device_mesh, parameter.shape
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
-
-    def clear(self) -> None:
-        self.pending = self.sink.grad = None
-        parameter = self.parameter
-        if getattr(parameter, "acc_grad", None) is not None:
-            parameter.acc_grad = None
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
 def install(
-    roots: Sequence[nn.Module],
-    params: Sequence[TracedParam],
-    *,
-    level: OptimizerLevel,
-    reduce_dtype: torch.dtype | None = None,
-    accumulate: bool = False,
+    cell: nn.Module,
+    placed: Sequence[tuple[Found, ParameterPlacement]],
+    storage: Storage,
+    options: UnitOptions,
+    grouping: Grouping,
 ) -> TracedUnit:
-    """Let the modules of a unit see unsharded parameters while they run, in a way that `torch.compile` can trace.
+    """Shard plain parameters; let their modules see unsharded ones while they run, in a way that can be traced.
 
-    Each module below `roots` that has something to do with `params` gets a class of its own, derived from the one
-    that it has, with the same name. Its state is unchanged: `named_parameters()`, `state_dict()` and, outside of a
-    forward, `module.weight` give the registered parameters.
+    Each module of the unit that has something to do with them gets a class of its own, derived from the one that it
+    has, with the same name. Its state is unchanged: `named_parameters()`, `state_dict()` and, outside of a forward,
+    `module.weight` give the registered parameters.
 
     Args:
-        roots: The modules of the unit. Modules of units inside, installed before, are left to those.
-        params: Its parameters.
-        level: What is split besides the optimizer's state.
-        reduce_dtype: Gradients are reduced, and accumulated, in this dtype. None: their own.
-        accumulate: Show gradients that add up as `parameter.acc_grad`; `parameter.grad` gets them when synced.
+        cell: The module of the unit. Modules of units inside, installed before, are left to those.
+        placed: Its parameters, plain ones, and where they go: along dim 0, in equal shards.
+        storage: Where shards are kept.
+        options: With `reshard_after_forward` it is level3.
+        grouping: With `unsharded_gradients` it is level1; each parameter is in a group of its own.
 
     Communication of a forward and backward, per parameter: see the top of this module.
     """
-    unit = TracedUnit(params, level, reduce_dtype, accumulate)
-    slots: dict[int, dict[str, int]] = {}
+    reducers = [make_buckets([item], storage, options.mp_policy, grouping)[1][0] for item in placed]
+    unit = TracedUnit(reducers, options)
+    names: dict[nn.Module, dict[str, int]] = {}
     for index, param in enumerate(unit.params):
-        for module, name in param.slots:
-            slots.setdefault(id(module), {})[name] = index
-    owners = {id(module): module for param in unit.params for module, _ in param.slots}
-    for module in _above(roots, owners):
-        own = slots.get(id(module), {})
-        module._hsdp_unit = unit  # type: ignore[assignment]
-        module._hsdp_slots = own  # type: ignore[assignment]
-        original: Any = type(module)
-        module.__class__ = _traced_class(original, tuple(own))
+        for slot in param.slots:
+            names.setdefault(slot.module, {})[slot.name] = index
+    for _, module in own_modules([cell]):
+        if module is cell or any(inner in names for inner in module.modules()):
+            own = names.get(module, {})
+            module.__dict__.update(_hsdp_unit=unit, _hsdp_slots=own)
+            original: Any = type(module)
+            module.__class__ = _traced_class(original, tuple(own))
+    cell.__dict__["_hyper_parallel_traced_unit"] = unit
     return unit
-
-
-def _above(roots: Sequence[nn.Module], owners: dict[int, nn.Module]) -> list[nn.Module]:
-    """The roots, the owners and what lies between them; outer ones first, each once."""
-    found: dict[int, nn.Module] = {}
-
-    def visit(module: nn.Module, is_root: bool) -> bool:
-        if id(module) in found:
-            return True
-        if not is_root and id(module) not in owners and "_hsdp_unit" in module.__dict__:
-            return False  # of a unit inside
-        found[id(module)] = module
-        below = [visit(child, False) for child in module.children()]
-        if is_root or id(module) in owners or any(below):
-            return True
-        del found[id(module)]
-        return False
-
-    for root in roots:
-        visit(root, True)
-    for key, owner in owners.items():
-        found.setdefault(key, owner)
-    return list(found.values())
 
 
 @cache  # one class for all layers that are alike, so that they can share a graph
@@ -571,6 +370,8 @@ def _traced_class(base: Any, names: tuple[str, ...]) -> Any:
         unit = self._hsdp_unit
         if torch.compiler.is_compiling() or unit.gathered is not None:
             return super(traced, self).forward(*args, **kwargs)
+        if unit.uses_sinks:
+            unit.follow()
         unit.gathered = {}
         try:
             with unit.saving():
@@ -594,11 +395,7 @@ def _reader(name: str) -> property:
         parameter, unit = self._parameters[name], self._hsdp_unit
         if not isinstance(parameter, DTensor):  # functional_call puts plain tensors here
             return parameter
-        index = self._hsdp_slots[name]
-        if torch.compiler.is_compiling():
-            # Once per use, for a graph cannot change what is outside of it where a part of it is checkpointed.
-            return unit.gather(index, parameter)
-        return parameter if unit.gathered is None else unit.unsharded(index, parameter)
+        return unit.read(self._hsdp_slots[name], parameter)
 
     return property(read)
 
