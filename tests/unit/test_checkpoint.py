@@ -641,7 +641,7 @@ def test_training_goes_on_while_the_copies_are_written(tmp_path):
 def test_what_went_wrong_in_the_background_is_told_by_the_next_call(tmp_path):
     checkpoints = Checkpointer(tmp_path, async_save=True)
     assert checkpoints.save(1, {"w": 3}) is None
-    with pytest.raises(TypeError, match="'w' is a int, not a tensor"):
+    with pytest.raises(TypeError, match="'w' is an int, not a tensor"):
         checkpoints.save(2, {"w": W})
     assert checkpoints.wait() is None, "the second was not begun"
     (tmp_path / "step-00000003").write_text("in the way")

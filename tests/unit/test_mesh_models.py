@@ -578,7 +578,7 @@ def test_stages_of_a_module_that_has_them():
     [
         (lambda: Custom(nn.Linear(2, 2), ids), TypeError, ("is made already", "module=lambda: MyModel(config)")),
         (lambda: Custom(None, ids), TypeError, ("module is a NoneType, not a function",)),
-        (lambda: Custom(Conv, 3), TypeError, ("inputs is a int, not a function", "inputs=lambda batch, seq_len")),
+        (lambda: Custom(Conv, 3), TypeError, ("inputs is an int, not a function", "inputs=lambda batch, seq_len")),
         (lambda: Custom(Conv, ids, loss=1.0), TypeError, ("loss is a float",)),
         (lambda: find_model(Custom(dict, ids)).num_parameters, TypeError, ("has returned a dict, not an nn.Module",)),
         (

@@ -310,7 +310,7 @@ def _checked_shape(asked: str, shape: Any, layout: Layout) -> tuple[int, ...]:
     if isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape):
         return shape
     try:
-        return check_shape(shape, f"layout: {layout}")
+        return check_shape(shape)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{asked} (out_shapes): {error}") from None
 
