@@ -185,7 +185,7 @@ def check_least(asked: str, least: float, **given: Any) -> None:
             raise ValueError(explain(asked, blame, _seen(name, value), f"{name}={least}"))
 
 
-def check_choice(asked: str, name: str, given: object, choices: Iterable[str]) -> None:
+def check_choice(asked: str, name: str, given: object, choices: Iterable[str], hint: str = "") -> None:
     """Refuse a word that is none of some.
 
     Args:
@@ -193,13 +193,14 @@ def check_choice(asked: str, name: str, given: object, choices: Iterable[str]) -
         name: of the argument.
         given: its value.
         choices: what it may be.
+        hint: what to try instead of the nearest choice.
 
     Raises:
         ValueError: it is not.
     """
     known = list(choices)
     if not isinstance(given, str) or given not in known:
-        hint = f"{name}={nearest(given, known)}"
+        hint = hint or f"{name}={nearest(given, known)}"
         raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", _seen(name, given), hint))
 
 
@@ -248,7 +249,9 @@ def check_int(value: object) -> int | None:
         return None
 
 
-def read_int(asked: str, name: str, value: object, least: float = -math.inf, hint: str = "") -> int:
+def read_int(
+    asked: str, name: str, value: object, least: float = -math.inf, hint: str = "", most: float = math.inf
+) -> int:
     """Return an argument as a plain int.
 
     >>> read_int("cannot save a checkpoint", "step", torch.tensor(3), 0)
@@ -258,20 +261,21 @@ def read_int(asked: str, name: str, value: object, least: float = -math.inf, hin
         asked: the start of an error message, "cannot ...".
         name: of the argument.
         value: its value.
-        least: its bound.
+        least: its lower bound.
         hint: what to try.
+        most: its upper bound.
 
     Raises:
         TypeError: no int.
-        ValueError: below the bound.
+        ValueError: outside of the bounds.
     """
     number = check_int(value)
     if number is None:
         raise TypeError(_wrong_kind(asked, "int", name, value, hint))
-    if number < least:
-        raise ValueError(
-            explain(asked, f"{name} must be at least {least}", _seen(name, value), hint or f"{name}={least}")
-        )
+    if not least <= number <= most:
+        bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        hint = hint or f"{name}={least if number < least else most}"
+        raise ValueError(explain(asked, f"{name} must be {bounds}", _seen(name, value), hint))
     return number
 
 
