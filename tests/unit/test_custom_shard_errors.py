@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 import sim
 from hyper_parallel import distribute_tensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.crossing import enter, leave
+from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.local import custom_shard
 from hyper_parallel.core.shard.value_and_grad import parallelize_value_and_grad
 

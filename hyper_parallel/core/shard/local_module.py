@@ -23,7 +23,7 @@ from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.boundaries import Arguments, Inputs, remade, spread
-from hyper_parallel.core.shard.crossing import Mark, agreed_shape, cross, enter, leave, mark_of, marked, shard_shape
+from hyper_parallel.core.shard.entry_exit import Mark, agreed_shape, cross, enter, leave, mark_of, marked, shard_shape
 from hyper_parallel.core.shard.region import LocalParameters, Region, hide
 from hyper_parallel.core.shard.spelling import LayoutTree, describe, leaves
 
