@@ -1,4 +1,4 @@
-"""The device seam: what each platform answers, how one is chosen, and what the errors say.
+"""Platforms of devices: their answers, the choice of one, and the errors.
 
 torch_npu cannot be installed here, so a stand-in takes its place. It has the names that the real wheels (2.11.0 and
 2.14.0) define in `torch_npu.npu`, and no others, so that a call of a name they lack fails here too.

@@ -121,9 +121,9 @@ def test_a_trace_keeps_the_last_events_and_says_so():
         r"  try: sim.world\(..., keep_events=None\), which keeps all"
     )
     for ask in (lambda: last.events, last.in_order):
-        with pytest.warns(UserWarning, match=text) as told:
+        with pytest.warns(UserWarning, match=text) as warned:
             assert {(e.rank, e.order) for e in ask()} == {(e.rank, e.order) for e in last.kept()}
-        assert told[0].filename == __file__
+        assert warned[0].filename == __file__
     with pytest.warns(UserWarning, match=text):
         assert [e.op for e in last.of_rank(0)] == [e.op for e in everything.of_rank(0)[-3:]]
     last.clear()

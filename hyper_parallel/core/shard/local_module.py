@@ -51,7 +51,7 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
         if found[0].mesh_shape[axis] > 1 and any(whole) and not all(whole):
             blame = (
                 f"over axis {name!r} one result is held whole by every rank, and another one is not, so whether a "
-                "rank's gradients are shares of one cannot be told"
+                "rank's gradients are shares of one is ambiguous"
             )
             hint = "the same along that axis, or one module for each result"
             raise ValueError(explain(asked, blame, f"results: {describe(produced)}", hint))
@@ -271,7 +271,7 @@ class LocalModule:
     def _shape(
         self, call: _Call, what: str, shard: torch.Tensor, layout: Layout, path: tuple[Any, ...]
     ) -> tuple[int, ...]:
-        """Return the shape of the whole: what the ranks have told each other when it was first asked for."""
+        """Return the shape of the whole: as the ranks have exchanged it when it was first asked for."""
         if not any(layout.splits(shard.dim())):
             return tuple(shard.shape)
         key = (path, call.key)
