@@ -55,14 +55,14 @@ class Protocol:
 class Result:
     """Seconds per step, one entry per timed block, by engine."""
 
-    arm: str
+    backend: str
     ranks: int
     shape: str
     seconds: dict[str, list[float]]
 
     @property
     def where(self) -> str:
-        return f"{self.ranks} {self.arm} | {self.shape}"
+        return f"{self.ranks} {self.backend} | {self.shape}"
 
     def median(self, engine: str) -> float:
         return float(np.median(self.seconds[engine]))

@@ -114,9 +114,9 @@ class Case:
 
     def __str__(self) -> str:
         names = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-        told = [f"{name}={size}" for name in names if (size := getattr(self.parallel, name) or 1) > 1]
+        shown = [f"{name}={size}" for name in names if (size := getattr(self.parallel, name) or 1) > 1]
         parts = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
-        return (", ".join(told) or "one process") + parts
+        return (", ".join(shown) or "one process") + parts
 
 
 CASES = (

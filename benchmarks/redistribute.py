@@ -224,10 +224,10 @@ def wall_table(results: dict[str, list[tuple[float, float]]]) -> str:
         "| ranks | pairs | ours / torch: mean | median | best | worst | pairs above 1.0 |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for arm, seconds in results.items():
+    for backend, seconds in results.items():
         ratios = sorted(ours / theirs for ours, theirs in seconds)
         lines.append(
-            f"| {arm} | {len(ratios)} | {_mean(ratios):.2f} | {np.median(ratios):.2f} | {ratios[0]:.2f} | "
+            f"| {backend} | {len(ratios)} | {_mean(ratios):.2f} | {np.median(ratios):.2f} | {ratios[0]:.2f} | "
             f"{ratios[-1]:.2f} | {sum(ratio > 1 for ratio in ratios)} |"
         )
     return "\n".join(lines)

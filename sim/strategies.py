@@ -15,6 +15,8 @@ except ImportError as missing:
         "sim.strategies needs hypothesis, which is not installed\n  try: pip install 'hyper_parallel[test]'"
     ) from missing
 
+from hyper_parallel.core.common.checks import check, check_choice, read_int
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.spelling import REDUCTIONS
@@ -31,6 +33,7 @@ FAULT_KINDS: tuple[type[Fault], ...] = (Kill, Freeze, Slow, SlowLink, Corrupt, D
 """What a drawn plan is made of."""
 
 T = TypeVar("T")
+_ASKED = "cannot make a strategy"
 
 
 class LayoutPair(NamedTuple):
@@ -58,15 +61,13 @@ def meshes(
         TypeError: an argument that is no int.
         ValueError: bounds that no mesh fits.
     """
-    _check_int("max_ranks", max_ranks, 1)
-    _check_int("min_size", min_size, 1)
-    _check_int("min_axes", min_axes, 1)
-    _check_int("max_axes", max_axes, min_axes, len(AXIS_NAMES))
+    read_int(_ASKED, "max_ranks", max_ranks, 1)
+    read_int(_ASKED, "min_size", min_size, 1)
+    read_int(_ASKED, "min_axes", min_axes, 1)
+    read_int(_ASKED, "max_axes", max_axes, min_axes, most=len(AXIS_NAMES))
     if min_size**min_axes > max_ranks:
-        raise ValueError(
-            f"no mesh fits: {min_axes} axes of {min_size} ranks are more than max_ranks={max_ranks}\n"
-            f"  try: max_ranks={min_size**min_axes}"
-        )
+        blame, seen = f"{min_axes} axes of {min_size} ranks are more than max_ranks", f"max_ranks: {max_ranks}"
+        raise ValueError(explain(_ASKED, blame, seen, f"max_ranks={min_size**min_axes}"))
 
     def draw_mesh(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Layout:
         count = draw(st.integers(min_axes, max_axes))
@@ -99,9 +100,9 @@ def shapes(min_dims: int = 0, max_dims: int = 3, *, max_size: int = 16) -> st.Se
         TypeError: an argument that is no int.
         ValueError: a negative bound, or a maximum below its minimum.
     """
-    _check_int("min_dims", min_dims, 0)
-    _check_int("max_dims", max_dims, min_dims)
-    _check_int("max_size", max_size, 1)
+    read_int(_ASKED, "min_dims", min_dims, 0)
+    read_int(_ASKED, "max_dims", max_dims, min_dims)
+    read_int(_ASKED, "max_size", max_size, 1)
     telling = st.sampled_from([size for size in TELLING_SIZES if size <= max_size])
     return st.lists(telling | st.integers(0, max_size), min_size=min_dims, max_size=max_dims).map(tuple)
 
@@ -129,18 +130,12 @@ def layouts(
         TypeError: a mesh that is no `Layout`, sizes that are no ints.
         ValueError: a negative size, or a reduction that does not exist.
     """
-    if not isinstance(mesh, Layout):
-        raise TypeError(
-            f"mesh must be a Layout, not {type(mesh).__name__}: {mesh!r}\n  try: Layout((2, 4), ('dp', 'tp'))"
-        )
+    check(_ASKED, Layout, "Layout((2, 4), ('dp', 'tp'))", mesh=mesh)
     for dim, size in enumerate(shape):
-        _check_int(f"shape[{dim}]", size, 0)
+        read_int(_ASKED, f"shape[{dim}]", size, 0)
     kinds = REDUCTIONS if partial is True else tuple(partial or ())
     for kind in kinds:
-        if kind not in REDUCTIONS:
-            raise ValueError(
-                f"partial: no reduction is called {kind!r}\n  try: one of {', '.join(map(repr, REDUCTIONS))}"
-            )
+        check_choice(_ASKED, "partial", kind, REDUCTIONS)
     names, sizes = mesh.alias_name, mesh.mesh_shape
 
     def draw_layout(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Layout:
@@ -222,8 +217,8 @@ def interleavings(max_ranks: int = 8, max_turns: int = 32) -> st.SearchStrategy[
         TypeError: an argument that is no int.
         ValueError: fewer than 1 rank, or a negative number of turns.
     """
-    _check_int("max_ranks", max_ranks, 1)
-    _check_int("max_turns", max_turns, 0)
+    read_int(_ASKED, "max_ranks", max_ranks, 1)
+    read_int(_ASKED, "max_turns", max_turns, 0)
     places = st.integers(0, max_ranks - 1)
     few = st.lists(places, max_size=max_turns)
     # Hypothesis draws short lists; a fault that needs a long one is found among those that fill all turns.
@@ -252,9 +247,9 @@ def parallel_dims(max_ranks: int = 64, *, ranks: int | None = None) -> st.Search
         TypeError: an argument that is no int.
         ValueError: fewer than 1 rank.
     """
-    _check_int("max_ranks", max_ranks, 1)
+    read_int(_ASKED, "max_ranks", max_ranks, 1)
     if ranks is not None:
-        _check_int("ranks", ranks, 1)
+        read_int(_ASKED, "ranks", ranks, 1)
 
     # As many draws whatever comes out of them, or few large degrees would pass for simpler than many of 1.
     places = st.integers(0, 2**16)
@@ -302,10 +297,10 @@ def fault_plans(
         TypeError: an argument that is no int.
         ValueError: bounds that nothing fits, or something that is no kind of fault.
     """
-    _check_int("world_size", world_size, 1)
-    _check_int("max_faults", max_faults, 0)
-    _check_int("max_operations", max_operations, 1)
-    _check_int("survivors", survivors, 0, world_size)
+    read_int(_ASKED, "world_size", world_size, 1)
+    read_int(_ASKED, "max_faults", max_faults, 0)
+    read_int(_ASKED, "max_operations", max_operations, 1)
+    read_int(_ASKED, "survivors", survivors, 0, most=world_size)
     if not kinds or not set(kinds) <= set(FAULT_KINDS):
         known = ", ".join(f"sim.faults.{kind.__name__}" for kind in FAULT_KINDS)
         raise ValueError(f"kinds: {list(kinds)!r} are no kinds of fault\n  known: {known}\n  try: [sim.faults.Kill]")
@@ -343,11 +338,3 @@ def fault_plans(
 def _drawn(function: Callable[[Callable[[st.SearchStrategy[Any]], Any]], T]) -> st.SearchStrategy[T]:
     """Return the strategy of a function that takes `draw`."""
     return st.composite(function)()
-
-
-def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}: {value!r}\n  try: {name}={least}")
-    if value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name}={value} is out of range\n  try: {name} {bounds}")

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.common.checks import check, check_choice, check_least, read_int
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.redistribute.cost import Topology
 from sim.comm.group import Network
 from sim.comm.observer import TraceRecorder, forget, observe
@@ -90,8 +92,9 @@ class WorldOptions:
             are of all events in any case.
 
     Raises:
-        ValueError: A seed that is not an int, a schedule of anything but ints from 0 up, a number of threads below 1, a
-            processor that this process may not use, an unknown device or backend, a number of events below 0.
+        TypeError: A seed, a number of threads or events, or a choice in a schedule that is not an int.
+        ValueError: A negative choice in a schedule, a number of threads below 1, a processor that this process may not
+            use, an unknown device or backend, a number of events below 0.
     """
 
     seed: int = 0
@@ -111,14 +114,22 @@ class WorldOptions:
     keep_events: int | None = 10_000
 
     def __post_init__(self) -> None:
-        if self.schedule is not None:
-            _check_schedule(self.schedule)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"cannot use {self.seed!r} as a seed\n  seed: an int\n  try: seed=0")
-        _check_processors(self.intraop_threads, self.pin)
-        _check_events(self.keep_events)
-        _check_devices(self.device, self.map_device)
-        _check_backend(self.backend)
+        asked, hint = "cannot make a world", "schedule=[0, 2, 1]: which rank, each time that several can run"
+        check(asked, "sequence | None", hint, schedule=self.schedule)
+        for place, choice in enumerate(self.schedule or ()):
+            read_int(asked, f"schedule[{place}]", choice, 0, hint)
+        read_int(asked, "seed", self.seed, hint="seed=0")
+        check(asked, "int | None", intraop_threads=self.intraop_threads, keep_events=self.keep_events)
+        check_least(asked, 1, intraop_threads=self.intraop_threads)
+        check_least(asked, 0, keep_events=self.keep_events)
+        _check_pin(asked, self.pin)
+        if self.device is not None:
+            hint = "'meta' for tensors without data, or map_device='cuda', which puts on the CPU what names that device"
+            check_choice(asked, "device", self.device, ("cpu", "meta"), hint)
+        if self.map_device is not None:
+            check_choice(asked, "map_device", self.map_device, KINDS)
+        if self.backend is not None:
+            check_choice(asked, "backend", self.backend, ("hccl", "nccl", "gloo"))
 
 
 class World:
@@ -405,64 +416,12 @@ def _replay_of(world_size: int, options: WorldOptions) -> str:
     return f"sim.run(..., world_size={world_size}, seed={options.seed}{more})"
 
 
-def _check_schedule(schedule: Sequence[int]) -> None:
-    listed = isinstance(schedule, Sequence) and not isinstance(schedule, (str, bytes))
-    odd = [c for c in schedule if isinstance(c, bool) or not isinstance(c, int) or c < 0] if listed else [schedule]
-    if odd:
-        raise ValueError(
-            f"cannot use {odd[0]!r} {'in' if listed else 'as'} the schedule of a world\n"
-            "  schedule: ints from 0 up, one each time that several ranks can run\n"
-            "  try: schedule=[0, 2, 1]"
-        )
-
-
-def _check_devices(device: str | None, map_device: str | None) -> None:
-    if device not in (None, "cpu", "meta"):
-        raise ValueError(
-            f"cannot make the tensors of ranks on {device!r}\n"
-            "  device: None (the CPU), 'cpu', or 'meta' for tensors without data\n"
-            "  try: map_device='cuda', which puts on the CPU what names that device"
-        )
-    if map_device is not None and map_device not in KINDS:
-        raise ValueError(
-            f"cannot put on the CPU what names the device {map_device!r}\n"
-            f"  map_device: one of {', '.join(KINDS)}, or None\n  try: map_device='cuda'"
-        )
-
-
-def _check_backend(backend: str | None) -> None:
-    if backend is not None and backend not in ("hccl", "nccl", "gloo"):
-        raise ValueError(
-            f"cannot make a world with the backend {backend!r}\n"
-            "  backend: 'hccl', 'nccl' or 'gloo', whose rules for reductions are known, or None\n"
-            "  try: backend='hccl'"
-        )
-
-
-def _check_processors(intraop_threads: int | None, pin: int | None) -> None:
-    if intraop_threads is not None and (not isinstance(intraop_threads, int) or intraop_threads < 1):
-        raise ValueError(
-            f"cannot use {intraop_threads!r} threads inside of an operation\n"
-            "  intraop_threads: an int >= 1, or None to leave torch's setting\n  try: intraop_threads=1"
-        )
+def _check_pin(asked: str, pin: int | None) -> None:
     if pin is not None:
         usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if pin not in usable:
-            raise ValueError(
-                f"cannot pin ranks to processor {pin!r}\n"
-                f"  pin: one of {', '.join(map(str, usable)) or 'none: this system cannot bind threads'}\n"
-                "  try: pin=None"
-            )
-
-
-def _check_events(keep_events: int | None) -> None:
-    if keep_events is not None and (
-        isinstance(keep_events, bool) or not isinstance(keep_events, int) or keep_events < 0
-    ):
-        raise ValueError(
-            f"cannot keep {keep_events!r} events of each rank\n"
-            "  keep_events: an int from 0 up, or None to keep all\n  try: keep_events=None"
-        )
+            seen = f"processors: {', '.join(map(str, usable)) or 'none: this system cannot bind threads'}"
+            raise ValueError(explain(asked, f"ranks cannot be pinned to processor {pin!r}", seen, "pin=None"))
 
 
 def world(world_size: int, **options: Any) -> World:
@@ -484,17 +443,13 @@ def world(world_size: int, **options: Any) -> World:
         **options: Those of `WorldOptions`: `seed`, `topology`, `check_races`, `faults` ...
 
     Raises:
-        ValueError: A world size that is not an int in range, an unknown topology, a package that cannot be copied, and
+        ValueError: A world size out of range, an unknown topology, a package that cannot be copied, and
             what `WorldOptions` refuses.
-        TypeError: A topology, a cost or a fault that is none, or an option that there is not.
+        TypeError: A world size that is no int, a topology, a cost or a fault that is none, or an option that there is
+            not.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_RANKS:
-        raise ValueError(
-            f"cannot make a world of {world_size!r} ranks\n"
-            f"  world_size: an int from 1 to {MAX_RANKS:,}\n"
-            "  try: sim.run(fn, world_size=8)"
-        )
-    return World(world_size, WorldOptions(**options))
+    size = read_int("cannot make a world", "world_size", world_size, 1, "sim.run(fn, world_size=8)", MAX_RANKS)
+    return World(size, WorldOptions(**options))
 
 
 def run(

@@ -1,7 +1,7 @@
 """GPT in the variants that published runs of Megatron, MPT, BLOOM and Nemotron have.
 
 Positions are learned, rotary, or a bias of the scores (ALiBi); norms are LayerNorm or RMSNorm; the feed-forward is
-GELU, squared ReLU, or gated. The names of its parts and its seams (`attend`, `positions`, `keep`) are those of
+GELU, squared ReLU, or gated. The names of its parts and its hooks (`attend`, `positions`, `keep`) are those of
 `hyper_parallel.models.Llama`, so what arranges a Llama on ranks arranges this as well.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain, nearest
-from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.models.llama import Positions
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss
 from sim.mesh.models import ConfigSpec, short_count
@@ -341,7 +341,7 @@ class GPT(nn.Module):
         return self
 
     def where(self, seq: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Return what attention is told of positions: cosines and sines; a bias of the scores; or nothing.
+        """Return what attention gets of positions: cosines and sines; a bias of the scores; or nothing.
 
         Args:
             seq: tokens that this rank has.
@@ -392,7 +392,7 @@ def gpt_plan(
     ('tp',)
 
     Args:
-        model: the model, a stage of it, or its config. A model with ALiBi is told which heads the calling rank has.
+        model: the model, a stage of it, or its config. A model with ALiBi is passed which heads the calling rank has.
         mesh: names and sizes of the axes; for a model with ALiBi, the DeviceMesh.
         tp: the axis that splits heads, inner width and vocabulary.
         dp: the axes that split the batch. Default: all others.

@@ -85,8 +85,7 @@ class LlamaConfig:
             "num_key_value_heads",
             "max_seq_len",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"a Llama needs {name} >= 1, got {name}={getattr(self, name)}")
+            check_least(asked, 1, **{name: getattr(self, name)})
         check_least(asked, 0, norm_eps=self.norm_eps, init_std=self.init_std)
         check_least(asked, 1, rope_factor=self.rope_factor, rope_original_seq_len=self.rope_original_seq_len)
         if not 0 < self.rope_theta < math.inf:
@@ -100,22 +99,18 @@ class LlamaConfig:
             )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
-            raise ValueError(
-                f"cannot make heads of head_size={self.head_size}: rotary positions turn pairs\n"
-                f"  try: head_size={max(2, self.head_size + self.head_size % 2)}"
-            )
+            seen, hint = f"head_size: {self.head_size}", f"head_size={max(2, self.head_size + self.head_size % 2)}"
+            raise ValueError(explain(asked, "rotary positions turn pairs, so head_size is even", seen, hint))
         if self.head_size is None and self.hidden_size % (2 * heads):
             even = 2 * heads * math.ceil(self.hidden_size / 2 / heads)
-            raise ValueError(
-                f"cannot split hidden_size={self.hidden_size} into num_attention_heads={heads} heads of an even size "
-                f"(rotary positions turn pairs)\n  try: hidden_size={even}"
-            )
+            blame = f"hidden_size does not split into {heads} heads of an even size, as rotary positions turn pairs"
+            seen = f"hidden_size: {self.hidden_size}   num_attention_heads: {heads}"
+            raise ValueError(explain(asked, blame, seen, f"hidden_size={even}"))
         if heads % kv_heads:
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ValueError(
-                f"cannot share num_key_value_heads={kv_heads} among num_attention_heads={heads} evenly\n"
-                f"  try: num_key_value_heads = one of {fits}"
-            )
+            blame = f"num_key_value_heads={kv_heads} cannot be shared among num_attention_heads={heads} evenly"
+            seen = f"num_attention_heads: {heads}   num_key_value_heads: {kv_heads}"
+            raise ValueError(explain(asked, blame, seen, f"num_key_value_heads = one of {fits}"))
 
     @property
     def head_dim(self) -> int:
@@ -353,10 +348,8 @@ class Llama(nn.Module):
         """
         check("cannot draw the weights", "int", seed=seed)
         if any(isinstance(param, torch.distributed.tensor.DTensor) for param in self.parameters()):
-            raise ValueError(
-                "init_weights draws whole weights, but these are already split over ranks\n"
-                "  try: model.init_weights(seed) first, fully_shard(model) after it"
-            )
+            blame, hint = "these are sharded already", "model.init_weights(seed) first, fully_shard(model) after it"
+            raise ValueError(explain("cannot draw the weights", blame, "parameters: DTensors", hint))
         if self.config.tie_embeddings and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight  # again: moving a model off the meta device unties it
         generator = torch.Generator("cpu").manual_seed(seed)

@@ -6,13 +6,12 @@ see every token, and what they return is added up. No token is dropped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from hyper_parallel.core.common.checks import check, check_fields
+from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least, read_int
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.expert_parallel.router import SCORES, Router
 from hyper_parallel.models.llama import Block, FeedForward, Llama, LlamaConfig
@@ -53,20 +52,16 @@ class ExpertsConfig:
     aux_loss_weight: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_fields("cannot describe a mixture of experts", self)
-        for name in ("num_experts", "experts_per_token", "expert_intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"a mixture of experts needs {name} >= 1, got {name}={getattr(self, name)}")
-        for name in ("num_shared_experts", "num_dense_layers", "routed_scale", "bias_update_rate", "aux_loss_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"a mixture of experts needs {name} >= 0, got {name}={getattr(self, name)}")
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"cannot send a token to experts_per_token={self.experts_per_token} of num_experts={self.num_experts}\n"
-                f"  try: experts_per_token={self.num_experts} or less"
-            )
-        if self.score not in SCORES:
-            raise ValueError(f"there is no score {self.score!r}\n  try: {' or '.join(map(repr, SCORES))}")
+        asked = "cannot describe a mixture of experts"
+        check_fields(asked, self)
+        for least, names in (
+            (1, ("num_experts", "experts_per_token", "expert_intermediate_size")),
+            (0, ("num_shared_experts", "num_dense_layers", "routed_scale", "bias_update_rate", "aux_loss_weight")),
+        ):
+            check_least(asked, least, **{name: getattr(self, name) for name in names})
+        asked_of = f"cannot send each token to some of num_experts={self.num_experts}"
+        read_int(asked_of, "experts_per_token", self.experts_per_token, 1, most=self.num_experts)
+        check_choice(asked, "score", self.score, SCORES)
 
     @property
     def shared_intermediate_size(self) -> int:
@@ -94,11 +89,8 @@ class MoEConfig(ExpertsConfig, LlamaConfig):
     def __post_init__(self) -> None:
         LlamaConfig.__post_init__(self)
         ExpertsConfig.__post_init__(self)
-        if self.num_dense_layers > self.num_hidden_layers:
-            raise ValueError(
-                f"cannot make num_dense_layers={self.num_dense_layers} of num_hidden_layers={self.num_hidden_layers} "
-                f"dense\n  try: num_dense_layers={self.num_hidden_layers} or less"
-            )
+        asked = f"cannot make some of num_hidden_layers={self.num_hidden_layers} dense"
+        read_int(asked, "num_dense_layers", self.num_dense_layers, 0, most=self.num_hidden_layers)
 
     def num_parameters(self) -> int:
         """Count the parameters without building the model."""

@@ -16,7 +16,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.models.plans import MeshLike, Streams, add_entries, llama_plan
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.base import Event, MemoryStats, Platform, PlatformUnavailableError, Stream
 
 __all__ = [
@@ -58,12 +59,10 @@ class AcceleratorPlatform(Platform):
         """
         count = self.device_count()
         if not 0 <= index < count:
-            raise ValueError(
-                f"cannot select {self.device_type} device {index}: this process sees {count} of them\n"
-                f"  index={index}   numbers that exist: {f'0 to {count - 1}' if count else 'none'}\n"
-                f"  try: no more ranks per node than devices (torchrun --nproc-per-node {max(count, 1)}), "
-                "and pass the local rank, not the global one"
-            )
+            asked, blame = f"cannot select {self.device_type} device {index}", f"this process sees {count} of them"
+            seen = f"index: {index}   numbers that exist: {f'0 to {count - 1}' if count else 'none'}"
+            hint = f"the local rank, and at most one rank per device (torchrun --nproc-per-node {max(count, 1)})"
+            raise ValueError(explain(asked, blame, seen, hint))
         self._module.set_device(index)
 
     def synchronize(self) -> None:

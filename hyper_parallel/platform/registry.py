@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform.accelerator import CudaPlatform, NpuPlatform, torch_npu_is_installed
 from hyper_parallel.platform.base import Platform, PlatformUnavailableError
 from hyper_parallel.platform.cpu import CpuPlatform
@@ -41,11 +42,10 @@ class PlatformRegistry:
             factory = self._factories.get(device_type)
             known = ", ".join(repr(name) for name in sorted(self._factories))
         if factory is None:
-            raise ValueError(
-                f"unknown device type {device_type!r}: get_platform knows {known}\n"
-                f"  device_type={device_type!r}\n"
-                "  try: one of these without an index ('cuda', not 'cuda:0'), or register_platform for a new one"
-            )
+            asked, hint = f"cannot get a platform for {device_type!r}", "register_platform for a new device type"
+            if ":" in device_type:
+                hint = f"{device_type.partition(':')[0]!r}, without an index"
+            raise ValueError(explain(asked, "no such device type is registered", f"known: {known}", hint))
         return factory()
 
     def register(self, device_type: str, factory: PlatformFactory) -> None:
@@ -54,11 +54,9 @@ class PlatformRegistry:
         check("cannot register a platform", "callable", factory=factory)
         with self._lock:
             if device_type in self._factories:
-                raise ValueError(
-                    f"cannot register platform {device_type!r}: that device type is registered already\n"
-                    f"  device_type={device_type!r}\n"
-                    "  try: another name, or register_provider to answer for some ranks only"
-                )
+                asked, seen = f"cannot register platform {device_type!r}", f"registered: {', '.join(self._factories)}"
+                hint = "another name, or register_provider to answer for some ranks only"
+                raise ValueError(explain(asked, "that device type is registered already", seen, hint))
             self._factories[device_type] = factory
 
     def register_provider(self, provider: PlatformProvider) -> None:
@@ -71,11 +69,9 @@ class PlatformRegistry:
         """Do what the function `unregister_provider` says."""
         with self._lock:
             if not any(provider == known for known in self._providers):
-                raise ValueError(
-                    f"cannot unregister {provider!r}: it is not a registered platform provider\n"
-                    f"  registered now: {len(self._providers)}\n"
-                    "  try: pass the very object that register_provider was given, once"
-                )
+                asked, seen = f"cannot unregister {provider!r}", f"registered now: {len(self._providers)}"
+                hint = "the very object that was passed to register_provider, once"
+                raise ValueError(explain(asked, "it is not a registered platform provider", seen, hint))
             found = self._providers.index(provider)
             self._providers = self._providers[:found] + self._providers[found + 1 :]
 

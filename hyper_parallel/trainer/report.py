@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hyper_parallel.core.common.drawing import blank_figure, quiet, whole_steps
 from hyper_parallel.core.common.errors import explain
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 KEPT = 10_000
 """Records that a rank keeps: a run of months takes no more memory than one of hours."""
@@ -404,30 +401,6 @@ def readable_bytes(amount: float) -> str:
     return f"{amount:.1f} GiB"
 
 
-def blank_figure(width: float, height: float, dpi: int = 120) -> Figure | None:
-    """Return an empty picture, None when matplotlib is not installed.
-
-    Args:
-        width: inches.
-        height: inches.
-        dpi: pixels per inch.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    # Figure and canvas directly: pyplot keeps global state and looks for a display.
-    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _quiet(axes: Axes) -> None:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
     """Draw training and validation losses of several runs into one picture.
 
@@ -439,7 +412,7 @@ def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
     Returns:
         False when matplotlib is not installed; nothing is written then.
     """
-    figure = blank_figure(8, 4.5)
+    figure = blank_figure(path, 8, 4.5, dpi=120)
     if figure is None:
         return False
     axes = figure.add_subplot()
@@ -460,7 +433,7 @@ def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.set_xlim(0, None)
     axes.legend(frameon=False)
-    _quiet(axes)
+    quiet(axes)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return True
@@ -484,10 +457,10 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     if not runs:
         blame = "there is no log to draw"
         raise ValueError(explain("cannot plot", blame, "logs: none", "the file that train.log names, out/train.jsonl"))
-    figure = blank_figure(8, 8)
+    path = Path(path)
+    figure = blank_figure(path, 8, 8, dpi=120)
     if figure is None:
         return False
-    path = Path(path)
     names = [Path(log).stem for log in runs]
     unique = len(set(names)) == len(names)
     losses, norms, speeds = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
@@ -503,14 +476,14 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     losses.legend(frameon=False)
     norms.set(ylabel="gradient norm")
     speeds.set(ylabel="tokens/s", xlabel="step", ylim=(0, None))
-    speeds.xaxis.get_major_locator().set_params(integer=True)
+    whole_steps(speeds)
     for axes in (losses, norms, speeds):
-        _quiet(axes)
+        quiet(axes)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
-    except (OSError, ValueError) as error:  # ValueError: a kind of picture that matplotlib does not know
-        seen = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    except OSError as error:
+        seen = error.strerror or str(error)
         raise ValueError(explain(f"cannot plot to {path}", "it cannot be written", seen, "out/train.png")) from None
     return True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.redistribute.cost import Load, Topology, seconds, topology
 from sim.comm.collectives import Call
 from sim.kernel.clock import check_seconds
@@ -33,16 +34,9 @@ class CommPricing:
 
     def __init__(self, on: str | Topology | None, cost: Cost | None = None) -> None:
         found = topology(on) if isinstance(on, str) else on
-        if found is not None and not isinstance(found, Topology):
-            raise TypeError(
-                f"cannot use {on!r} as the topology of a world\n  topology: a name, a Topology or None\n"
-                "  try: sim.world(8, topology='h100')"
-            )
-        if cost is not None and not callable(cost):
-            raise TypeError(
-                f"cannot use {cost!r} as the cost of communication\n  cost: a function of an operation and its Load\n"
-                "  try: sim.world(8, cost=lambda op, load: 1e-6)"
-            )
+        asked = "cannot price the communication of a world"
+        check(asked, (Topology, "str | None"), "sim.world(8, topology='h100')", topology=found)
+        check(asked, "callable | None", "sim.world(8, cost=lambda op, load: 1e-6)", cost=cost)
         if cost is None and found is not None:
             model: Topology = found
             cost = lambda op, load: seconds(op, load, model)  # noqa: E731

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
+
+from hyper_parallel.core.common.checks import check_choice, read_int
 
 __all__ = ["OPS", "Event", "EventLog", "Row", "Shape", "Span"]
 
@@ -297,24 +298,20 @@ class EventLog:
         Raises:
             ValueError: No group of the world has that name, there is no such operation, or no such rank.
         """
+        asked = "cannot count the bytes of a trace"
         if axis is not None:
             known = (
                 dict.fromkeys(chain((axis for axis, _ in self._sums.moved), (e.axis for e in self.kept()))) | self._axes
             )
-            _check_name("axis", axis, list(known), "no group of this world is called that")
+            check_choice(asked, "axis", axis, known)
         if op is not None:
-            _check_name("op", op, OPS, "there is no such operation")
+            check_choice(asked, "op", op, OPS)
         events = self.kept() if rank is None else (e for _, e in self._numbered(self._checked_rank(rank)))
         chosen = (e for e in events if e.completed and axis in (None, e.axis) and op in (None, e.op))
         return self._sums.received(axis, op, rank) + sum(event.recv_bytes for event in chosen)
 
     def _checked_rank(self, rank: int) -> int:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"the trace has no events of rank {rank!r}: it is of a world of {self.world_size} ranks\n"
-                f"  rank: an int from 0 to {self.world_size - 1}\n  try: rank=0"
-            )
-        return rank
+        return read_int("cannot find events in the trace", "rank", rank, 0, most=self.world_size - 1)
 
     def by_axis(self) -> list[Row]:
         """One row per axis and operation that has been completed, axes in the order of first use by the lowest rank."""
@@ -346,13 +343,3 @@ class EventLog:
         for events in self._by_rank:
             events.clear()
         self._first, self._open, self._sums = [0] * len(self._by_rank), {}, _Sums()
-
-
-def _check_name(argument: str, asked: str, known: Sequence[str], what: str) -> None:
-    if asked not in known:
-        nearest = difflib.get_close_matches(str(asked), known, n=1, cutoff=0.5) or known[:1]
-        raise ValueError(
-            f"cannot count the bytes of {argument}={asked!r}: {what}\n"
-            f"  {argument}: one of {', '.join(map(repr, known))}\n"
-            f"  try: {argument}={nearest[0]!r}"
-        )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import time
 
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
 
@@ -18,8 +20,12 @@ _sleep_for_real = time.sleep
 
 def check_seconds(value: float, what: str) -> float:
     """`value` as seconds, or the error that `what` cannot take so long."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{what} cannot be {value!r}\n  seconds: a number from 0 up\n  try: 0.001, a millisecond")
+    if type(value) is float and 0 <= value < math.inf:  # in sight, as this is asked of every priced operation
+        return value
+    asked, hint = "cannot let time pass", "0.001, a millisecond"
+    check(asked, "float", hint, **{what: value})
+    if not 0 <= value < math.inf:
+        raise ValueError(explain(asked, f"{what} must be a finite number of at least 0", f"seconds: {value!r}", hint))
     return float(value)
 
 

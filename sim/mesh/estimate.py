@@ -258,10 +258,10 @@ def estimate(
         ValueError: degrees, sizes or names that do not fit; sizes in the model that depend on values.
         UnknownOperation: an operation that there is no price for.
     """
-    told = tuple(placement)
+    axes = tuple(placement)
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
     find_hardware(hardware)  # a name that is not there is told first
-    job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, told, sizes)
+    job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, axes, sizes)
     return estimate_job(job, hardware, calibration)
 
 
@@ -409,8 +409,8 @@ def _evidence(rank: RankTime, names: Sequence[str] | None = None) -> tuple[str, 
             variance += (share * relative) ** 2
             for grade, amount in by_grade.items():
                 grades[grade] = grades.get(grade, 0.0) + share * (amount / seconds if seconds else 0.0)
-        told = [grade for grade, share in grades.items() if share >= 0.1] or list(grades)
-        return weakest(*told), math.sqrt(variance)
+        large = [grade for grade, share in grades.items() if share >= 0.1] or list(grades)
+        return weakest(*large), math.sqrt(variance)
     spread = math.sqrt(sum(evidence.spreads.get(name, 0.0) ** 2 for name in chosen)) / total
     amounts: dict[str, float] = {}
     for by_grade in chosen.values():

@@ -12,7 +12,7 @@ from sim.mesh.searching.advice import Advice, advise
 __all__ = ["explain"]
 
 _WIDTH = 120
-_TOLD = 0.01  # of the step, or of memory: what is less is not told
+_SHOWN = 0.01  # of the step, or of memory: what is less is not shown
 _GRADES = {
     "measured": "measured on this hardware",
     "calibrated": "fitted to published measurements",
@@ -61,11 +61,11 @@ def _time(estimate: Any) -> str:
     lines = ["Where the time goes:"]
     ordered = sorted(terms(estimate), key=lambda pair: -pair[1].value)
     for name, quantity in ordered:
-        if quantity.value >= _TOLD * step:
-            told = f"{percent(quantity.value / step)} {name}: {seconds(quantity.value)}, 80 % interval"
-            lines.append(_item(f"{told} {interval(quantity)} ({_GRADES.get(quantity.grade, quantity.grade)})"))
+        if quantity.value >= _SHOWN * step:
+            line = f"{percent(quantity.value / step)} {name}: {seconds(quantity.value)}, 80 % interval"
+            lines.append(_item(f"{line} {interval(quantity)} ({_GRADES.get(quantity.grade, quantity.grade)})"))
             if name == "compute":
-                of = "; ".join(f"{kind} {percent(share)}" for kind, share in kinds(estimate) if share >= _TOLD)
+                of = "; ".join(f"{kind} {percent(share)}" for kind, share in kinds(estimate) if share >= _SHOWN)
                 lines.append(_item(f"of compute: {of}"))
     return "\n".join(lines)
 
@@ -75,11 +75,11 @@ def _memory(estimate: Any) -> str:
     alike = f", as {fullest.like - 1:,} more ranks" if fullest.like > 1 else ""
     lines = [f"Where the memory goes, on rank {fullest.rank}{alike}, at its peak in {fullest.at}:"]
     for name, amount in sorted(fullest.by_category.items(), key=lambda pair: -pair[1]):
-        if amount >= _TOLD * fullest.peak_allocated:
+        if amount >= _SHOWN * fullest.peak_allocated:
             lines.append(_item(f"{percent(amount / fullest.peak_allocated)} {name}: {gib(amount)}, {_meaning(name)}"))
     lost = fullest.peak_reserved - fullest.peak_allocated
-    told = f"{gib(fullest.peak_allocated)} in all; the allocator reserves {gib(lost)} more"
-    lines.append(_item(f"{told}, in pieces that did not fit what was asked for"))
+    line = f"{gib(fullest.peak_allocated)} in all; the allocator reserves {gib(lost)} more"
+    lines.append(_item(f"{line}, in pieces that did not fit what was asked for"))
     if fullest.context_bytes:
         lines.append(_item(f"{gib(fullest.context_bytes)} outside of torch: the driver's context and communicators"))
     return "\n".join(lines)

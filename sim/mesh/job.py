@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.mesh.parallel_dims import AXIS_ORDER, ParallelDims
@@ -70,15 +71,10 @@ class Job:
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"
-        for name, wanted in (("dims", ParallelDims), ("recipe", Recipe)):
-            given: object = getattr(self, name)
-            if not isinstance(given, wanted):
-                blame = f"{name} is a {type(given).__name__}, not a {wanted.__name__}"
-                raise TypeError(explain(asked, blame, f"{name}: {given!r}", f"{name}={wanted.__name__}(...)"))
+        check(asked, ParallelDims, "dims=ParallelDims(...)", dims=self.dims)
+        check(asked, Recipe, "recipe=Recipe(...)", recipe=self.recipe)
         for name in ("batch", "seq_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(explain(asked, f"{name} is not an int from 1 up", f"{name}: {value!r}", f"{name}=1"))
+            read_int(asked, name, getattr(self, name), 1)
         if sorted(self.placement) != sorted(PLACEMENT):
             odd = [axis for axis in self.placement if axis not in PLACEMENT]
             hint = nearest(odd[0], PLACEMENT) if odd else f"placement={PLACEMENT}"

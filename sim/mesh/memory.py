@@ -61,11 +61,11 @@ class ClassMemory:
         persistent: bytes in use between steps.
         retries: times in both steps that cached memory had to be returned to the device to stay within its limit.
         missing: bytes by which the limit was passed all the same; 0: it fits.
-        blocks: takings and givings replayed, both steps.
+        blocks: the allocation trace replayed, both steps.
         skipped: those left out of the replay because they repeat what was replayed.
         categories: in the order of `CurvePoint.totals`.
         curve: memory over the steady step.
-        unmatched: blocks given back in the second step that were not in use: an error of the recording if not 0.
+        unmatched: blocks freed in the second step that were not in use: an error of the recording if not 0.
     """
 
     rank: int
@@ -95,10 +95,10 @@ class ClassMemory:
 def replay_memory(
     program: Program, rules: AllocatorRules | None = CACHING, *, context_bytes: int = 0, cut: bool = True
 ) -> ClassMemory:
-    """Replay what a program takes and gives back: what builds the model, then two steps.
+    """Replay what a program allocates and frees: what builds the model, then two steps.
 
-    Each micro-batch has its own instance of the blocks that its forward takes and its backward gives back. Blocks that
-    are taken outside of micro-batches, or given back there, such as accumulated gradients, or never given back, exist
+    Each micro-batch has its own instance of the blocks that its forward allocates and its backward frees. Blocks that
+    are allocated outside of micro-batches, or freed there, such as accumulated gradients, or never freed, exist
     once.
 
     Long schedules repeat themselves: once the allocator is, block by block, in a state that it has been in before at

@@ -144,7 +144,7 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A block of device memory is given back."""
+    """A block of device memory is freed."""
 
     block: int
 
@@ -205,7 +205,7 @@ class Segment:
 class Program:
     """What one rank, and all that are like it, do in a step.
 
-    A block that a segment takes and another one gives back has one number in both; for pipelines, in which several
+    A block that a segment allocates and another one frees has one number in both; for pipelines, in which several
     micro-batches are under way, `step` gives each micro-batch its own.
 
     Attributes:
@@ -239,15 +239,15 @@ class Program:
 
     def to_json(self) -> str:
         """Return the program as text that `from_json` reads back: it equals this one."""
-        told = vars(self) | {
-            "groups": [(axis, _ranks_told(ranks)) for axis, ranks in self.groups],
+        data = vars(self) | {
+            "groups": [(axis, _ranks_as_data(ranks)) for axis, ranks in self.groups],
             "categories": list(self.categories.items()),
             "segments": [
                 (key, segment.name, segment.stage, segment.variant, [(type(e).__name__, *e) for e in segment.events])
                 for key, segment in self.segments.items()
             ],
         }
-        return json.dumps(told, separators=(",", ":"))
+        return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Program:
@@ -256,31 +256,31 @@ class Program:
         Raises:
             ValueError, TypeError, KeyError, IndexError: it is not such a text.
         """
-        told = json.loads(text)
+        data = json.loads(text)
         return cls(
-            rank=told["rank"],
-            like=told["like"],
-            world_size=told["world_size"],
-            groups=[CommGroup(axis, _ranks_read(ranks)) for axis, ranks in told["groups"]],
-            places=[Place(*place) for place in told["places"]],
-            categories=dict(told["categories"]),
+            rank=data["rank"],
+            like=data["like"],
+            world_size=data["world_size"],
+            groups=[CommGroup(axis, _ranks_read(ranks)) for axis, ranks in data["groups"]],
+            places=[Place(*place) for place in data["places"]],
+            categories=dict(data["categories"]),
             segments={
                 tuple(key): Segment(name, stage, variant, [_event_read(*event) for event in events])
-                for key, name, stage, variant, events in told["segments"]
+                for key, name, stage, variant, events in data["segments"]
             },
-            order=[(tuple(key), batch) for key, batch in told["order"]],
-            stages=tuple(told["stages"]),
+            order=[(tuple(key), batch) for key, batch in data["order"]],
+            stages=tuple(data["stages"]),
         )
 
 
-def _ranks_told(ranks: Sequence[int]) -> Any:
+def _ranks_as_data(ranks: Sequence[int]) -> Any:
     if isinstance(ranks, range):  # there may be a hundred thousand
         return {"range": [ranks.start, ranks.stop, ranks.step]}
     return {"list" if isinstance(ranks, list) else "tuple": [*ranks]}
 
 
-def _ranks_read(told: Any) -> Sequence[int]:
-    ((kind, ranks),) = told.items()
+def _ranks_read(data: Any) -> Sequence[int]:
+    ((kind, ranks),) = data.items()
     return range(*ranks) if kind == "range" else list(ranks) if kind == "list" else tuple(ranks)
 
 

@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.models.plans import MeshLike
 
 if TYPE_CHECKING:
@@ -177,16 +178,10 @@ class Custom:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        for name in ("module", "inputs", "loss"):
-            given = getattr(self, name)
-            if not callable(given) and not (name == "loss" and given is None):
-                hint = {
-                    "module": "module=lambda: MyModel(config)",
-                    "inputs": "inputs=lambda batch, seq_len: torch.zeros(batch, seq_len, dtype=torch.long)",
-                    "loss": "loss=lambda output, inputs: output.square().mean()",
-                }[name]
-                blame = f"{name} is a {type(given).__name__}, not a function"
-                raise TypeError(explain(_ASKED, blame, f"{name}: {type(given)!r}", hint))
+        check(_ASKED, "callable", "module=lambda: MyModel(config)", module=self.module)
+        tokens = "inputs=lambda batch, seq_len: torch.zeros(batch, seq_len, dtype=torch.long)"
+        check(_ASKED, "callable", tokens, inputs=self.inputs)
+        check(_ASKED, "callable | None", "loss=lambda output, inputs: output.square().mean()", loss=self.loss)
         if isinstance(self.module, nn.Module):
             blame = "module is a model that is made already, and takes memory"
             raise TypeError(explain(_ASKED, blame, f"module: {type(self.module)!r}", "module=lambda: MyModel(config)"))

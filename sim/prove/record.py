@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.sharding_plan import Reading, ShardingPlan, read_plan
+from hyper_parallel.core.shard.plan import Reading, ShardingPlan, read_plan
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves, read_layouts
 
 __all__ = [
@@ -447,9 +448,7 @@ def read_declared(
     modules = list(named_modules(model))
     parameters = {name: parameter.dim() for name, parameter in named_parameters(model).items()}
     reading = None if plan is None else read_plan(asked, plan, mesh, modules, parameters)
-    if declared is not None and not isinstance(declared, Mapping):
-        blame = f"declared is a {type(declared).__name__}, not a dict"
-        raise TypeError(explain(asked, blame, f"declared: {declared!r:.80}", '{"mlp.output": ("dp", "None")}'))
+    check(asked, "mapping | None", '{"mlp.output": ("dp", "None")}', declared=declared)
     parts: dict[str, dict[str, Any]] = {"input": {}, "output": {}, "parameter": {}}
     for key, value in (declared or {}).items():
         last = str(key).rpartition(".")[2]

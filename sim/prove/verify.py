@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.core.shard.plan import ShardingPlan
 from sim.explain.errors import RankFailed, SimError
 from sim.prove.bound import Perturbed
 from sim.prove.compare import Comparison
@@ -302,24 +303,14 @@ def _check_callables(
         )
         hint = "plan=ShardingPlan(...), or parallelize=a function of the model and the mesh"
         raise ValueError(explain(ASKED, blame, "one of them makes the model parallel", hint))
-    if plan is not None and not isinstance(plan, ShardingPlan):
-        blame = f"plan is a {type(plan).__name__}, not a ShardingPlan"
-        raise TypeError(explain(ASKED, blame, f"plan: {plan!r:.80}", "parallelize=... for a function"))
-    for name, value in (("parallelize", parallelize), ("loss_fn", loss_fn)):
-        if value is not None and not callable(value):
-            raise TypeError(
-                explain(ASKED, f"{name} is a {type(value).__name__}", f"{name}: {value!r:.80}", "a function")
-            )
-    if not isinstance(optimizer_fn, (bool, type(None))) and not callable(optimizer_fn):
-        blame = f"optimizer_fn is a {type(optimizer_fn).__name__}"
-        hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
-        raise TypeError(explain(ASKED, blame, f"optimizer_fn: {optimizer_fn!r:.80}", hint))
+    check(ASKED, (ShardingPlan, "None"), "parallelize=... for a function", plan=plan)
+    check(ASKED, "callable | None", parallelize=parallelize, loss_fn=loss_fn)
+    hint = "lambda params: torch.optim.SGD(params, lr=0.1)"
+    check(ASKED, "callable | bool | None", hint, optimizer_fn=optimizer_fn)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(explain(ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(explain(ASKED, f"seed is a {type(seed).__name__}", f"seed: {seed!r}", "seed=0"))
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(explain(ASKED, "steps is no whole number from 1 up", f"steps: {steps!r}", "steps=1"))
+    read_int(ASKED, "seed", seed, hint="seed=0")
+    read_int(ASKED, "steps", steps, 1)
 
 
 def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 
@@ -56,8 +57,8 @@ def scatter_full(full: torch.Tensor, layout: Layout, rank: int | None = None, *,
             reduction pending.
     """
     asked = "cannot scatter a tensor"
-    _check_tensor(asked, full, layout)
-    _check_layout(asked, layout)
+    check(asked, "tensor", "torch.arange(8.0)", full=full)
+    check(asked, Layout, 'Layout((2, 4), ("dp", "tp"))("dp", "None")', layout=layout)
     where = layout.local_slice(full.shape, rank)
     kind = _kind(asked, layout)
     if kind is None:
@@ -95,7 +96,7 @@ def gather_full(
             part.
     """
     asked = "cannot gather a tensor"
-    _check_layout(asked, layout)
+    check(asked, Layout, 'Layout((2, 4), ("dp", "tp"))("dp", "None")', layout=layout)
     kind, where = _kind(asked, layout), layout.slices(shape).tolist()
     held = [_part(parts, rank, layout) for rank in layout.rank_list]
     rows: list[torch.Tensor] = []
@@ -178,18 +179,6 @@ def _reduced(rows: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_tensor(asked: str, full: object, layout: object) -> None:
-    if not isinstance(full, torch.Tensor):
-        blame = f"full is a {type(full).__name__}, not a tensor"
-        raise TypeError(explain(asked, blame, f"layout: {layout}", "torch.arange(8.0)"))
-
-
-def _check_layout(asked: str, layout: object) -> None:
-    if not isinstance(layout, Layout):
-        blame = f"layout is a {type(layout).__name__}, not a Layout"
-        raise TypeError(explain(asked, blame, f"layout: {layout!r}", 'Layout((2, 4), ("dp", "tp"))("dp", "None")'))
 
 
 def _part(parts: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], rank: int, layout: Layout) -> torch.Tensor:

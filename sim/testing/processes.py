@@ -395,7 +395,7 @@ def _would_run() -> bool:
 
 
 def _frame() -> FrameType | None:
-    """Return where the main thread is; to be let go at once, since a frame keeps its function's tensors alive.
+    """Return where the main thread is; to be released at once, since a frame keeps its function's tensors alive.
 
     Whoever holds one changes what autograd does: a gradient that somebody else has is copied.
     """

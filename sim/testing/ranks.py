@@ -16,6 +16,7 @@ except ImportError as missing:
         "sim.ranks needs pytest, which is not installed\n  try: pip install 'hyper_parallel[test]'"
     ) from missing
 
+from hyper_parallel.core.common.checks import check_choice, read_int
 from sim.explain.callables import check_body
 from sim.testing.rank_test import RankTest
 
@@ -48,17 +49,13 @@ def ranks(
 
     Raises:
         ValueError: A world size below 1 or an unknown backend.
-        TypeError: A body that takes no argument, is a method on a backend with processes, or of which a call runs
-            nothing: a coroutine function or a generator function.
+        TypeError: A world size that is no int; a body that takes no argument, is a method on a backend with
+            processes, or of which a call runs nothing: a coroutine function or a generator function.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"cannot run a test on {world_size!r} ranks\n  world_size: an int >= 1\n  try: @sim.ranks(4)")
-    unknown = [backend for backend in backends if backend not in BACKENDS]
-    if unknown or not backends:
-        raise ValueError(
-            f"cannot run a test on the backends {backends!r}\n  known: {', '.join(BACKENDS)}\n"
-            "  try: backends=('sim', 'gloo')"
-        )
+    asked = "cannot run a test on several ranks"
+    read_int(asked, "world_size", world_size, 1, "@sim.ranks(4)")
+    for backend in backends or ("",):
+        check_choice(asked, "backend", backend, BACKENDS, "backends=('sim', 'gloo')")
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         own = list(inspect.signature(body).parameters.values())

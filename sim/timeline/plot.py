@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hyper_parallel.core.common.drawing import Axes, draw_shapes, sample, whole_steps
 from sim.comm.trace import EventLog as Trace
 from sim.timeline.bars import Bar, TraceBars, lay_out, stack
-from sim.timeline.canvas import Axes, blank, draw_shapes, sample, whole_steps
+from sim.timeline.canvas import blank
 
 __all__ = ["draw"]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 import sim
 from hyper_parallel import distribute_tensor, full_tensor, redistribute, to_local
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.crossing import enter, leave
+from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.local import custom_shard
 
 NO_PROCESSES = ("sim", "gpu", "npu")

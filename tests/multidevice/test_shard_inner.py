@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sim
 from hyper_parallel import Layout, ShardingPlan, distribute_tensor, full_tensor, fully_shard, shard_module
-from hyper_parallel.core.shard.crossing import mark_of
+from hyper_parallel.core.shard.entry_exit import mark_of
 
 WIDTH, HIDDEN, TOKENS = 8, 16, 13
 

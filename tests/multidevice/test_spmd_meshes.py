@@ -39,15 +39,15 @@ def ranks_of(group):
 
 def check_part_of_part(root, data_mesh, rows, device):
     """A weight that tp has split, split further: chunk of chunk on each rank, and whole again."""
-    carrier = spmd_mesh_of(root["tp"], data_mesh)
+    spmd = spmd_mesh_of(root["tp"], data_mesh)
     whole = torch.arange(rows * 3, dtype=torch.float32, device=device).reshape(rows, 3)
     mine = part(whole, root.get_local_rank("tp"), root["tp"].size())
     mine = part(mine, data_mesh.get_local_rank(), data_mesh.size())
     split = DTensor.from_local(
-        mine.clone(), carrier.mesh, (Shard(0), Shard(0)), run_check=False, shape=whole.shape, stride=whole.stride()
+        mine.clone(), spmd.mesh, (Shard(0), Shard(0)), run_check=False, shape=whole.shape, stride=whole.stride()
     )
     assert torch.equal(split.full_tensor(), whole)
-    assert torch.equal(distribute_tensor(whole, carrier.mesh, (Shard(0), Shard(0))).to_local(), mine)
+    assert torch.equal(distribute_tensor(whole, spmd.mesh, (Shard(0), Shard(0))).to_local(), mine)
     return split, whole
 
 
@@ -124,11 +124,11 @@ def test_flattened_data_axis(ctx):
         (root["cp", "tp"], (1,), (0,)),
         (root["tp"], (0,), ()),
     ):
-        carrier = spmd_mesh_of(param_mesh, fsdp)
-        assert (carrier.kept, carrier.shared) == (kept, shared)
-        assert carrier.mesh == spmd_mesh_of(root["tp"], fsdp).mesh
-        assert carrier.mesh.mesh_dim_names == ("tp", "fsdp")
-        assert carrier.mesh.mesh.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        spmd = spmd_mesh_of(param_mesh, fsdp)
+        assert (spmd.kept, spmd.shared) == (kept, shared)
+        assert spmd.mesh == spmd_mesh_of(root["tp"], fsdp).mesh
+        assert spmd.mesh.mesh_dim_names == ("tp", "fsdp")
+        assert spmd.mesh.mesh.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert spmd_mesh_of(root["dp_shard", "cp"], fsdp) == (fsdp, (), (0, 1))
     assert groups_made() == made
 
@@ -142,9 +142,9 @@ def test_meshes_of_parallel_dims(ctx):
             (dims.get_mesh("dp"), [[0, 2, 4, 6], [1, 3, 5, 7]]),
             (root["dp_replicate", "dp_shard"], [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
         ):
-            carrier = spmd_mesh_of(param_mesh, data_mesh)
-            assert carrier.mesh.mesh.tolist() == expected
-            assert (carrier.kept, carrier.shared) == (kept, shared)
+            spmd = spmd_mesh_of(param_mesh, data_mesh)
+            assert spmd.mesh.mesh.tolist() == expected
+            assert (spmd.kept, spmd.shared) == (kept, shared)
     first = ctx.rank // 4 * 4
     stage = spmd_mesh_of(dims.get_mesh("tp"), dims.get_mesh("fsdp"))  # fsdp is another name of dp_shard
     assert stage.mesh.mesh.tolist() == [[first, first + 2], [first + 1, first + 3]]
@@ -153,11 +153,11 @@ def test_meshes_of_parallel_dims(ctx):
 @sim.ranks(8, backends=NO_GLOO)
 def test_two_data_axes(ctx):
     root = init_device_mesh(ctx.device_type, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    carrier = spmd_mesh_of(root["tp"], root["replicate", "shard"])
-    assert carrier.mesh.mesh_dim_names == ("tp", "replicate", "shard")
-    assert carrier.mesh.get_all_groups() == [root.get_group(name) for name in ("tp", "replicate", "shard")]
+    spmd = spmd_mesh_of(root["tp"], root["replicate", "shard"])
+    assert spmd.mesh.mesh_dim_names == ("tp", "replicate", "shard")
+    assert spmd.mesh.get_all_groups() == [root.get_group(name) for name in ("tp", "replicate", "shard")]
     whole = torch.arange(7.0, device=ctx.device)
-    split = distribute_tensor(whole, carrier.mesh, (Shard(0), Replicate(), Shard(0)))
+    split = distribute_tensor(whole, spmd.mesh, (Shard(0), Replicate(), Shard(0)))
     mine = part(part(whole, root.get_local_rank("tp"), 2), root.get_local_rank("shard"), 2)
     assert torch.equal(split.to_local(), mine)
     dp = root["replicate", "shard"]._flatten("dp")  # the parameter's axis is the product of both
@@ -168,8 +168,8 @@ def test_two_data_axes(ctx):
 def test_pipeline_stage_has_a_mesh_of_its_own(ctx):
     root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     first = 0 if ctx.rank < 4 else 4
-    carrier = spmd_mesh_of(root["dp", "tp"], root["dp"])
-    assert carrier.mesh.mesh.tolist() == [[first, first + 2], [first + 1, first + 3]]
+    spmd = spmd_mesh_of(root["dp", "tp"], root["dp"])
+    assert spmd.mesh.mesh.tolist() == [[first, first + 2], [first + 1, first + 3]]
     made = groups_made()
     stage = split_replicated(root["dp", "tp"], (0,), 2)  # the shards are the ranks of dp: only groups of one are made
     assert stage.mesh.mesh.tolist() == [[[first, first + 2]], [[first + 1, first + 3]]]
@@ -185,11 +185,11 @@ def test_meshes_that_were_made_apart(ctx):
     assert spmd_mesh_of(twin["tp"], root["dp"]).mesh.mesh.tolist() == expected
     # Slices that are meshes of their own, whose root knows nobody else.
     alone = DeviceMesh.from_group(root.get_group("tp"), "cpu")
-    carrier = spmd_mesh_of(alone, root["dp"])
-    assert carrier.mesh.mesh.tolist() == expected
-    assert carrier.mesh.mesh_dim_names == ("axis_0", "dp")
+    spmd = spmd_mesh_of(alone, root["dp"])
+    assert spmd.mesh.mesh.tolist() == expected
+    assert spmd.mesh.mesh_dim_names == ("axis_0", "dp")
     assert spmd_mesh_of(root["tp"], DeviceMesh.from_group(root.get_group("dp"), "cpu")).mesh.mesh.tolist() == expected
-    # A carrier carries on.
+    # A spmd carries on.
     again = spmd_mesh_of(spmd_mesh_of(root["tp"], root["dp"]).mesh, root["dp"])
     assert (again.mesh.mesh.tolist(), again.kept, again.shared) == (expected, (0,), (1,))
     # Axes are told apart by ranks, not by names: these two are both called "dp".
@@ -223,8 +223,8 @@ def test_the_same_carrier_every_time(ctx):
 def test_modes_that_change_tensors(ctx):
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with FakeTensorMode():
-        carrier = spmd_mesh_of(root["tp"], root["dp"])
-    assert carrier.mesh.mesh.tolist() == [[0, 2], [1, 3]]
+        spmd = spmd_mesh_of(root["tp"], root["dp"])
+    assert spmd.mesh.mesh.tolist() == [[0, 2], [1, 3]]
     with torch.device("meta"):
         assert split_replicated(root, (0,), 1).mesh.mesh.tolist() == [[[0], [2]], [[1], [3]]]
         assert split_world("cpu", 2).mesh.tolist() == [[0, 1], [2, 3]]
@@ -262,9 +262,9 @@ def test_split_world_has_all_sizes(ctx):
 @sim.ranks(8, backends=SIM)
 def test_split_replicated_over_several_axes(ctx):
     root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "tp", "b"))
-    carrier = split_replicated(root, (0, 2), 4)
-    assert (carrier.kept, carrier.shared) == ((1,), (0, 2))
-    assert carrier.mesh.mesh.tolist() == [[[0, 1, 4, 5]], [[2, 3, 6, 7]]]
+    spmd = split_replicated(root, (0, 2), 4)
+    assert (spmd.kept, spmd.shared) == ((1,), (0, 2))
+    assert spmd.mesh.mesh.tolist() == [[[0, 1, 4, 5]], [[2, 3, 6, 7]]]
     made = groups_made()
     pairs = split_replicated(root, (0, 2), 2)  # these are the axes themselves
     assert pairs.mesh.mesh.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
@@ -366,8 +366,8 @@ def test_a_mesh_of_one_axis_that_was_unflattened():
         line = init_device_mesh("cpu", (12,), mesh_dim_names=("world",))
         grid = line._unflatten(0, (2, 3, 2), ("pp", "dp", "tp"))
         first = dist.get_rank() // 6 * 6
-        carrier = spmd_mesh_of(grid["tp"], grid["dp"])
-        assert carrier.mesh.mesh.tolist() == [[first, first + 2, first + 4], [first + 1, first + 3, first + 5]]
+        spmd = spmd_mesh_of(grid["tp"], grid["dp"])
+        assert spmd.mesh.mesh.tolist() == [[first, first + 2, first + 4], [first + 1, first + 3, first + 5]]
         threes = line._unflatten(0, (4, 3), ("a", "b"))["b"]
         pairs = line._unflatten(0, (3, 2, 2), ("x", "y", "z"))["y"]
         with pytest.raises(ValueError, match=r"do not cross|are on the data mesh"):

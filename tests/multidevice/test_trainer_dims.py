@@ -71,7 +71,7 @@ def named(degrees: Numbers) -> str:
     return "-".join(f"{name}{value}" for name, value in degrees.items())
 
 
-def told(result: TrainResult) -> Numbers:
+def numbers_of(result: TrainResult) -> Numbers:
     return {
         "losses": result.losses,
         "norms": [record.grad_norm for record in result.steps],
@@ -82,17 +82,17 @@ def told(result: TrainResult) -> Numbers:
 
 @pytest.fixture(scope="module")
 def dense() -> Numbers:
-    return told(train(DENSE))
+    return numbers_of(train(DENSE))
 
 
 @pytest.fixture(scope="module")
 def experts() -> Numbers:
-    return told(train(EXPERTS))
+    return numbers_of(train(EXPERTS))
 
 
 def in_float32() -> dict[str, torch.Tensor]:
     """The model that rounds most, on one device, of which the rounding is measured where there is no float64."""
-    numbers = told(train(replace(EXPERTS, parallel=replace(EXPERTS.parallel, param_dtype="fp32"))))
+    numbers = numbers_of(train(replace(EXPERTS, parallel=replace(EXPERTS.parallel, param_dtype="fp32"))))
     return {name: torch.tensor(numbers[name]) for name in ("losses", "norms", "valid")}
 
 
@@ -101,7 +101,7 @@ def check(ctx, config: Config, degrees: Numbers, alone: Numbers) -> None:
     exact = ctx.float_dtype is torch.float64
     parallel = replace(config.parallel, param_dtype="fp64" if exact else "fp32", **degrees)
     run = replace(config, parallel=parallel).with_changes("train", {"device": ctx.device_type})
-    found = told(train(run))
+    found = numbers_of(train(run))
     everyone: list[Any] = [None] * ctx.world_size
     dist.all_gather_object(everyone, found)
     assert everyone == [found] * ctx.world_size, f"{named(degrees)}: every rank must see the same numbers"

@@ -180,11 +180,11 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path: Path) -
     with two_ranks(tmp_path, "--tp", "2") as processes:
         read_until(processes[0], "step 1/")
         processes[1].send_signal(signal.SIGTERM)
-        told = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    out = told[0][0]
+        outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    out = outputs[0][0]
     assert "stopped by another rank after step" in out
-    assert told[1][0] == "", "only the first rank prints"
+    assert outputs[1][0] == "", "only the first rank prints"
     stopped_after = check_stopped(tmp_path, out)
     config = load_config(tmp_path / "tiny.toml").with_changes("checkpoint", {"folder": str(tmp_path / "saved")})
     config = config.with_changes("train", {"steps": stopped_after + 1, "log": str(tmp_path / "again.jsonl")})
@@ -285,9 +285,9 @@ def test_a_disk_without_space_does_not_end_the_run_but_is_its_exit_code(tmp_path
 def test_all_processes_tell_by_their_exit_code_that_the_last_save_failed(tmp_path: Path) -> None:
     command = ("-m", "hyper_parallel.cli", "train", "tiny.toml", "--background", "--stuck-after", "60")
     processes = start_ranks(2, *command, folder=tmp_path, file_size_limit=NO_SPACE)
-    told = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [NOT_SAVED] * 2, told
-    assert last_line(told[0][1]) == "error: the last save failed; nothing is saved in saved"
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [NOT_SAVED] * 2, outputs
+    assert last_line(outputs[0][1]) == "error: the last save failed; nothing is saved in saved"
 
 
 HANGS = """

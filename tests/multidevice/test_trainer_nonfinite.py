@@ -78,10 +78,10 @@ def test_stop_is_the_same_error_on_every_rank(
             train(config)
         return str(caught.value)
 
-    told = sim.run(body, world_size)
-    assert told[0].startswith("cannot take step 2: the loss is ")
-    assert "try: on_nonfinite='dump'" in told[0]
-    assert told == [told[0]] * world_size
+    raised = sim.run(body, world_size)
+    assert raised[0].startswith("cannot take step 2: the loss is ")
+    assert "try: on_nonfinite='dump'" in raised[0]
+    assert raised == [raised[0]] * world_size
     assert [record.step for record in read_log(tmp_path / "log.jsonl")] == [1]
 
 

@@ -83,8 +83,8 @@ def one_rank(root: Path, name: str, rank: int, world_size: int, config: Config, 
         timeout=timedelta(seconds=20),
     )
     result = train(config)
-    told = {"first": result.first_step, "losses": result.losses, "valid": result.valid_loss}
-    (root / f"{name}-{rank}").write_text(json.dumps({**told, "failures": result.save_failures}))
+    outcome = {"first": result.first_step, "losses": result.losses, "valid": result.valid_loss}
+    (root / f"{name}-{rank}").write_text(json.dumps({**outcome, "failures": result.save_failures}))
 
 
 def ranks(root: Path, name: str, world_size: int, config: Config, killed: tuple[str, int] | None = None) -> list[Any]:
@@ -116,14 +116,14 @@ def main() -> None:
             keep = CheckpointConfig(folder=f"{folder}/run", every=1, keep=2, background=background)
             config = replace(whole, checkpoint=keep)
             again = config if left == 2 else replace(config, parallel=ParallelConfig())
-            told = {
+            outcome = {
                 "case": [where, victim, background, left],
                 "whole": ranks(root, "whole", 2, whole)[0],
                 "killed": ranks(root, "killed", 2, config, killed=(where, victim)),
                 "again": ranks(root, "again", left, again)[0],
                 "left": sorted(path.name for path in (root / "run").iterdir()),
             }
-            print(json.dumps(told), flush=True)
+            print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":

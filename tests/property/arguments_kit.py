@@ -36,7 +36,7 @@ NO_EFFECT = "without effect"
 LEFT_OUT = {
     "CheckpointError": EXCEPTION,
     "PlatformUnavailableError": EXCEPTION,
-    "SkipDTensorDispatch": "without effect, and its argument is what `with ... as` gives back",
+    "SkipDTensorDispatch": "without effect, and its argument is what `with ... as` returns",
     **dict.fromkeys(
         ("CheckpointMetadata", "Saved", "PendingRedistribute", "Plan", "Step", "AttentionTraffic"), RETURNED
     ),

@@ -151,7 +151,7 @@ def bytes_before_update(program: Program, category: str) -> int:
 def renumbered(program: Program, *, ranks: bool = True) -> list[Any]:
     """The events of a step up to its update, blocks, handles and marks numbered by when they come first.
 
-    What is given back at one time is in order of number; what was taken in the step before is left out.
+    What is freed at one time is in order of number; what was allocated in the step before is left out.
 
     Args:
         program: which.

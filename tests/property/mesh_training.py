@@ -92,14 +92,14 @@ class Built(NamedTuple):
     """What a rank has built, and what its steps took.
 
     Attributes:
-        told: shapes and layouts of parameters and of the optimizer's state.
+        made: shapes and layouts of parameters and of the optimizer's state.
         begins: numbers of the first events of its steps, and of what comes after them.
         losses: numbers of the first events of losses, and of those after them.
         flops: of each step; 0 where they are not counted.
         memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
     """
 
-    told: list[Any]
+    made: list[Any]
     begins: list[int]
     losses: list[tuple[int, int]]
     flops: list[int]
@@ -128,11 +128,11 @@ def own_events() -> list[Event]:
 
 
 def only_steps(seen: Seen) -> Seen:
-    """Leave out what building the model has communicated: without values, there is nothing to be told to others."""
+    """Leave out what building the model has communicated: without values, there is nothing to communicate."""
     first = seen.result.begins[0]
     counts: Counter[str] = Counter(event.process_group for event in seen.events[:first] if event.seq >= 0)
     events = [e._replace(seq=e.seq - counts[e.process_group] if e.seq >= 0 else e.seq) for e in seen.events[first:]]
-    return Seen(seen.result.told, events)
+    return Seen(seen.result.made, events)
 
 
 def cut_meshes(dims: ParallelDims) -> None:

@@ -151,8 +151,8 @@ def test_every_multiple_is_diagnosed(case, seed, factor):
     assume(not layout.is_partial())
     full = numbers(shape, seed, least=1)
     parts = {rank: part * factor for rank, part in held(full, layout).items()}
-    told = diagnose(parts, full, layout, declared=layout)
-    assert told is None if full.numel() == 0 else (told.kind, told.factor) == ("scaled", factor)
+    diagnosed = diagnose(parts, full, layout, declared=layout)
+    assert diagnosed is None if full.numel() == 0 else (diagnosed.kind, diagnosed.factor) == ("scaled", factor)
 
 
 @many
@@ -161,8 +161,8 @@ def test_diagnose_takes_whatever_it_is_given(case, seed):
     layout, shape = case
     full = numbers(shape, seed)
     noise = {rank: part + torch.rand(part.shape) for rank, part in held(full, layout).items()}
-    told = diagnose(noise, full, layout)
-    assert told is None or (told.sentence == told.sentence.strip() and "\n" not in told.sentence)
+    diagnosed = diagnose(noise, full, layout)
+    assert diagnosed is None or (diagnosed.sentence == diagnosed.sentence.strip() and "\n" not in diagnosed.sentence)
 
 
 def test_the_twin_can_fail():

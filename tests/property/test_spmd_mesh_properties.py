@@ -69,25 +69,25 @@ def test_ranks_are_those_counted_out(drawn):
         data_mesh = slice_of(root, data)
         if flat and len(data) > 1:
             data_mesh = data_mesh._flatten("flat")
-        carrier = spmd_mesh_of(slice_of(root, param), data_mesh)
+        spmd = spmd_mesh_of(slice_of(root, param), data_mesh)
         # Of an axis of one rank, only its name tells that it is a data axis; a flattened one has lost the name.
         named = not flat or len(data) == 1
         shared = [axis for axis in param if axis in data and (sizes[axis] > 1 or named)]
         kept = [axis for axis in param if axis not in shared]
-        assert carrier.shared == tuple(map(param.index, shared))
-        assert carrier.kept == tuple(map(param.index, kept))
+        assert spmd.shared == tuple(map(param.index, shared))
+        assert spmd.kept == tuple(map(param.index, kept))
         expected = counted_out(sizes, ranks, (*kept, *data))
         data_sizes = [sizes[axis] for axis in data]
         data_shape = [torch.Size(data_sizes).numel()] if flat else data_sizes
-        assert carrier.mesh.mesh.flatten().tolist() == expected
-        assert list(carrier.mesh.shape) == [*(sizes[axis] for axis in kept), *data_shape]
+        assert spmd.mesh.mesh.flatten().tolist() == expected
+        assert list(spmd.mesh.shape) == [*(sizes[axis] for axis in kept), *data_shape]
         data_names = ["flat"] if flat and len(data) > 1 else map(name, data)
-        assert carrier.mesh.mesh_dim_names == (*map(name, kept), *data_names)
-        for axis, group in enumerate(carrier.mesh.get_all_groups()):
-            here = carrier.mesh.get_coordinate()
-            line = carrier.mesh.mesh[tuple(slice(None) if at == axis else here[at] for at in range(len(here)))]
+        assert spmd.mesh.mesh_dim_names == (*map(name, kept), *data_names)
+        for axis, group in enumerate(spmd.mesh.get_all_groups()):
+            here = spmd.mesh.get_coordinate()
+            line = spmd.mesh.mesh[tuple(slice(None) if at == axis else here[at] for at in range(len(here)))]
             assert sorted(dist.get_process_group_ranks(group)) == sorted(line.tolist())
-        return carrier.mesh.mesh.tolist()
+        return spmd.mesh.mesh.tolist()
 
     seen = sim.run(body, world_size=len(ranks))
     for rank, mesh in enumerate(seen):
@@ -105,17 +105,17 @@ def test_domains_are_cut_into_runs(root, data):
 
     def body():
         mesh = root_mesh(sizes, ranks)
-        carrier = split_replicated(mesh, axes, shard)
+        spmd = split_replicated(mesh, axes, shard)
         kept = tuple(axis for axis in range(len(sizes)) if axis not in axes)
-        assert (carrier.kept, carrier.shared) == (kept, axes)
-        assert carrier.mesh.mesh.flatten().tolist() == counted_out(sizes, ranks, (*kept, *axes))
-        assert list(carrier.mesh.shape) == [*(sizes[axis] for axis in kept), domain // shard, shard]
+        assert (spmd.kept, spmd.shared) == (kept, axes)
+        assert spmd.mesh.mesh.flatten().tolist() == counted_out(sizes, ranks, (*kept, *axes))
+        assert list(spmd.mesh.shape) == [*(sizes[axis] for axis in kept), domain // shard, shard]
         copies = counted_out(sizes, ranks, axes)
         at = copies.index(dist.get_rank())
         run = copies[at // shard * shard : at // shard * shard + shard]
-        assert dist.get_process_group_ranks(carrier.mesh.get_group("shard")) == sorted(run)
-        assert dist.get_process_group_ranks(carrier.mesh.get_group("replicate")) == sorted(copies[at % shard :: shard])
-        for group in carrier.mesh.get_all_groups():  # each group is one that its members agree on
+        assert dist.get_process_group_ranks(spmd.mesh.get_group("shard")) == sorted(run)
+        assert dist.get_process_group_ranks(spmd.mesh.get_group("replicate")) == sorted(copies[at % shard :: shard])
+        for group in spmd.mesh.get_all_groups():  # each group is one that its members agree on
             total = torch.tensor(float(dist.get_rank()))
             dist.all_reduce(total, group=group)
             assert total.item() == sum(dist.get_process_group_ranks(group))

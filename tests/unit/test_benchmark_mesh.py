@@ -77,8 +77,8 @@ def test_tables_of_costs():
 
 
 def test_cases_are_what_the_trainer_runs():
-    told = [(case.processes, str(case)) for case in mesh_here.CASES]
-    assert told == [
+    names = [(case.processes, str(case)) for case in mesh_here.CASES]
+    assert names == [
         (1, "one process"),
         (2, "dp_shard=2"),
         (2, "dp_replicate=2"),

@@ -59,7 +59,7 @@ def names(folder):
         ({"w": W}, {"extra": {"a": [1, {2: 3}]}}, ValueError, "the key 2 of extra['a'][1] is a int"),
         ({"w": W}, {"extra": {"a": [1, W]}}, ValueError, "extra['a'][1] is a Tensor, which JSON does not have"),
         ({"w": W}, {"extra": object()}, ValueError, "extra is a object"),
-        ({"w": W}, {"per_rank": {"r": None}}, TypeError, "'r' is a NoneType, not a tensor"),
+        ({"w": W}, {"per_rank": {"r": None}}, TypeError, "'r' is None, not a tensor"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path, tensors, options, error, text):
@@ -191,8 +191,8 @@ def test_every_bit_of_the_data_counts_whoever_looks_at_it(tmp_path, monkeypatch)
     for at in range(len(right)):
         path.write_bytes(right[:at] + bytes([right[at] ^ 64]) + right[at + 1 :])
         found = [check_files(tmp_path / "c", metadata, metadata.by_key, rank, 3) for rank in range(3)]
-        told = sum(error is not None for error in found)  # of the header, also by the rank that compares it
-        assert told == 1 or (told == 2 and at < header), f"byte {at}: {found}"
+        reported = sum(error is not None for error in found)  # of the header, also by the rank that compares it
+        assert reported == 1 or (reported == 2 and at < header), f"byte {at}: {found}"
     path.write_bytes(right[:-1] + b"?")  # in "w", which comes last; "long" can be loaded alone
     load_checkpoint(tmp_path / "c", {"long": (long := torch.zeros(48))}, strict=False)
     assert torch.equal(long, torch.arange(48.0))
@@ -232,7 +232,7 @@ def first_box(content, name="w"):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (lambda c: c["tensors"]["w"].update(boxes=[first_box(c)] * 2, shape=[4, 3]), "each element once"),
         (lambda c: first_box(c).__setitem__(1, 0), "does not have 'w' where checkpoint.json says"),  # in the header
@@ -245,13 +245,13 @@ def first_box(content, name="w"):
         (lambda c: c.update(attempt="other"), "belongs to another checkpoint"),
     ],
 )
-def test_a_record_is_not_believed(tmp_path, change, told):
+def test_a_record_is_not_believed(tmp_path, change, reported):
     save_checkpoint(tmp_path / "c", {"w": W, "m": W + 1, "n": torch.ones(8)})
     rewrite(tmp_path / "c", change)
     tensors = {"w": torch.zeros(2, 3), "m": torch.zeros(2, 3), "n": torch.zeros(8)}
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(tmp_path / "c", tensors)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert "\n  try: an older checkpoint" in str(caught.value)
     assert not any(tensor.any() for tensor in tensors.values())
 
@@ -641,7 +641,7 @@ def test_training_goes_on_while_the_copies_are_written(tmp_path):
 def test_what_went_wrong_in_the_background_is_told_by_the_next_call(tmp_path):
     checkpoints = Checkpointer(tmp_path, async_save=True)
     assert checkpoints.save(1, {"w": 3}) is None
-    with pytest.raises(TypeError, match="'w' is a int, not a tensor"):
+    with pytest.raises(TypeError, match="'w' is an int, not a tensor"):
         checkpoints.save(2, {"w": W})
     assert checkpoints.wait() is None, "the second was not begun"
     (tmp_path / "step-00000003").write_text("in the way")

@@ -100,7 +100,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
             id="simulated on cuda",
         ),
         pytest.param(
-            ("--device", "tpu"), ["error: unknown device type 'tpu'", "'cpu', 'cuda', 'npu'"], id="unknown device"
+            ("--device", "tpu"), ["error: cannot get a platform for 'tpu'", "'cpu', 'cuda', 'npu'"], id="unknown device"
         ),
         pytest.param(("--steps", "0"), ["error: train.steps must be a number >= 1, got 0"], id="no steps"),
         pytest.param(("--lr", "nan"), ["error: optimizer.lr must be a number >= 0, got nan"], id="no learning rate"),

@@ -206,8 +206,11 @@ def test_every_section_is_read(write) -> None:
         ("[train]\nmax_skips = 0\n", "train.max_skips must be a number >= 1, got 0"),
         ("[train]\nstuck_after_s = -1\n", "train.stuck_after_s must be a number >= 0, got -1.0"),
         ("[data]\nignored = 1.0\n", "data.ignored must be in [0, 1), got 1.0"),
-        ("[experts]\nexperts_per_token = 9\n", "cannot send a token to experts_per_token=9 of num_experts=8"),
-        ("[experts]\nscore = 'soft'\n", "there is no score 'soft'"),
+        (
+            "[experts]\nexperts_per_token = 9\n",
+            "cannot send each token to some of num_experts=8: experts_per_token must be from 1 to 8",
+        ),
+        ("[experts]\nscore = 'soft'\n", "cannot describe a mixture of experts: there is no kind of score 'soft'"),
         ("[parallel]\ntp = '2'\n", "'tp' in [parallel] must be a whole number, got '2'"),
         ("[parallel]\ncompile = 1\n", "'compile' in [parallel] must be true or false, got 1"),
         ("[parallel]\nengine = 'ddp'\n", "parallel.engine='ddp' is not known"),

@@ -45,7 +45,7 @@ def test_a_mesh_of_several_axes() -> None:
 
 def test_no_mesh() -> None:
     assert said(2, lambda: ContextParallel(2)).startswith(
-        "TypeError: cannot read a mesh: mesh is a int, not a DeviceMesh\n"
+        "TypeError: cannot read a mesh: mesh is an int, not a DeviceMesh\n"
     )
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 import sim
 from hyper_parallel import distribute_tensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.crossing import enter, leave
+from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.local import custom_shard
 from hyper_parallel.core.shard.value_and_grad import parallelize_value_and_grad
 
@@ -144,7 +144,7 @@ MISTAKES = {
     "a shape of floats": (
         lambda g: g.made(double, DP, DP, out_shapes=(6.0, 4))(g.x),
         TypeError,
-        ("cannot run double on local shards (out_shapes)", "the size of dim 0 is a float", "tensor.shape"),
+        ("cannot run double on local shards (out_shapes)", "global_shape[0] is a float", "tensor.shape"),
     ),
     "a part of no shape that the layout has": (
         lambda g: g.made(lambda x: x[: 2 * torch.distributed.get_rank() + 1], DP, ("dp",))(g.x.detach()),
@@ -203,7 +203,7 @@ W = torch.ones(2, requires_grad=True)
 
 # fn, weights and sens; what is to blame.
 WRONG = {
-    "fn that cannot be called": ((3, W), "fn is a int, not something to call"),
+    "fn that cannot be called": ((3, W), "fn is an int, not something to call"),
     "a generator of weights": ((fail, iter([W])), "not a tensor or a list"),
     "a dict of weights": ((fail, {"w": W}), "weights is a dict"),
     "no weights": ((fail, []), "weights is empty"),
@@ -213,7 +213,7 @@ WRONG = {
     "sens as a tensor": ((fail, W, torch.ones(2)), "sens is a Tensor"),
     "sens of strings": ((fail, W, ["1"]), "sens[0] is a str, not a float"),
     "sens of bools": ((fail, W, [1.0, True]), "sens[1] is a bool, not a float"),
-    "sens of ints": ((fail, W, [1, 2]), "sens[0] is a int, not a float"),
+    "sens of ints": ((fail, W, [1, 2]), "sens[0] is an int, not a float"),
     "sens for one output": ((W.sum, W, [1.0]), "fn returned one tensor, and sens is for several"),
     "too few sens": ((lambda: (W, W), W, [1.0]), "fn returned 2 tensors, and sens has 1 numbers"),
     "nothing returned": ((lambda: None, W), "fn returned a NoneType"),

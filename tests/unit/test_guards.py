@@ -52,9 +52,9 @@ def attempt(store: dist.Store, world_size: int) -> None:
         return [own.get(f"address/{other}") for other in range(world_size)]
 
     with ThreadPoolExecutor(world_size) as threads:
-        told = list(threads.map(rank, range(world_size)))
-    assert len(set(map(tuple, told))) == 1
-    assert len(set(told[0])) == world_size
+        reported = list(threads.map(rank, range(world_size)))
+    assert len(set(map(tuple, reported))) == 1
+    assert len(set(reported[0])) == world_size
 
 
 def test_attempts_have_nothing_in_common_though_their_store_goes_on() -> None:
@@ -318,11 +318,11 @@ def test_the_first_to_notice_tells_all_and_the_others_end_with_it(tmp_path: Path
         for dog, beats in zip(dogs, (2, 1), strict=True):
             for step in range(beats):
                 dog.beat(step, "training")
-        told = dict(said.get(timeout=60) for _ in dogs)
-    assert told[0].startswith("cannot go on in step 0: rank 1 does not come to")
-    assert "rank 1, step 0 (training)" in told[0]
-    assert told[1].startswith("rank 1 ends: cannot go on in step 0: rank 1 does not")
-    assert (tmp_path / "verdict.txt").read_text() == told[0] + "\n"
+        reported = dict(said.get(timeout=60) for _ in dogs)
+    assert reported[0].startswith("cannot go on in step 0: rank 1 does not come to")
+    assert "rank 1, step 0 (training)" in reported[0]
+    assert reported[1].startswith("rank 1 ends: cannot go on in step 0: rank 1 does not")
+    assert (tmp_path / "verdict.txt").read_text() == reported[0] + "\n"
     for rank in (0, 1):
         assert "test_guards.py" in (tmp_path / f"rank-{rank}.txt").read_text()
 
@@ -415,8 +415,8 @@ def test_a_store_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with Watchdog(0.05, tmp_path, on_stuck=said.put, **kept) as dog:
         dog.beat(2)
-        told = said.get(timeout=60)
-    assert "the other ranks could not be asked: torchrun does not answer, which holds the ranks' store" in told
+        reported = said.get(timeout=60)
+    assert "the other ranks could not be asked: torchrun does not answer, which holds the ranks' store" in reported
     hangs.set()
 
 

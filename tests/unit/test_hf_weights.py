@@ -187,7 +187,7 @@ def test_a_stage_and_an_untied_model_take_what_they_need(tmp_path: Path) -> None
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def told(error: pytest.ExceptionInfo[ValueError], *parts: str) -> None:
+def refused_with(error: pytest.ExceptionInfo[ValueError], *parts: str) -> None:
     text = str(error.value)
     assert "\n  try: " in text
     for part in parts:
@@ -200,11 +200,11 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="pickled") as error:
         import_huggingface(tmp_path)
-    told(error, "files: pytorch_model.bin", "run any code")
+    refused_with(error, "files: pytorch_model.bin", "run any code")
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="no safetensors file") as error:
         import_huggingface(tmp_path)
-    told(error, "model.safetensors is damaged")
+    refused_with(error, "model.safetensors is damaged")
 
 
 def test_folders_that_do_not_fit_are_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -222,14 +222,14 @@ def test_folders_that_do_not_fit_are_refused_before_anything_changes(tmp_path: P
         save_file(tensors, file)
         with pytest.raises(ValueError, match="cannot load") as error:
             load_huggingface(model.state_dict(), tmp_path)
-        told(error, message)
+        refused_with(error, message)
     save_file(right, file)
     size = file.stat().st_size
     with open(file, "r+b") as handle:
         handle.truncate(size - 100)
     with pytest.raises(ValueError, match="damaged") as error:
         load_huggingface(model.state_dict(), tmp_path)
-    told(error, "model.safetensors")
+    refused_with(error, "model.safetensors")
     save_file(right, file)
     for key, value, message in [
         ("hidden_act", "gelu", "hidden_act = 'silu' only"),
@@ -245,7 +245,7 @@ def test_folders_that_do_not_fit_are_refused_before_anything_changes(tmp_path: P
         config.write_text(json.dumps({**shape, key: value}))
         with pytest.raises(ValueError, match="cannot load") as error:
             load_huggingface(model.state_dict(), tmp_path)
-        told(error, message)
+        refused_with(error, message)
     config.write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):
         import_huggingface(tmp_path)
@@ -260,7 +260,7 @@ def test_an_index_whose_file_is_not_there_is_refused(tmp_path: Path) -> None:
     lost.unlink()
     with pytest.raises(ValueError, match="files that the index names are missing") as error:
         import_huggingface(tmp_path)
-    told(error, lost.name)
+    refused_with(error, lost.name)
 
 
 def test_glm_models_that_compute_something_else_are_refused(tmp_path: Path) -> None:
@@ -286,13 +286,13 @@ def test_exports_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match="cannot export") as error:
             export_huggingface(given, config, tmp_path / "new")
-        told(error, message)
+        refused_with(error, message)
     assert not (tmp_path / "new").exists()
     with torch.device("meta"):
         empty = Llama(DENSE).state_dict()
     with pytest.raises(ValueError, match="is on meta") as error:
         export_huggingface(empty, DENSE, tmp_path / "new")
-    told(error, "init_parameters")
+    refused_with(error, "init_parameters")
     with pytest.raises(ValueError, match="max_shard_bytes"):
         export_huggingface(state, DENSE, tmp_path, max_shard_bytes=0)
     export_huggingface(state, DENSE, tmp_path / "new")
@@ -300,4 +300,4 @@ def test_exports_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
         load_huggingface(empty, tmp_path / "new")
     with pytest.raises(ValueError, match="has weights already") as error:
         export_huggingface(state, DENSE, tmp_path / "new")
-    told(error, "seen: model.safetensors")
+    refused_with(error, "seen: model.safetensors")

@@ -206,7 +206,7 @@ def test_a_fit_reports_shapes_and_does_not_raise():
 # -- diagnoses ---------------------------------------------------------------------------------------------------------
 
 
-def told(parts, full, mesh=MESH, **more):
+def diagnosed(parts, full, mesh=MESH, **more):
     assert explanations(parts, full, mesh) == [] or "declared" in more
     return diagnose(parts, full, mesh, **more)
 
@@ -219,7 +219,7 @@ def test_nothing_is_said_of_parts_that_a_layout_explains():
 
 def test_nothing_is_said_of_noise_that_all_ranks_share():
     noise = torch.rand(8, 4)
-    assert told([noise] * 8, whole(8, 4)) is None
+    assert diagnosed([noise] * 8, whole(8, 4)) is None
 
 
 @pytest.mark.parametrize(
@@ -235,15 +235,15 @@ def test_nothing_is_said_of_noise_that_all_ranks_share():
 )
 def test_factors(factor, axis, sentence):
     full = whole(8, 4)
-    found = told([factor * full] * 8, full)
+    found = diagnosed([factor * full] * 8, full)
     assert (str(found), found.kind, found.axis, found.factor) == (sentence, "scaled", axis, Fraction(factor))
 
 
 def test_factors_of_shards_and_of_sums():
     full = whole(8, 4)
-    found = told([part / 4 for part in held(full, MESH("None", "tp"))], full)
+    found = diagnosed([part / 4 for part in held(full, MESH("None", "tp"))], full)
     assert found.sentence == "every part is 1/4 of what it should be: averaged once too often over 'tp'"
-    found = told(held(3 * full, MESH("dp", partial={"tp": "sum"})), full)
+    found = diagnosed(held(3 * full, MESH("dp", partial={"tp": "sum"})), full)
     assert found.sentence == "the sum of the parts over 'tp' is 3 times what it should be"
 
 
@@ -251,7 +251,7 @@ def test_a_declared_layout_is_looked_at_even_when_another_explains_the_parts():
     full = whole(8, 4)
     parts = [full / 2] * 8  # also parts of a sum over dp
     assert diagnose(parts, full, MESH) is None
-    found = told(parts, full, declared=MESH("None", "None"))
+    found = diagnosed(parts, full, declared=MESH("None", "None"))
     assert found.sentence == "every part is 1/2 of what it should be: averaged once too often over 'dp'"
     assert found.axis == "dp"
 
@@ -260,29 +260,29 @@ def test_parts_in_another_order():
     full, layout = whole(8, 4), MESH("dp", "tp")
     parts = held(full, layout)
     swapped = [parts[rank] for rank in (0, 2, 1, 3, 4, 6, 5, 7)]
-    found = told(swapped, full)
+    found = diagnosed(swapped, full)
     assert found.sentence == "the parts of the ranks along 'tp' are in another order: (0, 2, 1, 3)"
     assert (found.kind, found.axis, found.order) == ("reordered", "tp", (0, 2, 1, 3))
-    found = told([parts[rank] for rank in (0, 1, 2, 7, 4, 5, 6, 3)], full)
+    found = diagnosed([parts[rank] for rank in (0, 1, 2, 7, 4, 5, 6, 3)], full)
     assert found.sentence == "parts are on the wrong ranks: rank 3 holds rank 7's part, rank 7 holds rank 3's part"
 
 
 def test_pieces_of_a_gathered_tensor_in_another_order():
     full = whole(8, 4)
-    found = told([torch.cat(full.chunk(2)[::-1])] * 8, full)
+    found = diagnosed([torch.cat(full.chunk(2)[::-1])] * 8, full)
     words = "pieces of dim 0 are in another order"
     assert found.sentence == f"the 2 {words}: (1, 0), as if gathered over 'dp' in another order of ranks"
     assert (found.kind, found.axis, found.order) == ("permuted", "dp", (1, 0))
     pieces = full.chunk(8)
-    found = told([torch.cat([*pieces[::2], *pieces[1::2]])] * 8, full)
+    found = diagnosed([torch.cat([*pieces[::2], *pieces[1::2]])] * 8, full)
     assert found.sentence.startswith(f"the 8 {words}: (0, 2, 4, 6, 1, 3, 5, 7), as if gathered over 'dp' and 'tp'")
-    assert told([torch.cat([*pieces[:7], pieces[0]])] * 8, full) is None  # a piece is lost
+    assert diagnosed([torch.cat([*pieces[:7], pieces[0]])] * 8, full) is None  # a piece is lost
 
 
 def test_pieces_that_are_not_as_many_as_ranks():
     full = whole(8, 4)
     parts = [full.chunk(2)[rank // 2] for rank in range(4)]
-    found = told(parts, full, "tp=4")
+    found = diagnosed(parts, full, "tp=4")
     assert (found.kind, found.sentence) == (
         "pieces",
         "dim 0 is held in 2 pieces, which no split over the mesh gives: "
@@ -296,20 +296,20 @@ def test_numbers_of_a_coarser_dtype(dtype):
     word = str(dtype).removeprefix("torch.")
     tail = f"numbers that {word} has, near the right ones: they were computed in {word} or cast to it"
     cast = full.to(dtype).to(torch.float64)
-    assert told([cast] * 2, full, "dp=2").sentence == f"the ranks hold {tail}"
-    found = told([full, cast], full, "dp=2")
+    assert diagnosed([cast] * 2, full, "dp=2").sentence == f"the ranks hold {tail}"
+    found = diagnosed([full, cast], full, "dp=2")
     assert (found.sentence, found.ranks) == (f"rank 1 (dp=1) holds {tail}", (1,))
     ones = torch.ones(8, 4, dtype=torch.float64)  # any dtype has them
-    assert told([ones, ones], ones + 1e-3 * full, "dp=2") is None
-    assert told([cast + 1] * 2, full, "dp=2") is None  # far from the right ones
+    assert diagnosed([ones, ones], ones + 1e-3 * full, "dp=2") is None
+    assert diagnosed([cast + 1] * 2, full, "dp=2") is None  # far from the right ones
 
 
 def test_the_same_values_on_every_shard():
     full = whole(8, 4)
-    found = told([torch.full((8, 1), 2.0)] * 4 + [torch.full((8, 1), 3.0)] * 4, full)
+    found = diagnosed([torch.full((8, 1), 2.0)] * 4 + [torch.full((8, 1), 3.0)] * 4, full)
     words = "the ranks along 'tp' hold the same values where each should hold its own part"
     assert (found.sentence, found.axis) == (f"{words}: the same random seed on every shard?", "tp")
-    found = told([full[:, :1]] * 8, full)
+    found = diagnosed([full[:, :1]] * 8, full)
     assert found.sentence == f"{words}: all hold the first one's"
 
 
@@ -317,7 +317,7 @@ def test_some_ranks_are_wrong():
     full = whole(8, 4)
     parts = held(full, MESH("dp", "None"))
     parts[5] = parts[5] + 1
-    found = told(parts, full)
+    found = diagnosed(parts, full)
     assert found.sentence == "rank 5 is wrong, and the other 7 hold what they should"
     assert (found.kind, found.ranks) == ("some_ranks", (5,))
     parts = held(full, MESH())[:4] + [torch.zeros(8, 4)] * 4
@@ -329,13 +329,13 @@ def test_some_ranks_are_wrong():
 def test_copies_that_differ():
     full, wrong = whole(8, 4), torch.rand(8, 4)
     parts = [wrong] * 7 + [wrong + 0.25]
-    found = told(parts, full)
+    found = diagnosed(parts, full)
     head = "the ranks along 'dp' and 'tp' should hold the same and do not"
     assert found.sentence == f"{head}: rank 7 differs from the others by 0.25"
     assert (found.kind, found.axis, found.ranks) == ("copies_differ", None, (7,))
-    drifted = told([wrong + rank % 4 for rank in range(8)], full)
+    drifted = diagnosed([wrong + rank % 4 for rank in range(8)], full)
     assert drifted.sentence == "the ranks along 'tp' should hold the same and do not: ranks 0 and 1 differ by 1"
-    found = told([torch.full((4,), float(rank)) for rank in range(2)], whole(4), "dp=2")
+    found = diagnosed([torch.full((4,), float(rank)) for rank in range(2)], whole(4), "dp=2")
     assert found.sentence == "the ranks along 'dp' should hold the same and do not: ranks 0 and 1 differ by 1"
 
 
@@ -343,11 +343,11 @@ def test_a_bias_that_is_added_by_every_rank():
     product, bias = whole(8, 4), torch.tensor([1.0, -2.0, 3.0, 0.5])
     full = product + bias
     parts = [part + bias for part in held(product, MESH(partial={"tp": "sum"}))]
-    found = told(parts, full)
+    found = diagnosed(parts, full)
     words = "the sum of the parts over 'tp' is off by the same vector in each row, as by a bias"
     assert found.sentence == f"{words} that each of the 4 ranks adds: add it once, after the reduction"
     assert (found.kind, found.axis) == ("added", "tp")
-    found = told([full + 3 * bias] * 8, full)
+    found = diagnosed([full + 3 * bias] * 8, full)
     words = "every part is off by the same vector in each row, as by a bias"
     assert found.sentence == f"{words} that was added once per rank of an axis, or not at all"
 
@@ -355,23 +355,23 @@ def test_a_bias_that_is_added_by_every_rank():
 def test_a_residual_that_is_added_by_every_rank():
     product, residual = whole(8, 4), torch.rand(8, 4)
     parts = [part + residual for part in held(product, MESH(partial={"tp": "sum"}))]
-    found = told(parts, product + residual, addends={"x": residual, "far": torch.ones(3)})
+    found = diagnosed(parts, product + residual, addends={"x": residual, "far": torch.ones(3)})
     words = "the sum of the parts over 'tp' is the reference plus 3 times x"
     assert found.sentence == f"{words}: each of the 4 ranks adds it; add it once, after the reduction"
-    found = told([product + 2 * residual] * 2, product + residual, "tp=2", addends={"x": residual})
+    found = diagnosed([product + 2 * residual] * 2, product + residual, "tp=2", addends={"x": residual})
     words = "every part is the reference plus x once more, as if each of the 2 ranks along 'tp' adds it"
     assert found.sentence == f"{words}; add it once, after the reduction"
-    found = told([product] * 8, product + residual, addends={"x": residual})
+    found = diagnosed([product] * 8, product + residual, addends={"x": residual})
     assert found.sentence == "every part has 1 times x too little"
 
 
 def test_fused_weights_and_parts_dealt_in_turn():
     full = whole(24, 4)
     pieces = [torch.cat([block.chunk(4)[rank] for block in full.chunk(3)]) for rank in range(4)]
-    found = told(pieces, full, "tp=4")
+    found = diagnosed(pieces, full, "tp=4")
     words = "each part holds a piece of each of 3 blocks of dim 0"
     assert found.sentence == f"{words}, as if 'tp' split fused weights one by one"
-    found = told([full[rank::4] for rank in range(4)], full, "tp=4")
+    found = diagnosed([full[rank::4] for rank in range(4)], full, "tp=4")
     assert found.sentence == "dim 0 is dealt to the ranks along 'tp' in turn, one element each, not in one piece each"
 
 
@@ -379,25 +379,25 @@ def test_values_that_are_not_finite():
     full = whole(8, 4)
     parts = held(full, MESH("dp"))
     parts[3][0, 0] = math.nan
-    assert told(parts, full).sentence == "rank 3 holds NaN or infinity where the reference is finite"
+    assert diagnosed(parts, full).sentence == "rank 3 holds NaN or infinity where the reference is finite"
 
 
 def test_shapes():
     full = whole(8, 4)
-    found = told([torch.zeros(8, 16)] * 8, full)
+    found = diagnosed([torch.zeros(8, 16)] * 8, full)
     assert found.sentence == "dim 1 is 4 times as long as it should be: gathered once too often over 'tp'"
-    found = told([torch.zeros(2, 16)] * 8, full)
+    found = diagnosed([torch.zeros(2, 16)] * 8, full)
     assert found.sentence == (
         "dim 1 is 4 times as long as it should be, and dim 0 1/4 as long: "
         "gathered over 'tp' along dim 1 instead of dim 0"
     )
-    found = told([torch.zeros(8)] * 8, full)
+    found = diagnosed([torch.zeros(8)] * 8, full)
     assert found.sentence == "rank 0 holds 1 dims, (8,), and the reference has 2, (8, 4)"
-    found = told([torch.zeros(3, 4)] * 2, torch.zeros(5, 4), "dp=2")
+    found = diagnosed([torch.zeros(3, 4)] * 2, torch.zeros(5, 4), "dp=2")
     assert found.sentence == (
         "dim 0 of size 5 does not split evenly over 'dp', and the last part is padded: every rank holds 3"
     )
-    found = told([torch.zeros(5, 4), torch.zeros(3, 4)], full, "dp=2")
+    found = diagnosed([torch.zeros(5, 4), torch.zeros(3, 4)], full, "dp=2")
     assert found.sentence == (
         "no split of (8, 4) over dp=2 gives these parts: rank 1 holds (3, 4), rank 0 holds (5, 4) (2 ranks)"
     )
@@ -405,14 +405,14 @@ def test_shapes():
 
 def test_shapes_that_another_layout_than_the_declared_one_gives():
     full = whole(8, 4)
-    found = told(held(full, MESH("dp")), full, declared=MESH("tp"))
+    found = diagnosed(held(full, MESH("dp")), full, declared=MESH("tp"))
     assert (found.kind, found.sentence) == ("shapes", "rank 0 holds shape (4, 4) where tp gives it (2, 4)")
 
 
 def test_exact_numbers_are_diagnosed_too():
     counts = torch.arange(6)
-    assert told([counts * 2] * 2, counts, "dp=2").factor == 2
-    assert told([counts, counts * 0 - 5, counts], counts, "dp=3").ranks == (1,)
+    assert diagnosed([counts * 2] * 2, counts, "dp=2").factor == 2
+    assert diagnosed([counts, counts * 0 - 5, counts], counts, "dp=3").ranks == (1,)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

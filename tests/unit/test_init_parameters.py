@@ -663,7 +663,7 @@ def test_wrong_arguments():
     assert "seed is a float, not an int" in refused(lambda: init_parameters(model, 1.0), error=TypeError)
     assert "seed is a bool, not an int" in refused(lambda: init_parameters(model, True), error=TypeError)
     assert "seed must be a finite number of at least 0" in refused(lambda: init_parameters(model, -1))
-    assert "init_fn is a int, not something to call or None" in refused(
+    assert "init_fn is an int, not something to call or None" in refused(
         lambda: init_parameters(model, init_fn=3), error=TypeError
     )
     assert "nothing on meta has values" in refused(lambda: init_parameters(model, device="meta"))

@@ -130,7 +130,7 @@ partial=
     "a reduction of another type": (
         lambda: L(partial={"dp": 1}),
         TypeError,
-        "cannot leave a reduction pending over 'dp': a reduction is a str, not a int",
+        "cannot leave a reduction pending over 'dp': the reduction over 'dp' is an int, not a str",
     ),
     "partial over an unknown axis": (
         lambda: L(partial={"pd": "sum"}),
@@ -142,7 +142,7 @@ partial=
     "partial is no mapping": (
         lambda: L(partial="tp"),
         TypeError,
-        """cannot read a layout: partial must map axis names to reductions, not be a str
+        """cannot read a layout: partial is a str, not a mapping
   partial: 'tp'
   try: partial={'tp': "sum"}""",
     ),
@@ -178,14 +178,14 @@ partial=
     "ndim of another type": (
         lambda: L("dp").placement_to_tensor_map("2"),
         TypeError,
-        """cannot fill in a tensor map: ndim is a str, not an int
-  layout: (dp)   mesh: dp=3, tp=2
+        """cannot place a tensor: ndim is a str, not an int
+  ndim: '2'
   try: ndim=tensor.ndim""",
     ),
     "negative ndim": (
         lambda: L("dp").placement_to_tensor_map(-1),
         ValueError,
-        "cannot fill in a tensor map: ndim is -1",
+        "cannot place a tensor: ndim must be at least 0",
     ),
     "no assignment": (
         lambda: L.slices((4,)),
@@ -207,16 +207,20 @@ partial=
     "global_shape is no sequence": (
         lambda: L("dp").local_shape(4, 0),
         TypeError,
-        """cannot place a tensor: global_shape must be a sequence of ints, not int
-  global_shape: 4   layout: (dp)   mesh: dp=3, tp=2
+        """cannot place a tensor: global_shape is an int, not a sequence
+  global_shape: 4
   try: tensor.shape, such as (8, 4)""",
     ),
     "a size that is no int": (
         lambda: L("dp").slices((4, 2.0)),
         TypeError,
-        "cannot place a tensor: the size of dim 1 is a float, not an int",
+        "cannot place a tensor: global_shape[1] is a float, not an int",
     ),
-    "a negative size": (lambda: L("dp").slices((4, -2)), ValueError, "cannot place a tensor: dim 1 has size -2"),
+    "a negative size": (
+        lambda: L("dp").slices((4, -2)),
+        ValueError,
+        "cannot place a tensor: global_shape[1] must be at least 0",
+    ),
     "rank not on the mesh": (
         lambda: L("dp").local_slice((4,), 6),
         ValueError,
@@ -228,23 +232,23 @@ partial=
     "no rank to ask": (
         lambda: L("dp").local_shape((4,)),
         ValueError,
-        """cannot tell which part a rank holds: no rank was given and torch.distributed is not initialized
+        """cannot tell which shard a rank holds: no rank was given and torch.distributed is not initialized
   layout: (dp)   mesh: dp=3, tp=2
   try: rank=0""",
     ),
     "shape is no sequence": (
         lambda: Layout(4, ("dp",)),
         TypeError,
-        """cannot make a Layout: shape must be a sequence of ints, not int
-  shape: 4   names: ('dp',)
-  try: (2, 4)""",
+        """cannot make a Layout: shape is an int, not a sequence
+  shape: 4
+  try: shape=(2, 4)""",
     ),
     "names is one str": (
         lambda: Layout((4,), "d"),
         TypeError,
-        """cannot make a Layout: names must be a sequence of str, not str
-  shape: (4,)   names: 'd'
-  try: ("dp", "tp")""",
+        """cannot make a Layout: names is a str, not a sequence
+  names: 'd'
+  try: names=("dp", "tp")""",
     ),
     "lengths differ": (
         lambda: Layout((2, 4), ("dp",)),
@@ -263,9 +267,9 @@ partial=
     "a name of another type": (
         lambda: Layout((2, 4), ("dp", 1)),
         TypeError,
-        """cannot make a Layout: the name of axis 1 is a int
-  shape: (2, 4)   names: ('dp', 1)
-  try: a str such as 'axis1'""",
+        """cannot make a Layout: the name of axis 1 is an int, not a str
+  the name of axis 1: 1
+  try: a name such as 'axis1'""",
     ),
     "'None' as a name": (
         lambda: Layout((2, 4), ("dp", "None")),
@@ -290,8 +294,8 @@ partial=
         lambda: Layout((2, 4.0), ("dp", "tp")),
         TypeError,
         """cannot make a Layout: the size of axis 'tp' is a float, not an int
-  shape: (2, 4.0)   names: ('dp', 'tp')
-  try: a number of ranks, such as tp=2""",
+  the size of axis 'tp': 4.0
+  try: tp=1, or a mesh without 'tp'""",
     ),
     "a bool is no size": (
         lambda: Layout((True, 4), ("dp", "tp")),
@@ -301,17 +305,21 @@ partial=
     "a size-0 axis": (
         lambda: Layout((2, 0), ("dp", "tp")),
         ValueError,
-        """cannot make a Layout: axis 'tp' has size 0
-  shape: (2, 0)   names: ('dp', 'tp')
+        """cannot make a Layout: the size of axis 'tp' must be at least 1
+  the size of axis 'tp': 0
   try: tp=1, or a mesh without 'tp'""",
     ),
-    "a negative axis": (lambda: Layout((-2,), ("dp",)), ValueError, "cannot make a Layout: axis 'dp' has size -2"),
+    "a negative axis": (
+        lambda: Layout((-2,), ("dp",)),
+        ValueError,
+        "cannot make a Layout: the size of axis 'dp' must be at least 1",
+    ),
     "rank list of the wrong length": (
         lambda: Layout((2, 2), ("dp", "tp"), (0, 1)),
         ValueError,
         """cannot make a Layout: rank_list has 2 ranks and the mesh has 4 places
   shape: (2, 2)   names: ('dp', 'tp')
-  try: 4 ranks, such as range(4)""",
+  try: rank_list=range(4)""",
     ),
     "a range of the wrong length": (
         lambda: Layout((2, 2), ("dp", "tp"), range(5)),
@@ -323,28 +331,28 @@ partial=
         ValueError,
         """cannot make a Layout: rank_list holds rank 1 more than once
   shape: (2, 2)   names: ('dp', 'tp')
-  try: each rank once, such as range(4)""",
+  try: rank_list=range(4)""",
     ),
     "a negative rank": (
         lambda: Layout((2,), ("dp",), range(-1, 1)),
         ValueError,
-        """cannot make a Layout: rank_list holds -1 at index 0
-  shape: (2,)   names: ('dp',)
-  try: ranks from 0 up""",
+        """cannot make a Layout: rank_list[0] must be at least 0
+  rank_list[0]: -1
+  try: rank_list=range(2)""",
     ),
     "a rank of another type": (
         lambda: Layout((2,), ("dp",), (0, "1")),
         TypeError,
-        """cannot make a Layout: rank_list holds '1', a str, at index 1
-  shape: (2,)   names: ('dp',)
-  try: ints only""",
+        """cannot make a Layout: rank_list[1] is a str, not an int
+  rank_list[1]: '1'
+  try: rank_list=range(2)""",
     ),
     "rank_list is no sequence": (
         lambda: Layout((2,), ("dp",), 2),
         TypeError,
-        """cannot make a Layout: rank_list must be a sequence of ints, not int
-  shape: (2,)   names: ('dp',)
-  try: range(2)""",
+        """cannot make a Layout: rank_list is an int, not a sequence
+  rank_list: 2
+  try: rank_list=range(2)""",
     ),
     "from_device_mesh of something else": (
         lambda: Layout.from_device_mesh((2, 4)),
@@ -357,13 +365,13 @@ partial=
         lambda: Layout.of([1]),
         TypeError,
         """cannot read a layout: x is a list, not a DTensor
-  x: <class 'list'>
-  try: distribute_tensor(x, layout) first""",
+  x: [1]
+  try: x=distribute_tensor(x, layout)""",
     ),
     "from_dict of something else": (
         lambda: Layout.from_dict([1]),
         TypeError,
-        """cannot read a layout from a dict: data is a list
+        """cannot read a layout from a dict: data is a list, not a mapping
   data: [1]
   try: layout.to_dict()""",
     ),
@@ -391,14 +399,14 @@ partial=
     "a tensor map of names": (
         lambda: Layout.from_dict({**L("dp").to_dict(), "tensor_map": (("dp",),)}),
         TypeError,
-        "cannot split dim 0 over axis 'dp': a tensor map holds ints, not str",
+        "cannot split dim 0 over axis 'dp': an entry of the tensor map is a str, not an int",
     ),
     "a tensor map that is no sequence": (
         lambda: Layout.from_dict({**L("dp").to_dict(), "tensor_map": 1}),
         TypeError,
-        """cannot read a layout: tensor_map is a int
+        """cannot read a layout: tensor_map is an int, not a list
   tensor_map: 1
-  try: one entry per dim, such as (1, -1)""",
+  try: tensor_map=(1, -1), one entry per dim""",
     ),
     "placements of the wrong length": (
         lambda: Layout.from_dict({**L(Shard(0), Shard(1)).to_dict(), "placements": [None]}),
@@ -417,7 +425,7 @@ partial=
     "placements that are no sequence": (
         lambda: Layout.from_dict({**L(Shard(0), Shard(1)).to_dict(), "placements": 7}),
         TypeError,
-        "cannot read a layout: placements is a int",
+        "cannot read a layout: placements is an int, not a list",
     ),
     "uneven against mesh order": (
         lambda: to_placements(L(None, ("tp", "dp")), (4, 13)),
@@ -435,8 +443,8 @@ mesh, and tp=2 * dp=3 does not divide it; torch places such a split in two ways 
     "a shape to convert for that is no sequence": (
         lambda: to_placements(L("dp"), 4),
         TypeError,
-        """cannot place a tensor: global_shape must be a sequence of ints, not int
-  global_shape: 4   layout: (dp) on dp=3, tp=2
+        """cannot place a tensor: global_shape is an int, not a sequence
+  global_shape: 4
   try: tensor.shape, such as (8, 4)""",
     ),
     "mixed reductions": (
@@ -465,7 +473,7 @@ reduction
         TypeError,
         "mesh is a str, not a DeviceMesh",
     ),
-    "re-order something else": (lambda: reorder_axes(None, ("dp",)), TypeError, "mesh is a NoneType, not a DeviceMesh"),
+    "re-order something else": (lambda: reorder_axes(None, ("dp",)), TypeError, "mesh is None, not a DeviceMesh"),
     "with_mesh of something else": (lambda: L.with_mesh("cpu"), TypeError, "mesh is a str, not a DeviceMesh"),
 }
 

@@ -202,7 +202,7 @@ def check(read, what, text, marks, blame, context, hint):
     ids=["mesh", "shape", "dtype", "layout"],
 )
 def test_only_text_is_read(read):
-    with pytest.raises(TypeError, match="it is a int, not a str"):
+    with pytest.raises(TypeError, match="text is an int, not a str"):
         read(3)
 
 

@@ -339,16 +339,16 @@ def test_hardware_that_is_not_there() -> None:
 
 
 def test_measuring_writes_a_file_that_estimates_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+    passed: list[int] = []
 
     def measured(processes: int = 2) -> Any:
-        told.append(processes)
+        passed.append(processes)
         return find_hardware("laptop-cpu" if "laptop-cpu" in hardware_names() else "a100-40gb")
 
     monkeypatch.setattr(sys.modules["sim.mesh.pricing.measure"], "measure", measured)
     code, output = invoke("hardware", "measure", "--write", "out/mine.toml", "--processes", "3")
     assert code == 0, output
-    assert told == [3]
+    assert passed == [3]
     assert output == "wrote out/mine.toml; try: hyper-parallel hardware show out/mine.toml\n"
     code, output = invoke("hardware", "show", "out/mine.toml")
     assert code == 0, output

@@ -266,7 +266,7 @@ def calls_of(body: Any, world_size: int) -> int:
             body()
 
     gc.collect()
-    gc.disable()  # what earlier tests have left is let go before, or afterwards
+    gc.disable()  # what earlier tests have left is released before, or afterwards
     try:
         with counted(), LoneWorld(world_size, world_size - 1) as world:
             world.run_alone(on_rank)

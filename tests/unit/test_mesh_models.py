@@ -13,7 +13,7 @@ import sim
 from benchmarks.published.gpt import GPT, GPTConfig, GPTSpec, gpt3_175b, gpt_plan, gpt_tiny
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.shard.api import shard_module
-from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.models.hf_names import config_to_json
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
@@ -38,14 +38,14 @@ def counted(spec):
 
 @pytest.mark.parametrize("name", model_names())
 def test_presets_have_the_published_sizes(name):
-    spec, told = find_model(name), model_source(name)
-    assert told["source"]
+    spec, stated = find_model(name), model_source(name)
+    assert stated["source"]
     # What has the shape of the published model has its very parameters; what is like it has as many.
-    rough = 2e-3 if "like" in told else 0
-    if "parameters" in told:
-        assert spec.num_parameters == pytest.approx(told["parameters"], rel=rough, abs=0)
-    if "active" in told:
-        assert spec.num_active_parameters == pytest.approx(told["active"], rel=0.12)
+    rough = 2e-3 if "like" in stated else 0
+    if "parameters" in stated:
+        assert spec.num_parameters == pytest.approx(stated["parameters"], rel=rough, abs=0)
+    if "active" in stated:
+        assert spec.num_active_parameters == pytest.approx(stated["active"], rel=0.12)
     assert len(spec.layer_kinds) == spec.num_layers
     assert spec.flops_per_token(2048) > 6 * (spec.num_active_parameters - 2 * spec.vocab_size * spec.hidden_size)
 
@@ -335,7 +335,7 @@ def test_what_a_block_keeps_is_as_published(batch, attention, scores):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "stated"),
     [
         ({"positions": "rope"}, ("there is no kind of positions 'rope'",)),
         ({"activation": "relu"}, ("there is no kind of activation 'relu'", "try: activation='gelu'")),
@@ -347,10 +347,10 @@ def test_what_a_block_keeps_is_as_published(batch, attention, scores):
     ],
     ids=str,
 )
-def test_what_is_no_gpt_is_refused(changes, told):
+def test_what_is_no_gpt_is_refused(changes, stated):
     with pytest.raises(ValueError, match="cannot shape the GPT") as error:
         dataclasses.replace(SMALL, **changes)
-    for words in told:
+    for words in stated:
         assert words in str(error.value)
 
 
@@ -574,11 +574,15 @@ def test_stages_of_a_module_that_has_them():
 
 
 @pytest.mark.parametrize(
-    ("act", "kind", "told"),
+    ("act", "kind", "stated"),
     [
         (lambda: Custom(nn.Linear(2, 2), ids), TypeError, ("is made already", "module=lambda: MyModel(config)")),
-        (lambda: Custom(None, ids), TypeError, ("module is a NoneType, not a function",)),
-        (lambda: Custom(Conv, 3), TypeError, ("inputs is a int, not a function", "inputs=lambda batch, seq_len")),
+        (lambda: Custom(None, ids), TypeError, ("module is None, not something to call",)),
+        (
+            lambda: Custom(Conv, 3),
+            TypeError,
+            ("inputs is an int, not something", "inputs=lambda batch, seq_len"),
+        ),
         (lambda: Custom(Conv, ids, loss=1.0), TypeError, ("loss is a float",)),
         (lambda: find_model(Custom(dict, ids)).num_parameters, TypeError, ("has returned a dict, not an nn.Module",)),
         (
@@ -599,10 +603,10 @@ def test_stages_of_a_module_that_has_them():
         ),
     ],
 )
-def test_what_is_no_module_is_refused(act, kind, told):
+def test_what_is_no_module_is_refused(act, kind, stated):
     with pytest.raises(kind, match="cannot estimate the model") as error:
         act()
-    for words in told:
+    for words in stated:
         assert words in str(error.value)
 
 

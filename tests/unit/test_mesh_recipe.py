@@ -68,7 +68,7 @@ def test_descriptions():
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "told"),
+    ("given", "kind", "stated"),
     [
         ({"param_dtype": "bf61"}, ValueError, ("param_dtype='bf61' is no dtype for this", "try: param_dtype='bf16'")),
         ({"param_dtype": torch.int8}, ValueError, ("param_dtype: torch.int8",)),
@@ -90,12 +90,12 @@ def test_descriptions():
     ],
     ids=str,
 )
-def test_what_is_no_recipe_is_refused(given, kind, told):
+def test_what_is_no_recipe_is_refused(given, kind, stated):
     with pytest.raises(kind) as error:
         Recipe(**given)
     assert str(error.value).startswith("cannot ")
     assert "\n  try: " in str(error.value)
-    for words in told:
+    for words in stated:
         assert words in str(error.value)
 
 

@@ -103,9 +103,9 @@ def test_a_block_lives_as_long_as_its_tensors():
         return z
 
     events, _, _ = record(body)
-    told = [event for event in events if not isinstance(event, Op)]
-    assert [type(event).__name__ for event in told] == ["Alloc", "Alloc", "Free"]
-    assert told[2].block == told[0].block
+    recorded = [event for event in events if not isinstance(event, Op)]
+    assert [type(event).__name__ for event in recorded] == ["Alloc", "Alloc", "Free"]
+    assert recorded[2].block == recorded[0].block
 
 
 def test_every_block_is_given_back_once_and_after_it_was_taken():
@@ -140,8 +140,8 @@ def test_a_storage_that_is_resized_to_nothing_and_back():
         return x
 
     events, _, _ = record(body)
-    told = [type(event).__name__ for event in events]
-    assert told == ["Alloc", "Free", "Alloc"]
+    recorded = [type(event).__name__ for event in events]
+    assert recorded == ["Alloc", "Free", "Alloc"]
     assert events[0].block != events[2].block
     assert [events[0].bytes, events[2].bytes] == [256, 256]
 

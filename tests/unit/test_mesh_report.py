@@ -100,9 +100,9 @@ def test_progress_in_a_log_is_a_line_for_each_tenth() -> None:
     with SearchBar(console) as bar:
         for done in range(41):
             bar.on_estimate(done, 40, "dp_shard=8")
-    told = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert told[0] == "estimates: 0 of 40"
-    assert len(told) == 11
+    printed = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert printed[0] == "estimates: 0 of 40"
+    assert len(printed) == 11
 
 
 def test_progress_in_a_terminal_is_a_bar() -> None:

@@ -89,7 +89,7 @@ def test_the_heaviest_rank_has_the_experts_with_most():
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "told"),
+    ("make", "kind", "stated"),
     [
         (lambda: Routing(shares=[1, -1]), ValueError, ("shares are numbers of at least 0", "try: shares=[2, 1, 1]")),
         (lambda: Routing(shares=[]), ValueError, ("some of them above",)),
@@ -110,10 +110,10 @@ def test_the_heaviest_rank_has_the_experts_with_most():
         ),
     ],
 )
-def test_what_is_no_routing_is_refused(make, kind, told):
+def test_what_is_no_routing_is_refused(make, kind, stated):
     with pytest.raises(kind, match="cannot route tokens to experts") as error:
         make()
-    for words in told:
+    for words in stated:
         assert words in str(error.value)
 
 

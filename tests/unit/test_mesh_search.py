@@ -206,9 +206,9 @@ def test_the_ranking_is_by_speed_and_has_all_that_was_estimated() -> None:
         asked.append(Candidate(given["dims"], given["recipe"], given["batch"]))
         return fake_estimate(**given)
 
-    told: list[tuple[int, int, str]] = []
+    shown: list[tuple[int, int, str]] = []
     result = find(
-        "llama3-8b", "h100-sxm", 64, 128, estimator=counting, limit=12, progress=lambda *now: told.append(now)
+        "llama3-8b", "h100-sxm", 64, 128, estimator=counting, limit=12, progress=lambda *now: shown.append(now)
     )
     assert len(asked) == len(set(asked)) == 12
     assert {entry.candidate for entry in (*result.found, *result.too_large)} == set(asked)
@@ -216,8 +216,8 @@ def test_the_ranking_is_by_speed_and_has_all_that_was_estimated() -> None:
     assert all(entry.estimate.memory.fits() for entry in result.found)
     assert result.complete
     assert result.best is result.found[0]
-    assert told[0] == (0, 12, str(asked[0]))
-    assert told[-1] == (12, 12, "")
+    assert shown[0] == (0, 12, str(asked[0]))
+    assert shown[-1] == (12, 12, "")
     assert "does not fit" in result.reasons or not result.too_large
 
 
@@ -333,21 +333,23 @@ def message(*arguments: Any, error: type[Exception] = ValueError, **options: Any
 
 
 def test_nothing_fits_says_what_comes_closest() -> None:
-    told = message("llama3-405b", "h100-sxm", 16, 16)
-    assert told.startswith("cannot train llama3-405b on 16 x h100-sxm, 16 x 8,192 tokens: nothing fits into 79.1 GiB\n")
-    assert "\n  closest: " in told
-    assert " needs at least 378.0 GiB, 298.9 GiB too much\n" in told, "16 bytes for each parameter, over 16 devices"
-    assert "x cannot fit (bound)" in told
-    assert told.endswith("\n  try: about 80 devices, or shorter sequences")
+    shown = message("llama3-405b", "h100-sxm", 16, 16)
+    assert shown.startswith(
+        "cannot train llama3-405b on 16 x h100-sxm, 16 x 8,192 tokens: nothing fits into 79.1 GiB\n"
+    )
+    assert "\n  closest: " in shown
+    assert " needs at least 378.0 GiB, 298.9 GiB too much\n" in shown, "16 bytes for each parameter, over 16 devices"
+    assert "x cannot fit (bound)" in shown
+    assert shown.endswith("\n  try: about 80 devices, or shorter sequences")
 
 
 def test_nothing_fits_after_estimates() -> None:
-    told = message(
+    shown = message(
         "llama3-8b", "h100-sxm", 8, 8, estimator=lambda **given: fake_estimate(**given, scale=100.0), limit=3
     )
-    assert " is estimated to need " in told
-    assert "\n  estimated: 3   not estimated: " in told
-    assert "\n  try: limit=6, as " in told
+    assert " is estimated to need " in shown
+    assert "\n  estimated: 3   not estimated: " in shown
+    assert "\n  try: limit=6, as " in shown
 
 
 @pytest.mark.parametrize(
@@ -374,5 +376,5 @@ def test_wrong_arguments(options: dict[str, Any], expected: str) -> None:
 
 
 def test_a_count_must_be_whole() -> None:
-    told = message("llama3-8b", "h100-sxm", 64.0, 128, error=TypeError)
-    assert told == "cannot search: num_devices must be an int\n  num_devices: 64.0\n  try: num_devices=64"
+    shown = message("llama3-8b", "h100-sxm", 64.0, 128, error=TypeError)
+    assert shown == "cannot search: num_devices must be an int\n  num_devices: 64.0\n  try: num_devices=64"

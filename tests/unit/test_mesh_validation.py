@@ -194,14 +194,14 @@ def test_summaries():
     assert summary([]) is None
 
 
-def told(truth: float, predicted: float, group: str = "a") -> Outcome:
+def outcome(truth: float, predicted: float, group: str = "a") -> Outcome:
     return Outcome("m1", "s", group, "t", False, Compared(truth, predicted, 0, 1))
 
 
 def test_only_pairs_of_a_group_that_differ_are_asked_to_be_in_order():
-    assert ordered_pairs([told(100, 1), told(104, 2)]) == (0, 0)
-    assert ordered_pairs([told(100, 1), told(120, 2), told(90, 3, "b")]) == (1, 1)
-    assert ordered_pairs([told(100, 2), told(120, 1)]) == (0, 1)
+    assert ordered_pairs([outcome(100, 1), outcome(104, 2)]) == (0, 0)
+    assert ordered_pairs([outcome(100, 1), outcome(120, 2), outcome(90, 3, "b")]) == (1, 1)
+    assert ordered_pairs([outcome(100, 2), outcome(120, 1)]) == (0, 1)
 
 
 def test_the_page_tells_held_out_and_calibration_apart():

@@ -263,7 +263,7 @@ def test_what_is_no_configuration_of_degrees_is_refused(config: Any, blame: str,
 
 @pytest.mark.parametrize("device_type", [5, 0, [], {}])
 def test_what_names_no_device_is_refused_before_a_group_is_asked_for(device_type: Any) -> None:
-    with pytest.raises(TypeError, match=r"cannot build a mesh: device_type is a .*, not a str or None"):
+    with pytest.raises(TypeError, match=r"cannot build a mesh: device_type is an? .*, not a str or None"):
         ParallelDims().build_mesh(device_type)
 
 

@@ -41,7 +41,7 @@ _LOCAL_SHAPE = "_compute_local_shape_and_global_offset"
 
 
 def places() -> dict[str, object]:
-    """What the seams change, as it is now."""
+    """What the patches change, as it is now."""
     wrapped = {}
     for name in ("init_process_group", "split_group"):
         function = getattr(c10d, name)
@@ -67,7 +67,7 @@ def places() -> dict[str, object]:
     }
 
 
-def seam(name: str):
+def patch_named(name: str):
     found = {each.__name__: each for each in install.PATCHES}
     return found[name]
 
@@ -112,10 +112,10 @@ def test_what_is_in_place_is_taken_back_when_a_seam_cannot_be_made(broken, monke
     def fails(world):
         raise AttributeError("torch has moved it")
 
-    seams = list(install.PATCHES)
-    seams[broken] = fails
+    patches = list(install.PATCHES)
+    patches[broken] = fails
     with monkeypatch.context() as patch:
-        patch.setattr(install, "PATCHES", tuple(seams))
+        patch.setattr(install, "PATCHES", tuple(patches))
         with pytest.raises(AttributeError, match="torch has moved it"):
             sim.run(dist.barrier, 2)
     assert places() == before
@@ -140,7 +140,7 @@ def test_the_others_are_taken_back_when_one_cannot(monkeypatch):
     assert sim.run(dist.get_rank, 2) == [0, 1]
 
 
-# -- one test per seam -----------------------------------------------------------------------------------------
+# -- one test per patch ----------------------------------------------------------------------------------------
 
 
 def test_seam_error_log():
@@ -346,7 +346,7 @@ def test_seam_sharding_propagation(monkeypatch):
     for owner, name in [(ShardingPropagator, "propagate_op_sharding_non_cached"), (tensor_utils, _LOCAL_SHAPE)]:
         with monkeypatch.context() as patch:
             patch.delattr(owner, name)
-            torch_has_moved_it = seam("_sharding_propagation")(None)
+            torch_has_moved_it = patch_named("_sharding_propagation")(None)
             torch_has_moved_it()
             assert not hasattr(owner, name)
 
@@ -466,7 +466,7 @@ def test_seam_device_guard():
 
 
 def test_seam_allocator():
-    assert seam("_allocator")(None)() is None
+    assert patch_named("_allocator")(None)() is None
     assert torch.ones(1 << 20).sum().item() == 1 << 20
 
 
@@ -759,7 +759,7 @@ def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_still_works_out_defaults_at_the_import():
-    """Where this fails, torch has moved what the seam is for."""
+    """Where this fails, torch has moved what the patch is for."""
     source = inspect.getsource(importlib.import_module("torch.distributed.nn.functional"))
     assert "group=group.WORLD" in source
 

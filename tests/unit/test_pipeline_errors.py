@@ -141,7 +141,7 @@ def test_batches_that_do_not_divide():
     said = "the batch of inputs does not divide into 3 micro-batches of equal size\n.*inputs: \\(4, 3\\)\n.*try: 3 rows"
     raises(ValueError, said, lambda: pipeline(micro_batches=3).step(X, X))
     raises(ValueError, "the batch of targets does not divide", lambda: pipeline().step(X, X[:3]))
-    raises(TypeError, "inputs is a int, not a tensor", lambda: pipeline().step([1, 2], X))
+    raises(TypeError, "inputs is an int, not a tensor", lambda: pipeline().step([1, 2], X))
 
 
 def test_a_step_without_gradients():

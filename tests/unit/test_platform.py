@@ -1,4 +1,4 @@
-"""The device seam: what each platform answers, how one is chosen, and what the errors say.
+"""Platforms of devices: their answers, the choice of one, and the errors.
 
 torch_npu cannot be installed here, so a stand-in takes its place. It has the names that the real wheels (2.11.0 and
 2.14.0) define in `torch_npu.npu`, and no others, so that a call of a name they lack fails here too.
@@ -479,7 +479,10 @@ def test_default_is_the_cpu_when_nothing_else_is_usable(no_npu: None, no_gpu: No
 
 
 def test_unknown_device_type_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown device type 'cuda:0': get_platform knows 'cpu', 'cuda', 'npu'"):
+    with pytest.raises(
+        ValueError,
+        match=r"'cuda:0': .*\n  known: 'cpu', 'cuda', 'npu'\n  try: 'cuda', without an index",
+    ):
         get_platform("cuda:0")
 
 
@@ -487,7 +490,7 @@ def test_register_platform_adds_a_device_type(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(registry_module, "_REGISTRY", PlatformRegistry())
     public.register_platform("mine", StandInPlatform)
     assert get_platform("mine").name() == "stand-in"
-    with pytest.raises(ValueError, match="knows 'cpu', 'cuda', 'mine', 'npu'"):
+    with pytest.raises(ValueError, match="known: 'cpu', 'cuda', 'mine', 'npu'"):
         get_platform("other")
     with pytest.raises(ValueError, match="cannot register platform 'mine': that device type is registered already"):
         public.register_platform("mine", StandInPlatform)

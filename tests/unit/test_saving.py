@@ -181,7 +181,7 @@ def test_nothing_is_left_to_do_after_the_last_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "changes", "told"),
+    ("section", "changes", "message"),
     [
         ("model", {"hidden_size": 32}, "hidden_size: 16 there, 32 here"),
         ("model", {"tie_embeddings": True}, "tie_embeddings: False there, True here"),
@@ -190,14 +190,14 @@ def test_nothing_is_left_to_do_after_the_last_step(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
-    tmp_path: Path, section: str, changes: dict[str, Any], told: str
+    tmp_path: Path, section: str, changes: dict[str, Any], message: str
 ) -> None:
     config = saving(tmp_path).with_changes("train", {"steps": 1})
     train(config)
     with pytest.raises(ValueError) as caught:
         train(config.with_changes(section, changes))
     assert str(caught.value).startswith(f"cannot go on from {tmp_path / 'step-00000001'}: it is of another model\n")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).endswith("\n  try: the [model] and [experts] it was saved with, or another folder")
 
 
@@ -227,7 +227,7 @@ def test_a_longer_sequence_is_no_other_model(tmp_path: Path) -> None:
 def test_starting_anew_in_a_folder_of_another_run_is_refused_on_every_rank(tmp_path: Path) -> None:
     train(saving(tmp_path).with_changes("train", {"steps": 1}))
     anew = saving(tmp_path, resume=False)
-    told = (
+    message = (
         f"cannot start anew in this folder: it holds the checkpoints of another run\n"
         f"  there is: {tmp_path / 'step-00000001'}\n  try: another folder, or go on with --resume"
     )
@@ -237,7 +237,7 @@ def test_starting_anew_in_a_folder_of_another_run_is_refused_on_every_rank(tmp_p
             train(anew)
         return str(caught.value)
 
-    assert sim.run(body, 2) == [told] * 2
+    assert sim.run(body, 2) == [message] * 2
     assert train(replace(anew, checkpoint=replace(anew.checkpoint, folder=str(tmp_path / "new")))).first_step == 1
 
 
@@ -253,13 +253,13 @@ def test_a_run_goes_back_to_a_step_that_is_asked_for(
     whole = train(config.with_changes("train", {"steps": 5}))
     assert steps() == ["3", "4", "5"]
     missing = config.with_changes("checkpoint", {"resume_step": 2})
-    told = (
+    message = (
         f"cannot load step 2 of {tmp_path}: there is no complete checkpoint of step 2\n"
         "  complete: step 3, step 4, step 5\n  try: one of those, or the latest"
     )
     with pytest.raises(RuntimeError) as caught:
         go_on(missing, 2)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     back = config.with_changes("checkpoint", {"resume_step": 3}).with_changes("train", {"steps": 5})
     assert run_to_go_on_from(back) == (3, [])
     gone_back = train(back.with_changes("train", {"steps": 4}))
@@ -275,11 +275,11 @@ def test_a_run_goes_back_to_a_step_that_is_asked_for(
 
 
 def test_going_back_needs_a_folder_to_go_back_in() -> None:
-    for keep, told in (
+    for keep, message in (
         (CheckpointConfig(resume_step=3), "no folder is given\n  checkpoint.folder=None"),
         (CheckpointConfig(folder="out", resume=False, resume_step=3), "it is to start anew\n  checkpoint.folder='out'"),
     ):
-        with pytest.raises(ValueError, match="cannot go back to step 3: " + re.escape(told)):
+        with pytest.raises(ValueError, match="cannot go back to step 3: " + re.escape(message)):
             train(replace(TINY, checkpoint=keep))
     with pytest.raises(ValueError, match=r"checkpoint\.resume_step must be a number >= 1, got 0"):
         CheckpointConfig(resume_step=0)

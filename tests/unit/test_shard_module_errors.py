@@ -127,7 +127,7 @@ MISTAKES = {
         plan(plan={0: ("tp",)}),
         TypeError,
         CANNOT,
-        "a path in plan is a int, not a str",
+        "a path in plan is an int, not a str",
         "a path in plan: 0",
         "'layers.*.mlp'",
     ),

@@ -33,7 +33,7 @@ CALLS = {
 
 
 def refusals(call, dtype, op, **options) -> list[str]:
-    """What each of two ranks is told; "" where the call is taken."""
+    """The error of each of two ranks; "" where the call is taken."""
 
     def body() -> str:
         try:
@@ -47,9 +47,9 @@ def refusals(call, dtype, op, **options) -> list[str]:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_reduction_is_looked_at_on_every_rank(call):
-    told = refusals(call, torch.float64, ReduceOp.SUM, backend="hccl")
-    assert told[0] == told[1]
-    assert told[0].startswith(f"TypeError: cannot {call.split(',')[0]} float64 by ReduceOp.SUM")
+    answers = refusals(call, torch.float64, ReduceOp.SUM, backend="hccl")
+    assert answers[0] == answers[1]
+    assert answers[0].startswith(f"TypeError: cannot {call.split(',')[0]} float64 by ReduceOp.SUM")
     assert refusals(call, torch.float32, ReduceOp.MAX, backend="hccl") == ["", ""]
     assert refusals(call, torch.float64, ReduceOp.SUM) == ["", ""], "by default nothing is refused"
 
@@ -98,8 +98,8 @@ def test_a_reduce_op_that_is_refused():
     ids=str,
 )
 def test_what_is_taken_and_what_is_not(backend, call, dtype, op, hint):
-    told = refusals(call, dtype, op, backend=backend)
-    assert told == ["", ""] if hint is None else told[0].endswith(f"\n  try: {hint}"), told
+    answers = refusals(call, dtype, op, backend=backend)
+    assert answers == ["", ""] if hint is None else answers[0].endswith(f"\n  try: {hint}"), answers
 
 
 def test_groups_have_its_name_and_its_rules_and_groups_of_another_name_have_not():
@@ -117,8 +117,8 @@ def test_groups_have_its_name_and_its_rules_and_groups_of_another_name_have_not(
         dist.all_gather_object(gathered, dist.get_rank())  # the backend takes part in nothing but reductions
         return [x.item(), *names, get_platform().backend, get_platform().reductions.widest_float, gathered]
 
-    told = [2.0, "hccl", "hccl", "gloo", "hccl", torch.float32, [0, 1]]
-    assert sim.run(body, 2, backend="hccl") == [told, told]
+    answers = [2.0, "hccl", "hccl", "gloo", "hccl", torch.float32, [0, 1]]
+    assert sim.run(body, 2, backend="hccl") == [answers, answers]
 
 
 def test_a_script_that_makes_the_group_itself():

@@ -136,9 +136,9 @@ def test_a_device_that_is_mapped():
 
 
 def test_a_device_to_map_that_nobody_knows():
-    with pytest.raises(ValueError, match="cannot put on the CPU what names the device 'gpu'") as found:
+    with pytest.raises(ValueError, match="there is no kind of map_device 'gpu'") as found:
         sim.run(dist.barrier, 2, map_device="gpu")
-    assert "map_device: one of cuda, npu, or None" in str(found.value)
+    assert "try: map_device=" in str(found.value)
 
 
 @without_cuda

@@ -130,8 +130,8 @@ def test_the_topologys_model():
     ("options", "error", "message"),
     [
         ({"topology": "h1000"}, ValueError, "cannot find a topology called 'h1000'"),
-        ({"topology": 3}, TypeError, "cannot use 3 as the topology of a world"),
-        ({"cost": 3}, TypeError, "cannot use 3 as the cost of communication"),
+        ({"topology": 3}, TypeError, "topology is an int, not a Topology or a str or None"),
+        ({"cost": 3}, TypeError, "cost is an int, not something to call or None"),
     ],
 )
 def test_a_bad_option(options, error, message):
@@ -142,15 +142,16 @@ def test_a_bad_option(options, error, message):
 
 def test_a_cost_that_is_none():
     for cost in (-1.0, float("nan"), "1", None):
-        with pytest.raises(ValueError, match="the cost of barrier cannot be"):
+        with pytest.raises((ValueError, TypeError), match=r"cannot let time pass: the cost of barrier (must be|is) "):
             ran(dist.barrier, cost=lambda op, load, cost=cost: cost)
 
 
 def test_advance_takes_seconds_of_a_rank():
     for seconds_ in (-1, float("inf"), "1", True):
-        with pytest.raises(ValueError, match="the time that a rank computes cannot be") as caught:
+        said = "cannot let time pass: the time that a rank computes (must be|is) "
+        with pytest.raises((ValueError, TypeError), match=said) as caught:
             ran(lambda seconds_=seconds_: sim.advance(seconds_))
-        assert "seconds: a number from 0 up" in str(caught.value)
+        assert "try: 0.001, a millisecond" in str(caught.value)
     with pytest.raises(sim.SimError, match="the caller is not a simulated rank"):
         sim.advance(1.0)
 

@@ -1,4 +1,4 @@
-"""Faults: what each of them does to the rank that it strikes and to the others, and what they are told."""
+"""Faults: what each of them does to the rank that it strikes and to the others, and the errors that these get."""
 
 from __future__ import annotations
 
@@ -192,14 +192,14 @@ def test_how_the_log_reads():
 # -- kill ------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_returns_nothing_and_the_others_are_told():
+def test_a_killed_rank_returns_nothing_and_the_others_raise():
     world, results = ran(sums(), faults=[Kill(1, at=2)])
-    told = (
+    refusal = (
         "rank {} cannot complete all_reduce #2 of group 'world' (test_sim_faults.py:* in body): rank 1 is dead\n"
         "  rank 1 was killed at its operation 2, all_reduce of group 'world', test_sim_faults.py:* in body\n"
         "  try: except sim.RankLost, and go on in dist.new_group([0, 2], use_local_synchronization=True)"
     )
-    assert results == [told.format(0), None, told.format(2)]
+    assert results == [refusal.format(0), None, refusal.format(2)]
     (happening,) = world.faults.log
     assert happening[:5] == (Kill(1, at=2), 1, 2, "all_reduce", "world")
     assert happening.line.endswith("in body")
@@ -323,11 +323,11 @@ def test_messages_to_and_from_a_dead_rank():
         return found
 
     line = "(test_sim_faults.py:* in <lambda>)"
-    told = [
+    refusal = [
         f"rank 0 cannot complete send #0 to rank 1 in group 'world' {line}: rank 1 is dead",
         f"rank 0 cannot complete recv #1 from rank 1 in group 'world' {line}: rank 1 is dead",
     ]
-    assert ran(body, world_size=2, faults=[Kill(1)])[1] == [told, None]
+    assert ran(body, world_size=2, faults=[Kill(1)])[1] == [refusal, None]
 
 
 def test_what_the_dead_have_sent_and_nobody_received_is_lost():
@@ -618,13 +618,13 @@ def test_what_may_happen_again_does():
 
 def test_who_waits_for_a_frozen_rank_times_out():
     world, results = ran(sums(), faults=[Freeze(1, at=1)])
-    told = (
+    refusal = (
         "rank {} has waited 1800 virtual seconds for rank 1 at all_reduce #1 of group 'world' "
         "(test_sim_faults.py:* in body)\n"
         "  rank 1 was frozen at its operation 1, all_reduce of group 'world', test_sim_faults.py:* in body\n"
         "  try: except sim.RankLost, and go on in dist.new_group([0, 2], use_local_synchronization=True)"
     )
-    assert results == [told.format(0), None, told.format(2)]
+    assert results == [refusal.format(0), None, refusal.format(2)]
     assert [world.clock(rank) for rank in range(3)] == [1800.0, 0.0, 1800.0]
 
 

@@ -413,7 +413,7 @@ def test_what_a_thread_raises_is_reported_and_the_rank_goes_on(capfd):
         return dist.get_rank()
 
     hook, seen = threading.excepthook, []
-    threading.excepthook = lambda told: seen.append((told.exc_type, told.thread.name))
+    threading.excepthook = lambda hooked: seen.append((hooked.exc_type, hooked.thread.name))
     try:
         assert sim.run(body, 2) == [0, 1]
     finally:

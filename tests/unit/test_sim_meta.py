@@ -150,9 +150,9 @@ def test_a_message_with_data_and_without():
 
 @pytest.mark.parametrize("device", ["cuda", "tpu", 3])
 def test_a_device_that_is_none(device):
-    with pytest.raises(ValueError, match="cannot make the tensors of ranks on") as found:
+    with pytest.raises(ValueError, match="cannot make a world: there is no kind of device") as found:
         sim.run(dist.barrier, 2, device=device)
-    assert "try: map_device='cuda'" in str(found.value)
+    assert "map_device='cuda', which puts on the CPU" in str(found.value)
 
 
 # -- training ----------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ aten = torch.ops.aten
 
 
 def without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    seams = tuple(seam for seam in install.PATCHES if seam.__name__ != "_sharding_propagation")
-    assert len(seams) == len(install.PATCHES) - 1
-    monkeypatch.setattr(install, "PATCHES", seams)
+    others = tuple(each for each in install.PATCHES if each.__name__ != "_sharding_propagation")
+    assert len(others) == len(install.PATCHES) - 1
+    monkeypatch.setattr(install, "PATCHES", others)
 
 
 def words(value: Any) -> Any:

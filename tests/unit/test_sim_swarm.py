@@ -191,13 +191,13 @@ def test_every_kind_of_fault_and_moment_is_drawn():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fault_plans(0), "world_size=0 is out of range"),
-        (lambda: fault_plans(2, max_faults=-1), "max_faults=-1 is out of range"),
-        (lambda: fault_plans(2, max_operations=0), "max_operations=0 is out of range"),
-        (lambda: fault_plans(2, survivors=3), "survivors=3 is out of range\n  try: survivors from 0 to 2"),
+        (lambda: fault_plans(0), "world_size must be at least 1\n  world_size: 0"),
+        (lambda: fault_plans(2, max_faults=-1), "max_faults must be at least 0\n  max_faults: -1"),
+        (lambda: fault_plans(2, max_operations=0), "max_operations must be at least 1\n  max_operations: 0"),
+        (lambda: fault_plans(2, survivors=3), "survivors must be from 0 to 2\n"),
         (lambda: fault_plans(2, kinds=[]), r"kinds: \[\] are no kinds of fault\n  known: sim.faults.Kill, "),
-        (lambda: parallel_dims(0), "max_ranks=0 is out of range"),
-        (lambda: parallel_dims(ranks=0), "ranks=0 is out of range"),
+        (lambda: parallel_dims(0), "max_ranks must be at least 1\n  max_ranks: 0"),
+        (lambda: parallel_dims(ranks=0), ": ranks must be at least 1"),
     ],
 )
 def test_bounds_that_nothing_fits(make, message):

@@ -26,21 +26,22 @@ pytestmark = pytest.mark.sim
 
 @pytest.mark.parametrize("size", [0, -1, True, "8", 2.0, None, 65_537])
 def test_a_world_size_that_is_none(size):
-    with pytest.raises(ValueError, match=re.escape(f"cannot make a world of {size!r} ranks")):
+    kind = ValueError if type(size) is int else TypeError
+    with pytest.raises(kind, match=rf"cannot make a world: world_size .*\n  world_size: {size!r}\n  try: sim.run"):
         sim.run(dist.get_rank, size)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "kind", "message"),
     [
-        ({"seed": "1"}, "cannot use '1' as a seed"),
-        ({"seed": True}, "cannot use True as a seed"),
-        ({"intraop_threads": 0}, "cannot use 0 threads inside of an operation"),
-        ({"pin": 100_000}, "cannot pin ranks to processor 100000"),
+        ({"seed": "1"}, TypeError, "seed is a str, not an int"),
+        ({"seed": True}, TypeError, "seed is a bool, not an int"),
+        ({"intraop_threads": 0}, ValueError, "intraop_threads must be a finite number of at least 1"),
+        ({"pin": 100_000}, ValueError, "ranks cannot be pinned to processor 100000"),
     ],
 )
-def test_a_bad_option(options, message):
-    with pytest.raises(ValueError, match=message) as caught:
+def test_a_bad_option(options, kind, message):
+    with pytest.raises(kind, match=message) as caught:
         sim.run(dist.get_rank, 2, **options)
     assert "try:" in str(caught.value)
 
@@ -529,22 +530,14 @@ def test_what_a_trace_is_asked_for_has_to_exist():
     assert trace.bytes(axis="dp") == 8
     assert trace.bytes(axis="tp") == trace.bytes(op="send") == 0, "they exist, though nothing was communicated"
     refused = {
-        (
-            lambda: trace.bytes(axis="ddp")
-        ): "cannot count the bytes of axis='ddp': no group of this world is called that\n"
-        "  axis: one of 'dp', 'world', 'tp'\n  try: axis='dp'",
-        (lambda: trace.bytes(op="allreduce")): "cannot count the bytes of op='allreduce': there is no such operation\n"
-        "  op: one of 'all_gather', 'all_reduce', 'all_to_all', 'barrier', 'broadcast', 'gather', 'recv', 'reduce', "
-        "'reduce_scatter', 'scatter', 'send'\n  try: op='all_reduce'",
-        (lambda: trace.bytes(rank=2)): "the trace has no events of rank 2: it is of a world of 2 ranks\n"
-        "  rank: an int from 0 to 1\n  try: rank=0",
-        (lambda: trace.of_rank(-1)): "the trace has no events of rank -1: it is of a world of 2 ranks\n"
-        "  rank: an int from 0 to 1\n  try: rank=0",
+        (lambda: trace.bytes(axis="ddp")): "no kind of axis 'ddp'\n  axis: 'ddp'\n  try: axis='dp'",
+        (lambda: trace.bytes(op="allreduce")): "no kind of op 'allreduce'\n  op: 'allreduce'\n  try: op='all_reduce'",
+        (lambda: trace.bytes(rank=2)): "rank must be from 0 to 1\n  rank: 2\n  try: rank=1",
+        (lambda: trace.of_rank(-1)): "rank must be from 0 to 1\n  rank: -1\n  try: rank=0",
     }
     for ask, text in refused.items():
-        with pytest.raises(ValueError, match="  try: ") as found:
+        with pytest.raises(ValueError, match=text + "$"):
             ask()
-        assert str(found.value) == text
     trace.clear()
     assert trace.bytes(axis="dp") == 0
 

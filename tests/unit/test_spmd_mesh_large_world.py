@@ -20,9 +20,9 @@ def rank(request):
 def test_ranks_and_groups(rank):
     root = init_device_mesh("cpu", (16, 8, 8), mesh_dim_names=("replicate", "shard", "tp"))
     made = len(c10d._world.pg_names)
-    carrier = spmd_mesh_of(root["tp"], root["replicate", "shard"])
-    assert torch.equal(carrier.mesh.mesh, torch.arange(1024, dtype=torch.int32).view(16, 8, 8).permute(2, 0, 1))
-    assert carrier.mesh.get_coordinate() == (rank % 8, rank // 64, rank // 8 % 8)
+    spmd = spmd_mesh_of(root["tp"], root["replicate", "shard"])
+    assert torch.equal(spmd.mesh.mesh, torch.arange(1024, dtype=torch.int32).view(16, 8, 8).permute(2, 0, 1))
+    assert spmd.mesh.get_coordinate() == (rank % 8, rank // 64, rank // 8 % 8)
     assert len(c10d._world.pg_names) == made
 
     nodes = split_world("cpu", 8)

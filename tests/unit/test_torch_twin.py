@@ -194,7 +194,7 @@ def test_a_split_becomes_a_pending_sum_where_this_torch_can():
         (MESH(), MESH, (4,), "a mesh without an assignment"),
         (MESH("dp", "tp"), MESH(), (4,), "a dim that a tensor of ndim 1 does not have"),
         (MESH(), MESH(Shard(3), Replicate()), (4,), "the tensor has ndim 1"),
-        (MESH(), MESH(), (-1,), "dim 0 has size -1"),
+        (MESH(), MESH(), (-1,), "global_shape.0. must be at least 0"),
     ],
 )
 def test_mistakes_of_the_caller_are_errors(src, dst, shape, message):

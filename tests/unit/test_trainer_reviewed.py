@@ -59,8 +59,8 @@ def test_a_dump_blames_what_is_to_blame(tmp_path: Path, monkeypatch: pytest.Monk
     run = replace(TINY, train=replace(TINY.train, on_nonfinite="dump", log=str(tmp_path / "log.jsonl")))
     with pytest.raises(NonFiniteError, match="the gradient norm is nan"):
         train(run)
-    told = json.loads((tmp_path / "nonfinite" / "step-00000001" / "rank-0.json").read_text())
-    blamed = {row["name"]: row["grad_nonfinite"] for row in told["parameters"] if row["grad_nonfinite"]}
+    dumped = json.loads((tmp_path / "nonfinite" / "step-00000001" / "rank-0.json").read_text())
+    blamed = {row["name"]: row["grad_nonfinite"] for row in dumped["parameters"] if row["grad_nonfinite"]}
     assert blamed == {"layers.1.mlp.w2.weight": 1}
 
 

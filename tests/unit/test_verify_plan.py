@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sim
 from hyper_parallel import fully_shard
-from hyper_parallel.core.shard.sharding_plan import ShardingPlan
+from hyper_parallel.core.shard.plan import ShardingPlan
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -566,12 +566,12 @@ def test_rows_given_to_a_plan_that_takes_them_for_one_rank_s_part():
         ({"input_layouts": [("dp",)]}, ValueError, "dp"),
         ({"input_layouts": [("None",) * 3 + ("tp",)]}, ValueError, "does not fit a tensor of shape"),
         ({"declared": {"blocks.7.output": ("tp",)}}, ValueError, "blocks"),
-        ({"declared": 3}, TypeError, "declared is a int"),
+        ({"declared": 3}, TypeError, "declared is an int"),
         ({"dtype": torch.int64}, TypeError, "dtype is no floating-point dtype"),
         ({"steps": 0}, ValueError, "steps"),
         ({"mesh": "tp"}, ValueError, "tp"),
-        ({"optimizer_fn": 3}, TypeError, "optimizer_fn is a int"),
-        ({"loss_fn": 3}, TypeError, "loss_fn is a int"),
+        ({"optimizer_fn": 3}, TypeError, "optimizer_fn is an int"),
+        ({"loss_fn": 3}, TypeError, "loss_fn is an int"),
     ],
 )
 def test_bad_arguments(options, kind, text):

@@ -66,8 +66,8 @@ def test_a_model_in_whose_output_no_tensor_is_seen(finish, seen):
 
 
 def test_a_report_says_that_there_were_no_gradients():
-    told = "no gradients were compared, as nothing that the model returns can be differentiated"
-    assert verify(lambda: Two(lambda y: y.argmax(-1)), nothing).notes == (told,)
+    note = "no gradients were compared, as nothing that the model returns can be differentiated"
+    assert verify(lambda: Two(lambda y: y.argmax(-1)), nothing).notes == (note,)
     detached = verify(Two, nothing, loss_fn=lambda y, x: y.detach().sum())
     assert detached.notes == ("no gradients were compared, as the loss cannot be differentiated",)
     assert not verify(Two, nothing).notes

@@ -1,4 +1,4 @@
-"""Broken plans: what `ShardingPlan`, `custom_shard`, `from_local` and torch's styles are told, and is not true."""
+"""Broken plans: false layouts passed to `ShardingPlan`, `custom_shard`, `from_local` and torch's styles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SPLIT = {"mlps.*.up.weight": ("tp", "None"), "mlps.*.down.weight": ("None", "tp"
 REST = {"norms.*.*": ("None",), "head.weight": ("None", "None"), "head.bias": ("None",)}
 
 
-def told(**local):
+def local_plan_of(**local):
     """The plan of a Feed, with what its modules are said to return."""
     return ShardingPlan(
         plan={**SPLIT, **REST},
@@ -66,7 +66,7 @@ def told(**local):
 )
 def _(model, mesh, broken):
     pending = Layout.from_device_mesh(mesh)(*WHOLE, partial={"tp": "sum"})
-    shard_module(model, mesh, told(local_plan={"mlps.0": pending, "mlps.1": WHOLE if broken else pending}))
+    shard_module(model, mesh, local_plan_of(local_plan={"mlps.0": pending, "mlps.1": WHOLE if broken else pending}))
     model.register_forward_pre_hook(lambda module, args: DTensor.from_local(args[0], mesh, [Replicate()]))
 
 

@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """A feed-forward with the same seams."""
+    """A feed-forward with the same hooks."""
 
     def __init__(self, width=WIDTH, inner=2 * WIDTH, bias=True, dropout=0.0):
         super().__init__()

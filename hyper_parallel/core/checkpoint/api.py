@@ -219,7 +219,7 @@ def load(
 
     peers = Peers.of(process_group)
     path, asked = Path(), "cannot load a checkpoint"
-    failure, told, shards, record = None, None, {}, None
+    failure, mine, shards, record = None, None, {}, None
     try:
         check(asked, "path", folder=folder)
         check(asked, "bool", strict=strict)
@@ -227,10 +227,10 @@ def load(
         record = read_record(path)
         shards = shards_of(asked, tensors, per_rank, peers.rank, peers.global_rank)
         shards = _that_fit(asked, shards, record, per_rank or {}, peers.rank, strict)
-        told = record.attempt, list(shards)
+        mine = record.attempt, list(shards)
     except Exception as error:
         failure = error
-    everyone = peers.agree(failure, told)
+    everyone = peers.agree(failure, mine)
     assert record is not None, "or this rank had failed"
     _check_same(asked, [attempt for attempt, _ in everyone])
     wanted = list(dict.fromkeys(key for _, keys in everyone for key in keys))

@@ -61,10 +61,10 @@ class Checkpointer:
         checkpointer.close()
 
     All ranks make one, and call `save`, `wait`, `load` and `close` in the same order. A save that fails for want of
-    space, or because files cannot be written, does not end the run: it warns, and is told in `Saved.error`.
+    space, or because files cannot be written, does not end the run: it warns, and is reported in `Saved.error`.
 
     With `async_save`, `save` copies the tensors to the host and returns; a thread writes the copies. The next `save`,
-    and `latest`, `load` and `close`, wait for it first. Its failure is told by the next call. The copies take as much
+    and `latest`, `load` and `close`, wait for it first. The next call reports its failure. The copies take as much
     host memory as the rank writes; they are made anew only when shapes change.
 
     Who saves has the lease of the root, from `acquire`, or else from the first `save`, until `close`, or until the
@@ -178,12 +178,12 @@ class Checkpointer:
 
     def _check_shared(self, peers: Peers, attempt: str) -> None:
         """Make sure that all ranks see what rank 0 has written into the root."""
-        told = peers.gather((folders.is_seen(self.root, attempt), socket.gethostname()))
-        blind = [f"rank {rank} on host {host!r}" for rank, (sees, host) in enumerate(told) if not sees]
+        seen_by = peers.gather((folders.is_seen(self.root, attempt), socket.gethostname()))
+        blind = [f"rank {rank} on host {host!r}" for rank, (sees, host) in enumerate(seen_by) if not sees]
         if blind:
             self.release()
             blame = f"{len(blind)} of {peers.size} ranks do not see the file {folders.LEASE} that rank 0 has written"
-            seen = ", ".join(blind[:8]) + (", ..." if len(blind) > 8 else "") + f"; rank 0 is on host {told[0][1]!r}"
+            seen = ", ".join(blind[:8]) + (", ..." if len(blind) > 8 else "") + f"; rank 0 is on host {seen_by[0][1]!r}"
             hint = "a folder on a file system that all ranks share"
             raise CheckpointError(explain(f"cannot save to {self.root}", blame, seen, hint))
 
@@ -193,14 +193,15 @@ class Checkpointer:
         """Save what `save_checkpoint` saves, as the checkpoint of a step; one that is there is replaced.
 
         Returns:
-            How this save ended; with `async_save` how the one before ended, None if there was none or it has been told.
+            How this save ended; with `async_save` how the one before ended, None if there was none or that has been
+            returned.
 
         Raises:
             ValueError, TypeError: as `save_checkpoint`; with `async_save` the next call raises it and does no more.
             CheckpointError: the save, or with `async_save` the one before, failed, and `on_error` is "raise"; or
                 another run has the lease of the root.
         """
-        before = self._told(self._join())
+        before = self._returned(self._join())
         peers = Peers.of(self._group)
         folder = self.root
         shards: Mapping[str, LocalShard] = {}
@@ -228,21 +229,21 @@ class Checkpointer:
             self._thread.start()
             return before
         run()
-        return self._told(self._join())
+        return self._returned(self._join())
 
     def wait(self) -> Saved | None:
         """Wait until nothing is being saved.
 
         Returns:
-            How the last save ended; None if there was none or it has been told.
+            How the last save ended; None if there was none or it has been returned.
 
         Raises:
             CheckpointError: the save has failed, and `on_error` is "raise".
         """
-        return self._told(self._join())
+        return self._returned(self._join())
 
     def close(self) -> Saved | None:
-        """Wait as `wait` does, and give back memory, lease and group; before the process group is destroyed."""
+        """Wait as `wait` does, and release memory, lease and group; before the process group is destroyed."""
         try:
             return self.wait()
         finally:
@@ -322,7 +323,7 @@ class Checkpointer:
         ended, self._ended = self._ended, None
         return ended
 
-    def _told(self, ended: Saved | Exception | None) -> Saved | None:
+    def _returned(self, ended: Saved | Exception | None) -> Saved | None:
         if isinstance(ended, Exception):
             raise ended
         if ended is not None and ended.error is not None and Peers.of(self._group).rank == 0:
@@ -364,7 +365,7 @@ class Checkpointer:
         Waits until nothing is being saved.
         """
         ended = self._join()
-        self._ended = ended  # still to be told
+        self._ended = ended  # still to be returned
         return next((path for _, path in self._complete()), None)
 
     def at(self, step: int) -> Path:
@@ -375,7 +376,7 @@ class Checkpointer:
             CheckpointError: there is none; it names those that there are.
         """
         check("cannot find a checkpoint", "int", step=step)
-        self._ended = self._join()  # still to be told
+        self._ended = self._join()  # still to be returned
         there = dict(self._complete())
         if step not in there:
             seen = "complete: " + (", ".join(f"step {one}" for one in sorted(there)) or "none")

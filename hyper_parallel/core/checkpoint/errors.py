@@ -69,19 +69,19 @@ class Peers:
             failure: what this rank has run into.
             value: what the others get, if nobody has failed.
         """
-        gathered = self.gather((_told(failure), value))
-        told = {rank: text for rank, (text, _) in enumerate(gathered) if text is not None}
-        if told:
-            raise _raised(told) from failure
+        gathered = self.gather((_as_text(failure), value))
+        failed = {rank: text for rank, (text, _) in enumerate(gathered) if text is not None}
+        if failed:
+            raise _raised(failed) from failure
         return [value for _, value in gathered]
 
 
 def failure_of(failures: Mapping[int, Sequence[Any]]) -> Exception:
     """Return one error for what torch's driver has collected: rank -> (exception, where it was)."""
-    return _raised({rank: _told(failures[rank][0]) for rank in sorted(failures)})
+    return _raised({rank: _as_text(failures[rank][0]) for rank in sorted(failures)})
 
 
-def _told(failure: BaseException | None) -> Any:
+def _as_text(failure: BaseException | None) -> Any:
     """What is sent of an exception: whether it is the user's mistake, and the text."""
     if failure is None:
         return None
@@ -90,11 +90,11 @@ def _told(failure: BaseException | None) -> Any:
     return CheckpointError.__name__, f"{type(failure).__name__}: {failure}"
 
 
-def _raised(told: Mapping[int, Any]) -> Exception:
+def _raised(failed: Mapping[int, Any]) -> Exception:
     """Return the error of the lowest rank; it says on which ranks there were others."""
-    first = min(told)
-    kind, text = told[first]
-    others = [rank for rank in sorted(told) if told[rank] != told[first]]
+    first = min(failed)
+    kind, text = failed[first]
+    others = [rank for rank in sorted(failed) if failed[rank] != failed[first]]
     if others:
         text = f"{text}\n  this is of rank {first}; failed, too: " + ", ".join(f"rank {rank}" for rank in others)
     return {"ValueError": ValueError, "TypeError": TypeError}.get(kind, CheckpointError)(text)

@@ -245,7 +245,7 @@ class Lease:
         """Say which training this process goes on with."""
         self._me = replace(self._me, run=run)
         fresh = self._path.with_name(f"{LEASE}.{self._me.attempt}")
-        with suppress(OSError, CheckpointError):  # it is told to people; whether it may be written, saves find out
+        with suppress(OSError, CheckpointError):  # it is shown to people; whether it may be written, saves find out
             self.check()
             _create(fresh, self._me)
             os.replace(fresh, self._path)
@@ -361,9 +361,9 @@ def _read(path: Path) -> tuple[Holder | None, float] | None:
         return None
     try:
         renewed = os.fstat(file).st_mtime
-        told: Any = json.loads(os.read(file, 10_000))
-        numbers = {"since": float(told["since"]), "pid": int(told["pid"]), "restart": int(told["restart"])}
-        holder = Holder(**{**told, **numbers})
+        written: Any = json.loads(os.read(file, 10_000))
+        numbers = {"since": float(written["since"]), "pid": int(written["pid"]), "restart": int(written["restart"])}
+        holder = Holder(**{**written, **numbers})
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is being written, or not one
         return None, renewed
     finally:

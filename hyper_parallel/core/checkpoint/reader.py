@@ -244,8 +244,8 @@ def _is_described(header: Mapping[str, Any], key: str, entry: TensorEntry, box: 
     """Whether a header says the same of a box, which lies in the data, from byte `begin` on."""
     at = box.at - begin
     offsets = [at, at + math.prod(box.sizes) * entry.dtype.itemsize]
-    told = {"dtype": DTYPES[entry.dtype], "shape": list(box.sizes), "data_offsets": offsets}
-    return at >= 0 and header.get(key_in_file(key, entry.shape, box.offsets, box.sizes)) == told
+    described = {"dtype": DTYPES[entry.dtype], "shape": list(box.sizes), "data_offsets": offsets}
+    return at >= 0 and header.get(key_in_file(key, entry.shape, box.offsets, box.sizes)) == described
 
 
 def _block_error(

@@ -101,10 +101,8 @@ def _check(asked: str, name: Any, tensor: Any) -> None:
         blame = f"{name!r} is no name for a tensor in it"
         hint = f"a string without {BETWEEN!r}"
         raise ValueError(explain(asked, blame, f"it names a {type(tensor).__name__}", hint))
-    if not isinstance(tensor, torch.Tensor):
-        hint = "numbers and strings in extra; optimizer_tensors(...) for the state of an optimizer"
-        blame = f"{name!r} is a {type(tensor).__name__}, not a tensor"
-        raise TypeError(explain(asked, blame, f"got: {tensor!r}"[:200], hint))
+    hint = "numbers and strings in extra; optimizer_tensors(...) for the state of an optimizer"
+    check(asked, "tensor", hint, **{repr(name): tensor})
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         kind = "is on the meta device and has no values" if tensor.is_meta else f"is {tensor.layout} or quantized"
         hint = "init_parameters(model, seed), or to_empty(...), first" if tensor.is_meta else "a dense tensor"

@@ -50,7 +50,7 @@ class Staging:
         """
         mine = {name: shard for name, shard in shards.items() if shard.writes and shard.is_there}
         kept = {name: self._fitting(name, shard.local) for name, shard in mine.items()}
-        self._memory = kept  # and what is not needed any more is given back
+        self._memory = kept  # and what is not needed any more is released
         devices = dict.fromkeys(shard.local.device.type for shard in mine.values())
         with torch.no_grad():
             for name, shard in mine.items():
@@ -149,10 +149,10 @@ class Writer(StorageWriter):
             self._on_stage("sync")
             file.finish()
         entry = FileEntry(path.name, total, tuple(file.crcs))
-        told = [entry, *[None] * (len(results) - 1)]  # once is enough
+        of_each = [entry, *[None] * (len(results) - 1)]  # once is enough
         return [
             WriteResult(index, size, (self._rank, at, file))
-            for (index, size, at), file in zip(results, told, strict=True)
+            for (index, size, at), file in zip(results, of_each, strict=True)
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -1,10 +1,11 @@
 """Leaves that every part imports; `errors` needs nothing, not even torch, which a command's help does without.
 
-    checks, torch_compat -> errors
+    checks, drawing, torch_compat -> errors
     groups -> torch only
 
 errors          the four parts of an error message
 checks          public arguments, checked against one table of kinds
+drawing         pictures, drawn with matplotlib where it is installed
 groups          process groups over any set of ranks, kept as long as the default group
 torch_compat    what torch's wrappers and optimizers ask of us
 """

@@ -7,10 +7,10 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,10 @@ __all__ = [
     "check_int",
     "check_least",
     "check_modules",
-    "check_ndim",
     "check_rank",
     "check_shape",
     "check_tensors",
+    "read_int",
 ]
 
 
@@ -39,6 +39,9 @@ class _Kind(NamedTuple):
     noun: str
     accepts: Callable[[Any], bool]
     example: str
+
+
+Kinds: TypeAlias = "str | type | tuple[str | type, ...]"
 
 
 def _instance(noun: str, kind: Any, example: str) -> _Kind:
@@ -55,6 +58,10 @@ def _is_float(value: Any) -> bool:
 
 def _is_container(value: Any) -> bool:
     return hasattr(value, "__contains__") and not isinstance(value, (str, bytes, torch.Tensor))
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, set, frozenset))
 
 
 def _is_plain(value: Any) -> bool:
@@ -77,12 +84,14 @@ _KINDS = MappingProxyType(
         "str": _instance("a str", str, '"..."'),
         "path": _instance("a path", (str, os.PathLike), '"runs/llama"'),
         "list": _instance("a list", (list, tuple), "[...]"),
+        "sequence": _Kind("a sequence", _is_sequence, "(2, 4)"),
         "container": _Kind("a container", _is_container, "range(4)"),
         "device": _Kind("a device", _is_device, '"cpu"'),
         "mapping": _instance("a mapping", Mapping, "{...}"),
         "callable": _Kind("something to call", callable, "a function"),
         "tensor": _instance("a tensor", torch.Tensor, "torch.ones(4)"),
         "plain tensor": _Kind("a plain tensor", _is_plain, "x.to_local()"),
+        "DTensor": _instance("a DTensor", DTensor, "distribute_tensor(x, layout)"),
         "dtype": _instance("a torch.dtype", torch.dtype, "torch.float32"),
         "module": _instance("a module", torch.nn.Module, "model"),
         "optimizer": _instance("an optimizer", torch.optim.Optimizer, "torch.optim.AdamW(model.parameters())"),
@@ -94,7 +103,7 @@ _KINDS = MappingProxyType(
 """The kinds of arguments; those with the names of Python's types are what annotations of fields say."""
 
 
-def check(asked: str, kinds: str | type, hint: str = "", /, **given: object) -> None:
+def check(asked: str, kinds: Kinds, hint: str = "", /, **given: object) -> None:
     """Refuse arguments of another kind.
 
     >>> check("cannot save a checkpoint", "int | None", step="1")
@@ -106,7 +115,8 @@ def check(asked: str, kinds: str | type, hint: str = "", /, **given: object) -> 
 
     Args:
         asked: the start of an error message, "cannot ...".
-        kinds: names of the table, with " | " between them, or a class. An int is a float, too; a bool is neither.
+        kinds: names of the table, with " | " between them, a class, or a tuple of both. An int is a float, too; a bool
+            is neither.
         hint: what to try instead of an example of the first kind.
         given: the arguments by name.
 
@@ -114,19 +124,23 @@ def check(asked: str, kinds: str | type, hint: str = "", /, **given: object) -> 
         TypeError: the first that is of none of these kinds.
     """
     for name, value in given.items():
-        if isinstance(kinds, type):
-            fits = isinstance(value, kinds)
-        else:
-            fits = any(_KINDS[word].accepts(value) for word in kinds.split(" | "))
-        if not fits:
+        if not any(kind.accepts(value) for kind in _allowed(kinds)):
             raise TypeError(_wrong_kind(asked, kinds, name, value, hint))
 
 
-def _wrong_kind(asked: str, kinds: str | type, name: str, value: object, hint: str) -> str:
-    words = [kinds] if isinstance(kinds, type) else kinds.split(" | ")
-    allowed = [_instance(f"a {w.__name__}", w, w.__name__) if isinstance(w, type) else _KINDS[w] for w in words]
+def _allowed(kinds: Kinds) -> list[_Kind]:
+    if isinstance(kinds, tuple):
+        return [kind for each in kinds for kind in _allowed(each)]
+    if isinstance(kinds, type):
+        return [_instance(f"a {kinds.__name__}", kinds, kinds.__name__)]
+    return [_KINDS[word] for word in kinds.split(" | ")]
+
+
+def _wrong_kind(asked: str, kinds: Kinds, name: str, value: object, hint: str) -> str:
+    allowed = _allowed(kinds)
     blame = f"{name} is {_a(value)}, not {' or '.join(kind.noun for kind in allowed)}"
-    return explain(asked, blame, _seen(name, value), hint or f"{name}={allowed[0].example}")
+    meant = f"torch.{value}" if kinds == "dtype" and isinstance(getattr(torch, str(value), None), torch.dtype) else ""
+    return explain(asked, blame, _seen(name, value), hint or f"{name}={meant or allowed[0].example}")
 
 
 def check_fields(asked: str, values: Any) -> None:
@@ -171,7 +185,7 @@ def check_least(asked: str, least: float, **given: Any) -> None:
             raise ValueError(explain(asked, blame, _seen(name, value), f"{name}={least}"))
 
 
-def check_choice(asked: str, name: str, given: object, choices: Iterable[str]) -> None:
+def check_choice(asked: str, name: str, given: object, choices: Iterable[str], hint: str = "") -> None:
     """Refuse a word that is none of some.
 
     Args:
@@ -179,13 +193,14 @@ def check_choice(asked: str, name: str, given: object, choices: Iterable[str]) -
         name: of the argument.
         given: its value.
         choices: what it may be.
+        hint: what to try instead of the nearest choice.
 
     Raises:
         ValueError: it is not.
     """
     known = list(choices)
     if not isinstance(given, str) or given not in known:
-        hint = f"{name}={nearest(given, known)}"
+        hint = hint or f"{name}={nearest(given, known)}"
         raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", _seen(name, given), hint))
 
 
@@ -234,47 +249,46 @@ def check_int(value: object) -> int | None:
         return None
 
 
-def check_shape(global_shape: object, seen: str) -> tuple[int, ...]:
-    """Return a tensor's sizes as plain ints.
+def read_int(
+    asked: str, name: str, value: object, least: float = -math.inf, hint: str = "", most: float = math.inf
+) -> int:
+    """Return an argument as a plain int.
+
+    >>> read_int("cannot save a checkpoint", "step", torch.tensor(3), 0)
+    3
 
     Args:
-        global_shape: what was given.
-        seen: the line of the error message that shows the layout.
+        asked: the start of an error message, "cannot ...".
+        name: of the argument.
+        value: its value.
+        least: its lower bound.
+        hint: what to try.
+        most: its upper bound.
+
+    Raises:
+        TypeError: no int.
+        ValueError: outside of the bounds.
+    """
+    number = check_int(value)
+    if number is None:
+        raise TypeError(_wrong_kind(asked, "int", name, value, hint))
+    if not least <= number <= most:
+        bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+        hint = hint or f"{name}={least if number < least else most}"
+        raise ValueError(explain(asked, f"{name} must be {bounds}", _seen(name, value), hint))
+    return number
+
+
+def check_shape(global_shape: Any) -> tuple[int, ...]:
+    """Return a tensor's sizes as plain ints.
 
     Raises:
         TypeError: not a sequence of ints.
         ValueError: a negative size.
     """
-    asked, seen = "cannot place a tensor", f"global_shape: {global_shape!r}   {seen}"
-    if not isinstance(global_shape, Sequence) or isinstance(global_shape, str):
-        blame = f"global_shape must be a sequence of ints, not {type(global_shape).__name__}"
-        raise TypeError(explain(asked, blame, seen, "tensor.shape, such as (8, 4)"))
-    shape = []
-    for dim, given in enumerate(global_shape):
-        size = check_int(given)
-        if size is None:
-            blame = f"the size of dim {dim} is a {type(given).__name__}, not an int"
-            raise TypeError(explain(asked, blame, seen, "tensor.shape, such as (8, 4)"))
-        if size < 0:
-            raise ValueError(explain(asked, f"dim {dim} has size {size}", seen, "sizes from 0 up"))
-        shape.append(size)
-    return tuple(shape)
-
-
-def check_ndim(ndim: object, seen: str) -> int:
-    """Return a number of dims as a plain int.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: negative.
-    """
-    asked, hint = "cannot fill in a tensor map", "ndim=tensor.ndim"
-    number = check_int(ndim)
-    if number is None:
-        raise TypeError(explain(asked, f"ndim is a {type(ndim).__name__}, not an int", seen, hint))
-    if number < 0:
-        raise ValueError(explain(asked, f"ndim is {number}", seen, hint))
-    return number
+    asked, hint = "cannot place a tensor", "tensor.shape, such as (8, 4)"
+    check(asked, "sequence", hint, global_shape=global_shape)
+    return tuple(read_int(asked, f"global_shape[{dim}]", size, 0, hint) for dim, size in enumerate(global_shape))
 
 
 def check_rank(rank: object, first: int, seen: str) -> int:
@@ -289,22 +303,24 @@ def check_rank(rank: object, first: int, seen: str) -> int:
         TypeError: not an int.
         ValueError: None, and torch.distributed is not initialized.
     """
-    asked = "cannot tell which part a rank holds"
+    asked, hint = "cannot tell which shard a rank holds", f"rank={first}"
     if rank is None:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank()
         blame = "no rank was given and torch.distributed is not initialized"
-        raise ValueError(explain(asked, blame, seen, f"rank={first}"))
-    number = check_int(rank)
-    if number is None:
-        raise TypeError(explain(asked, f"rank is a {type(rank).__name__}, not an int", seen, f"rank={first}"))
-    return number
+        raise ValueError(explain(asked, blame, seen, hint))
+    return read_int(asked, "rank", rank, hint=hint)
 
 
 def _a(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _seen(name: str, value: object) -> str:
+    if isinstance(value, torch.Tensor):  # its numbers may differ between ranks, and are on a device
+        return f"{name}: {type(value).__name__} of shape {tuple(value.shape)}"
     shown, *more = repr(value).splitlines() or [""]
     return f"{name}: {shown[:80]}{' ...' if more or len(shown) > 80 else ''}"

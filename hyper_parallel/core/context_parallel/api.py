@@ -218,7 +218,7 @@ def context_parallel(
         loss.backward()                                        # gradients are to be summed over the ranks
 
     It sets `positions` of the model, and `attend` of every module in it that has such an attribute; for a Llama of this
-    library, or any model with these two seams. Call it after `shard_module`, before `fully_shard` and `torch.compile`.
+    library, or any model with these two hooks. Call it after `shard_module`, before `fully_shard` and `torch.compile`.
 
     Args:
         model: the model, or a stage of it.
@@ -227,7 +227,7 @@ def context_parallel(
         balance: as in `ContextParallel`.
 
     Raises:
-        TypeError: no module, no mesh, or a model without the two seams.
+        TypeError: no module, no mesh, or a model without the two hooks.
         ValueError: as `ContextParallel`.
     """
     asked = "cannot make the model attend over several ranks"

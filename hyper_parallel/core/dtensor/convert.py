@@ -43,7 +43,7 @@ def to_placements(layout: Layout, global_shape: Sequence[int]) -> tuple[Placemen
         ValueError: several kinds of reduction pending; a dim of a size that does not divide evenly, split against mesh
             order; more entries than dims.
     """
-    shape = check_shape(global_shape, f"layout: {layout}")
+    shape = check_shape(global_shape)
     resolved = _check_reductions(layout).placement_to_tensor_map(len(shape))
     _check_even("cannot make a DTensor of this shape", resolved, shape)
     placements = resolved.placements
@@ -66,7 +66,7 @@ def to_torch(layout: Layout, global_shape: Sequence[int]) -> tuple[DeviceMesh, t
         ValueError: no mesh; several kinds of reduction pending; more entries than dims; an uneven split against mesh
             order on a mesh that the calling rank is not on.
     """
-    shape = check_shape(global_shape, f"layout: {layout}")
+    shape = check_shape(global_shape)
     resolved = _check_reductions(layout).placement_to_tensor_map(len(shape))
     mesh = layout.mesh
     if mesh is None:

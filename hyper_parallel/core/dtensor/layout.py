@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check_ndim, check_rank, check_shape
+from hyper_parallel.core.common.checks import check, check_rank, check_shape, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor import ownership, placements, spelling
-from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.placement_types import Placement
 from hyper_parallel.core.mesh.axes import MeshAxes, check_axes
 from hyper_parallel.core.mesh.device_mesh import axes_of
@@ -96,7 +95,7 @@ class Layout:
         return cls._make(known._axes, known._splits, known._specs, known._partial, mesh)
 
     @classmethod
-    def of(cls, x: object) -> "Layout":
+    def of(cls, x: Any) -> "Layout":
         """Return the layout of a DTensor, in alias form with one entry per dim; nothing is communicated.
 
             layout = Layout.of(x)
@@ -110,10 +109,7 @@ class Layout:
             ValueError: a placement that a layout cannot say: a strided shard that comes from a view, or of an uneven
                 size; a masked or bitwise partial.
         """
-        if not isinstance(x, DTensor):
-            blame = f"x is a {type(x).__name__}, not a DTensor"
-            hint = "distribute_tensor(x, layout) first"
-            raise TypeError(explain("cannot read a layout", blame, f"x: {type(x)!r}", hint))
+        check("cannot read a layout", "DTensor", x=x)
         return cls.of_spec(x._spec)
 
     @classmethod
@@ -228,7 +224,7 @@ class Layout:
             TypeError: ndim is no int.
             ValueError: no assignment yet, more entries than ndim, a `Shard` dim out of range.
         """
-        splits = self.splits(check_ndim(ndim, self._describe()))
+        splits = self.splits(ndim)
         return self._with(splits, ownership.to_specs(self._axes.sizes, splits), self._partial)
 
     def tensor_map_to_placement(self) -> "Layout":
@@ -286,7 +282,7 @@ class Layout:
             ValueError: no assignment yet, more entries than ndim, a `Shard` dim out of range.
         """
         specs = self._assigned("place a tensor")
-        ndim = check_ndim(ndim, self._describe())
+        ndim = read_int("cannot place a tensor", "ndim", ndim, 0, "ndim=tensor.ndim")
         if self._splits is None:
             return placements.resolve(self._axes, specs, ndim)
         if len(self._splits) > ndim:
@@ -322,7 +318,7 @@ class Layout:
         An empty part starts and stops where the part that it was split from ends. Arguments and errors: as for
         `local_shape`.
         """
-        shape = check_shape(global_shape, self._describe())
+        shape = check_shape(global_shape)
         splits = self.splits(len(shape))
         position = self._axes.position(check_rank(rank, self._axes.ranks[0], self._describe()))
         return ownership.one_slice(shape, self._axes.sizes, splits, self._axes.coordinates(position))
@@ -342,7 +338,7 @@ class Layout:
             TypeError: a size that is no int.
             ValueError: no assignment yet, more entries than dims, a negative size.
         """
-        shape = check_shape(global_shape, self._describe())
+        shape = check_shape(global_shape)
         return ownership.all_slices(shape, self._axes.sizes, self.splits(len(shape)))
 
     def with_mesh(self, mesh: DeviceMesh | None) -> "Layout":

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.checks import check, check_int, read_int
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.ownership import Spec, Specs, Splits
 from hyper_parallel.core.mesh.axes import MeshAxes, describe_ranks, unknown_axis
@@ -100,7 +100,7 @@ def describe_entries(axes: MeshAxes, splits: Splits) -> str:
     return f"({', '.join('>'.join(axes.names[axis] for axis in chain) or '-' for chain in splits)})"
 
 
-def read_reductions(axes: MeshAxes, partial: object, specs: Specs, base: Reductions) -> Reductions:
+def read_reductions(axes: MeshAxes, partial: Any, specs: Specs, base: Reductions) -> Reductions:
     """Read `partial={"tp": "sum"}` into one reduction per axis, on top of those that placements gave.
 
     >>> read_reductions(MeshAxes((2, 4), ("dp", "tp"), range(8)), {"tp": "sum"}, (None, None), (None, None))
@@ -120,9 +120,7 @@ def read_reductions(axes: MeshAxes, partial: object, specs: Specs, base: Reducti
     if partial is None:
         return base
     given = f"partial: {partial!r}"
-    if not isinstance(partial, Mapping):
-        blame = f"partial must map axis names to reductions, not be a {type(partial).__name__}"
-        raise TypeError(explain("cannot read a layout", blame, given, f'partial={{{axes.names[-1]!r}: "sum"}}'))
+    check("cannot read a layout", "mapping", f'partial={{{axes.names[-1]!r}: "sum"}}', partial=partial)
     result = list(base)
     for name, word in partial.items():
         asked = f"cannot leave a reduction pending over {name!r}"
@@ -141,7 +139,7 @@ def read_reductions(axes: MeshAxes, partial: object, specs: Specs, base: Reducti
     return tuple(result)
 
 
-def read_reduction(axes: MeshAxes, name: str, word: object, given: str) -> str:
+def read_reduction(axes: MeshAxes, name: str, word: Any, given: str) -> str:
     """Return one of REDUCTIONS for a word, torch's "product" included.
 
     >>> read_reduction(MeshAxes((2,), ("tp",), range(2)), "tp", "product", "")
@@ -153,9 +151,7 @@ def read_reduction(axes: MeshAxes, name: str, word: object, given: str) -> str:
     """
     asked, seen = f"cannot leave a reduction pending over {name!r}", f"{given}   mesh: {axes}"
     hint = "one of " + ", ".join(map(repr, REDUCTIONS))
-    if not isinstance(word, str):
-        blame = f"a reduction is a str, not a {type(word).__name__}"
-        raise TypeError(explain(asked, blame, seen, hint))
+    check(asked, "str", hint, **{f"the reduction over {name!r}": word})
     if word == "product":
         return "prod"
     if word not in REDUCTIONS:
@@ -184,7 +180,7 @@ def to_tensor_map(count: int, splits: Splits) -> tuple[int | tuple[int, ...], ..
     return tuple(-1 if not axes else axes[0] if len(axes) == 1 else axes for axes in turned)
 
 
-def read_tensor_map(axes: MeshAxes, tensor_map: object) -> tuple[Any, ...]:
+def read_tensor_map(axes: MeshAxes, tensor_map: Any) -> tuple[Any, ...]:
     """Read a tensor map, of tuples or of lists, into alias entries.
 
     >>> read_tensor_map(MeshAxes((2, 4), ("dp", "tp"), range(8)), [-1, [0, 1]])
@@ -198,12 +194,9 @@ def read_tensor_map(axes: MeshAxes, tensor_map: object) -> tuple[Any, ...]:
         TypeError: not a sequence of ints and sequences of ints.
         ValueError: an axis out of range.
     """
-    if not _is_list(tensor_map):
-        blame = f"tensor_map is a {type(tensor_map).__name__}"
-        hint = "one entry per dim, such as (1, -1)"
-        raise TypeError(explain("cannot read a layout", blame, f"tensor_map: {tensor_map!r}", hint))
+    check("cannot read a layout", "list", "tensor_map=(1, -1), one entry per dim", tensor_map=tensor_map)
     entries: list[Any] = []
-    for dim, entry in enumerate(tensor_map):  # type: ignore[arg-type, var-annotated]
+    for dim, entry in enumerate(tensor_map):
         if _is_list(entry):
             entries.append(tuple(_axis_name(axes, item, dim, tensor_map) for item in entry))
         else:
@@ -211,7 +204,7 @@ def read_tensor_map(axes: MeshAxes, tensor_map: object) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-def read_specs(axes: MeshAxes, placements: object) -> Specs:
+def read_specs(axes: MeshAxes, placements: Any) -> Specs:
     """Read the "placements" of `to_dict`: per axis None, or the dim it splits and torch's split factor.
 
     >>> read_specs(MeshAxes((2, 4), ("dp", "tp"), range(8)), [[-1, 1], None])
@@ -223,10 +216,9 @@ def read_specs(axes: MeshAxes, placements: object) -> Specs:
     """
     asked, seen = "cannot read a layout", f"placements: {placements!r}   mesh: {axes}"
     hint = "per axis None or (dim, split factor)"
-    if not _is_list(placements):
-        raise TypeError(explain(asked, f"placements is a {type(placements).__name__}", seen, hint))
+    check(asked, "list", hint, placements=placements)
     specs: list[Spec | None] = []
-    for entry in placements:  # type: ignore[attr-defined]
+    for entry in placements:
         pair = tuple(check_int(item) for item in entry) if _is_list(entry) else ()
         if entry is None:
             specs.append(None)
@@ -240,7 +232,7 @@ def read_specs(axes: MeshAxes, placements: object) -> Specs:
     return tuple(specs)
 
 
-def read_dict(data: object) -> Mapping[str, Any]:
+def read_dict(data: Any) -> Mapping[str, Any]:
     """Return data if it has the keys that `to_dict` writes.
 
     Raises:
@@ -248,8 +240,7 @@ def read_dict(data: object) -> Mapping[str, Any]:
         ValueError: a key that is missing or unknown.
     """
     asked = "cannot read a layout from a dict"
-    if not isinstance(data, Mapping):
-        raise TypeError(explain(asked, f"data is a {type(data).__name__}", f"data: {data!r}", "layout.to_dict()"))
+    check(asked, "mapping", "layout.to_dict()", data=data)
     seen = f"keys: {', '.join(map(str, data))}"
     for key in REQUIRED:
         if key not in data:
@@ -268,9 +259,7 @@ def _axis_name(axes: MeshAxes, item: object, dim: int, tensor_map: object) -> st
     asked, seen = f"cannot split dim {dim} over axis {item!r}", f"tensor_map: {tensor_map!r}   mesh: {axes}"
     count = len(axes.names)
     hint = f"0 ({axes.names[-1]}) to {count - 1} ({axes.names[0]}), counted from the right, or -1"
-    axis = check_int(item)
-    if axis is None:
-        raise TypeError(explain(asked, f"a tensor map holds ints, not {type(item).__name__}", seen, hint))
+    axis = read_int(asked, "an entry of the tensor map", item, hint=hint)
     if not 0 <= axis < count:
         raise ValueError(explain(asked, f"the mesh has {count} axes", seen, hint))
     return axes.names[count - 1 - axis]

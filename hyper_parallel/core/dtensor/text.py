@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.spelling import REDUCTIONS
@@ -35,7 +36,7 @@ def parse_mesh(text: str) -> Layout:
         TypeError: not a str.
         ValueError: no axes, an axis without name or size, a name given twice, a size below 1.
     """
-    source = _Spelling(_check_text(text, "mesh"), "cannot read a mesh", "form: dp=2,tp=4")
+    source = _Spelling(text, "cannot read a mesh", "form: dp=2,tp=4")
     sizes: dict[str, int] = {}
     for span in source.pieces((0, len(text)), ","):
         name_at, size_at = source.assignment(span, default="2")
@@ -61,7 +62,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
         TypeError: not a str.
         ValueError: a size that is missing, negative or no whole number.
     """
-    source = _Spelling(_check_text(text, "shape"), "cannot read a shape", "form: 4096,1024 or 4096x1024")
+    source = _Spelling(text, "cannot read a shape", "form: 4096,1024 or 4096x1024")
     start, stop = source.trim((0, len(text)))
     if text[start:stop][:1] + text[start:stop][-1:] in ("()", "[]"):
         start, stop = source.trim((start + 1, stop - 1))
@@ -85,7 +86,7 @@ def parse_dtype(text: str) -> torch.dtype:
         TypeError: not a str.
         ValueError: no dtype has that name.
     """
-    source = _Spelling(_check_text(text, "dtype"), "cannot read a dtype", "form: float32 or bf16")
+    source = _Spelling(text, "cannot read a dtype", "form: float32 or bf16")
     span = source.trim((0, len(text)))
     name = re.sub(r"^(bf|fp)(16|32|64)$", _long_name, source.at(span).removeprefix("torch."))
     found = getattr(torch, name, None)
@@ -118,7 +119,7 @@ def parse_layout(mesh: Layout, text: str) -> Layout:
             reduction that does not exist.
     """
     axes = ", ".join(f"{name}={size}" for name, size in zip(mesh.alias_name, mesh.mesh_shape, strict=True))
-    source = _Spelling(_check_text(text, "layout"), "cannot read a layout", f"mesh: {axes}")
+    source = _Spelling(text, "cannot read a layout", f"mesh: {axes}")
     parts = source.pieces((0, len(text)), ";")
     if len(parts) > 2:
         raise source.mistake((parts[2][0] - 1, parts[2][0]), "a second semicolon", '"," between reductions')
@@ -206,6 +207,9 @@ class _Spelling:
     asked: str
     context: str
 
+    def __post_init__(self) -> None:
+        check(self.asked, "str", "text, such as 'dp=2,tp=4'", text=self.text)
+
     def at(self, span: Span) -> str:
         """Return a piece of the text."""
         return self.text[span[0] : span[1]]
@@ -268,10 +272,3 @@ class _Spelling:
 
 def _long_name(match: re.Match[str]) -> str:
     return {"bf": "bfloat", "fp": "float"}[match[1]] + match[2]
-
-
-def _check_text(text: object, what: str) -> str:
-    if not isinstance(text, str):
-        blame = f"it is a {type(text).__name__}, not a str"
-        raise TypeError(explain(f"cannot read a {what}", blame, f"{what}: {text!r}", "text, such as 'dp=2,tp=4'"))
-    return text

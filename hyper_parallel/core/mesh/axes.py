@@ -1,9 +1,9 @@
 """The mesh as a value: axis names, axis sizes and which rank sits where, without any process group."""
 
 import math
-from collections.abc import Iterable
+from typing import Any
 
-from hyper_parallel.core.common.checks import check_int
+from hyper_parallel.core.common.checks import check, read_int
 from hyper_parallel.core.common.errors import explain, nearest
 
 Ranks = range | tuple[int, ...]
@@ -93,7 +93,7 @@ class MeshAxes:
         return ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
 
 
-def check_axes(shape: object, names: object, rank_list: object = None) -> MeshAxes:
+def check_axes(shape: Any, names: Any, rank_list: Any = None) -> MeshAxes:
     """Check everything a user can get wrong about a mesh and return it as a value.
 
     >>> str(check_axes((2, 4), ("dp", "tp")))
@@ -111,12 +111,8 @@ def check_axes(shape: object, names: object, rank_list: object = None) -> MeshAx
     """
     asked = "cannot make a Layout"
     seen = f"shape: {shape!r}   names: {names!r}"
-    if isinstance(shape, str) or not isinstance(shape, Iterable):
-        raise TypeError(explain(asked, f"shape must be a sequence of ints, not {type(shape).__name__}", seen, "(2, 4)"))
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(
-            explain(asked, f"names must be a sequence of str, not {type(names).__name__}", seen, '("dp", "tp")')
-        )
+    check(asked, "sequence", shape=shape)
+    check(asked, "sequence", 'names=("dp", "tp")', names=names)
     sizes, labels = tuple(shape), tuple(names)
     if len(sizes) != len(labels):
         blame = f"names has {len(labels)} entries and shape has {len(sizes)}"
@@ -124,16 +120,17 @@ def check_axes(shape: object, names: object, rank_list: object = None) -> MeshAx
     if not sizes:
         raise ValueError(explain(asked, "shape has no axes", seen, 'one axis of size 1: Layout((1,), ("dp",))'))
     for index, name in enumerate(labels):
-        if not isinstance(name, str):
-            blame = f"the name of axis {index} is a {type(name).__name__}"
-            raise TypeError(explain(asked, blame, seen, f"a str such as {'axis' + str(index)!r}"))
+        check(asked, "str", f"a name such as {'axis' + str(index)!r}", **{f"the name of axis {index}": name})
         if name in ("", "None"):
             blame = f"{name!r}, given for axis {index}, cannot be an axis name"
             raise ValueError(explain(asked, blame, seen, 'a name such as "dp"; "None" means a dim that is not split'))
         if name in labels[:index]:
             blame = f"axis name {name!r} is given to axes {labels.index(name)} and {index}"
             raise ValueError(explain(asked, blame, seen, "a different name for each axis"))
-    checked = tuple(_check_size(asked, size, name, seen) for size, name in zip(sizes, labels, strict=True))
+    checked = tuple(
+        read_int(asked, f"the size of axis {name!r}", size, 1, f"{name}=1, or a mesh without {name!r}")
+        for size, name in zip(sizes, labels, strict=True)
+    )
     return MeshAxes(checked, labels, _check_ranks(asked, rank_list, math.prod(checked), seen))
 
 
@@ -171,42 +168,20 @@ def unknown_axis(asked: str, name: object, axes: MeshAxes, given: str) -> ValueE
     return ValueError(explain(asked, f"no axis is called {name!r}", seen, nearest(name, axes.names)))
 
 
-def _check_size(asked: str, size: object, name: str, seen: str) -> int:
-    number = check_int(size)
-    if number is None:
-        blame = f"the size of axis {name!r} is a {type(size).__name__}, not an int"
-        raise TypeError(explain(asked, blame, seen, f"a number of ranks, such as {name}=2"))
-    if number < 1:
-        raise ValueError(
-            explain(asked, f"axis {name!r} has size {number}", seen, f"{name}=1, or a mesh without {name!r}")
-        )
-    return number
-
-
-def _check_ranks(asked: str, rank_list: object, count: int, seen: str) -> Ranks:
+def _check_ranks(asked: str, rank_list: Any, count: int, seen: str) -> Ranks:
     if rank_list is None:
         return range(count)
-    if isinstance(rank_list, str) or not isinstance(rank_list, Iterable):
-        blame = f"rank_list must be a sequence of ints, not {type(rank_list).__name__}"
-        raise TypeError(explain(asked, blame, seen, f"range({count})"))
+    hint = f"rank_list=range({count})"
+    check(asked, "sequence", hint, rank_list=rank_list)
     if isinstance(rank_list, range) and len(rank_list) == count and min(rank_list) >= 0:
         return rank_list  # the common case at 100,000 ranks; a range has no repeats
-    ranks: list[int] = []
-    for item in rank_list:
-        rank = check_int(item)
-        if rank is None:
-            blame = f"rank_list holds {item!r}, a {type(item).__name__}, at index {len(ranks)}"
-            raise TypeError(explain(asked, blame, seen, "ints only"))
-        if rank < 0:
-            blame = f"rank_list holds {rank} at index {len(ranks)}"
-            raise ValueError(explain(asked, blame, seen, "ranks from 0 up"))
-        ranks.append(rank)
+    ranks = [read_int(asked, f"rank_list[{index}]", rank, 0, hint) for index, rank in enumerate(rank_list)]
     if len(ranks) != count:
         blame = f"rank_list has {len(ranks)} ranks and the mesh has {count} places"
-        raise ValueError(explain(asked, blame, seen, f"{count} ranks, such as range({count})"))
+        raise ValueError(explain(asked, blame, seen, hint))
     if len(set(ranks)) != count:
         once: set[int] = set()
         twice = next(rank for rank in ranks if rank in once or once.add(rank))  # type: ignore[func-returns-value]
         blame = f"rank_list holds rank {twice} more than once"
-        raise ValueError(explain(asked, blame, seen, f"each rank once, such as range({count})"))
+        raise ValueError(explain(asked, blame, seen, hint))
     return compact_ranks(tuple(ranks))

@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.mesh.axes import MeshAxes, check_axes, unknown_axis
 
@@ -18,7 +20,7 @@ _LOCK = threading.Lock()
 _AXES = WeakKeyDictionary[DeviceMesh, MeshAxes]()
 
 
-def axes_of(mesh: object) -> MeshAxes:
+def axes_of(mesh: Any) -> MeshAxes:
     """Return names, sizes and ranks of a DeviceMesh; a mesh without names gets "axis0", "axis1", ...
 
     Raises:
@@ -26,9 +28,8 @@ def axes_of(mesh: object) -> MeshAxes:
         ValueError: an axis name that a layout cannot have.
     """
     if not isinstance(mesh, DeviceMesh):
-        blame = f"mesh is a {type(mesh).__name__}, not a DeviceMesh"
         hint = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), or Layout((2, 4), ("dp", "tp"))'
-        raise TypeError(explain("cannot read a mesh", blame, f"mesh: {mesh!r}", hint))
+        check("cannot read a mesh", "mesh", hint, mesh=mesh)
     with _LOCK:
         known = _AXES.get(mesh)
     if known is not None:
@@ -61,10 +62,8 @@ def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMes
     axes = axes_of(mesh)
     seen = f"names: {names!r}   name: {name!r}   mesh: {axes}"
     asked = f"cannot flatten axes into {name!r}"
-    if not isinstance(names, (list, tuple)) or not all(isinstance(part, str) for part in names):
-        raise TypeError(explain(asked, "names must be a sequence of axis names", seen, repr(axes.names)))
-    if not isinstance(name, str):
-        raise TypeError(explain(asked, f"name is a {type(name).__name__}, not a str", seen, "name='dp'"))
+    check(asked, "list", f"names={axes.names!r}", names=names)
+    check(asked, "str", "name='dp'", name=name)
     for part in names:
         if part not in axes.names:
             raise unknown_axis(asked, part, axes, f"names: {names!r}")

@@ -68,7 +68,7 @@ def spmd_mesh_of(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
         spmd_mesh_of(root["tp"], root["dp"])  # mesh: tp=2, dp=4; kept: (0,), shared: ()
         spmd_mesh_of(root, root["dp"])        # mesh: tp=2, dp=4; kept: (1,), shared: (0,)
 
-    Axes are told apart by their ranks. One whose ranks are all on the data mesh is shared, be it one axis of that, a
+    Axes are identified by their ranks. One whose ranks are all on the data mesh is shared, be it one axis of that, a
     part of a flattened one, or all of several. An axis of one rank is shared if an axis of one rank on the data mesh
     has its name. The second call with equal arguments returns the first's result.
 

@@ -93,7 +93,7 @@ def check_split_backward(name: str, stages: Sequence[nn.Module], *, keep_gathere
 
     for stage in stages:
         for path, module in stage.named_modules():
-            forward = module.forward  # what dynamo is told to leave alone has the first mark, too
+            forward = module.forward  # what dynamo has to leave alone has the first mark, too
             by_hand = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
             if by_hand or isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
                 blame = f"{name!r} computes gradients of inputs and weights apart, and {path!r} is compiled as one"

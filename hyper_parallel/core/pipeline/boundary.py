@@ -15,7 +15,7 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.crossing import enter, leave
+from hyper_parallel.core.shard.entry_exit import enter, leave
 
 __all__ = [
     "Boundary",

@@ -62,7 +62,7 @@ class Stage(PipelineStage):
     """A stage of a `Pipeline`.
 
     What the last stage returns to torch is the loss of a micro-batch, and not its output: nobody keeps that for longer
-    than the micro-batch needs it, and it may be of any kind. Everything that torch is told about shapes is known
+    than the micro-batch needs it, and it may be of any kind. Everything that torch asks about shapes is known
     before, so that it has nothing to find out by a trial run.
 
     Args:
@@ -109,7 +109,7 @@ class Stage(PipelineStage):
         self._wider = units_with_wider_sums(self.wrapped) if training else []
 
     def end(self) -> None:
-        """A step is through, or has failed: let go of its tensors."""
+        """A step is through, or has failed: release its tensors."""
         self.targets, self._wider, self.waits_for_reduction = (), [], False
         self.clear_runtime_states()
 

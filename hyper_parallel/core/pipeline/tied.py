@@ -60,10 +60,12 @@ class TiedWeights:
         self._first = _Owned(pipeline.stages[0], first) if pipeline.has_first else None
         self._last = _Owned(pipeline.stages[-1], last) if pipeline.has_last else None
         mine = tuple(None if owned is None else owned.describe() for owned in (self._first, self._last))
-        told: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(told, mine, group=self._group)
-        self._ranks = tuple(next(rank for rank, both in enumerate(told) if both[place] is not None) for place in (0, 1))
-        one, other = (told[rank][place] for place, rank in enumerate(self._ranks))
+        gathered: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(gathered, mine, group=self._group)
+        self._ranks = tuple(
+            next(rank for rank, both in enumerate(gathered) if both[place] is not None) for place in (0, 1)
+        )
+        one, other = (gathered[rank][place] for place, rank in enumerate(self._ranks))
         if one != other or not one[0]:
             blame = f"{first!r} of the first stage and {last!r} of the last are not alike"
             blame = blame if one[0] and other[0] else "a stage has no such parameter"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.core.common.checks import check, check_int, check_shape
+from hyper_parallel.core.common.checks import check, check_shape, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import gather_numbers, group_of
 from hyper_parallel.core.common.torch_compat import runs_eagerly
@@ -165,26 +165,19 @@ def distribute_tensor(
     return result
 
 
-def _check_whole(asked: str, tensor: object) -> None:
-    seen = f"tensor: {type(tensor)!r}"
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-        blame = f"tensor is a {type(tensor).__name__}, not a plain tensor"
-        hint = "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers"
-        raise TypeError(explain(asked, blame, seen, hint))
+def _check_whole(asked: str, tensor: Any) -> None:
+    check(asked, "plain tensor", _PLAIN, tensor=tensor)
     if not tensor.is_leaf:
         blame = "tensor was computed from one that wants a gradient, and the result, a leaf, would not pass one on"
         hint = "tensor.detach(), or from_local(tensor, layout()) and redistribute, which pass gradients on"
-        raise ValueError(explain(asked, blame, f"{seen}   grad_fn: {type(tensor.grad_fn).__name__}", hint))
+        raise ValueError(explain(asked, blame, f"grad_fn: {type(tensor.grad_fn).__name__}", hint))
 
 
 def _check_source(asked: str, src_data_rank: int | None, target: Layout) -> None:
     if src_data_rank is None:
         return
-    index, least = check_int(src_data_rank), min(target.mesh_shape)
+    index, least = read_int(asked, "src_data_rank", src_data_rank, hint=_SOURCES), min(target.mesh_shape)
     seen = f"src_data_rank: {src_data_rank!r}   layout: {target}"
-    if index is None:
-        blame = f"src_data_rank is a {type(src_data_rank).__name__}, not an int"
-        raise TypeError(explain(asked, blame, seen, "0, or None for every rank's own"))
     if not 0 <= index < least:
         small = target.alias_name[target.mesh_shape.index(least)]
         blame = f"src_data_rank {index} is an index along every axis, and axis {small!r} has {least} ranks"
@@ -223,15 +216,12 @@ def from_local(
         ValueError: a part of another shape than the layout gives this rank; parts of different shapes without `shape`.
     """
     asked = "cannot make a DTensor from local parts"
-    if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
-        blame = f"local is a {type(local).__name__}, not a plain tensor"
-        hint = "redistribute(local, layout) for a DTensor, torch.as_tensor(...) for numbers"
-        raise TypeError(explain(asked, blame, f"local: {type(local)!r}", hint))
+    check(asked, "plain tensor", _PLAIN, local=local)
     target = read_layout(asked, layout, placements, None)
     wanted = (
         None if grad_layout is None else read_layout(f"{asked} with this grad_layout", grad_layout, None, target.mesh)
     )
-    sizes = tuple(local.shape) if shape is None else check_shape(shape, f"layout: {target}")
+    sizes = tuple(local.shape) if shape is None else check_shape(shape)
     for given in (target, wanted or target):
         torch_form(given, sizes)  # what no shape makes right is said before an exchange
     whole = _agreed_shape(asked, local, target) if shape is None else sizes
@@ -293,6 +283,9 @@ def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> to
 # -- arguments, read -------------------------------------------------------------------------------------------------
 
 
+_PLAIN = "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers"
+_DTENSOR = "distribute_tensor(x, layout) for a whole tensor, from_local(x, layout) for this rank's shard"
+_SOURCES = "0, or None for every rank's own"
 _EXAMPLE = 'Layout.from_device_mesh(mesh)("dp", "None")'
 
 
@@ -379,16 +372,14 @@ def _on_known_mesh(asked: str, layout: Layout, known: DeviceMesh | None) -> Layo
     raise ValueError(explain(asked, blame, seen, "Layout.from_device_mesh(mesh)(...), or layout.with_mesh(mesh)"))
 
 
-def check_dtensor(asked: str, x: object) -> DTensor:
+def check_dtensor(asked: str, x: Any) -> DTensor:
     """Return x, which is a DTensor.
 
     Raises:
         TypeError: it is not.
     """
-    if not isinstance(x, DTensor):
-        blame = f"x is a {type(x).__name__}, not a DTensor"
-        hint = "distribute_tensor(x, layout) for a whole tensor, from_local(x, layout) for this rank's part"
-        raise TypeError(explain(asked, blame, f"x: {type(x)!r}", hint))
+    if not isinstance(x, DTensor):  # in sight, as this is called for every tensor
+        check(asked, "DTensor", _DTENSOR, x=x)
     return x
 
 

@@ -260,10 +260,9 @@ def torch_plan(
     asked = "cannot plan as torch does"
     check(asked, Layout, src=src, dst=dst)
     check(asked, "dtype", dtype=dtype)
-    if topology is not None:
-        check(asked, Topology, topology=topology)
+    check(asked, (Topology, "None"), topology=topology)
     check(asked, "str", device_type=device_type)
-    shape = check_shape(global_shape, f"src: {src}   dst: {dst}")
+    shape = check_shape(global_shape)
     splits = src.splits(len(shape))
     dst.splits(len(shape))
     refused = _refusal(src, dst)

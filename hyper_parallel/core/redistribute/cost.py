@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.common.checks import check, check_int
+from hyper_parallel.core.common.checks import check, check_fields, check_least
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.redistribute.holdings import Counts, coordinate
+
+_LINK = "Link(2e-5, 1e-6, 25e9)"
 
 
 @dataclass(frozen=True)
@@ -35,33 +37,11 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        asked, hint = "cannot describe a link", "Link(2e-5, 1e-6, 25e9)"
-        for name, value in (("latency", self.latency), ("per_rank", self.per_rank), ("bandwidth", self.bandwidth)):
-            if not _is_number(value):
-                blame = f"{name} is a {type(value).__name__}, not a number"
-                raise TypeError(explain(asked, blame, f"{name}: {value!r}", hint))
+        asked = "cannot describe a link"
+        check_fields(asked, self)
         if not (0 <= self.latency < math.inf and 0 <= self.per_rank < math.inf and self.bandwidth > 0):
             blame = "it needs finite latencies, in seconds, from 0 up and a bandwidth, in bytes per second, above 0"
-            raise ValueError(explain(asked, blame, repr(self), hint))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _check_per_node(asked: str, ranks_per_node: object) -> None:
-    number, seen = check_int(ranks_per_node), f"ranks_per_node: {ranks_per_node!r}"
-    if number is None:
-        blame = f"ranks_per_node is a {type(ranks_per_node).__name__}, not an int"
-        raise TypeError(explain(asked, blame, seen, "ranks_per_node=8"))
-    if number < 1:
-        raise ValueError(explain(asked, "a node has at least 1 rank", seen, "ranks_per_node=8"))
-
-
-def _check_rails(asked: str, multi_rail: object) -> None:
-    if not isinstance(multi_rail, bool):
-        blame = f"multi_rail is a {type(multi_rail).__name__}, not a bool"
-        raise TypeError(explain(asked, blame, f"multi_rail: {multi_rail!r}", "True or False"))
+            raise ValueError(explain(asked, blame, repr(self), _LINK))
 
 
 @dataclass(frozen=True)
@@ -90,19 +70,15 @@ class Topology:
 
     def __post_init__(self) -> None:
         asked = f"cannot describe the topology {self.name!r}"
-        check(asked, "str", name=self.name)
-        for name, link in (("intra", self.intra), ("inter", self.inter)):
-            if not isinstance(link, Link) and not (name == "inter" and link is None):
-                blame = f"{name} is a {type(link).__name__}, not a Link"
-                raise TypeError(explain(asked, blame, f"{name}: {link!r}", "Link(2e-5, 1e-6, 25e9)"))
-        _check_rails(asked, self.multi_rail)
+        check_fields(asked, self)
+        check(asked, Link, _LINK, intra=self.intra)
+        check(asked, (Link, "None"), _LINK, inter=self.inter)
         if (self.inter is None) != (self.ranks_per_node is None):
             seen = f"inter: {self.inter!r}   ranks_per_node: {self.ranks_per_node!r}"
-            hint = "inter=Link(2e-5, 1e-6, 25e9), ranks_per_node=8"
+            hint = f"inter={_LINK}, ranks_per_node=8"
             raise ValueError(explain(asked, "inter and ranks_per_node go together", seen, hint))
-        if self.ranks_per_node is not None:
-            _check_per_node(asked, self.ranks_per_node)
-        if not _is_number(self.memory_bandwidth) or not self.memory_bandwidth > 0:
+        check_least(asked, 1, ranks_per_node=self.ranks_per_node)
+        if not self.memory_bandwidth > 0:
             seen = f"memory_bandwidth: {self.memory_bandwidth!r}"
             raise ValueError(explain(asked, "memory_bandwidth is not a number above 0", seen, "memory_bandwidth=2e12"))
 

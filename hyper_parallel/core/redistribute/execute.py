@@ -48,7 +48,8 @@ def execute(plan: Plan, local: torch.Tensor | None, *, mesh: DeviceMesh | None =
         TypeError: no plan; `local` has another dtype than the plan.
         ValueError: `local` has another shape than the plan gives this rank, or the rank is on neither mesh.
     """
-    _check_plan(plan, mesh)
+    check("cannot execute a plan", Plan, "plan(src, dst, global_shape, dtype)", plan=plan)
+    check("cannot execute a plan", "mesh | None", mesh=mesh)
     with torch.no_grad():
         return drive(start(plan, local, mesh))
 
@@ -306,14 +307,6 @@ def _neutral(reduction: str, dtype: torch.dtype) -> Any:
 # -- what can go wrong -----------------------------------------------------------------------------------------------
 
 
-def _check_plan(plan: object, mesh: object) -> None:
-    if not isinstance(plan, Plan):
-        blame, hint = f"plan is a {type(plan).__name__}, not a Plan", "plan(src, dst, global_shape, dtype)"
-        raise TypeError(explain("cannot execute a plan", blame, f"plan: {plan!r}", hint))
-    if mesh is not None:
-        check("cannot execute a plan", DeviceMesh, mesh=mesh)
-
-
 def _check_rank(plan: Plan) -> int:
     if not (dist.is_available() and dist.is_initialized()):
         asked, blame = "cannot execute a plan", "torch.distributed is not initialized"
@@ -337,9 +330,8 @@ def _check_local(plan: Plan, local: torch.Tensor | None, rank: int) -> torch.Ten
 
         return torch.empty(0, dtype=plan.dtype, device=get_platform().device())
     asked, seen = f"cannot redistribute rank {rank}'s part", f"global_shape: {plan.global_shape}   layout: {plan.src}"
-    if not isinstance(local, torch.Tensor):
-        blame = f"local is a {type(local).__name__}, not a tensor"
-        raise TypeError(explain(asked, blame, seen, "the rank's part of the source"))
+    check(asked, "tensor", "the rank's shard of the source", local=local)
+    assert local is not None, "refused as no tensor"
     if local.dtype != plan.dtype:
         blame = f"local has dtype {local.dtype}, and the plan is for {plan.dtype}"
         raise TypeError(explain(asked, blame, seen, f"plan(..., dtype={local.dtype})"))

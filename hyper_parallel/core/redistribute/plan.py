@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import torch
 
-from hyper_parallel.core.common.checks import check_int, check_shape
+from hyper_parallel.core.common.checks import check, check_shape, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import cost
@@ -144,7 +144,7 @@ def plan(
     """
     if not _is_hashable((src, dst, global_shape, dtype, topology, max_extra_bytes)):  # a list as shape, or a mistake
         _check(src, dst, global_shape, dtype, topology, max_extra_bytes)
-        global_shape = check_shape(global_shape, "")
+        global_shape = check_shape(global_shape)
     return _cached(src, dst, global_shape, dtype, topology, max_extra_bytes)
 
 
@@ -185,17 +185,9 @@ def _check(
 ) -> Transition:
     asked = "cannot plan a redistribution"
     transition = read(asked, src, dst, global_shape, dtype)
-    if topology is not None and not isinstance(topology, Topology):
-        blame = f"topology is a {type(topology).__name__}, not a Topology"
-        hint = f"topology({topology!r})" if isinstance(topology, str) else 'topology("h100")'
-        raise TypeError(explain(asked, blame, f"topology: {topology!r}", hint))
+    check(asked, (Topology, "None"), 'topology("h100")', topology=topology)
     if max_extra_bytes is not None:
-        limit, seen = check_int(max_extra_bytes), f"max_extra_bytes: {max_extra_bytes!r}"
-        if limit is None:
-            blame = f"max_extra_bytes is a {type(max_extra_bytes).__name__}, not an int"
-            raise TypeError(explain(asked, blame, seen, "max_extra_bytes=2**28"))
-        if limit < 0:
-            raise ValueError(explain(asked, "max_extra_bytes is negative", seen, "max_extra_bytes=2**28, or None"))
+        read_int(asked, "max_extra_bytes", max_extra_bytes, 0, "max_extra_bytes=2**28, or None")
     return transition
 
 

@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-from hyper_parallel.core.common.checks import check_shape
+from hyper_parallel.core.common.checks import check, check_shape
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits
@@ -203,7 +204,7 @@ class MeshTransition:
 # -- layouts, read -----------------------------------------------------------------------------------------------------
 
 
-def read(asked: str, src: object, dst: object, global_shape: object, dtype: object) -> Transition:
+def read(asked: str, src: Any, dst: Any, global_shape: Any, dtype: Any) -> Transition:
     """Read both layouts, and refuse what is none or what does not fit.
 
     >>> mesh = Layout((2, 4), ("dp", "tp"))
@@ -223,20 +224,18 @@ def read(asked: str, src: object, dst: object, global_shape: object, dtype: obje
         ValueError: a layout without an assignment, or that does not fit the shape, or that mixes kinds of reduction;
             more elements than can be counted.
     """
-    shape = check_shape(global_shape, f"from: {src}   to: {dst}")
+    shape = check_shape(global_shape)
     seen = f"from: {src}   to: {dst}   global_shape: {shape}"
     before, after = (_read_side(asked, name, layout, shape, seen) for name, layout in (("src", src), ("dst", dst)))
-    checked = _check_dtype(asked, dtype)
-    _check_reductions(asked, before, after, checked, seen)
+    check(asked, "dtype", dtype=dtype)
+    _check_reductions(asked, before, after, dtype, seen)
     _check_countable(asked, before, after, seen)
-    exact = not (checked.is_floating_point or checked.is_complex)
-    return Transition(before, after, checked.itemsize, exact, scalar=not shape)
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    return Transition(before, after, dtype.itemsize, exact, scalar=not shape)
 
 
-def _read_side(asked: str, name: str, layout: object, shape: tuple[int, ...], seen: str) -> Side:
-    if not isinstance(layout, Layout):
-        blame = f"{name} is a {type(layout).__name__}, not a Layout"
-        raise TypeError(explain(asked, blame, f"{name}: {layout!r}", 'Layout((2, 4), ("dp", "tp"))("dp", "None")'))
+def _read_side(asked: str, name: str, layout: Any, shape: tuple[int, ...], seen: str) -> Side:
+    check(asked, Layout, 'Layout((2, 4), ("dp", "tp"))("dp", "None")', **{name: layout})
     splits, partial, axes = layout.splits(len(shape)), layout.partial, layout.axes
     kinds = list(dict.fromkeys(partial.values()))
     if len(kinds) > 1:
@@ -248,15 +247,6 @@ def _read_side(asked: str, name: str, layout: object, shape: tuple[int, ...], se
     over = tuple(axis for axis in map(axes.index, partial) if axes.sizes[axis] > 1)
     kind = kinds[0] if over else None
     return Side(axes.sizes, axes.names, axes.ranks, shape or (1,), real if shape else ((),), over, kind)
-
-
-def _check_dtype(asked: str, dtype: object) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    blame = f"dtype is a {type(dtype).__name__}, not a torch.dtype"
-    named = getattr(torch, str(getattr(dtype, "__name__", dtype)), None)
-    hint = str(named) if isinstance(named, torch.dtype) else "torch.float32"
-    raise TypeError(explain(asked, blame, f"dtype: {dtype!r}", hint))
 
 
 _MOST_BYTES = 16  # of an element: complex128

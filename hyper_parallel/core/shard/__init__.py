@@ -1,9 +1,10 @@
 """Plans: the layout of each parameter, input and output of a model, and the code that brings tensors there.
 
-api -> local, local_module -> region -> crossing
-       local, local_module -> boundaries -> spelling
-api -> sharding_plan -> spelling
-plan_file -> sharding_plan
+api -> apply, local, value_and_grad
+apply -> local, local_module -> region -> entry_exit
+         local, local_module -> boundaries -> spelling
+apply -> plan -> spelling
+plan_file -> plan
 value_and_grad -> boundaries
-loss -> crossing
+loss -> entry_exit
 """

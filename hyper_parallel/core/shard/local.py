@@ -20,7 +20,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.boundaries import ArgumentLayout, Arguments, spread
-from hyper_parallel.core.shard.crossing import agreed_shape, enter, leave
+from hyper_parallel.core.shard.entry_exit import agreed_shape, enter, leave
 from hyper_parallel.core.shard.local_module import resolved
 from hyper_parallel.core.shard.spelling import LayoutTree, describe, layout_on, leaves, map_tree, read_layouts
 
@@ -310,7 +310,7 @@ def _checked_shape(asked: str, shape: Any, layout: Layout) -> tuple[int, ...]:
     if isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape):
         return shape
     try:
-        return check_shape(shape, f"layout: {layout}")
+        return check_shape(shape)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{asked} (out_shapes): {error}") from None
 

@@ -23,7 +23,7 @@ from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.boundaries import Arguments, Inputs, remade, spread
-from hyper_parallel.core.shard.crossing import Mark, agreed_shape, cross, enter, leave, mark_of, marked, shard_shape
+from hyper_parallel.core.shard.entry_exit import Mark, agreed_shape, cross, enter, leave, mark_of, marked, shard_shape
 from hyper_parallel.core.shard.region import LocalParameters, Region, hide
 from hyper_parallel.core.shard.spelling import LayoutTree, describe, leaves
 
@@ -51,7 +51,7 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
         if found[0].mesh_shape[axis] > 1 and any(whole) and not all(whole):
             blame = (
                 f"over axis {name!r} one result is held whole by every rank, and another one is not, so whether a "
-                "rank's gradients are shares of one cannot be told"
+                "rank's gradients are shares of one is ambiguous"
             )
             hint = "the same along that axis, or one module for each result"
             raise ValueError(explain(asked, blame, f"results: {describe(produced)}", hint))
@@ -271,7 +271,7 @@ class LocalModule:
     def _shape(
         self, call: _Call, what: str, shard: torch.Tensor, layout: Layout, path: tuple[Any, ...]
     ) -> tuple[int, ...]:
-        """Return the shape of the whole: what the ranks have told each other when it was first asked for."""
+        """Return the shape of the whole: as the ranks have exchanged it when it was first asked for."""
         if not any(layout.splits(shard.dim())):
             return tuple(shard.shape)
         key = (path, call.key)

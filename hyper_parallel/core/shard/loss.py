@@ -21,7 +21,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
-from hyper_parallel.core.shard.crossing import enter, leave, local_redistributed
+from hyper_parallel.core.shard.entry_exit import enter, leave, local_redistributed
 
 _ASKED = "cannot take the cross entropy"
 _REDUCTIONS = ("mean", "sum", "none")

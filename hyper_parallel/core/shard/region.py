@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placements import is_strided
 from hyper_parallel.core.redistribute.api import redistribute
 from hyper_parallel.core.redistribute.gradients import FromLocal
-from hyper_parallel.core.shard.crossing import local_redistributed, waited_for, wrapped
+from hyper_parallel.core.shard.entry_exit import local_redistributed, waited_for, wrapped
 
 __all__ = ["OWN_PARTS", "LocalParameters", "Region", "Taken", "hide", "is_unit"]
 

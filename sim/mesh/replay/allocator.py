@@ -47,7 +47,7 @@ class AllocatorRules:
     (512, 1536)
 
     Attributes:
-        caching: whether it keeps what is given back; if not, reserved is allocated.
+        caching: whether it keeps what is freed; if not, reserved is allocated.
         expandable: `expandable_segments:True`: one range of addresses per stream and pool, which grows by pages.
         limit: what the device can give; before it passes that, it returns cached segments. None: no limit.
         round_to: sizes are multiples of this.
@@ -117,7 +117,7 @@ class _Arena:
 
 
 class CachingAllocator:
-    """Takes and gives back blocks, and knows the totals.
+    """Allocates and frees blocks, and knows the totals.
 
     >>> allocator = CachingAllocator(CACHING)
     >>> block = allocator.take(3 * MIB, stream=0)
@@ -309,11 +309,11 @@ class CachingAllocator:
             right.arena.tail = left
 
 
-# A program reduced to what it takes and gives back of memory, and the part of its order that repeats itself -----------
+# A program reduced to what it allocates and frees, and the part of its order that repeats itself ---------------------
 
 
 class Taking(NamedTuple):
-    """A block taken (`size` bytes) or given back (-1) by a segment; one per micro-batch or one in all."""
+    """A block allocated (`size` bytes) or freed (-1) by a segment; one per micro-batch or one in all."""
 
     block: int
     size: int
@@ -378,7 +378,7 @@ class MemoryPlan:
         return {block for block, by in taken.items() if -1 in by or -1 in given[block] or not by & given[block]}
 
     def count(self, start: int, end: int) -> int:
-        """Return how many blocks are taken or given back between two positions of the order."""
+        """Return how many blocks are allocated or freed between two positions of the order."""
         return sum(len(self.memory[key]) for key, _ in self.program.order[start:end])
 
 

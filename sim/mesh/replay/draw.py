@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hyper_parallel.core.common.drawing import Axes, draw_shapes, sample
 from sim.mesh.memory import ClassMemory
 from sim.mesh.replay.player import ReplayedStep
 from sim.mesh.replay.spans import COMMUNICATION, EXPOSED, DrawnSpan, exposed_parts, spans
-from sim.timeline.canvas import Axes, blank, draw_shapes, sample
+from sim.timeline.canvas import blank
 
 __all__ = ["draw"]
 

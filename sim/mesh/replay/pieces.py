@@ -349,9 +349,9 @@ def _piece(
                     receives.append(channel)
                     continue
                 channel = (group.axis, program.rank, event.peer)
-                told = channel if event.op == "send" and event.peer in peers else None
+                to = channel if event.op == "send" and event.peer in peers else None
                 lanes[lane] = None
-                codes.append((SEND, event.stream, lane, price, cost, event.handle, group.axis, told, at))
+                codes.append((SEND, event.stream, lane, price, cost, event.handle, group.axis, to, at))
                 continue
             lanes[event.group] = None
             shared = prices.comm(event, group, sharing=2.0, rank=program.rank).seconds

@@ -202,7 +202,7 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
         elif kind == HOST_WAIT:
             host, host_waits = _host_wait(code[1], clock, host, host_waits, busy)
         elif kind == SEND:
-            _, stream, lane, seconds, cost, handle, axis, told, at = code
+            _, stream, lane, seconds, cost, handle, axis, channel, at = code
             host += cost
             tail = tails.get(stream, floor)
             start, before = (host, HOST) if host > tail else (tail, axis)
@@ -213,8 +213,8 @@ def simulate(piece: Piece, clock: Clock, arrived: dict[tuple[Channel, int], floa
             )
             done[handle] = flight
             flights.append((flight, at))
-            if told is not None:
-                sends.append((told, start))
+            if channel is not None:
+                sends.append((channel, start))
         else:
             _, stream, channel, seconds, cost, handle, axis, lane, at, early = code
             host += cost

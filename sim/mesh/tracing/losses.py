@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.common.errors import explain, nearest
-from hyper_parallel.core.shard.crossing import enter, leave
+from hyper_parallel.core.shard.entry_exit import enter, leave
 from hyper_parallel.core.shard.loss import Logits, target_places, vocab_parallel_cross_entropy
 from sim.mesh.tracing.compiled import compile_like, one_kernel
 

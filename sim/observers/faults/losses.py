@@ -247,7 +247,7 @@ def _timeout_of(what: Waitable) -> float:
     return TIMEOUT_S if group is None else group.timeout
 
 
-# -- a default group made anew, of the ranks that are left, under new ranks and a smaller world size -----------------
+# -- a default group made anew, of the ranks that are left, under new ranks and a smaller world_size -----------------
 
 
 class Gathering(Waitable):

@@ -7,7 +7,7 @@ input was split, and not as an all_reduce of which most is then thrown away.
     forward    enter: x -> target, take the shard         leave: the shards in produced -> target
     backward   enter: shards in grad_layout -> as x is    leave: the gradient -> as the shards are, sums whole
 
-Layouts and shapes are checked by who calls, once; a crossing without communication costs some microseconds.
+Layouts and shapes are checked by who calls, once; an entry or exit without communication costs some microseconds.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _dense(shape: torch.Size) -> tuple[int, ...]:
 def _spec_fields(
     placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[str, Any], ...]:
-    """Return what torch keeps about DTensors, on whichever mesh: making it anew is most of the time of a crossing."""
+    """Return what torch keeps about DTensors, on whichever mesh: making it anew is most of the time of an exit."""
     spec = DTensorSpec(cast(Any, None), placements, tensor_meta=TensorMeta(shape, stride, dtype))
     return tuple(vars(spec).items())
 
