@@ -239,7 +239,7 @@ class Trainer:
         if context is not None:
             inputs, targets = context.split(inputs), context.split(targets)
         inputs, targets = inputs.to(self.device), targets.to(self.device)
-        self.share.counted = self.ranks.over_tokens((targets != IGNORED).sum()).item()
+        self.share.counted = self.ranks.count(targets)
         return inputs, targets
 
     def _accepts(self, loss: float, grad_norm: float, part: range) -> bool:
@@ -521,6 +521,14 @@ class RunGroups:
         if self.tokens is not None:
             dist.all_reduce(value, group=self.tokens)
         return value
+
+    def count(self, targets: torch.Tensor) -> float:
+        """Return how many tokens of the global batch count.
+
+        Args:
+            targets: ids (batch, seq) of this rank, `IGNORED` for those that do not.
+        """
+        return self.over_tokens((targets != IGNORED).sum()).item()
 
     def over_shares(self, share: torch.Tensor) -> float:
         """Add up shares of the loss, which only the last stage of a pipeline has, the others zeros."""

@@ -55,6 +55,8 @@ class Job:
         recipe: precision, what is kept and what is sharded.
         placement: axes from the outermost to the innermost: how ranks are numbered over the devices.
         layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
+        run: the training run that this is a step of, see `of_run`: what it reads of a step is recorded, too. None: a
+            step whose numbers nobody reads, as of a trainer that logs every so often.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -67,6 +69,7 @@ class Job:
     recipe: Recipe = field(default_factory=Recipe)
     placement: tuple[str, ...] = PLACEMENT
     layers_per_stage: tuple[int, ...] | None = None
+    run: Config | None = None
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"
@@ -146,6 +149,7 @@ class Job:
             run.train.seq_len,
             recipe,
             layers_per_stage=None if sizes is None else tuple(sizes),
+            run=run,
         )
 
     def _check_degrees(self, asked: str) -> None:

@@ -60,7 +60,11 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     loss_in_head = recipe.fused_loss and spec.vocab_size is not None
     whole_weights = recipe.zero <= 1
     module = spec.build(job.seq_len, layers, embed=part.is_first, head=part.is_last, recipe=recipe)
-    _in_dtype(module, recipe.dtype if whole_weights else recipe.weight_dtype, buffers=whole_weights)
+    _in_dtype(
+        module,
+        recipe.dtype if whole_weights else recipe.weight_dtype,
+        buffers=whole_weights or recipe.dtype == torch.float64,
+    )
     _split_tensors(job, module)
     if loss_in_head:
         fuse_head(module)
