@@ -33,7 +33,7 @@ from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLos
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
 from sim.mesh.recipe import Routing
-from sim.mesh.tracing.build import Built, build_stage
+from sim.mesh.tracing.build import Built, build_of_run, build_stage
 from sim.mesh.tracing.categories import find_categories, standing_blocks
 from sim.mesh.tracing.fusion import fuse
 from sim.mesh.tracing.kernels import AcceleratorKernels, run_backward
@@ -118,7 +118,11 @@ class _Run:
         warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")
         with recorder.recording(), AcceleratorKernels(), _collecting(), self._naming():
             recorder.place = Place("build")
-            built = self.built = build_stage(job, self.part, self.kept, recorder)
+            if job.run is not None:
+                built = build_of_run(job.run, job, self.part, self.kept, recorder)
+            else:
+                built = build_stage(job, self.part, self.kept, recorder)
+            self.built = built
             (job.recipe.routing or Routing()).give_to(built.module, lambda: recorder.emit(HostWait(COMPUTE)))
             optimizer = None
             if built.replicated is None:
@@ -173,9 +177,7 @@ class _Run:
     def _step(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
         """Take a step as `Trainer.step` does."""
         job, recorder = self.job, self.recorder
-        model = Parallelized(
-            [built.module], self._pipeline(built), after_step=lambda taken: self._balance(built, taken)
-        )
+        model = Parallelized([built.module], self._pipeline(built), after_step=self._balance)
         recorder.place = Place("forward")
         (tokens,) = job.model.inputs(job.batch, job.local_seq_len)
         inputs = tokens[: self.count * job.micro_batch]
@@ -231,9 +233,11 @@ class _Run:
                 grad = param.grad
                 recorder.gradients.add(recorder.block_of(getattr(grad, "_local_tensor", grad)))
 
-    def _balance(self, built: Built, taken: bool) -> None:
-        del taken
-        if any(isinstance(module, Router) for module in built.module.modules()):
+    def _balance(self, taken: bool) -> None:
+        built = self.built
+        if built.trained is not None:
+            built.trained.after_step(taken)
+        elif any(isinstance(module, Router) for module in built.module.modules()):
             tokens = self.job.dims.mesh_over(*_TOKEN_AXES)
             update_expert_bias(built.module, [] if tokens is None else [tokens])
 
@@ -422,7 +426,7 @@ class _Run:
             optimizer.step()
             optimizer.zero_grad()
             del total
-        self._balance(built, True)
+        self._balance(True)
         self.close("optimizer", "only")
 
 
