@@ -203,7 +203,7 @@ class Job:
     def device_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the device that each rank of the mesh sits on.
 
-        >>> from sim.mesh.models import Model, find_model
+        >>> from sim.mesh.models import find_model
         >>> job = Job(find_model("llama-tiny"), ParallelDims(tp=2, pp=2, world_size=4), batch=2, seq_len=16)
         >>> job.device_of([0, 1, 2, 3])  # the mesh counts along pp first, the devices along tp
         [0, 2, 1, 3]
