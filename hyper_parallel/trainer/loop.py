@@ -339,7 +339,30 @@ def training_step(
         max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
         accepts: called with loss and norm, alike on every rank; False leaves the optimizer's step out.
     """
-    loss = groups.over_shares(forward_backward(model, inputs, targets, share, groups.dtype, accumulate))
+    loss = forward_backward(model, inputs, targets, share, groups.dtype, accumulate)
+    return finish_step(model, optimizer, loss, groups=groups, max_grad_norm=max_grad_norm, accepts=accepts)
+
+
+def finish_step(
+    model: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    share_of_loss: torch.Tensor,
+    *,
+    groups: RunGroups,
+    max_grad_norm: float = 0.0,
+    accepts: Callable[[float, float], bool] = lambda loss, grad_norm: True,
+) -> StepOutcome:
+    """Take what comes of a step once the gradients are there: add up the loss, clip, update, and clear them.
+
+    Args:
+        model: this and the following: see `training_step`.
+        optimizer: of its parameters.
+        share_of_loss: of this rank.
+        groups: what the loss is added up over.
+        max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
+        accepts: tells whether the optimizer's step is taken.
+    """
+    loss = groups.over_shares(share_of_loss)
     grad_norm = clip_gradients(model, max_grad_norm)
     taken = accepts(loss, grad_norm)
     if taken:

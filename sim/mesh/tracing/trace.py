@@ -19,15 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.router import Router, update_expert_bias
-from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.fully_shard.comm import all_gather
 from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
 from hyper_parallel.core.pipeline.stage import Stage, StagePosition
-from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
-from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, training_step
+from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, finish_step, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
 from sim.mesh.job import Job, StagePart
@@ -136,7 +134,7 @@ class _Run:
                 if self._is_trainers:
                     self._step(built, optimizer, groups)
                 else:
-                    self._step_of_others(built, optimizer)
+                    self._step_of_others(built, optimizer, groups)
             standing = standing_blocks(recorder, built, optimizer)
             categories = find_categories(recorder, job, standing, self.segments)
         return Recording(
@@ -243,14 +241,14 @@ class _Run:
 
     # -- a step that is none of the trainer's --------------------------------------------------------------------
 
-    def _step_of_others(self, built: Built, optimizer: torch.optim.Optimizer | None) -> None:
+    def _step_of_others(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
         """Take a step of any module, of whole weights on every rank, or of logits that live through backward."""
         if self.job.dims.pp_enabled:
             spec, size = self.job.model, (self.job.micro_batch, self.job.local_seq_len)
             self._run_stage(built, lambda: (spec.inputs(*size),) * 2)
         else:
             self._plain_step(built)
-        self._update(built, optimizer)
+        self._update(built, optimizer, groups)
 
     def _plain_step(self, built: Built) -> None:
         """Forward and backward of each micro-batch."""
@@ -273,7 +271,8 @@ class _Run:
             run_backward([loss], [torch.ones_like(loss)])
             output = None
             del loss, inputs
-            self.close("backward", variant)
+            if not is_last:
+                self.close("backward", variant)
 
     def _loss(self, output: Any, targets: Any) -> torch.Tensor:
         """The loss of what the model has returned: of the recipe's kind, where the model returns logits."""
@@ -407,26 +406,22 @@ class _Run:
 
     # -- what ends a step ----------------------------------------------------------------------------------------
 
-    def _update(self, built: Built, optimizer: torch.optim.Optimizer | None) -> None:
-        """Norm, scaling and update."""
+    def _update(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
+        """End a step as the trainer does, or as an engine does that has the optimizer in it."""
         recorder, job = self.recorder, self.job
-        self._note_gradients()
         if built.replicated is not None:
+            self.end_backwards()
             built.replicated.finish()
             self.close("reduce", "only")
             recorder.place = Place("optimizer")
             built.replicated.step()
+            self._balance(True)
         else:
-            assert optimizer is not None
-            group = job.dims.get_mesh("pp").get_group() if job.dims.pp_enabled else None
-            total = clip_grad_norm([built.module], math.inf, group)
-            params = [param for param in built.module.parameters() if param.grad is not None]
-            if params and job.recipe.clipping:
-                clip_grads_with_norm_(params, 1.0, total)
-            optimizer.step()
-            optimizer.zero_grad()
-            del total
-        self._balance(True)
+            model = Parallelized([built.module], self._pipeline(built), after_step=self._balance)
+            limit = float(job.recipe.clipping)
+            finish_step(model, optimizer, torch.zeros(()), groups=groups, max_grad_norm=limit)
+            del model
+        recorder.answer = None
         self.close("optimizer", "only")
 
 
