@@ -134,7 +134,9 @@ def _job(
         raise ValueError(explain(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out"))
     run = read_run(file, given, start_from, shape=spec.config if spec is not None and is_trained else None)
     job = Job.of_run(run, _devices(run, devices), model=None if is_trained else spec)
-    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)))
+    if not settings:
+        return job
+    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
 
 
 def _devices(run: Config, devices: int | None) -> int:

@@ -239,7 +239,7 @@ class Trainer:
         if context is not None:
             inputs, targets = context.split(inputs), context.split(targets)
         inputs, targets = inputs.to(self.device), targets.to(self.device)
-        self.share.counted = self.ranks.over_tokens((targets != IGNORED).sum()).item()
+        self.share.counted = self.ranks.count(targets)
         return inputs, targets
 
     def _accepts(self, loss: float, grad_norm: float, part: range) -> bool:
@@ -339,7 +339,30 @@ def training_step(
         max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
         accepts: called with loss and norm, alike on every rank; False leaves the optimizer's step out.
     """
-    loss = groups.over_shares(forward_backward(model, inputs, targets, share, groups.dtype, accumulate))
+    loss = forward_backward(model, inputs, targets, share, groups.dtype, accumulate)
+    return finish_step(model, optimizer, loss, groups=groups, max_grad_norm=max_grad_norm, accepts=accepts)
+
+
+def finish_step(
+    model: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    share_of_loss: torch.Tensor,
+    *,
+    groups: RunGroups,
+    max_grad_norm: float = 0.0,
+    accepts: Callable[[float, float], bool] = lambda loss, grad_norm: True,
+) -> StepOutcome:
+    """Take what comes of a step once the gradients are there: add up the loss, clip, update, and clear them.
+
+    Args:
+        model: this and the following: see `training_step`.
+        optimizer: of its parameters.
+        share_of_loss: of this rank.
+        groups: what the loss is added up over.
+        max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
+        accepts: tells whether the optimizer's step is taken.
+    """
+    loss = groups.over_shares(share_of_loss)
     grad_norm = clip_gradients(model, max_grad_norm)
     taken = accepts(loss, grad_norm)
     if taken:
@@ -521,6 +544,14 @@ class RunGroups:
         if self.tokens is not None:
             dist.all_reduce(value, group=self.tokens)
         return value
+
+    def count(self, targets: torch.Tensor) -> float:
+        """Return how many tokens of the global batch count.
+
+        Args:
+            targets: ids (batch, seq) of this rank, `IGNORED` for those that do not.
+        """
+        return self.over_tokens((targets != IGNORED).sum()).item()
 
     def over_shares(self, share: torch.Tensor) -> float:
         """Add up shares of the loss, which only the last stage of a pipeline has, the others zeros."""

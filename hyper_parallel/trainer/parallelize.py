@@ -91,6 +91,28 @@ class Parallelized:
                 part.train()
 
 
+def _compile(module: nn.Module) -> None:
+    module.forward = torch.compile(module.forward)
+
+
+@dataclass(frozen=True)
+class BuildHooks:
+    """What a recording of a step changes while a model is built; a run changes nothing.
+
+    Attributes:
+        stages: what to build in place of this rank's own stages, without a pipeline that runs them.
+        before_checkpointing: called with each part once it is split inside, before its blocks are wrapped.
+        compile: lets a module compute as if it was compiled.
+    """
+
+    stages: Sequence[StageSlice] | None = None
+    before_checkpointing: Callable[[nn.Module], None] = lambda part: None
+    compile: Callable[[nn.Module], None] = _compile
+
+
+AS_TRAINED = BuildHooks()
+
+
 def without_memory() -> AbstractContextManager[Any]:
     """Return the context in which a model is built that takes no memory yet.
 
@@ -103,7 +125,31 @@ def kept_in(model: nn.Module, param_dtype: str) -> None:
     """Let the weights of a model that has no values yet be of the dtype that they are kept in, see `WEIGHTS`."""
     dtype = WEIGHTS[param_dtype]
     if any(param.dtype != dtype for param in model.parameters()):
-        model.to(dtype)
+        in_dtype(model, dtype, buffers=True)
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
+    """Give the weights of a module that has no values yet another dtype: new ones, where they lie.
+
+    Tensors without values cannot be changed in place, as `module.to` does; a weight of two modules stays one.
+
+    Args:
+        module: changed in place.
+        dtype: of weights that are floating point numbers.
+        buffers: change these, too: what no engine casts has to be computed in one dtype.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffers and buffer is not None and buffer.dtype.is_floating_point:
+                child._buffers[name] = torch.empty_like(buffer, dtype=dtype)
+        for name, param in child._parameters.items():
+            if param is None or param.dtype == dtype or not param.dtype.is_floating_point:
+                continue
+            if id(param) not in made:
+                empty = torch.empty_like(param, dtype=dtype)
+                made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            child._parameters[name] = made[id(param)]
 
 
 def describe_axes(dims: ParallelDims) -> str:
@@ -202,17 +248,22 @@ def _keep_alternate_products() -> Any:
     return create_selective_checkpoint_contexts(choose)
 
 
-def compile_blocks(model: Llama, enabled: bool) -> None:
+def compile_blocks(model: Llama, enabled: bool, hooks: BuildHooks = AS_TRAINED) -> None:
     """Compile the attention and the plain feed-forward of each block: what computes between two communications.
 
     Blocks as a whole are left alone: their hooks communicate, at which a graph would break anyway.
+
+    Args:
+        model: changed in place.
+        enabled: False: nothing is compiled.
+        hooks: how it is compiled.
     """
     if not enabled:
         return
     for block in model.layers:
         for child in (block.get_submodule("attention"), block.get_submodule("mlp")):
             if not hasattr(child, "experts"):  # their inputs have another length in every step
-                child.forward = torch.compile(child.forward)
+                hooks.compile(child)
 
 
 def shard_blocks(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> None:

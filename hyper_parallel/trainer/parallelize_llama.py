@@ -17,6 +17,8 @@ from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_e
 from hyper_parallel.models.plans import llama_plan
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.parallelize import (
+    AS_TRAINED,
+    BuildHooks,
     Parallelized,
     ShareOfLoss,
     build_pipeline,
@@ -31,7 +33,9 @@ from hyper_parallel.trainer.parallelize import (
 )
 
 
-def parallelize_llama(run: Config, dims: ParallelDims, device: torch.device, loss: ShareOfLoss) -> Parallelized:
+def parallelize_llama(
+    run: Config, dims: ParallelDims, device: torch.device, loss: ShareOfLoss, hooks: BuildHooks = AS_TRAINED
+) -> Parallelized:
     """Build this rank's part of a Llama, with the same weights in it whatever the degrees.
 
     Args:
@@ -39,6 +43,7 @@ def parallelize_llama(run: Config, dims: ParallelDims, device: torch.device, los
         dims: the degrees; the mesh is built, unless all of them are 1.
         device: where the weights go.
         loss: what ends the last stage of a pipeline.
+        hooks: what a recording of it changes.
 
     Raises:
         ValueError: heads, layers or a width that the degrees do not divide.
@@ -47,7 +52,7 @@ def parallelize_llama(run: Config, dims: ParallelDims, device: torch.device, los
 
     # 1. Pipeline: each stage keeps some of the layers. Nothing takes memory yet: the weights come last, when each rank
     #    knows which are its own.
-    stages = own_stages(run, dims)
+    stages = own_stages(run, dims) if hooks.stages is None else list(hooks.stages)
     with without_memory():
         models = [Llama(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
     for model in models:
@@ -63,11 +68,13 @@ def parallelize_llama(run: Config, dims: ParallelDims, device: torch.device, los
     context = split_context(models, dims)
 
     for model in models:
+        hooks.before_checkpointing(model)
+
         # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again.
         checkpoint_blocks(model, parallel.checkpointing)
 
         # 5. Compile: what lies between two communications.
-        compile_blocks(model, parallel.compile)
+        compile_blocks(model, parallel.compile, hooks)
 
         # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
         shard_blocks(model, dims, parallel)
@@ -75,11 +82,13 @@ def parallelize_llama(run: Config, dims: ParallelDims, device: torch.device, los
         # Now the weights: each rank fills its own part of the same values, whatever the degrees.
         init_parameters(model, run.train.seed, device=device)
 
-    pipeline = build_pipeline(models, stages, run, dims, loss)
+    pipeline = build_pipeline(models, stages, run, dims, loss) if hooks.stages is None else None
     return Parallelized(list(models), pipeline, context, tie_stages(pipeline, run))
 
 
-def parallelize_moe(run: Config, dims: ParallelDims, device: torch.device, loss: ShareOfLoss) -> Parallelized:
+def parallelize_moe(
+    run: Config, dims: ParallelDims, device: torch.device, loss: ShareOfLoss, hooks: BuildHooks = AS_TRAINED
+) -> Parallelized:
     """Build this rank's part of a Llama with experts, with the same weights in it whatever the degrees.
 
     Args:
@@ -87,6 +96,7 @@ def parallelize_moe(run: Config, dims: ParallelDims, device: torch.device, loss:
         dims: the degrees; the mesh is built, unless all of them are 1.
         device: where the weights go.
         loss: what ends the last stage of a pipeline.
+        hooks: what a recording of it changes.
 
     Raises:
         ValueError: heads, experts, layers or a width that the degrees do not divide.
@@ -96,7 +106,7 @@ def parallelize_moe(run: Config, dims: ParallelDims, device: torch.device, loss:
 
     # 1. Pipeline: each stage keeps some of the layers. Nothing takes memory yet: the weights come last, when each rank
     #    knows which are its own.
-    stages = own_stages(run, dims)
+    stages = own_stages(run, dims) if hooks.stages is None else list(hooks.stages)
     with without_memory():
         models = [MoELlama(config).keep(part.layers, embed=part.is_first, head=part.is_last) for part in stages]
     for model in models:
@@ -112,11 +122,13 @@ def parallelize_moe(run: Config, dims: ParallelDims, device: torch.device, loss:
     context = split_context(models, dims)
 
     for model in models:
+        hooks.before_checkpointing(model)
+
         # 4. Activation checkpointing: around whole blocks, so that what communicates in them does it again.
         checkpoint_blocks(model, parallel.checkpointing)
 
         # 5. Compile: what lies between two communications.
-        compile_blocks(model, parallel.compile)
+        compile_blocks(model, parallel.compile, hooks)
 
         # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
         shard_blocks(model, dims, parallel)
@@ -133,5 +145,5 @@ def parallelize_moe(run: Config, dims: ParallelDims, device: torch.device, loss:
         for model in models:
             update_expert_bias(model, [] if tokens is None else [tokens], forget=not taken)
 
-    pipeline = build_pipeline(models, stages, run, dims, loss)
+    pipeline = build_pipeline(models, stages, run, dims, loss) if hooks.stages is None else None
     return Parallelized(list(models), pipeline, context, tie_stages(pipeline, run), balance)

@@ -56,6 +56,8 @@ class Job:
         recipe: precision, what is kept and what is sharded.
         placement: axes from the outermost to the innermost: how ranks are numbered over the devices.
         layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
+        run: the training run that this is a step of, see `of_run`: its own functions build what is recorded, and what
+            it reads of a step is recorded, too. None: the recipe says how it is built, and nobody reads numbers.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -68,6 +70,7 @@ class Job:
     recipe: Recipe = field(default_factory=Recipe)
     placement: tuple[str, ...] = PLACEMENT
     layers_per_stage: tuple[int, ...] | None = None
+    run: Config | None = None
 
     def __post_init__(self) -> None:
         asked = f"cannot estimate {self.model.name}"
@@ -93,6 +96,9 @@ class Job:
         self._check_degrees(asked)
         self.recipe.parts(self.batch, self.dims)
         self.stages()
+        if self.run is not None and self.recipe != _recipe_of(self.run, self.dims, self.recipe.routing):
+            blame, seen = "recipe is not that of the run", f"recipe: {self.recipe.describe()}"
+            raise ValueError(explain(asked, blame, seen, "Job.of_run(run, world_size), or run=None"))
         if self.dims.pp_enabled:
             kind = find_schedule(self.recipe.schedule)
             kind.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
@@ -122,26 +128,14 @@ class Job:
             dims = ParallelDims.from_config(parallel, world_size)
             run.check_batch(dims.batch_ranks)
         sizes = parallel.stage_sizes()
-        recipe = Recipe(
-            param_dtype=parallel.param_dtype,
-            reduce_dtype="fp64" if parallel.param_dtype == "fp64" else "fp32",
-            checkpointing=parallel.checkpointing,
-            compile=parallel.compile,
-            schedule=parallel.schedule,
-            stages_per_rank=parallel.stages_per_rank if dims.pp_enabled else None,
-            microbatches=run.train.accumulate if run.train.accumulate > 1 or dims.pp_enabled else None,
-            zero=3 if parallel.reshard_after_forward else 2,
-            engine=parallel.engine,
-            clipping=run.optimizer.max_grad_norm > 0,
-            routing=routing,
-        )
         return cls(
             find_model(run.shape() if model is None else model),
             dims,
             run.train.batch_size // dims.batch_ranks,
             run.train.seq_len,
-            recipe,
+            _recipe_of(run, dims, routing),
             layers_per_stage=None if sizes is None else tuple(sizes),
+            run=run if model is None else None,
         )
 
     def _check_degrees(self, asked: str) -> None:
@@ -237,3 +231,21 @@ class Job:
         tokens = self.micro_batch * self.local_seq_len
         sizes = {"experts": config.num_experts, "per_token": config.experts_per_token}
         return routing.heaviest(tokens=tokens, ranks=self.dims.ep, **sizes)
+
+
+def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Recipe:
+    """Say how a run trains in the words of a recipe."""
+    parallel = run.parallel
+    return Recipe(
+        param_dtype=parallel.param_dtype,
+        reduce_dtype="fp64" if parallel.param_dtype == "fp64" else "fp32",
+        checkpointing=parallel.checkpointing,
+        compile=parallel.compile,
+        schedule=parallel.schedule,
+        stages_per_rank=parallel.stages_per_rank if dims.pp_enabled else None,
+        microbatches=run.train.accumulate if run.train.accumulate > 1 or dims.pp_enabled else None,
+        zero=3 if parallel.reshard_after_forward else 2,
+        engine=parallel.engine,
+        clipping=run.optimizer.max_grad_norm > 0,
+        routing=routing,
+    )

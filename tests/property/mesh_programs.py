@@ -45,16 +45,18 @@ def sent_by_program(program: Program) -> list[Sent]:
     """
     found: list[Sent] = []
     norms: set[Sent] = set()
-    for event in events_of(program):
-        if isinstance(event, Comm):
+    for segment, _ in program.segments_in_order():
+        for event in segment.events:
+            if not isinstance(event, Comm):
+                continue
             group = program.groups[event.group]
             devices = () if event.op in ("send", "recv") else tuple(sorted(group.ranks))
             sent = Sent(event.op, group.axis, devices, event.peer, event.size, event.moved, event.dtype)
-            if len(program.stages) > 1 and event.op == "all_reduce" and event.size == 4:
-                if sent in norms:
-                    continue
+            is_norm = segment.name == "optimizer" and event.op == "all_reduce" and event.size == 4
+            if len(program.stages) == 1 or not is_norm or sent not in norms:
+                found.append(sent)
+            if is_norm:
                 norms.add(sent)
-            found.append(sent)
     return found
 
 
@@ -221,10 +223,6 @@ def updated(program: Program) -> dict[str, Any]:
 
 
 def step_of(seen: Seen, step: int) -> list[TraceEvent]:
-    """The events of one step of a rank, but for that in which ranks agree on the shape of what a loss is given."""
-    begins = seen.result.begins
-    return [
-        event
-        for number, event in enumerate(seen.events[begins[step] : begins[step + 1]], begins[step])
-        if event.op != "all_gather" or not any(first <= number < last for first, last in seen.result.losses)
-    ]
+    """The events of one step of a rank."""
+    begins: list[int] = seen.result.begins
+    return seen.events[begins[step] : begins[step + 1]]

@@ -24,7 +24,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import IGNORED
-from hyper_parallel.trainer.loop import PARALLELIZE, RunGroups, forward_backward
+from hyper_parallel.trainer.loop import PARALLELIZE, RunGroups, forward_backward, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
 from hyper_parallel.trainer.preflight import plan_run
@@ -40,6 +40,7 @@ def steps_of(
     routing: Routing | None = None,
     *,
     numbers: bool = True,
+    reads: bool = False,
     counts_flops: bool = True,
 ) -> Any:
     """A body that builds the model and trains some steps, and tells the shapes and layouts of what comes of it.
@@ -50,6 +51,7 @@ def steps_of(
         steps: of the optimizer.
         routing: how tokens go to experts.
         numbers: add up tokens and losses over ranks, as the trainer does to log them.
+        reads: take steps by the trainer's own function, which reads numbers; for ranks that have them.
         counts_flops: count the FLOPs of each step; that goes through Python for each operation.
     """
     dims = plan_run(config, world_size)
@@ -60,7 +62,7 @@ def steps_of(
             cut_meshes(dims)
         ranks = RunGroups(dims, world_size > 1, torch.device("cpu"), WEIGHTS[config.parallel.param_dtype])
         with mode():
-            share = _Followed()
+            share = ShareOfLoss()
             model = PARALLELIZE[config.train.model](config, dims, torch.device("cpu"), share)
             for part in model.parts:
                 give_memory(part)
@@ -72,7 +74,7 @@ def steps_of(
             for _ in range(steps):
                 begins.append(len(own_events()))
                 with Flops() if counts_flops else nullcontext() as counted:
-                    gradients = one_step(model, optimizer, share, ranks, config, numbers=numbers)
+                    gradients = one_step(model, optimizer, share, ranks, config, numbers=numbers, reads=reads)
                 flops.append(counted.total if counted else 0)
             begins.append(len(own_events()))
             state = [(len(entry), describe(entry["exp_avg"])) for entry in optimizer.state.values()]
@@ -83,7 +85,7 @@ def steps_of(
                 "optimizer": bytes_of(tensor for entry in optimizer.state.values() for tensor in entry.values()),
                 "gradients": gradients,
             }
-            return Built([*seen, *state], begins, share.events, flops, memory)
+            return Built([*seen, *state], begins, flops, memory)
 
     return body
 
@@ -94,30 +96,14 @@ class Built(NamedTuple):
     Attributes:
         made: shapes and layouts of parameters and of the optimizer's state.
         begins: numbers of the first events of its steps, and of what comes after them.
-        losses: numbers of the first events of losses, and of those after them.
         flops: of each step; 0 where they are not counted.
         memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
     """
 
     made: list[Any]
     begins: list[int]
-    losses: list[tuple[int, int]]
     flops: list[int]
     memory: dict[str, int]
-
-
-class _Followed(ShareOfLoss):
-    """Knows which events are its own; a loss's backward communicates nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[int, int]] = []
-
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        first = len(own_events())
-        share = super().__call__(logits, targets)
-        self.events.append((first, len(own_events())))
-        return share
 
 
 def own_events() -> list[Event]:
@@ -182,14 +168,17 @@ def one_step(
     config: Config,
     *,
     numbers: bool = True,
+    reads: bool = False,
 ) -> int:
-    """What `Trainer.step` does, without reading any number; returns the bytes of its gradients."""
+    """What `Trainer.step` does, by default without reading any number; returns the bytes of its gradients."""
     train = config.train
     rows = train.batch_size // ranks.batch_ranks
     inputs = torch.arange(rows * train.seq_len).view(rows, train.seq_len) % config.model.vocab_size
     targets = inputs.roll(1)
     if model.context is not None:
         inputs, targets = model.context.split(inputs), model.context.split(targets)
+    if reads:
+        return read_step(model, optimizer, share, ranks, config, (inputs, targets))
     if numbers:
         ranks.over_tokens((targets != IGNORED).sum())
     share.counted = float(train.batch_size * train.seq_len)
@@ -207,3 +196,34 @@ def one_step(
     optimizer.zero_grad()
     model.after_step(True)
     return gradients
+
+
+def read_step(
+    model: Parallelized,
+    optimizer: torch.optim.Optimizer,
+    share: ShareOfLoss,
+    ranks: RunGroups,
+    config: Config,
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> int:
+    """Take a step as `Trainer.step` does, with its numbers; returns the bytes of its gradients."""
+    found = []
+
+    def accepts(loss: float, grad_norm: float) -> bool:
+        del loss, grad_norm
+        found.append(bytes_of(p.grad for part in model.parts for p in part.parameters() if p.grad is not None))
+        return True
+
+    share.counted = ranks.count(batch[1])
+    limit, accumulate = config.optimizer.max_grad_norm, config.train.accumulate
+    training_step(
+        model,
+        optimizer,
+        *batch,
+        share=share,
+        groups=ranks,
+        accumulate=accumulate,
+        max_grad_norm=limit,
+        accepts=accepts,
+    )
+    return found[0]

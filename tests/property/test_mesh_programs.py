@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from mesh_kit import Seen, in_real_numbers
 from mesh_programs import (
@@ -51,7 +51,7 @@ def check(config: Config, world_size: int, routing: Routing | None = None) -> No
     config = replace(config, model=replace(config.model, max_seq_len=SEQ))  # tables just as long as the sequences
     job = Job.of_run(config, world_size, routing=routing)
     programs = trace(job)
-    seen = in_real_numbers(steps_of(config, world_size, routing=routing, numbers=False), world_size, stands_for="cuda")
+    seen = in_real_numbers(steps_of(config, world_size, routing=routing, reads=True), world_size, stands_for="cuda")
     for place, program in enumerate(programs):
         compare(job, program, seen[job.rank_of_stage_rank(place)])
         # The others of its class do the same among other ranks; with experts, some have got more rows.
@@ -115,6 +115,10 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "pipeline, gpipe": ("dense", 2, {"pp": 2, "schedule": "gpipe"}, 4),
     "pipeline and tp": ("dense", 4, {"pp": 2, "tp": 2}, 4),
     "pipeline and dp": ("dense", 4, {"pp": 2, "param_dtype": "bf16"}, 4),
+    "hsdp": ("dense", 4, {"engine": "hsdp", "dp_replicate": 2, "checkpointing": "selective"}, 2),
+    "in double": ("dense", 2, {"param_dtype": "fp64"}, 1),
+    "pipeline, zero bubble": ("dense", 2, {"pp": 2, "schedule": "zero-bubble", "layers_per_stage": "0,1,1,0"}, 4),
+    "pipeline, tied": ("dense, tied, tokens ignored", 4, {"pp": 2}, 4),
     "pipeline, interleaved": ("dense", 2, {"pp": 2, "schedule": "interleaved", "layers_per_stage": "0,1,1,0"}, 4),
 }
 
@@ -126,9 +130,8 @@ def test_each_dimension(name):
 
 
 def is_programmed(found: Arrangement) -> bool:
-    """Whether it is compared here: `fully_shard`, and one stage on each rank of a pipeline."""
-    parallel = found.parallel
-    return found.world_size <= 8 and parallel.engine != "hsdp" and parallel.schedule in ("1f1b", "gpipe")
+    """Whether it is compared here."""
+    return found.world_size <= 8
 
 
 @some
@@ -136,7 +139,6 @@ def is_programmed(found: Arrangement) -> bool:
 def test_drawn_ranks_of_a_llama(model, precision, data):
     problem = Problem(model, precision)
     found = data.draw(arrangements(problem).filter(is_programmed))
-    assume(not (found.parallel.pp > 1 and MODELS[model].model.tie_embeddings))  # what is tied is summed another way
     event(f"pp {found.parallel.pp} tp {found.parallel.tp} cp {found.parallel.cp}")
     check(found.of(problem), found.world_size)
 

@@ -12,20 +12,30 @@ from torch import nn
 from hyper_parallel.core.context_parallel.api import context_parallel
 from hyper_parallel.core.expert_parallel.api import expert_parallel
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
+from hyper_parallel.core.pipeline.split import StageSlice
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models.moe import MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
-from hyper_parallel.trainer.config import ParallelConfig
-from hyper_parallel.trainer.parallelize import checkpointed, shard_blocks, shard_units
+from hyper_parallel.trainer.config import Config, ParallelConfig
+from hyper_parallel.trainer.loop import PARALLELIZE
+from hyper_parallel.trainer.parallelize import (
+    BuildHooks,
+    Parallelized,
+    ShareOfLoss,
+    checkpointed,
+    in_dtype,
+    shard_blocks,
+    shard_units,
+)
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Place
-from sim.mesh.tracing.compiled import compile_block
+from sim.mesh.tracing.compiled import compile_block, compile_pieces
 from sim.mesh.tracing.kernels import use_float8
 from sim.mesh.tracing.losses import fuse_head
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.replicated import Replicated
 
-__all__ = ["Built", "build_stage"]
+__all__ = ["Built", "build_of_run", "build_stage"]
 
 
 @dataclass
@@ -37,12 +47,43 @@ class Built:
         blocks: by the number of the layer.
         outer: what stands in the model in their places, with what is around them.
         replicated: the engine that keeps whole weights on every rank; None: `fully_shard` has the weights.
+        trained: what the trainer's own function has built; None: it is not the trainer's model.
     """
 
     module: nn.Module
     blocks: list[tuple[int, nn.Module]]
     outer: list[tuple[int, nn.Module]]
     replicated: Replicated | None = None
+    trained: Parallelized | None = None
+
+
+def build_of_run(run: Config, job: Job, part: StagePart, layers: Collection[int], recorder: Recorder) -> Built:
+    """Build a stage of a training run, with some of its layers, by the function that `Trainer` calls.
+
+    Called on the living rank, while the recorder records.
+
+    Args:
+        run: which the job is a step of.
+        job: what is estimated; the mesh of its degrees is built.
+        part: the stage.
+        layers: numbers of those to build.
+        recorder: whose places follow the layers.
+    """
+    blocks: list[tuple[int, nn.Module]] = []
+    graphs: dict[Any, Any] = {}
+
+    def follow(module: nn.Module) -> None:
+        blocks.extend(job.model.blocks(module))
+        for number, block in blocks:
+            _follow(recorder, number, block, is_first=number == blocks[0][0])
+
+    some: Any = layers  # fewer than a stage has, so that they need not follow each other
+    kept = StageSlice(part.index, some, part.is_first, part.is_last)
+    hooks = BuildHooks([kept], follow, lambda module: compile_pieces(module, graphs))
+    device = torch.device("cpu")
+    trained = PARALLELIZE[run.train.model](run, job.dims, device, ShareOfLoss(), hooks)
+    (module,) = trained.parts
+    return Built(module, blocks, job.model.blocks(module), trained=trained)
 
 
 def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Recorder) -> Built:
@@ -60,7 +101,11 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     loss_in_head = recipe.fused_loss and spec.vocab_size is not None
     whole_weights = recipe.zero <= 1
     module = spec.build(job.seq_len, layers, embed=part.is_first, head=part.is_last, recipe=recipe)
-    _in_dtype(module, recipe.dtype if whole_weights else recipe.weight_dtype, buffers=whole_weights)
+    in_dtype(
+        module,
+        recipe.dtype if whole_weights else recipe.weight_dtype,
+        buffers=whole_weights or recipe.dtype == torch.float64,
+    )
     _split_tensors(job, module)
     if loss_in_head:
         fuse_head(module)
@@ -93,24 +138,6 @@ def _sum_up(unit: Any) -> None:
     set_op = getattr(unit, "set_reduce_op_type", None)
     if set_op is not None:
         set_op("sum")
-
-
-def _in_dtype(module: nn.Module, dtype: torch.dtype, *, buffers: bool) -> None:
-    """Give the weights their dtype: new parameters, as those without values cannot be changed in place.
-
-    With `buffers` these, too: what does not go through an engine that casts inputs has to be computed in one dtype.
-    """
-    made: dict[int, nn.Parameter] = {}
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffers and buffer is not None and buffer.dtype.is_floating_point:
-                child._buffers[name] = torch.empty_like(buffer, dtype=dtype)
-        for name, param in child._parameters.items():
-            if param is None or param.dtype == dtype or not param.dtype.is_floating_point:
-                continue
-            if id(param) not in made:
-                made[id(param)] = nn.Parameter(torch.empty_like(param, dtype=dtype), requires_grad=param.requires_grad)
-            child._parameters[name] = made[id(param)]
 
 
 def _split_tensors(job: Job, module: nn.Module) -> None:

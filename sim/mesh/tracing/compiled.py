@@ -237,17 +237,23 @@ def compile_block(
         return True
     _check(checkpointing)
     for child in block.children():
-        _compile_pieces(child, shared)
+        compile_pieces(child, shared)
     return checkpointing == "none"
 
 
-def _compile_pieces(module: nn.Module, graphs: dict[Any, Any]) -> None:
+def compile_pieces(module: nn.Module, graphs: dict[Any, Any]) -> None:
+    """Let a module compute as if what lies between the places where it communicates was compiled.
+
+    Args:
+        module: changed in place.
+        graphs: what modules that are alike share.
+    """
     if _is_one_graph(module) or "attend" in vars(module):
         module.forward = compile_like(module, graphs=graphs)
         return
     for name, child in module.named_children():
         if name not in ("experts", "router"):  # inputs of another length in every step; counts that backward changes
-            _compile_pieces(child, graphs)
+            compile_pieces(child, graphs)
 
 
 def _is_one_graph(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "AcceleratorKernels",
+    "run_backward",
     "use_float8",
 ]
 
@@ -55,10 +56,26 @@ class AcceleratorKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the accelerator's kernel, if there is one for this call."""
+        if func is torch.Tensor.backward and not any((kwargs or {}).values()):
+            with self:
+                run_backward([args[0]], [torch.ones_like(args[0])])
+            return None
         kernel = self._kernels.get(func)
         if kernel is not None and args and type(args[0]) is FakeTensor:
             return kernel(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def run_backward(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """Run backward as `torch.autograd.backward` does, which leaves function modes first: recomputation needs them.
+
+    Args:
+        outputs: where it begins.
+        grads: of these.
+    """
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _rms_norm(

@@ -69,6 +69,9 @@ class _Fakes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and self._recorder.answer is not None:
+            self._recorder.on_read()
+            return self._recorder.answer
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         for kind in types:
@@ -150,9 +153,13 @@ class Recorder(Listener):
         sources: the place at which each block was taken.
         fake: the mode in which tensors have no values.
         stream: the number of the current one.
+        answer: what a tensor's value is said to be, while a program may ask for one; None: torch's error.
+        reads: whether the host waits for such a value.
     """
 
     def __init__(self) -> None:
+        self.answer: float | None = None
+        self.reads = True
         self.events: list[Event] = []
         self.cuts: list[tuple[int, int | None]] = []  # in the events: where a layer begins, and which
         self.groups: list[CommGroup] = []
@@ -262,6 +269,11 @@ class Recorder(Listener):
             yield
         finally:
             setattr(ShardingPropagator, name, original)
+
+    def on_read(self) -> None:
+        """Let the host wait for a value, which it reads."""
+        if self.reads:
+            self.emit(HostWait(self.stream))
 
     # -- operations ----------------------------------------------------------------------------------------------
 

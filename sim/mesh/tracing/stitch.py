@@ -387,7 +387,9 @@ def _made(event: Event) -> tuple[str, int] | None:
 
 # Put the programs of all ranks of a pipeline together, from the recordings of the kinds of their stages ---------------
 
-_AFTER = ("reduce", "optimizer")
+_BEFORE, _AFTER = ("count", "begin"), ("reduce", "numbers", "optimizer")
+_OF_A_RANK = ("count", "numbers")
+"""Segments that a rank with several stages has once: what it tells and reads of the global batch."""
 
 
 def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording]) -> list[Program]:
@@ -402,7 +404,7 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
     if not job.dims.pp_enabled:
         program = Program(0, like, job.dims.world_size)
         _Adder(job, program).add(parts[0], recordings[0])
-        order: list[tuple[Key, int]] = [(key, -1) for key in program.segments if key[0] == "begin"]
+        order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
         for number in range(job.microbatches):
             variant = _variant(number, job.microbatches)
             order += [(("forward", 0, variant), number), (("backward", 0, variant), number)]
@@ -435,7 +437,7 @@ def _variant(number: int, count: int) -> str:
 
 def _order(job: Job, program: Program, actions: Sequence[Action]) -> list[tuple[Key, int]]:
     count = job.microbatches
-    order: list[tuple[Key, int]] = [(key, -1) for key in program.segments if key[0] == "begin"]
+    order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
     for action in actions:
         key = (action.kind, action.stage, _variant(action.batch, count))
         if key not in program.segments:
@@ -511,6 +513,8 @@ class _Adder:
             top[0] = max(top[0], each.block + blocks)
         for (name, _, variant), chunks in recording.segments.items():
             key = (name, part.index, variant)
+            if name in _OF_A_RANK and any(other[0] == name for other in program.segments):
+                continue
             program.segments[key] = Segment(name, part.index, variant, [moved(e) for e in _flat(chunks)])
         program.categories.update({block + blocks: name for block, name in recording.categories.items()})
         self.blocks, self.handles, self.events = top

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,23 +19,22 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.router import Router, update_expert_bias
-from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.fully_shard.comm import all_gather
 from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
 from hyper_parallel.core.pipeline.stage import Stage, StagePosition
-from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
-from hyper_parallel.trainer.loop import communicate_gradients
+from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, finish_step, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
+from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
 from sim.mesh.recipe import Routing
-from sim.mesh.tracing.build import Built, build_stage
+from sim.mesh.tracing.build import Built, build_of_run, build_stage
 from sim.mesh.tracing.categories import find_categories, standing_blocks
 from sim.mesh.tracing.fusion import fuse
-from sim.mesh.tracing.kernels import AcceleratorKernels
+from sim.mesh.tracing.kernels import AcceleratorKernels, run_backward
 from sim.mesh.tracing.lone import LoneWorld
 from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
@@ -43,6 +43,7 @@ from sim.mesh.tracing.stitch import Recording, expand, kept_layers, stitch
 __all__ = ["RecordedStage", "record_stage", "trace"]
 
 Key = tuple[str, int, str]
+_LARGE = float(2**60)
 _TOKEN_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # along which ranks have other tokens
 
 
@@ -110,23 +111,30 @@ class _Run:
         """Build, take a step to make the optimizer's state, and record the next one."""
         job, recorder = self.job, self.recorder
         _build_meshes(job.dims)
+        groups = _Numbers(self)
         # Of tensors without values torch cannot tell that they are detached.
         warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")
         with recorder.recording(), AcceleratorKernels(), _collecting(), self._naming():
             recorder.place = Place("build")
-            built = self.built = build_stage(job, self.part, self.kept, recorder)
+            if job.run is not None:
+                built = build_of_run(job.run, job, self.part, self.kept, recorder)
+            else:
+                built = build_stage(job, self.part, self.kept, recorder)
+            self.built = built
             (job.recipe.routing or Routing()).give_to(built.module, lambda: recorder.emit(HostWait(COMPUTE)))
             optimizer = None
             if built.replicated is None:
                 optimizer = _optimizer(job, built.module)
-            driver: Callable[[Built], None]
-            driver = self._pipeline_step if job.dims.pp_enabled else self._plain_step
+            if self._is_trainers:
+                built.module.register_forward_pre_hook(self._begin_micro_batch, prepend=True)
             for count in (1, min(job.microbatches, 3)):  # the first step makes the optimizer's state
-                self.count = count
+                self.count, self.index = count, 0
                 recorder.cut()
                 self.segments = {}
-                driver(built)
-                self._update(built, optimizer)
+                if self._is_trainers:
+                    self._step(built, optimizer, groups)
+                else:
+                    self._step_of_others(built, optimizer, groups)
             standing = standing_blocks(recorder, built, optimizer)
             categories = find_categories(recorder, job, standing, self.segments)
         return Recording(
@@ -136,6 +144,15 @@ class _Run:
             sizes=dict(recorder.sizes),
             standing=standing,
             segments=self.segments,
+        )
+
+    @property
+    def _is_trainers(self) -> bool:
+        """Whether the trainer's own function takes the step."""
+        job = self.job
+        recipe = job.recipe
+        return (
+            job.model.family != "custom" and recipe.zero >= 2 and recipe.loss != "eager-kept" and not recipe.reduce_each
         )
 
     def _naming(self) -> Any:
@@ -149,15 +166,94 @@ class _Run:
             return "first"
         return "last" if index == self.count - 1 else "steady"
 
-    def _close(self, name: str, variant: str) -> None:
+    def close(self, name: str, variant: str) -> None:
+        """End a segment: what has been recorded since the last one's end."""
         self.segments[name, self.part.index, variant] = self.recorder.chunks()
 
-    # -- a step without a pipeline -------------------------------------------------------------------------------
+    # -- the trainer's step --------------------------------------------------------------------------------------
+
+    def _step(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
+        """Take a step as `Trainer.step` does."""
+        job, recorder = self.job, self.recorder
+        model = Parallelized([built.module], self._pipeline(built), after_step=self._balance)
+        recorder.place = Place("forward")
+        (tokens,) = job.model.inputs(job.batch, job.local_seq_len)
+        inputs = tokens[: self.count * job.micro_batch]
+        targets = torch.empty_like(tokens)[: self.count * job.micro_batch]
+        share: Any = self._loss if job.dims.pp_enabled else self._share
+        groups.count(targets)
+        training_step(
+            model,
+            optimizer,
+            inputs,
+            targets,
+            share=share,
+            groups=groups,
+            accumulate=self.count,
+            max_grad_norm=float(job.recipe.clipping),
+        )
+        recorder.answer = None
+        del tokens, inputs, targets, model
+        self.close("optimizer", "only")
+
+    def _begin_micro_batch(self, module: nn.Module, args: Any) -> None:
+        """Without a pipeline: what comes next is the forward of a micro-batch."""
+        del module, args
+        if self.job.dims.pp_enabled:
+            return
+        if self.index == 0:
+            self.close("begin", "only")
+        else:
+            self.close("backward", self._variant(self.index - 1))
+        self.recorder.place = Place("forward")
+
+    def _share(self, logits: Any, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of a micro-batch, after which comes its backward."""
+        loss = self._loss(logits, targets)
+        self.close("forward", self._variant(self.index))
+        self.recorder.place = Place("backward")
+        self.index += 1
+        return loss
+
+    def end_backwards(self) -> None:
+        """All gradients are there: what comes next are numbers, and the update."""
+        recorder = self.recorder
+        if not self.job.dims.pp_enabled:
+            self.close("backward", self._variant(self.count - 1))
+        self._note_gradients()
+        recorder.answer = _LARGE  # a norm that is above every limit: gradients are scaled down
+
+    def _note_gradients(self) -> None:
+        recorder = self.recorder
+        recorder.place = Place("optimizer")
+        for param in self.built.module.parameters():
+            if param.grad is not None:
+                grad = param.grad
+                recorder.gradients.add(recorder.block_of(getattr(grad, "_local_tensor", grad)))
+
+    def _balance(self, taken: bool) -> None:
+        built = self.built
+        if built.trained is not None:
+            built.trained.after_step(taken)
+        elif any(isinstance(module, Router) for module in built.module.modules()):
+            tokens = self.job.dims.mesh_over(*_TOKEN_AXES)
+            update_expert_bias(built.module, [] if tokens is None else [tokens])
+
+    # -- a step that is none of the trainer's --------------------------------------------------------------------
+
+    def _step_of_others(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
+        """Take a step of any module, of whole weights on every rank, or of logits that live through backward."""
+        if self.job.dims.pp_enabled:
+            spec, size = self.job.model, (self.job.micro_batch, self.job.local_seq_len)
+            self._run_stage(built, lambda: (spec.inputs(*size),) * 2)
+        else:
+            self._plain_step(built)
+        self._update(built, optimizer, groups)
 
     def _plain_step(self, built: Built) -> None:
-        """Forward and backward of each micro-batch, as `Trainer.step` runs them."""
+        """Forward and backward of each micro-batch."""
         job, recorder, spec = self.job, self.recorder, self.job.model
-        self._close("begin", "only")
+        self.close("begin", "only")
         for index in range(self.count):
             variant, is_last = self._variant(index), index == self.count - 1
             _reduce_now(built, is_last or job.recipe.reduce_each)
@@ -170,41 +266,58 @@ class _Run:
             loss = self._loss(output, inputs)
             if not kept:
                 del output
-            self._close("forward", variant)
+            self.close("forward", variant)
             recorder.place = Place("backward")
-            _backward([loss], [torch.ones_like(loss)])
+            run_backward([loss], [torch.ones_like(loss)])
             output = None
             del loss, inputs
-            self._close("backward", variant)
+            if not is_last:
+                self.close("backward", variant)
 
-    def _loss(self, output: Any, inputs: Any) -> torch.Tensor:
+    def _loss(self, output: Any, targets: Any) -> torch.Tensor:
         """The loss of what the model has returned: of the recipe's kind, where the model returns logits."""
-        spec = self.job.model
+        job = self.job
         self.recorder.begin(None)
         self.recorder.place = Place("loss")
-        if spec.family == "custom":
-            return spec.loss(output, inputs)
-        return Loss.of(self.job.recipe)(output, inputs[0])
+        if job.model.family == "custom":
+            return job.model.loss(output, targets)
+        targets = targets[0] if isinstance(targets, tuple) else targets
+        if job.recipe.loss == "library" and not job.recipe.fused_loss:
+            return ShareOfLoss()(output, targets)
+        return Loss.of(job.recipe)(output, targets)
 
     # -- a step of a stage ---------------------------------------------------------------------------------------
 
-    def _pipeline_step(self, built: Built) -> None:
+    def _pipeline(self, built: Built) -> Any:
+        """What stands for the trainer's `Pipeline`, of this stage alone."""
+        if not self.job.dims.pp_enabled:
+            return None
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            pairs = zip(inputs.chunk(self.count), targets.chunk(self.count), strict=True)
+            batches = (((some,), expected) for some, expected in pairs)
+            return self._run_stage(built, lambda: next(batches))
+
+        return SimpleNamespace(step=step, group=self.job.dims.get_mesh("pp").get_group())
+
+    def _run_stage(self, built: Built, next_batch: Callable[[], tuple[Any, Any]]) -> torch.Tensor:
         """All forwards, then all backwards, of a stage as torch's schedules run it; they change the order only."""
-        job, recorder = self.job, self.recorder
+        recorder = self.recorder
         recorder.place = Place("forward")
         hold_parameters(built.module, before=lambda unit: recorder.begin(_layer_of(built, unit)))
         recorder.begin(None)
         stage = self._stage(built)
-        self._close("begin", "only")
-        spec = job.model
-        losses: list[torch.Tensor] = []
-        targets = []
+        self.close("begin", "only")
+        losses: list[Any] = []
+        targets: list[Any] = []
         for index in range(self.count):
             recorder.place = Place("forward")
-            targets.append(spec.inputs(job.micro_batch, job.local_seq_len))
+            args, expected = next_batch()
+            targets.append(expected)
             stage.targets = targets
-            losses.append(self._forward(stage, index))
-            self._close("forward", self._variant(index))
+            losses.append(self._forward(stage, index, args))
+            del args, expected
+            self.close("forward", self._variant(index))
         for index in range(self.count):
             is_last = index == self.count - 1
             _reduce_now(built, is_last)
@@ -213,11 +326,12 @@ class _Run:
             if is_last:
                 recorder.place = Place("reduce")
                 reduce_gradients(built.module, before=lambda unit: recorder.begin(_layer_of(built, unit)))
-            self._close("backward", self._variant(index))
+            self.close("backward", self._variant(index))
         losses.clear()
         targets.clear()
         release_parameters(built.module, failed=False)
         stage.end()
+        return torch.zeros(())
 
     def _stage(self, built: Built) -> RecordedStage:
         job, part = self.job, self.part
@@ -258,11 +372,9 @@ class _Run:
         here = self.part.index
         return by_index.get(here - 1, -1), by_index.get(here + 1, -1)
 
-    def _forward(self, stage: RecordedStage, index: int) -> Any:
+    def _forward(self, stage: RecordedStage, index: int, args: Any) -> Any:
         part, recorder = self.part, self.recorder
-        if part.is_first:
-            args = stage.targets[index]
-        else:
+        if not part.is_first:
             args = stage.receive(stage.received, stage.rank_before, part.rank)
         output = stage.run_forward(index, args)
         recorder.begin(None)
@@ -276,12 +388,12 @@ class _Run:
         args, output = stage.kept.pop(index)
         if part.is_last:
             losses[index] = None
-            _backward([output], [torch.ones_like(output)])
+            run_backward([output], [torch.ones_like(output)])
             del output
         else:
             outputs = [out for out in output if out.requires_grad]
             grads = stage.receive(stage.sent, stage.rank_after, part.rank)
-            _backward(outputs, list(grads))
+            run_backward(outputs, list(grads))
         for unit in stage._wider:  # gradients are added up in the dtype that they are reduced in
             self.recorder.begin(_layer_of(self.built, unit))
             unit.keep_gradients()
@@ -294,33 +406,59 @@ class _Run:
 
     # -- what ends a step ----------------------------------------------------------------------------------------
 
-    def _update(self, built: Built, optimizer: torch.optim.Optimizer | None) -> None:
-        """Norm, scaling and update, as `Trainer.step` does, but that the norm is not looked at."""
+    def _update(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
+        """End a step as the trainer does, or as an engine does that has the optimizer in it."""
         recorder, job = self.recorder, self.job
-        recorder.place = Place("optimizer")
-        for param in built.module.parameters():
-            if param.grad is not None:
-                grad = param.grad
-                recorder.gradients.add(recorder.block_of(getattr(grad, "_local_tensor", grad)))
         if built.replicated is not None:
+            self.end_backwards()
             built.replicated.finish()
-            self._close("reduce", "only")
+            self.close("reduce", "only")
             recorder.place = Place("optimizer")
             built.replicated.step()
+            self._balance(True)
         else:
-            assert optimizer is not None
-            group = job.dims.get_mesh("pp").get_group() if job.dims.pp_enabled else None
-            total = clip_grad_norm([built.module], math.inf, group)
-            params = [param for param in built.module.parameters() if param.grad is not None]
-            if params and job.recipe.clipping:
-                clip_grads_with_norm_(params, 1.0, total)
-            optimizer.step()
-            optimizer.zero_grad()
-            del total
-        if any(isinstance(module, Router) for module in built.module.modules()):
-            tokens = job.dims.mesh_over(*_TOKEN_AXES)
-            update_expert_bias(built.module, [] if tokens is None else [tokens])
-        self._close("optimizer", "only")
+            model = Parallelized([built.module], self._pipeline(built), after_step=self._balance)
+            limit = float(job.recipe.clipping)
+            finish_step(model, optimizer, torch.zeros(()), groups=groups, max_grad_norm=limit)
+            del model
+        recorder.answer = None
+        self.close("optimizer", "only")
+
+
+class _Numbers(RunGroups):
+    """Groups of the trainer's numbers, of which one that lives alone is told nothing; without a run nobody asks.
+
+    Args:
+        owner: the recording; it hears that all backwards are done.
+    """
+
+    def __init__(self, owner: _Run) -> None:
+        job = owner.job
+        kept = WEIGHTS.get(job.recipe.param_dtype, torch.float32)
+        super().__init__(job.dims, job.dims.world_size > 1, torch.device("cpu"), kept)
+        self._owner = owner
+        owner.recorder.reads = job.run is not None
+
+    def count(self, targets: torch.Tensor) -> float:
+        """Count tokens of all ranks, if the step is one of a run."""
+        owner = self._owner
+        if owner.job.run is None:
+            return 1.0
+        owner.recorder.answer = _LARGE
+        counted = super().count(targets)
+        owner.recorder.answer = None
+        owner.close("count", "only")
+        return counted
+
+    def over_shares(self, share: torch.Tensor) -> float:
+        """Add up shares, if the step is one of a run."""
+        owner = self._owner
+        owner.end_backwards()
+        if owner.job.run is None:
+            return 0.0
+        loss = super().over_shares(share)
+        owner.close("numbers", "only")
+        return loss
 
 
 class RecordedStage(Stage):
@@ -411,13 +549,6 @@ def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
     if job.recipe.optimizer == "adamw-foreach":
         return torch.optim.AdamW(params, lr=1e-3, foreach=True)
     return build_optimizer(module.named_parameters(), OptimizerConfig())
-
-
-def _backward(outputs: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-    """Run backward as `torch.autograd.backward` does, which leaves function modes first: recomputation needs them."""
-    torch.autograd.graph._engine_run_backward(
-        tuple(outputs), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 @contextmanager
