@@ -143,17 +143,20 @@ class _LoneGroup(Group):
 
     def carry_out(self, slot: Slot) -> None:
         for tensor in (*slot.calls[0].inputs, *slot.calls[0].outputs) if slot.calls[0] is not None else ():
-            _check_no_values(tensor, slot.describe())
+            self._check(tensor, slot.describe())
         slot.calls, slot.first = [], None  # the tensors are the rank's own again
         self.network.scheduler.complete(slot, 0.0)
 
     def meet(self, message: Message) -> Message | None:
         if message.sender is None:  # from anybody: from the member before this one
             message.sender = (message.receiver - 1) % len(self.ranks)
-        _check_no_values(message.tensor, message.describe())
+        self._check(message.tensor, message.describe())
         message.span = Span(0.0, 0.0)
         self.network.scheduler.complete(message, 0.0)
         return None
+
+    def _check(self, tensor: torch.Tensor, what: str) -> None:
+        _check_no_values(tensor, what)
 
     def forget_unfinished(self) -> None:
         self.slots.clear()
@@ -170,6 +173,13 @@ def _check_no_values(tensor: torch.Tensor, what: str) -> None:
             "tensors made under the FakeTensorMode of this world, or sim.world(...), in which all ranks live",
         )
     )
+
+
+class _AlikeGroup(_LoneGroup):
+    """A group of which one member is there; the listener says what small tensors get, as if all gave the same."""
+
+    def _check(self, tensor: torch.Tensor, what: str) -> None:
+        """Let tensors have values."""
 
 
 class _LoneStore(SharedStore):
@@ -227,12 +237,23 @@ class LoneWorld(World):
         world_size: ranks, up to 1,048,576.
         rank: the one that lives.
         listener: told of what it communicates.
+        options: of the world; None: the default group is there from the beginning.
+        alike: whether the listener gives tensors their values, as if all ranks did what this one does; else only
+            tensors without values can be communicated.
 
     Raises:
         ValueError: No such world, or no such rank in it.
     """
 
-    def __init__(self, world_size: int, rank: int, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        rank: int,
+        listener: Listener | None = None,
+        options: WorldOptions | None = None,
+        *,
+        alike: bool = False,
+    ) -> None:
         asked = f"cannot let rank {rank!r} of {world_size!r} live alone"
         if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_LONE_RANKS:
             blame = f"world_size is not an int from 1 to {MAX_LONE_RANKS:,}"
@@ -242,8 +263,8 @@ class LoneWorld(World):
             raise ValueError(explain(asked, blame, f"rank: {rank!r}", "rank=0"))
         self.lone = rank
         self.listener = listener
-        super().__init__(world_size, WorldOptions(keep_events=None))
-        self.network.group_type = _LoneGroup
+        super().__init__(world_size, options or WorldOptions(keep_events=None))
+        self.network.group_type = _AlikeGroup if alike else _LoneGroup
         if listener is not None:
             self.host.platform = lambda: _LonePlatform(listener)
             observe(self.network, _Listening(listener))

@@ -230,6 +230,18 @@ class Recorder(Listener):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what the calling thread does, on tensors without values."""
+        with self.following(), self.modes():
+            yield
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Be in the modes of torch in which the calling thread's operations are recorded."""
+        with self.fake, _Fakes(self):
+            yield
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Let torch tell, in the whole process, what no mode of it does."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -239,7 +251,7 @@ class Recorder(Listener):
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         try:
-            with self.fake, _Fakes(self), self._without_shapes_of_dtensors():
+            with self._without_shapes_of_dtensors():
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
