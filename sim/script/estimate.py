@@ -271,7 +271,7 @@ def _run(
         try:
             with world, recorders_in_place({recorder.rank: recorder}, launch.map_device):
                 recorder.count_events = lambda: world.trace.count(recorder.rank)
-                world.run_alone(_execute, recorder, source)
+                world.run(_execute, (recorder, source))
                 told = world.trace.of_rank(recorder.rank)
                 events[recorder.rank] = told[slice(*recorder.traced)]
         except BaseException as error:

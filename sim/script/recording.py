@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed import _functional_collectives
+from torch.distributed.tensor import DTensor, _collective_utils, _decompositions, _dispatch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -137,6 +138,27 @@ class ScriptRecorder(Recorder):
         """Write down that the script has asked for a value: the host waits for it."""
         self.emit(HostWait(self.stream))
         self.stand_ins[user_line(), asked, given] += 1
+
+    def _values_of(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
+        """Return the values of a tensor of many elements, all of which the script asks for at once."""
+        value = self.values.of(tensor)
+        if value is None or self.values.is_stand_in(tensor):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            given = "1s" if tensor.dtype.is_floating_point else "0s"
+            self.note(f"{how} of {dtype} {list(tensor.shape)}", "what follows from stand-ins" if value is not None else given)
+        return self.values.stand_in(tensor) if value is None else value
+
+    def list_of(self, tensor: torch.Tensor) -> Any:
+        """Return what `tolist` does."""
+        value = self._values_of(tensor, "a list")
+        with _as_outside():
+            return value.tolist()
+
+    def array_of(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
+        """Return what `numpy` does."""
+        value = self._values_of(tensor, "an array")
+        with _as_outside():
+            return value.numpy(force=force)
 
     def _without_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of which the sizes of the result depend on values."""
@@ -422,8 +444,7 @@ class _ScriptCalls(AcceleratorKernels):
         super().__init__()
         if not on_accelerator:
             self._kernels = {}
-        self._recorder = recorder
-        self._kernels |= {torch.Tensor.tolist: self._list, torch.Tensor.numpy: self._numpy}
+        self._kernels |= {torch.Tensor.numpy: recorder.array_of}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call what stands for `func` here."""
@@ -436,25 +457,6 @@ class _ScriptCalls(AcceleratorKernels):
     ) -> None:
         with self:  # what a checkpoint computes once more
             torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-    def _value(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
-        recorder = self._recorder
-        value = recorder.values.of(tensor)
-        if value is None or recorder.values.is_stand_in(tensor):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            ones = tensor.dtype.is_floating_point
-            recorder.note(f"{how} of {dtype} {list(tensor.shape)}", "as computed" if value is not None else f"{ones:d}s")
-        return recorder.values.stand_in(tensor) if value is None else value
-
-    def _list(self, tensor: torch.Tensor) -> Any:
-        value = self._value(tensor, "the list")
-        with _as_outside():
-            return value.tolist()
-
-    def _numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
-        value = self._value(tensor, "the array")
-        with _as_outside():
-            return value.numpy(force=force)
 
 
 # -- stand-ins of sizes --------------------------------------------------------------------------------------------
@@ -499,6 +501,9 @@ _AT_MOST: dict[str, Callable[..., tuple[Any, str]]] = {
 
 
 # -- streams -------------------------------------------------------------------------------------------------------
+
+
+_ASKING: tuple[Any, ...] = (_functional_collectives, _collective_utils, _decompositions, _dispatch)
 
 
 class _ScriptEvent(RecordedEvent):
@@ -560,6 +565,11 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
                 if hasattr(owner, name):
                     stack.callback(setattr, owner, name, getattr(owner, name))
                     setattr(owner, name, value)
+        stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
+        FakeTensor.tolist = lambda tensor: here().list_of(tensor)
+        for module in _ASKING:
+            stack.callback(setattr, module, "_are_we_tracing", module._are_we_tracing)
+            module._are_we_tracing = lambda: False  # no compiler: collectives are waited for where values are used
         for recorder in recorders.values():
             stack.enter_context(recorder.following())
         yield

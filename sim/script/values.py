@@ -72,7 +72,7 @@ class Values:
             _quick(kwargs.values(), given)
         results = _quick((out,), [])
         known = [tensor for tensor in given if self.of(tensor) is not None]
-        if not known and not any([tensor.numel() <= 1 for tensor in results]):
+        if not known and not any([not tensor.dim() for tensor in results]):
             if given or not results or results[0].numel() > MOST_ELEMENTS:
                 return
         name = func._schema.name.rpartition("::")[2]
@@ -115,7 +115,7 @@ class Values:
                     value.copy_(self.stand_in(tensor))
             setattr(tensor, _IS_STAND_IN, True)
         for tensor in results:
-            if tensor.numel() == 1 and self.of(tensor) is None:
+            if not tensor.dim() and self.of(tensor) is None:
                 self.set(tensor, self.stand_in(tensor, truth=name == "all"), stands_in=True)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -455,6 +456,8 @@ class Recorder(Listener):
             if work is not None:
                 work.wait()
             return args[0]
+        if name == "_wrap_tensor_autograd":
+            return AsyncCollectiveTensor(args[0])  # is waited for where it is used; fake tensors would leave that out
         out = func(*args, **kwargs)
         group: Any = c10d._resolve_process_group(args[-1])
         given = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
