@@ -32,6 +32,7 @@ from sim.kernel.waiting import Waitable
 from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Place, Program, Segment
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
+from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values, tensors_in
 
 __all__ = ["EnoughSteps", "ScriptRecorder", "StandIn", "recorders_in_place"]
@@ -119,7 +120,8 @@ class ScriptRecorder(Recorder):
             out = super().on_operation(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._without_shape(func, args, kwargs)
-        self.values.follow(func, args, kwargs, out)
+        if func.namespace != "_c10d_functional":  # it has gone through `on_collective`
+            self.values.follow(func, args, kwargs, out)
         return out
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -565,6 +567,7 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
                 if hasattr(owner, name):
                     stack.callback(setattr, owner, name, getattr(owner, name))
                     setattr(owner, name, value)
+        stack.enter_context(python_reducer())
         stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
         FakeTensor.tolist = lambda tensor: here().list_of(tensor)
         for module in _ASKING:

@@ -64,9 +64,18 @@ def simulated(script: Path, nproc: int, rank: int, warmup: int = 1, steps: int =
         return told(ranks.trace.of_rank(rank)[marks[warmup - 1] : marks[warmup + steps - 1]])
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tensor_parallel", "moe", "checkpoint"])
+@pytest.mark.parametrize("name", ["fsdp2", "tensor_parallel", "ddp", "checkpoint"])
 def test_collectives_of_the_steps_are_those_on_simulated_ranks(name: str) -> None:
     script = EXAMPLES / f"{name}.py"
     recorded = record(script)
     assert told(recorded.events[0]) == simulated(script, 4, 0)
     assert recorded.events[0]
+
+
+def test_tokens_are_routed_evenly_where_their_experts_depend_on_data() -> None:
+    script = EXAMPLES / "moe.py"
+    events = told(record(script).events[0])
+    real = simulated(script, 4, 0)
+    assert [(event[0], event[1], event[4:]) for event in events] == [(each[0], each[1], each[4:]) for each in real]
+    routed = {(sent, got) for op, _, sent, got, dtype, *_ in events if op == "all_to_all" and dtype == "float32"}
+    assert routed == {(9 * 8 * 4, 9 * 8 * 4)}  # 3 of 12 tokens to each of 4 experts, whose own stay
