@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group
@@ -21,6 +22,7 @@ from rich.text import Text
 
 from hyper_parallel.core.common.errors import explain
 from sim.comm.trace import Event
+from sim.kernel.context import current_rank
 from sim.mesh.cost import Pricing
 from sim.mesh.estimate import MemoryEstimate, TimeEstimate, Timelines, memory_of, time_of
 from sim.mesh.hardware import Hardware, find_hardware
@@ -28,7 +30,7 @@ from sim.mesh.pricing.calibration import load_calibration
 from sim.mesh.program import Op, Program
 from sim.mesh.report import compute_note, memory_dict, memory_notes, memory_table, percent, terms_dict, time_table
 from sim.mesh.timeline import replay_time
-from sim.mesh.tracing.lone import MAX_LONE_RANKS, LoneWorld
+from sim.mesh.tracing.lone import MAX_LONE_RANKS, FewRanksWorld
 from sim.script.failure import report_failure
 from sim.script.launch import (
     ScriptSource,
@@ -39,7 +41,7 @@ from sim.script.launch import (
     script_folder_first,
 )
 from sim.script.options import Launch, add_options, launch_of
-from sim.script.recording import EnoughSteps, ScriptRecorder, StandIn, recorders_in_place
+from sim.script.recording import EnoughSteps, NeedsRank, ScriptRecorder, StandIn, recorders_in_place
 from sim.world import WorldOptions
 
 __all__ = ["RecordedScript", "ScriptEstimate", "estimate_script", "main", "record_script"]
@@ -47,6 +49,7 @@ __all__ = ["RecordedScript", "ScriptEstimate", "estimate_script", "main", "recor
 FAILURE, USER_ERROR = 1, 2
 _COMMAND = "python -m sim estimate"
 _WIDTH = 120
+_MOST_RANKS = 64  # that are run together because they send messages to each other
 _MOST_LINES = 12  # of the script that are shown
 
 
@@ -241,47 +244,61 @@ def record_script(
     Raises:
         ValueError: it has made too few steps.
     """
-    on_accelerator = hardware.family != "cpu"
-    recorders = {rank: ScriptRecorder(rank, warmup, steps, on_accelerator=on_accelerator) for rank in ranks}
-    events: dict[int, list[Event]] = {}
-    for rank, recorder in recorders.items():
-        failed = _run(launch, source, hardware, recorder, events)
-        if failed is not None:
-            return failed
+    chosen = set(ranks)
+    while True:
+        outcome = _run(launch, source, hardware, sorted(chosen), warmup, steps)
+        if not isinstance(outcome, set):
+            break
+        chosen |= outcome
+    if isinstance(outcome, int):
+        return outcome
+    for recorder in outcome.recorders.values():
         if recorder.program is None:
             raise ValueError(_too_few(launch, recorder))
-    return RecordedScript(recorders, events)
+        recorder.program.like = max(1, launch.nproc // len(outcome.recorders))
+    return outcome
 
 
 def _run(
-    launch: Launch,
-    source: ScriptSource,
-    hardware: Hardware,
-    recorder: ScriptRecorder,
-    events: dict[int, list[Event]],
-) -> int | None:
-    """Run the script as one rank; return the exit code if it has failed."""
-    options = WorldOptions(
-        seed=launch.seed, init=False, map_device=launch.map_device, own=launch.own, keep_events=None
-    )
-    world = LoneWorld(launch.nproc, recorder.rank, recorder, options, alike=True)
+    launch: Launch, source: ScriptSource, hardware: Hardware, ranks: Sequence[int], warmup: int, steps: int
+) -> RecordedScript | int | set[int]:
+    """Run the script as some ranks of its world.
+
+    Returns:
+        What they do; the exit code of a script that has failed; or the ranks that have to be run, too, as one of these
+        sends to them or receives from them.
+    """
+    on_accelerator = hardware.family != "cpu"
+    recorders = {rank: ScriptRecorder(rank, warmup, steps, on_accelerator=on_accelerator) for rank in ranks}
+    options = WorldOptions(seed=launch.seed, init=False, map_device=launch.map_device, own=launch.own, keep_events=None)
+    world = FewRanksWorld(launch.nproc, recorders, options)
     _place_on_node(world, hardware)
+    needed: set[int] = set()
+
+    def needs(rank: int) -> None:
+        if rank not in recorders and len(recorders) < _MOST_RANKS:
+            needed.add(rank)
+            raise NeedsRank(rank)
+
+    for rank, recorder in recorders.items():
+        recorder.needs = needs
+        recorder.count_events = partial(world.trace.count, rank)
     with warnings.catch_warnings(), script_folder_first(source.folder):
         views = prepare_views(world, launch, source)
         try:
-            with world, recorders_in_place({recorder.rank: recorder}, launch.map_device):
-                recorder.count_events = lambda: world.trace.count(recorder.rank)
-                world.run(_execute, (recorder, source))
-                told = world.trace.of_rank(recorder.rank)
-                events[recorder.rank] = told[slice(*recorder.traced)]
+            with world, recorders_in_place(recorders, launch.map_device):
+                world.run(_execute, (recorders, source))
+                events = {rank: world.trace.of_rank(rank)[slice(*each.traced)] for rank, each in recorders.items()}
         except BaseException as error:
+            if needed:
+                return needed
             finish_views(views)
             return report_failure(error, launch.nproc, launch.map_device, launch.replay())
         finish_views(views)
-    return None
+    return RecordedScript(recorders, events)
 
 
-def _place_on_node(world: LoneWorld, hardware: Hardware) -> None:
+def _place_on_node(world: FewRanksWorld, hardware: Hardware) -> None:
     """Let a rank know its number on its node."""
     each = min(hardware.devices_per_node, world.world_size)
     for context in world.contexts:
@@ -291,8 +308,10 @@ def _place_on_node(world: LoneWorld, hardware: Hardware) -> None:
         context.environment.update({os.fsencode(k): os.fsencode(str(v)) for k, v in local.items()})
 
 
-def _execute(recorder: ScriptRecorder, source: ScriptSource) -> None:
-    with recorder.modes():
+def _execute(recorders: dict[int, ScriptRecorder], source: ScriptSource) -> None:
+    rank = current_rank()
+    assert rank is not None, "ranks execute scripts"
+    with recorders[rank].modes():
         try:
             execute_script(source.code, source.package)
         except EnoughSteps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed import _functional_collectives
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, _collective_utils, _decompositions, _dispatch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -35,11 +37,19 @@ from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
 from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values, tensors_in
 
-__all__ = ["EnoughSteps", "ScriptRecorder", "StandIn", "recorders_in_place"]
+__all__ = ["EnoughSteps", "NeedsRank", "ScriptRecorder", "StandIn", "recorders_in_place"]
 
 _MODULE = "sim_module"  # of a node of autograd: the module whose output it made
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
+
+
+class NeedsRank(BaseException):
+    """Ends the script: a rank that it communicates with has to be run as well."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
 
 
 class EnoughSteps(BaseException):
@@ -76,6 +86,7 @@ class ScriptRecorder(Recorder):
         done: how many steps the script has made.
         stand_ins: by line, what it asked for and what it got: how often.
         unpriced: operations of no known kind, priced by the bytes that they read and write.
+        needs: told of each rank that it sends to or receives from; may end the run.
         program: what the rank does in the recorded steps, once it has made them.
         count_events: says how many collectives and messages the rank has issued so far.
         traced: the numbers of the first one in the recorded steps, and of the first one after them.
@@ -89,7 +100,7 @@ class ScriptRecorder(Recorder):
         self.done = 0
         self.stand_ins: defaultdict[tuple[str, str, str], int] = defaultdict(int)
         self.unpriced: set[str] = set()
-        self.messages = False
+        self.needs: Callable[[int], None] | None = None
         self._on_accelerator = on_accelerator
         self._cuts: list[tuple[int, str]] = []  # in the events of the recorded steps: what begins there
         self._standing: list[int] = []
@@ -161,6 +172,15 @@ class ScriptRecorder(Recorder):
         value = self._values_of(tensor, "an array")
         with _as_outside():
             return value.numpy(force=force)
+
+    def tensors_of(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an object as bytes, and how many these are, as torch's object collectives send it."""
+        written = io.BytesIO()
+        c10d._pickler(written).dump(obj)  # as torch does
+        with _as_outside():
+            data = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+            size = torch.tensor([data.numel()])
+        return self._known(data), self._known(size)
 
     def _without_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of which the sizes of the result depend on values."""
@@ -400,7 +420,7 @@ class ScriptRecorder(Recorder):
                 if not isinstance(tensor, FakeTensor):
                     tensor.copy_(value)
                     continue
-            known = all(self.values.of(each) is not None for each in call.inputs)
+            known = source is not None and all(self.values.of(each) is not None for each in call.inputs)
             stands_in = not known or any(map(self.values.is_stand_in, call.inputs))
             if known or tensor.numel() == 1:
                 self.values.set(tensor, value, stands_in=stands_in)
@@ -409,9 +429,21 @@ class ScriptRecorder(Recorder):
         self, tensor: torch.Tensor, axis: str, pair: tuple[int, int], waitable: Waitable, *, sending: bool
     ) -> None:
         """Write one side of a message down."""
+        if self.needs is not None:
+            self.needs(pair[1])
         self.place = self._where()
-        self.messages = True
         super().on_message(tensor, axis, pair, waitable, sending=sending)
+
+    def on_delivery(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Let what has come have the value that was sent."""
+        value = self.values.of(source)
+        if value is None or value.numel() != target.numel():
+            return
+        with _as_outside():
+            value = value.clone().reshape(target.shape)
+            if not isinstance(target, FakeTensor):
+                target.copy_(value)
+        self.values.set(target, value, stands_in=self.values.is_stand_in(source))
 
     def _resized(self, storage: Any) -> None:
         context = current_context()
@@ -570,6 +602,11 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
         stack.enter_context(python_reducer())
         stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
         FakeTensor.tolist = lambda tensor: here().list_of(tensor)
+        swap = torch.utils.swap_tensors
+        stack.callback(setattr, torch.utils, "swap_tensors", swap)
+        torch.utils.swap_tensors = lambda one, other: _take_over(one, other, swap)
+        stack.callback(setattr, c10d, "_object_to_tensor", c10d._object_to_tensor)
+        c10d._object_to_tensor = lambda obj, device, group: here().tensors_of(obj)
         for module in _ASKING:
             stack.callback(setattr, module, "_are_we_tracing", module._are_we_tracing)
             module._are_we_tracing = lambda: False  # no compiler: collectives are waited for where values are used
@@ -592,6 +629,14 @@ class _Outside(ExitStack):
         self.enter_context(_disable_current_modes())
         self.enter_context(torch._C.DisableTorchFunction())
         return self
+
+
+def _take_over(one: torch.Tensor, other: torch.Tensor, swap: Callable[..., None]) -> None:
+    """Let a parameter be what `Module.to` has made of it; torch swaps fake tensors, which their modes do not allow."""
+    if not isinstance(one, FakeTensor):
+        swap(one, other)
+    elif one is not other:
+        one.data = other.detach()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.nn.parallel import distributed as ddp
 __all__ = ["python_reducer"]
 
 
-class _Bucket:
+class _FlatGradients:
     """Gradients that are reduced together.
 
     Attributes:
@@ -75,7 +75,7 @@ class Reducer:
         self._expects = False
         self._used: set[int] = set()
         self._next = 0
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_FlatGradients] = []
         self._make_buckets(bucket_indices)
         self._handles = [
             param.register_post_accumulate_grad_hook(self._gradient_hook(number))
@@ -84,7 +84,7 @@ class Reducer:
 
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
         self._buckets = []  # the old ones go before the new ones come
-        self._buckets = [_Bucket(params, self._params) for params in indices]
+        self._buckets = [_FlatGradients(params, self._params) for params in indices]
         self._at = {n: (b, i) for b in self._buckets for i, n in enumerate(b.params)}
 
     def _gradient_hook(self, number: int) -> Callable[[torch.Tensor], None]:
@@ -173,12 +173,12 @@ class Reducer:
             self._expects = False
             torch.autograd.Variable._execution_engine.queue_callback(self._finalize)  # type: ignore[attr-defined]
 
-    def _reduce(self, bucket: _Bucket) -> None:
+    def _reduce(self, bucket: _FlatGradients) -> None:
         if self._hook is None:
             bucket.work = self._group.allreduce([bucket.flat], dist.AllreduceOptions())
             return
         state, hook = self._hook
-        bucket.work = hook(state, _GradBucket(bucket, self._buckets, self._params))
+        bucket.work = hook(state, _HookArgument(bucket, self._buckets, self._params))
 
     def _finalize(self) -> None:
         """Wait for all buckets; gradients are what they have."""
@@ -223,10 +223,10 @@ class Reducer:
         self._hook = (state, hook)
 
 
-class _GradBucket:
+class _HookArgument:
     """What a communication hook gets of a bucket."""
 
-    def __init__(self, bucket: _Bucket, buckets: list[_Bucket], params: list[torch.Tensor]) -> None:
+    def __init__(self, bucket: _FlatGradients, buckets: list[_FlatGradients], params: list[torch.Tensor]) -> None:
         self._bucket, self._buckets, self._params = bucket, buckets, params
 
     def buffer(self) -> torch.Tensor:
