@@ -25,7 +25,18 @@ from sim.mesh.replay.player import RankTime
 from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.trace import trace
 
-__all__ = ["Estimate", "MemoryEstimate", "Quantity", "TimeEstimate", "Timelines", "estimate", "memory_of", "price", "pricing_of", "time_of"]
+__all__ = [
+    "Estimate",
+    "MemoryEstimate",
+    "Quantity",
+    "TimeEstimate",
+    "Timelines",
+    "estimate",
+    "memory_of",
+    "price",
+    "pricing_of",
+    "time_of",
+]
 
 _Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
 

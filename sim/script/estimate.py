@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -103,7 +104,8 @@ class ScriptEstimate:
         if not self.stand_ins:
             return []
         told = [
-            f"  {each.line}: {each.asked}, was given {each.given}" + (f" ({each.count} times)" if each.count > 1 else "")
+            f"  {each.line}: {each.asked}, was given {each.given}"
+            + (f" ({each.count} times)" if each.count > 1 else "")
             for each in self.stand_ins[:_MOST_LINES]
         ]
         left = len(self.stand_ins) - len(told)
@@ -311,11 +313,8 @@ def _place_on_node(world: FewRanksWorld, hardware: Hardware) -> None:
 def _execute(recorders: dict[int, ScriptRecorder], source: ScriptSource) -> None:
     rank = current_rank()
     assert rank is not None, "ranks execute scripts"
-    with recorders[rank].modes():
-        try:
-            execute_script(source.code, source.package)
-        except EnoughSteps:
-            pass
+    with recorders[rank].modes(), suppress(EnoughSteps):
+        execute_script(source.code, source.package)
 
 
 def _too_few(launch: Launch, recorder: ScriptRecorder) -> str:

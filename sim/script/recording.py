@@ -158,7 +158,9 @@ class ScriptRecorder(Recorder):
         if value is None or self.values.is_stand_in(tensor):
             dtype = str(tensor.dtype).removeprefix("torch.")
             given = "1s" if tensor.dtype.is_floating_point else "0s"
-            self.note(f"{how} of {dtype} {list(tensor.shape)}", "what follows from stand-ins" if value is not None else given)
+            self.note(
+                f"{how} of {dtype} {list(tensor.shape)}", "what follows from stand-ins" if value is not None else given
+            )
         return self.values.stand_in(tensor) if value is None else value
 
     def list_of(self, tensor: torch.Tensor) -> Any:
@@ -195,11 +197,16 @@ class ScriptRecorder(Recorder):
         if func is _EQUAL:
             self.note("whether tensors are equal", "True")
             return True
-        out, said = _AT_MOST.get(name, _everything)(func, given, args, kwargs)
-        results = tree_map_only(torch.Tensor, self._known, out)
+        if name in ("nonzero", "masked_select", "index"):
+            results, said = self._all_elements(name, given, args), "all of its elements"
+        else:
+            out, said = _AT_MOST.get(name, _everything)(func, given, args, kwargs)
+            results = tree_map_only(torch.Tensor, self._known, out)
         made = tensors_in(results)
         for tensor in made:
-            self.values.set(tensor, self.values.of(tensor), stands_in=True)  # type: ignore[arg-type]
+            value = self.values.of(tensor)
+            if value is not None:
+                self.values.set(tensor, value, stands_in=True)
         self.note(f"the sizes of aten.{name}", said)
         if not self._asleep:
             reads = tuple(dict.fromkeys([self._touch(tensor) for tensor in given]))
@@ -208,9 +215,26 @@ class ScriptRecorder(Recorder):
             self.events.append(Op(f"aten.{name}", "memory", 0, reads, writes, dtype, (), self.stream, self._place))
         return results
 
+    def _all_elements(self, name: str, given: list[torch.Tensor], args: Any) -> torch.Tensor:
+        """Return what an operation makes of a mask, if all of it is true."""
+        with self.fake:
+            if name == "nonzero":
+                return torch.empty(given[0].numel(), given[0].dim(), dtype=torch.int64)
+            if name == "masked_select":
+                sizes = torch.broadcast_shapes(given[0].shape, given[1].shape)
+                return torch.empty(sizes.numel(), dtype=given[0].dtype)
+            numbers: list[torch.Tensor | None] = []
+            for index in args[1]:
+                if index is None or index.dtype not in (torch.bool, torch.uint8):
+                    numbers.append(index)
+                else:
+                    numbers += [torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+            return torch.ops.aten.index.Tensor(args[0], numbers)
+
     def _known(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor without data of which the value is known."""
-        tensor = torch.empty_like(value)
+        with self.fake:  # torch leaves the mode where it makes meshes
+            tensor = torch.empty_like(value)
         if value.numel() <= MOST_ELEMENTS:
             self.values.set(tensor, value, stands_in=False)
         return tensor
@@ -220,11 +244,11 @@ class ScriptRecorder(Recorder):
     def _where(self) -> Place:
         if self._is_updating:
             return Place("optimizer")
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None:
             if self._stack:  # a checkpoint's forward
                 return _place("backward", self._stack[-1], again=True)
-            self._backward_of = node.metadata.get(_MODULE, self._backward_of)
+            self._backward_of = _notes(node).get(_MODULE, self._backward_of)
             return _place("backward", self._backward_of)
         if self._stack:
             return _place("forward", self._stack[-1])
@@ -249,7 +273,7 @@ class ScriptRecorder(Recorder):
             for tensor in output if isinstance(output, (tuple, list)) else (output,):
                 node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
                 if node is not None:
-                    node.metadata.setdefault(_MODULE, name)
+                    _notes(node).setdefault(_MODULE, name)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -484,13 +508,37 @@ class _ScriptCalls(AcceleratorKernels):
         """Call what stands for `func` here."""
         if func is torch.Tensor.backward:
             return self._backward(*args, **(kwargs or {}))
+        if func is torch.autograd.backward:
+            return self._run(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _backward(
-        self, tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    def _backward(self, tensor: Any, gradient: Any = None, *more: Any, **options: Any) -> None:
+        self._run((tensor,), None if gradient is None else (gradient,), *more, **options)
+
+    def _run(
+        self,
+        tensors: Any,
+        grads: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+        grad_tensors: Any = None,
     ) -> None:
-        with self:  # what a checkpoint computes once more
-            torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+        """Run backward without leaving this mode: what a checkpoint computes once more is to be the same."""
+        outputs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = next((each for each in (grads, grad_tensors, grad_variables) if each is not None), None)
+        known = (given,) if isinstance(given, torch.Tensor) else given or (None,) * len(outputs)
+        made = tuple(
+            torch.ones_like(output) if grad is None and output.requires_grad else grad
+            for output, grad in zip(outputs, known, strict=True)
+        )
+        chosen = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        keep = create_graph if retain_graph is None else retain_graph
+        with self:
+            torch.autograd.graph._engine_run_backward(
+                outputs, made, keep, create_graph, chosen, allow_unreachable=True, accumulate_grad=True
+            )
 
 
 # -- stand-ins of sizes --------------------------------------------------------------------------------------------
@@ -504,19 +552,6 @@ def _everything(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) ->
         return func(*values), "as if all were 1"
 
 
-def _nonzero(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, str]:
-    del func, args, kwargs
-    with _as_outside():
-        return torch.ones(tuple(given[0].shape), dtype=torch.bool).nonzero(), "all of its elements"
-
-
-def _masked(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, str]:
-    del func, args, kwargs
-    with _as_outside():
-        sizes = torch.broadcast_shapes(given[0].shape, given[1].shape)
-        return torch.ones(sizes, dtype=given[0].dtype).flatten(), "all of its elements"
-
-
 def _bins(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, str]:
     del func
     least = int(kwargs.get("minlength", args[2] if len(args) > 2 else 0)) or 1
@@ -527,11 +562,7 @@ def _bins(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple
         return counts, f"as many in each of {least} bins"
 
 
-_AT_MOST: dict[str, Callable[..., tuple[Any, str]]] = {
-    "nonzero": _nonzero,
-    "masked_select": _masked,
-    "bincount": _bins,
-}
+_AT_MOST: dict[str, Callable[..., tuple[Any, str]]] = {"bincount": _bins}
 
 
 # -- streams -------------------------------------------------------------------------------------------------------
@@ -601,7 +632,7 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
                     setattr(owner, name, value)
         stack.enter_context(python_reducer())
         stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
-        FakeTensor.tolist = lambda tensor: here().list_of(tensor)
+        setattr(FakeTensor, "tolist", lambda tensor: here().list_of(tensor))  # noqa: B010 (mypy: a method)
         swap = torch.utils.swap_tensors
         stack.callback(setattr, torch.utils, "swap_tensors", swap)
         torch.utils.swap_tensors = lambda one, other: _take_over(one, other, swap)
@@ -629,6 +660,12 @@ class _Outside(ExitStack):
         self.enter_context(_disable_current_modes())
         self.enter_context(torch._C.DisableTorchFunction())
         return self
+
+
+def _notes(node: Any) -> dict[str, Any]:
+    """What is kept with a node of autograd."""
+    found: dict[str, Any] = node.metadata
+    return found
 
 
 def _take_over(one: torch.Tensor, other: torch.Tensor, swap: Callable[..., None]) -> None:

@@ -171,7 +171,7 @@ class Reducer:
             self._next += 1
         if self._next == len(self._buckets):
             self._expects = False
-            torch.autograd.Variable._execution_engine.queue_callback(self._finalize)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finalize)
 
     def _reduce(self, bucket: _FlatGradients) -> None:
         if self._hook is None:

@@ -72,30 +72,34 @@ class Values:
             _quick(kwargs.values(), given)
         results = _quick((out,), [])
         known = [tensor for tensor in given if self.of(tensor) is not None]
-        if not known and not any([not tensor.dim() for tensor in results]):
-            if given or not results or results[0].numel() > MOST_ELEMENTS:
-                return
+        is_factory = not given and results and results[0].numel() <= MOST_ELEMENTS
+        if not known and not is_factory and all(tensor.dim() for tensor in results):
+            return
         name = func._schema.name.rpartition("::")[2]
         if not given:
             if name in _SOURCES or (name == "empty" and out.numel() == 1):
                 self._compute(func, args, kwargs, results, stands_in=False)
         elif len(known) == len(given):
-            stands_in = any([self.is_stand_in(tensor) for tensor in given])
+            stands_in = any(self.is_stand_in(tensor) for tensor in given)
             self._compute(func, args, kwargs, results, stands_in=stands_in)
         else:
             self._stand_in(func, name, args, kwargs, results)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor], *, stands_in: bool) -> None:
         """Do the operation with the values."""
-        if any([tensor.numel() > MOST_ELEMENTS for tensor in results]):
+        if any(tensor.numel() > MOST_ELEMENTS for tensor in results):
             return
         with no_dispatch():
+            name = func._schema.name.rpartition("::")[2]
             known_args, known_kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
             try:
                 found = _quick((func(*known_args, **known_kwargs),), [])
             except (RuntimeError, ValueError, IndexError, NotImplementedError):  # of stand-ins: no sizes, say
                 found = [self.stand_in(tensor) for tensor in results]
                 stands_in = True
+        if name.startswith("empty"):
+            for value in found:
+                value.zero_()
         for tensor, value in zip(results, found, strict=False):
             if value.shape == tensor.shape:
                 self.set(tensor, value, stands_in=stands_in)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from sim.kernel.context import current_rank
 from sim.mesh.hardware import find_hardware
 from sim.mesh.memory import replay_memory
 from sim.mesh.replay.allocator import AllocatorRules
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "torch_scripts"
 
 
-def record(script: Path, nproc: int = 4, *, rank: int = 0, warmup: int = 1, steps: int = 2, **more: Any) -> RecordedScript:
-    launch = Launch(str(script), nproc=nproc, show=(), **more)
+def record(script: Path, nproc: int = 4, *, rank: int = 0, warmup: int = 1, steps: int = 2) -> RecordedScript:
+    launch = Launch(str(script), nproc=nproc, show=())
     source = read_script(launch)
     assert source is not None
     recorded = record_script(launch, source, find_hardware("laptop-cpu"), (rank,), warmup, steps)
@@ -37,10 +38,6 @@ def told(events: Any) -> list[tuple[Any, ...]]:
     return [(e.op, e.group, e.send_bytes, e.recv_bytes, e.dtype, e.reduce_op, e.peer) for e in events]
 
 
-class _Enough(BaseException):
-    pass
-
-
 def simulated(script: Path, nproc: int, rank: int, warmup: int = 1, steps: int = 2) -> list[tuple[Any, ...]]:
     """What a rank communicates in the same steps of the script, on simulated ranks with real tensors."""
     launch = Launch(str(script), nproc=nproc, show=())
@@ -50,8 +47,6 @@ def simulated(script: Path, nproc: int, rank: int, warmup: int = 1, steps: int =
     marks: list[int] = []
 
     def on_rank(code: Any) -> None:
-        from sim.kernel.context import current_rank
-
         def after(*args: Any) -> None:
             if current_rank() == rank:
                 marks.append(ranks.trace.count(rank))
@@ -144,3 +139,118 @@ def test_memory_is_what_torchs_allocator_gives(script: Path) -> None:
     memory = replay_memory(recorded.programs[0], AllocatorRules(caching=False, round_to=1))
     assert memory.peak_allocated == pytest.approx(allocated_by_torch(script, 1, 2), rel=0.02)
     assert not memory.unmatched
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+LOOP = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group()
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    {inside}
+    loss = model(torch.randn(16, 64)).square().mean()
+    loss.backward()
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["--hardware", "h100-sxm", "--json", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_plain_loop_on_very_many_ranks(script: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(capsys, "--nproc", "100000", script(LOOP.format(steps=4, inside="pass")))
+    (memory,) = found["memory"]["classes"]
+    assert memory["by_category"]["parameters"] == 64 * 64 * 4 + 512
+    assert found["time"]["step"]["low"] < found["time"]["step"]["value"] < found["time"]["step"]["high"]
+    assert "exposed communication, world" in found["time"]["terms"]
+    assert found["stand_ins"] == []
+
+
+@pytest.mark.parametrize(
+    ("inside", "asked"),
+    [
+        ("model.weight.sum().item()", "a value of float32"),
+        ("assert not model.weight.isnan().any()", "a value of bool"),
+        ("assert model.weight.isfinite().all()", "a value of bool"),
+        ("model.weight.argmax(0).tolist()", "a list of int64 [64]"),
+        ("model.weight[model.weight > 0]", "the sizes of aten.nonzero"),
+        ("model.weight.detach().numpy()", "an array of float32 [64, 64]"),
+    ],
+)
+def test_a_value_that_depends_on_data_is_named_with_its_line(
+    inside: str, asked: str, script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = estimated(capsys, "--nproc", "2", script(LOOP.format(steps=4, inside=inside)))
+    assert [(each["asked"], each["line"]) for each in found["stand_ins"]] == [(asked, "train.py:9 in <module>")]
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "assert torch.arange(5).sum().item() == 10",
+        "assert torch.tensor([step, 2]).tolist() == [step, 2]",
+        "assert sorted(torch.randperm(9).tolist()) == list(range(9))",
+        "counter = torch.zeros(()); counter += 2; assert counter.item() == 2",
+        "count = torch.tensor(3); dist.all_reduce(count); assert count.item() == 3 * dist.get_world_size()",
+        "names = [None, None]; dist.all_gather_object(names, 'a'); assert names == ['a', 'a']",
+        "assert (torch.arange(4) > 1).nonzero().flatten().tolist() == [2, 3]",
+    ],
+)
+def test_a_value_that_the_script_gives_is_right_and_no_stand_in(
+    inside: str, script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert estimated(capsys, "--nproc", "2", script(LOOP.format(steps=3, inside=inside)))["stand_ins"] == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "code", "said"),
+    [
+        (0, [], 1, "rank 0 has made no step of an optimizer"),
+        (2, [], 1, "try: --warmup 1 --steps 1"),
+        (4, ["--steps", "0"], 2, "--warmup 1 --steps 2"),
+        (4, ["--ranks", "7"], 2, "ranks go from 0 to 1"),
+        (4, ["--hardware", "h101"], 2, "h100"),
+        (4, ["--nproc", "0"], 2, "expected 1 to"),
+    ],
+)
+def test_what_cannot_be_estimated_says_why(
+    steps: int,
+    options: list[str],
+    code: int,
+    said: str,
+    script: Callable[[str], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = script(LOOP.format(steps=steps, inside="pass"))
+    assert main(["--hardware", "h100-sxm", "--nproc", "2", *options, path]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_an_error_of_the_script_is_shown_from_its_own_lines(
+    script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script(LOOP.format(steps=4, inside="model(torch.randn(3, 63))"))
+    assert main(["--hardware", "h100-sxm", "--nproc", "2", path]) == 1
+    said = capsys.readouterr().err
+    assert "train.py" in said
+    assert "line 9" in said
+    assert "recording.py" not in said

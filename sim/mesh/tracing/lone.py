@@ -276,7 +276,9 @@ class LoneWorld(World):
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
             blame = f"rank is not an int from 0 to {world_size - 1}"
             raise ValueError(explain(asked, blame, f"rank: {rank!r}", "rank=0"))
-        self._let_live(world_size, (rank,), {} if listener is None else {rank: listener}, WorldOptions(keep_events=None))
+        self._let_live(
+            world_size, (rank,), {} if listener is None else {rank: listener}, WorldOptions(keep_events=None)
+        )
         self.network.group_type = _LoneGroup
 
     def _let_live(
