@@ -192,7 +192,9 @@ def test_a_plain_loop_on_very_many_ranks(script: Callable[[str], str], capsys: p
         ("assert not model.weight.isnan().any()", "a value of bool"),
         ("assert model.weight.isfinite().all()", "a value of bool"),
         ("model.weight.argmax(0).tolist()", "a list of int64 [64]"),
-        ("model.weight[model.weight > 0]", "the sizes of aten.nonzero"),
+        ("model.weight[model.weight > 0]", "the sizes of aten.index"),
+        ("(model.weight > 0).nonzero()", "the sizes of aten.nonzero"),
+        ("model.weight.masked_select(model.weight > 0)", "the sizes of aten.masked_select"),
         ("model.weight.detach().numpy()", "an array of float32 [64, 64]"),
     ],
 )
