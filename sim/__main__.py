@@ -1,4 +1,4 @@
-"""`python -m sim run --nproc 8 script.py`."""
+"""`python -m sim run --nproc 8 script.py` and `python -m sim estimate --nproc 1024 --hardware h100-sxm script.py`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from sim.script.launch import main
 
 USAGE = """usage: python -m sim run --nproc N [options] script.py [arguments]
        python -m sim run --nproc N [options] -m package.module [arguments]
+       python -m sim estimate --nproc N --hardware NAME [options] script.py [arguments]
 
-Runs an unmodified torchrun script on N simulated ranks. python -m sim run --help lists the options.
+Runs an unmodified torchrun script on N simulated ranks, or estimates the memory and time of its steps on N devices.
+python -m sim run --help and python -m sim estimate --help list the options.
 """
 
 
 def _main(arguments: list[str]) -> int:
     if arguments[:1] == ["run"]:
         return main(arguments[1:])
+    if arguments[:1] == ["estimate"]:
+        from sim.script.estimate import main as estimate  # the estimates are large, and not needed to run a script
+
+        return estimate(arguments[1:])
     wants_help = arguments[:1] in (["-h"], ["--help"])
     print(USAGE, end="", file=sys.stdout if wants_help else sys.stderr)
     return 0 if wants_help else 2

@@ -36,8 +36,10 @@ __all__ = [
     "estimate",
     "estimate_job",
     "estimate_run",
+    "memory_of",
     "price",
     "pricing_of",
+    "time_of",
 ]
 
 _Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
@@ -323,10 +325,13 @@ def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Ca
     """
     figures = calibration or load_calibration()
     general = figures.of(hardware, "estimate", hardware.family)
-    memory = _memory(programs, hardware, general)
+    memory = memory_of(programs, hardware, general)
     pricing = pricing_of(job.recipe, hardware, figures)
     timeline = replay_time(programs, pricing)
-    time = _time(timeline, job, hardware, general)
+    tokens = job.tokens_per_step / job.dims.world_size
+    peak = hardware.peak(job.recipe.param_dtype)
+    flops = job.model.flops_per_token(job.seq_len) * tokens
+    time = time_of(timeline, job.dims.world_size, hardware, general, flops / peak, tokens)
     title = f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
     return Estimate(job, hardware, memory, time, Timelines(timeline, memory.classes, title), programs)
 
@@ -342,7 +347,14 @@ def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pric
     return Pricing(hardware, figures, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap, posts_early=early)
 
 
-def _memory(programs: list[Program], hardware: Hardware, general: Mapping[str, Any]) -> MemoryEstimate:
+def memory_of(programs: Sequence[Program], hardware: Hardware, general: Mapping[str, Any]) -> MemoryEstimate:
+    """Replay the memory of each class of ranks.
+
+    Args:
+        programs: one of each class.
+        hardware: that they run on.
+        general: figures of estimates, the section `estimate` of a calibration.
+    """
     if hardware.family == "cpu":
         rules = PLAIN
     else:
@@ -355,10 +367,29 @@ def _memory(programs: list[Program], hardware: Hardware, general: Mapping[str, A
     return MemoryEstimate(tuple(classes), hardware.memory_bytes, float(general.get("memory_spread", 0.05)))
 
 
-def _time(timeline: Timeline, job: Job, hardware: Hardware, general: Mapping[str, Any]) -> TimeEstimate:
+def time_of(
+    timeline: Timeline,
+    world_size: int,
+    hardware: Hardware,
+    general: Mapping[str, Any],
+    at_peak: float,
+    tokens: float,
+    steps: int = 1,
+) -> TimeEstimate:
+    """Say where the time of a replayed step goes, on the slowest class of ranks.
+
+    Args:
+        timeline: of the step.
+        world_size: ranks in all.
+        hardware: that they run on.
+        general: figures of estimates, the section `estimate` of a calibration.
+        at_peak: seconds that a device would compute at its peak.
+        tokens: of a step, for each device.
+        steps: that the timeline holds.
+    """
     slowest = timeline.slowest
-    nodes = max(1, -(-job.dims.world_size // hardware.devices_per_node))
-    factor = 1.0 + float(general.get("straggler", 0.0)) * math.log2(nodes)
+    nodes = max(1, -(-world_size // hardware.devices_per_node))
+    factor = (1.0 + float(general.get("straggler", 0.0)) * math.log2(nodes)) / steps
     grade, spread = _evidence(slowest)
     model_spread = float(general.get("step_spread", 0.1))
     total = math.hypot(spread, model_spread)
@@ -369,12 +400,10 @@ def _time(timeline: Timeline, job: Job, hardware: Hardware, general: Mapping[str
 
     step = Quantity.spread_by(timeline.step * factor, total, grade)
     kinds = list(slowest.kinds)
-    tokens = job.tokens_per_step / job.dims.world_size
 
     def rate(of: float) -> Quantity:
         return Quantity(of / step.value, of / step.high, of / step.low, grade)
 
-    flops = job.model.flops_per_token(job.seq_len) * tokens
     return TimeEstimate(
         step=step,
         compute=part(slowest.compute, kinds),
@@ -382,7 +411,7 @@ def _time(timeline: Timeline, job: Job, hardware: Hardware, general: Mapping[str
         bubble=part(slowest.bubble, kinds),
         optimizer=part(slowest.optimizer, kinds),
         host=part(slowest.host, []),
-        mfu=rate(flops / hardware.peak(job.recipe.param_dtype)),
+        mfu=rate(at_peak),
         tokens_per_second_per_device=rate(tokens),
     )
 

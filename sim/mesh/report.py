@@ -22,6 +22,8 @@ __all__ = [
     "headline",
     "interval",
     "kinds",
+    "memory_dict",
+    "memory_notes",
     "memory_table",
     "number",
     "per_second",
@@ -29,7 +31,9 @@ __all__ = [
     "plain_table",
     "seconds",
     "terms",
+    "terms_dict",
     "time_table",
+    "compute_note",
 ]
 
 
@@ -149,7 +153,7 @@ def estimate_view(estimate: Any) -> Group:
         Text(),
         Text("Memory of a rank, where it is fullest", style="bold"),
         memory_table(estimate),
-        Text("\n".join(_memory_notes(estimate))),
+        Text("\n".join(memory_notes(estimate))),
         Text(),
         Text("Time of a step", style="bold"),
         time_table(estimate),
@@ -212,7 +216,12 @@ def _fullest(estimate: Any) -> Any:
     return max(estimate.memory.classes, key=lambda one: one.peak_reserved)
 
 
-def _memory_notes(estimate: Any) -> list[str]:
+def memory_notes(estimate: Any) -> list[str]:
+    """Say where memory is fullest, whether it fits, and how sure that is.
+
+    Args:
+        estimate: with `memory` and `hardware`.
+    """
     memory, fullest = estimate.memory, _fullest(estimate)
     left_out = len(memory.classes) - len(_shown(memory.classes))
     notes = [f"{left_out} more rank classes are not shown"] if left_out else []
@@ -279,14 +288,18 @@ def time_table(estimate: Any) -> Table:
 def _time_notes(estimate: Any) -> list[str]:
     time = estimate.time
     rate = time.tokens_per_second_per_device
-    computed = ", ".join(f"{name} {percent(share)}" for name, share in kinds(estimate) if share >= 0.005)
     optimizer = time.optimizer.value / time.step.value
     return [
-        f"compute: {computed}",
+        compute_note(estimate),
         *([f"the optimizer's part of the step, with its communication: {percent(optimizer)}"] if optimizer else []),
         f"{per_second(rate.value)} tokens/s on each device ({interval(rate, per_second)}), "
         f"{per_second(rate.value * estimate.dims.world_size)} on all; MFU {percent(number(time.mfu))}",
     ]
+
+
+def compute_note(estimate: Any) -> str:
+    """Say what the slowest rank computes."""
+    return "compute: " + ", ".join(f"{name} {percent(share)}" for name, share in kinds(estimate) if share >= 0.005)
 
 
 def number(quantity: Any) -> float:
@@ -311,31 +324,52 @@ def estimate_dict(estimate: Any) -> dict[str, Any]:
         "recipe": estimate.recipe.describe(),
         "batch": estimate.batch,
         "seq_len": estimate.seq_len,
-        "memory": {
-            "reserved": memory.reserved,
-            "allocated": memory.peak,
-            "fits": memory.fits(),
-            "classes": [
-                {
-                    "rank": one.rank,
-                    "like": one.like,
-                    "peak_allocated": one.peak_allocated,
-                    "peak_reserved": one.peak_reserved,
-                    "context_bytes": one.context_bytes,
-                    "at": one.at,
-                    "by_category": dict(one.by_category),
-                }
-                for one in memory.classes
-            ],
-        },
-        "time": {
-            "step": _quantity(time.step),
-            "terms": {name: _quantity(quantity) for name, quantity in terms(estimate)},
-            "optimizer": _quantity(time.optimizer),
-            "kinds": dict(kinds(estimate)),
+        "memory": memory_dict(memory),
+        "time": terms_dict(estimate)
+        | {
             "mfu": number(time.mfu),
             "tokens_per_second_per_device": _quantity(time.tokens_per_second_per_device),
         },
+    }
+
+
+def memory_dict(memory: Any) -> dict[str, Any]:
+    """Return the memory of an estimate as data for JSON.
+
+    Args:
+        memory: a `MemoryEstimate`.
+    """
+    return {
+        "reserved": memory.reserved,
+        "allocated": memory.peak,
+        "fits": memory.fits(),
+        "classes": [
+            {
+                "rank": one.rank,
+                "like": one.like,
+                "peak_allocated": one.peak_allocated,
+                "peak_reserved": one.peak_reserved,
+                "context_bytes": one.context_bytes,
+                "at": one.at,
+                "by_category": dict(one.by_category),
+            }
+            for one in memory.classes
+        ],
+    }
+
+
+def terms_dict(estimate: Any) -> dict[str, Any]:
+    """Return what the time of a step consists of as data for JSON.
+
+    Args:
+        estimate: with `time` and `timeline`.
+    """
+    time = estimate.time
+    return {
+        "step": _quantity(time.step),
+        "terms": {name: _quantity(quantity) for name, quantity in terms(estimate)},
+        "optimizer": _quantity(time.optimizer),
+        "kinds": dict(kinds(estimate)),
     }
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import NamedTuple
 
 from sim.kernel.context import current_context
 from sim.script.failure import report_failure
@@ -24,7 +25,16 @@ from sim.script.options import Launch, parse
 from sim.script.output import ProcessView, RankStream
 from sim.world import World, world
 
-__all__ = ["main", "run_script"]
+__all__ = [
+    "ScriptSource",
+    "execute_script",
+    "finish_views",
+    "main",
+    "prepare_views",
+    "read_script",
+    "run_script",
+    "script_folder_first",
+]
 
 FAILURE, USER_ERROR = 1, 2
 
@@ -45,13 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_script(launch: Launch) -> int:
     """Run the script on the ranks, report what goes wrong on the error output, and return the exit code."""
-    spec = find_module(launch.script, [os.getcwd(), *sys.path]) if launch.is_module else None
-    file = os.path.abspath(launch.script) if spec is None else str(spec.origin)
-    folder = os.path.dirname(file) if spec is None else os.getcwd()
-    try:
-        code = compile(Path(file).read_bytes(), file, "exec")
-    except (SyntaxError, ValueError) as error:
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+    source = read_script(launch)
+    if source is None:
         return FAILURE
     ranks = world(
         launch.nproc,
@@ -63,24 +68,58 @@ def run_script(launch: Launch) -> int:
         own=launch.own,
     )
     ranks.replay = launch.replay()
-    ranks.host.folder = folder
-    with warnings.catch_warnings(), _script_folder_first(folder):
-        views = _prepare(ranks, launch, file, spec)
+    with warnings.catch_warnings(), script_folder_first(source.folder):
+        views = prepare_views(ranks, launch, source)
         try:
             with ranks:
-                ranks.run(_rank_main, args=(code, "" if spec is None else spec.parent or ""))
+                ranks.run(execute_script, args=(source.code, source.package))
         except BaseException as error:
-            _finish(views)
+            finish_views(views)
             return report_failure(error, launch.nproc, launch.map_device, ranks.replay)
-        _finish(views)
+        finish_views(views)
     return 0
+
+
+class ScriptSource(NamedTuple):
+    """A script that ranks are to execute.
+
+    Attributes:
+        code: what they execute.
+        file: where it is from.
+        folder: that `python script.py` would put first on `sys.path`.
+        spec: of a module; None: it is no module.
+    """
+
+    code: CodeType
+    file: str
+    folder: str
+    spec: ModuleSpec | None
+
+    @property
+    def package(self) -> str:
+        """The package that a module is in; empty: none."""
+        return "" if self.spec is None else self.spec.parent or ""
+
+
+def read_script(launch: Launch) -> ScriptSource | None:
+    """Return the compiled script; None: it is no Python, which has been said on the error output."""
+    spec = find_module(launch.script, [os.getcwd(), *sys.path]) if launch.is_module else None
+    file = os.path.abspath(launch.script) if spec is None else str(spec.origin)
+    folder = os.path.dirname(file) if spec is None else os.getcwd()
+    try:
+        return ScriptSource(compile(Path(file).read_bytes(), file, "exec"), file, folder, spec)
+    except (SyntaxError, ValueError) as error:
+        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        return None
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(ranks: World, launch: Launch, file: str, spec: ModuleSpec | None) -> list[ProcessView]:
+def prepare_views(ranks: World, launch: Launch, source: ScriptSource) -> list[ProcessView]:
     """Give each rank the process that the script will see, and return these."""
+    file, spec = source.file, source.spec
+    ranks.host.folder = source.folder
     extra = {os.fsencode(name): os.fsencode(value) for name, value in launch.environment.items()}
     torchrun = {b"TORCHELASTIC_RUN_ID": b"sim", b"TORCHELASTIC_RESTART_COUNT": b"0", b"TORCHELASTIC_MAX_RESTARTS": b"0"}
     shown = range(launch.nproc) if launch.show is None else launch.show
@@ -109,7 +148,7 @@ def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
     return module
 
 
-def _rank_main(code: CodeType, package: str) -> None:
+def execute_script(code: CodeType, package: str) -> None:
     """Execute the script as the calling rank's `__main__`, then what it has registered with `atexit`."""
     context = current_context()
     assert context is not None
@@ -124,7 +163,7 @@ def _rank_main(code: CodeType, package: str) -> None:
     context.view.run_exit_calls()
 
 
-def _finish(views: Sequence[ProcessView]) -> None:
+def finish_views(views: Sequence[ProcessView]) -> None:
     """Show what ranks have written without ending the line."""
     for view in views:
         for stream in view.streams:
@@ -132,7 +171,7 @@ def _finish(views: Sequence[ProcessView]) -> None:
 
 
 @contextmanager
-def _script_folder_first(folder: str) -> Iterator[None]:
+def script_folder_first(folder: str) -> Iterator[None]:
     """What `python script.py` does to `sys.path`; the folder that `python -m` puts there is not searched."""
     before = list(sys.path)
     started_from = before[:1] if before[:1] in ([""], [os.getcwd()]) else []

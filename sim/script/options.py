@@ -19,7 +19,7 @@ from sim.script.modules import find_module
 from sim.script.packages import check_own
 from sim.world import MAX_RANKS
 
-__all__ = ["IGNORED", "Launch", "launch_of", "parse"]
+__all__ = ["IGNORED", "Launch", "add_options", "launch_of", "parse"]
 
 IGNORED = (
     *("master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "node-rank"),
@@ -100,13 +100,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         epilog=f"example: {command} --nproc 8 --seed 5 train.py --steps 10",
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", type=int, required=True, help="ranks")
-    parser.add_argument("--seed", type=int, default=0, help="fixes the interleaving of the ranks (0)")
-    parser.add_argument("--map-device", choices=KINDS, help="put on the CPU what the script puts on this device")
-    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="a variable for every rank")
-    parser.add_argument("--own", default="", metavar="NAMES", help="packages of which each rank gets a copy: a,b")
-    parser.add_argument("--show", default="0", metavar="RANKS", help="whose standard output: 0 (default), 0,3 or all")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    add_options(parser)
     parser.add_argument("--check-races", action="store_true", help="look for buffers touched before the wait")
     parser.add_argument("--check-replicas", action="store_true", help="compare copies before steps of optimizers")
     torchrun = parser.add_argument_group("torchrun's options that mean nothing here")
@@ -115,9 +109,20 @@ def _parser(command: str) -> argparse.ArgumentParser:
     for name in IGNORED:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         torchrun.add_argument(*spellings, metavar="X", help="ignored")
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every command that runs a script is asked: which one, on how many ranks, and what each rank has."""
+    parser.add_argument("--nproc", "--nproc-per-node", "--nproc_per_node", type=int, required=True, help="ranks")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the interleaving of the ranks (0)")
+    parser.add_argument("--map-device", choices=KINDS, help="put on the CPU what the script puts on this device")
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="a variable for every rank")
+    parser.add_argument("--own", default="", metavar="NAMES", help="packages of which each rank gets a copy: a,b")
+    parser.add_argument("--show", default="0", metavar="RANKS", help="whose standard output: 0 (default), 0,3 or all")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script", help="a Python file that torchrun could start; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    return parser
 
 
 def launch_of(
@@ -132,9 +137,10 @@ def launch_of(
     own: str,
     show: str,
     module: bool,
-    check_races: bool,
-    check_replicas: bool,
-    nnodes: str,
+    check_races: bool = False,
+    check_replicas: bool = False,
+    nnodes: str = "1",
+    most: int = MAX_RANKS,
 ) -> Launch:
     """What the options of a command line ask for, each as it was typed.
 
@@ -143,10 +149,10 @@ def launch_of(
     """
     _check_machines(nnodes, script, command)
     _refuse_ranks_in_ranks(nproc)
-    if not 1 <= nproc <= MAX_RANKS:
+    if not 1 <= nproc <= most:
         raise ValueError(
             f"cannot run {script} on {nproc} ranks\n"
-            f"  --nproc: {nproc}, expected 1 to {MAX_RANKS:,}\n  try: {command} --nproc 8 {script}"
+            f"  --nproc: {nproc}, expected 1 to {most:,}\n  try: {command} --nproc 8 {script}"
         )
     if module:
         _check_module(script, nproc, command)

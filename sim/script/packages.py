@@ -172,7 +172,7 @@ class SharedReferences:
             put(key, Forwarder(*sources[id(value)], original=value if original else None))
 
     def _is_of_a_package(self, value: Any) -> bool:
-        if isinstance(value, type) and issubclass(value, BaseException):
+        if issubclass(type(value), type) and issubclass(value, BaseException):
             return False  # Python accepts nothing else in an except clause
         try:
             home = vars(value).get("__name__") if isinstance(value, ModuleType) else value.__module__

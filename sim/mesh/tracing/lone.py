@@ -7,7 +7,7 @@ of 100,000 ranks costs what one rank's Python code costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -24,13 +24,14 @@ from sim.comm.observer import Observer, observe
 from sim.comm.store import SharedStore
 from sim.comm.trace import Event, Span
 from sim.explain.errors import RankFailed
+from sim.kernel.context import current_rank
 from sim.kernel.scheduler import Scheduler
 from sim.kernel.waiting import Waitable
 from sim.patches.rank import SimPlatform
 from sim.trace import Trace
 from sim.world import World, WorldOptions
 
-__all__ = ["MAX_LONE_RANKS", "LoneWorld", "Listener"]
+__all__ = ["MAX_LONE_RANKS", "FewRanksWorld", "LoneWorld", "Listener"]
 
 MAX_LONE_RANKS = 1_048_576
 
@@ -45,6 +46,9 @@ class Listener:
         self, tensor: torch.Tensor, axis: str, pair: tuple[int, int], waitable: Waitable, *, sending: bool
     ) -> None:
         """A send or receive has been issued; `pair` is this rank and the other one."""
+
+    def on_delivery(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """What another rank sends has come."""
 
     def on_wait(self, waitable: Waitable) -> None:
         """The rank waits for one of these."""
@@ -101,22 +105,22 @@ class _LonePlatform(SimPlatform):
 
 
 class _LoneTrace(Trace):
-    """The events of one rank; the others have none."""
+    """The events of the ranks that live; the others have none."""
 
-    def __init__(self, world_size: int, rank: int) -> None:
-        super().__init__(1)
-        self._size, self._rank = world_size, rank
+    def __init__(self, world_size: int, living: Sequence[int]) -> None:
+        super().__init__(len(living))
+        self._size, self._rows = world_size, {rank: row for row, rank in enumerate(living)}
 
     @property
     def world_size(self) -> int:
         return self._size
 
     def add(self, event: Event) -> None:
-        self._by_rank[0].append(event)
+        self._by_rank[self._rows[event.rank]].append(event)
 
     def of_rank(self, rank: int) -> list[Event]:
         self._checked_rank(rank)
-        return list(self._by_rank[0]) if rank == self._rank else []
+        return list(self._by_rank[self._rows[rank]]) if rank in self._rows else []
 
     def count(self, rank: int) -> int:
         return len(self.of_rank(rank))
@@ -143,17 +147,20 @@ class _LoneGroup(Group):
 
     def carry_out(self, slot: Slot) -> None:
         for tensor in (*slot.calls[0].inputs, *slot.calls[0].outputs) if slot.calls[0] is not None else ():
-            _check_no_values(tensor, slot.describe())
+            self._check(tensor, slot.describe())
         slot.calls, slot.first = [], None  # the tensors are the rank's own again
         self.network.scheduler.complete(slot, 0.0)
 
     def meet(self, message: Message) -> Message | None:
         if message.sender is None:  # from anybody: from the member before this one
             message.sender = (message.receiver - 1) % len(self.ranks)
-        _check_no_values(message.tensor, message.describe())
+        self._check(message.tensor, message.describe())
         message.span = Span(0.0, 0.0)
         self.network.scheduler.complete(message, 0.0)
         return None
+
+    def _check(self, tensor: torch.Tensor, what: str) -> None:
+        _check_no_values(tensor, what)
 
     def forget_unfinished(self) -> None:
         self.slots.clear()
@@ -172,6 +179,35 @@ def _check_no_values(tensor: torch.Tensor, what: str) -> None:
     )
 
 
+class _AlikeGroup(_LoneGroup):
+    """A group of which some members are there: their messages meet, and each has its collectives for itself.
+
+    Listeners say what small tensors get.
+    """
+
+    deliver: Callable[[torch.Tensor, torch.Tensor], None]
+    """Moves what is sent."""
+
+    def meet(self, message: Message) -> Message | None:
+        """Let a message meet that of a member who is there; the others' come at once."""
+        living = {endpoint.rank for endpoint in self.network.endpoints}
+        sending = message.who_waits == "send"
+        partner = message.receiver if sending else message.sender
+        if len(living) == 1 or partner is None or self.ranks[partner] not in living:
+            return super().meet(message)
+        other = Group.meet(self, message)
+        if other is not None:
+            source, target = (message, other) if sending else (other, message)
+            self.deliver(source.tensor, target.tensor)
+            message.span = other.span = Span(0.0, 0.0)
+            self.network.scheduler.complete(other, 0.0)
+            self.network.scheduler.complete(message, 0.0)
+        return None
+
+    def _check(self, tensor: torch.Tensor, what: str) -> None:
+        """Let tensors have values."""
+
+
 class _LoneStore(SharedStore):
     """What the others would put into it is what this rank has put last: they are taken to be like it."""
 
@@ -188,23 +224,23 @@ class _LoneStore(SharedStore):
 
 
 class _Listening(Observer):
-    """Passes on to a listener what the rank communicates."""
+    """Passes on to the listener of a rank what it communicates."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+    def __init__(self, listeners: Mapping[int, Listener]) -> None:
+        self._listeners = listeners
 
     def issued(self, endpoint: Endpoint, what: Slot | Message, call: Call | None) -> None:
         """Pass on an operation."""
-        ranks = what.group.ranks
+        listener, ranks = self._listeners[endpoint.rank], what.group.ranks
         if call is not None:
-            self._listener.on_collective(call, call.axis, ranks, what)
+            listener.on_collective(call, call.axis, ranks, what)
             return
         assert isinstance(what, Message)
         sending = what.who_waits == "send"
         member = what.receiver if sending else what.sender
         assert member is not None, "a group that is met alone says who sends"
         pair = (endpoint.rank, ranks[member])
-        self._listener.on_message(what.tensor, what.axis, pair, what, sending=sending)
+        listener.on_message(what.tensor, what.axis, pair, what, sending=sending)
 
 
 class LoneWorld(World):
@@ -240,34 +276,46 @@ class LoneWorld(World):
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
             blame = f"rank is not an int from 0 to {world_size - 1}"
             raise ValueError(explain(asked, blame, f"rank: {rank!r}", "rank=0"))
-        self.lone = rank
-        self.listener = listener
-        super().__init__(world_size, WorldOptions(keep_events=None))
+        self._let_live(
+            world_size, (rank,), {} if listener is None else {rank: listener}, WorldOptions(keep_events=None)
+        )
         self.network.group_type = _LoneGroup
-        if listener is not None:
-            self.host.platform = lambda: _LonePlatform(listener)
-            observe(self.network, _Listening(listener))
+
+    def _let_live(
+        self, world_size: int, ranks: Sequence[int], listeners: Mapping[int, Listener], options: WorldOptions
+    ) -> None:
+        self._alive, self._listeners = tuple(ranks), listeners
+        super().__init__(world_size, options)
+        if listeners:
+            self.host.platform = lambda: _LonePlatform(self._here())
+            observe(self.network, _Listening(listeners))
+
+    def _here(self) -> Listener:
+        """The listener of the rank that runs."""
+        rank = current_rank()
+        assert rank is not None, "only ranks are listened to"
+        return self._listeners[rank]
 
     def __enter__(self) -> LoneWorld:
         super().__enter__()
         return self
 
     def _living(self) -> Sequence[int]:
-        return (self.lone,)
+        return self._alive
 
     def _new_store(self) -> SharedStore:
         return _LoneStore(self.scheduler)
 
     def _new_trace(self) -> Trace:
-        return _LoneTrace(self.world_size, self.lone)
+        return _LoneTrace(self.world_size, self._alive)
 
     def _new_scheduler(self, schedule: Any) -> Scheduler:
         scheduler = super()._new_scheduler(schedule)
-        listener, block = self.listener, scheduler.block
-        if listener is not None:
+        block = scheduler.block
+        if self._listeners:
 
             def listened(waitable: Waitable) -> None:
-                listener.on_wait(waitable)
+                self._here().on_wait(waitable)
                 block(waitable)
 
             scheduler.block = listened  # type: ignore[method-assign]
@@ -279,3 +327,24 @@ class LoneWorld(World):
             return self.run(fn, args)[0]
         except RankFailed as failed:
             raise (failed.__cause__ or failed) from None
+
+
+class FewRanksWorld(LoneWorld):
+    """A world of `world_size` ranks of which a few are run, such as those of one pipeline.
+
+    The messages of those that live meet. In a collective each of them is alone: the others are taken to give what it
+    gives, and its listener says what small tensors get of that. Unlike in a `LoneWorld`, tensors may have values, and
+    the default group is made by who runs.
+
+    Args:
+        world_size: ranks, up to 1,048,576.
+        listeners: of the ranks that live.
+        options: of the world.
+    """
+
+    def __init__(self, world_size: int, listeners: Mapping[int, Listener], options: WorldOptions) -> None:
+        self._let_live(world_size, sorted(listeners), listeners, options)
+        self.network.group_type = type("_MetGroup", (_AlikeGroup,), {"deliver": staticmethod(self._deliver)})
+
+    def _deliver(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._here().on_delivery(source, target)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -237,6 +238,18 @@ class Recorder(Listener):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what the calling thread does, on tensors without values."""
+        with self.following(), self.modes():
+            yield
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Be in the modes of torch in which the calling thread's operations are recorded."""
+        with self.fake, _Fakes(self):
+            yield
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Let torch tell, in the whole process, what no mode of it does."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -246,7 +259,7 @@ class Recorder(Listener):
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         try:
-            with self.fake, _Fakes(self), self._without_shapes_of_dtensors():
+            with self._without_shapes_of_dtensors():
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
@@ -455,6 +468,8 @@ class Recorder(Listener):
             if work is not None:
                 work.wait()
             return args[0]
+        if name == "_wrap_tensor_autograd":
+            return AsyncCollectiveTensor(args[0])  # is waited for where it is used; fake tensors would leave that out
         out = func(*args, **kwargs)
         group: Any = c10d._resolve_process_group(args[-1])
         given = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]

@@ -1,0 +1,686 @@
+"""Recording of a script's steps on one rank: what it does between two updates of its optimizer, as a `Program`."""
+
+from __future__ import annotations
+
+import gc
+import io
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed import _functional_collectives
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor, _collective_utils, _decompositions, _dispatch
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from sim.comm.collectives import Call
+from sim.explain.lines import user_line
+from sim.kernel.context import current_context
+from sim.kernel.waiting import Waitable
+from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Place, Program, Segment
+from sim.mesh.tracing.kernels import AcceleratorKernels
+from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
+from sim.script.reducer import python_reducer
+from sim.script.values import MOST_ELEMENTS, Values, tensors_in
+
+__all__ = ["EnoughSteps", "NeedsRank", "ScriptRecorder", "StandIn", "recorders_in_place"]
+
+_MODULE = "sim_module"  # of a node of autograd: the module whose output it made
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_EQUAL = torch.ops.aten.equal.default
+
+
+class NeedsRank(BaseException):
+    """Ends the script: a rank that it communicates with has to be run as well."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+class EnoughSteps(BaseException):
+    """Ends the script: its steps have been recorded. No `except Exception` of its own catches it."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A line of the script that asks for a value which depends on data.
+
+    Attributes:
+        line: of the script.
+        asked: what it asks for, such as `a value of float32` or `aten.nonzero`.
+        given: what it gets.
+        count: how often in all.
+    """
+
+    line: str
+    asked: str
+    given: str
+    count: int
+
+
+class ScriptRecorder(Recorder):
+    """Records what a script does, and tells its steps apart by those of its optimizer.
+
+    Args:
+        rank: that it records.
+        warmup: steps that are left out.
+        steps: steps to record after them.
+        on_accelerator: whether norms, dropout and attention are the kernels of accelerators.
+
+    Attributes:
+        done: how many steps the script has made.
+        stand_ins: by line, what it asked for and what it got: how often.
+        unpriced: operations of no known kind, priced by the bytes that they read and write.
+        needs: told of each rank that it sends to or receives from; may end the run.
+        program: what the rank does in the recorded steps, once it has made them.
+        count_events: says how many collectives and messages the rank has issued so far.
+        traced: the numbers of the first one in the recorded steps, and of the first one after them.
+    """
+
+    def __init__(self, rank: int, warmup: int, steps: int, *, on_accelerator: bool) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.rank, self.warmup, self.steps = rank, warmup, steps
+        self.values = Values()
+        self.done = 0
+        self.stand_ins: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        self.unpriced: set[str] = set()
+        self.needs: Callable[[int], None] | None = None
+        self._on_accelerator = on_accelerator
+        self._cuts: list[tuple[int, str]] = []  # in the events of the recorded steps: what begins there
+        self._standing: list[int] = []
+        self._first: weakref.ref[Any] | None = None
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._stack: list[str] = []
+        self._was_called = self._is_updating = False
+        self._backward_of = ""
+        self.categories: dict[int, str] = {}
+        self.program: Program | None = None
+        self.count_events: Callable[[], int] = lambda: 0
+        self.traced = (0, 0)
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def on_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, write it down, and follow its value."""
+        if self._deaf:
+            return func(*args, **kwargs)
+        if func is _ITEM:
+            return self._item(args[0])
+        if func is torch.ops.aten.record_stream.default:
+            return None
+        self.place = self._where()
+        try:
+            out = super().on_operation(func, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._without_shape(func, args, kwargs)
+        if func.namespace != "_c10d_functional":  # it has gone through `on_collective`
+            self.values.follow(func, args, kwargs, out)
+        return out
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        """Return the value of a tensor of one element."""
+        value = self.values.of(tensor)
+        stands_in = self.values.is_stand_in(tensor)
+        if value is None:
+            value = self.values.stand_in(tensor)
+        with _as_outside():
+            number = value.item()
+        if stands_in:
+            self.note(f"a value of {str(tensor.dtype).removeprefix('torch.')}", repr(number))
+        return number
+
+    def note(self, asked: str, given: str) -> None:
+        """Write down that the script has asked for a value: the host waits for it."""
+        self.emit(HostWait(self.stream))
+        self.stand_ins[user_line(), asked, given] += 1
+
+    def _values_of(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
+        """Return the values of a tensor of many elements, all of which the script asks for at once."""
+        value = self.values.of(tensor)
+        if value is None or self.values.is_stand_in(tensor):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            given = "1s" if tensor.dtype.is_floating_point else "0s"
+            self.note(
+                f"{how} of {dtype} {list(tensor.shape)}", "what follows from stand-ins" if value is not None else given
+            )
+        return self.values.stand_in(tensor) if value is None else value
+
+    def list_of(self, tensor: torch.Tensor) -> Any:
+        """Return what `tolist` does."""
+        value = self._values_of(tensor, "a list")
+        with _as_outside():
+            return value.tolist()
+
+    def array_of(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
+        """Return what `numpy` does."""
+        value = self._values_of(tensor, "an array")
+        with _as_outside():
+            return value.numpy(force=force)
+
+    def tensors_of(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an object as bytes, and how many these are, as torch's object collectives send it."""
+        written = io.BytesIO()
+        c10d._pickler(written).dump(obj)  # as torch does
+        with _as_outside():
+            data = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+            size = torch.tensor([data.numel()])
+        return self._known(data), self._known(size)
+
+    def _without_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation of which the sizes of the result depend on values."""
+        name = func._schema.name.rpartition("::")[2]
+        given = tensors_in((args, kwargs))
+        known = [self.values.of(tensor) for tensor in given]
+        if all(value is not None for value in known) and not any(map(self.values.is_stand_in, given)):
+            with _as_outside():
+                real = tree_map_only(torch.Tensor, self.values.of, (args, kwargs))
+                found = func(*real[0], **real[1])
+            return tree_map_only(torch.Tensor, self._known, found)
+        if func is _EQUAL:
+            self.note("whether tensors are equal", "True")
+            return True
+        if name in ("nonzero", "masked_select", "index"):
+            results, said = self._all_elements(name, given, args), "all of its elements"
+        else:
+            out, said = _AT_MOST.get(name, _everything)(func, given, args, kwargs)
+            results = tree_map_only(torch.Tensor, self._known, out)
+        made = tensors_in(results)
+        for tensor in made:
+            value = self.values.of(tensor)
+            if value is not None:
+                self.values.set(tensor, value, stands_in=True)
+        self.note(f"the sizes of aten.{name}", said)
+        if not self._asleep:
+            reads = tuple(dict.fromkeys([self._touch(tensor) for tensor in given]))
+            writes = tuple(dict.fromkeys([self._touch(tensor) for tensor in made]))
+            dtype = str(given[0].dtype).removeprefix("torch.")
+            self.events.append(Op(f"aten.{name}", "memory", 0, reads, writes, dtype, (), self.stream, self._place))
+        return results
+
+    def _all_elements(self, name: str, given: list[torch.Tensor], args: Any) -> torch.Tensor:
+        """Return what an operation makes of a mask, if all of it is true."""
+        with self.fake:
+            if name == "nonzero":
+                return torch.empty(given[0].numel(), given[0].dim(), dtype=torch.int64)
+            if name == "masked_select":
+                sizes = torch.broadcast_shapes(given[0].shape, given[1].shape)
+                return torch.empty(sizes.numel(), dtype=given[0].dtype)
+            numbers: list[torch.Tensor | None] = []
+            for index in args[1]:
+                if index is None or index.dtype not in (torch.bool, torch.uint8):
+                    numbers.append(index)
+                else:
+                    numbers += [torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+            return torch.ops.aten.index.Tensor(args[0], numbers)
+
+    def _known(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without data of which the value is known."""
+        with self.fake:  # torch leaves the mode where it makes meshes
+            tensor = torch.empty_like(value)
+        if value.numel() <= MOST_ELEMENTS:
+            self.values.set(tensor, value, stands_in=False)
+        return tensor
+
+    # -- where ---------------------------------------------------------------------------------------------------
+
+    def _where(self) -> Place:
+        if self._is_updating:
+            return Place("optimizer")
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            if self._stack:  # a checkpoint's forward
+                return _place("backward", self._stack[-1], again=True)
+            self._backward_of = _notes(node).get(_MODULE, self._backward_of)
+            return _place("backward", self._backward_of)
+        if self._stack:
+            return _place("forward", self._stack[-1])
+        return Place("loss") if self._was_called else Place("forward")
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        del inputs
+        known = self._names.get(id(module))
+        if known is None or known[0]() is not module:
+            prefix = self._stack[-1] + "." if self._stack and self._stack[-1] else ""
+            for name, part in module.named_modules():
+                self._names[id(part)] = (weakref.ref(part), prefix + name if name else prefix.rstrip("."))
+                self._modules.add(part)
+            known = self._names[id(module)]
+        self._stack.append(known[1])
+        self._was_called = True
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        name = self._stack.pop() if self._stack else ""
+        if torch.is_grad_enabled() and name:
+            for tensor in output if isinstance(output, (tuple, list)) else (output,):
+                node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+                if node is not None:
+                    _notes(node).setdefault(_MODULE, name)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        self._optimizers.add(optimizer)
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(optimizer)
+        self._is_updating = True
+        self._cut("optimizer")
+        for param in self._parameters():
+            if param.grad is not None:
+                self.gradients.add(self.block_of(_local(param.grad)))
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        self._is_updating = self._was_called = False
+        self._backward_of = ""
+        is_step = self._first is not None and self._first() is optimizer
+        if is_step:
+            gc.collect()  # what waits for Python's collector would be in use for as long as that happens to take
+            self.done += 1
+            self._own()
+            if self.done == self.warmup:
+                self.begin_steps()
+            elif self.done == self.warmup + self.steps:
+                self.traced = (self.traced[0], self.count_events())
+                self.program = self._assembled()
+                raise EnoughSteps
+        self._cut("step")
+
+    def begin_steps(self) -> None:
+        """Let what stands now be there at the beginning of each step, and record from here on."""
+        self._standing = self.live_blocks()
+        self._streams_of = {event.block: event.stream for event in self.events if isinstance(event, Alloc)}
+        self.cut()
+        self._cuts = []
+        self.traced = (self.count_events(), self.count_events())
+
+    def _cut(self, what: str) -> None:
+        self._cuts.append((len(self.events), what))
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for optimizer in list(self._optimizers):
+            for group in optimizer.param_groups:
+                yield from group["params"]
+        for module in list(self._modules):
+            yield from [param for param in module._parameters.values() if param is not None]
+
+    def _own(self) -> None:
+        """Note whose the blocks are that stand between steps."""
+        for param in self._parameters():
+            self.categories.setdefault(self.block_of(_local(param)), "parameters")
+        for module in list(self._modules):
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    self.categories.setdefault(self.block_of(_local(buffer)), "parameters")
+        for optimizer in list(self._optimizers):
+            for state in optimizer.state.values():
+                for value in state.values() if isinstance(state, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        self.categories.setdefault(self.block_of(_local(value)), "optimizer")
+
+    # -- the program ---------------------------------------------------------------------------------------------
+
+    def _assembled(self) -> Program:
+        """Return the recorded steps as one period: it ends with what it began with."""
+        context = current_context()
+        assert context is not None
+        program = Program(self.rank, 1, context.network.world_size, list(self.groups), list(self.places))
+        events, cuts = self.events, [(0, "step"), *self._cuts]
+        self._name_blocks(events)
+        renamed, dropped = self._carried_over(events)
+        build: list[Event] = [
+            Alloc(block, self.sizes[block], self._streams_of.get(block, 0))
+            for block in self._standing
+            if block not in dropped and self.sizes[block]
+        ]
+        program.segments["build", -1, "only"] = Segment("build", -1, "only", build)
+        ends = [at for at, _ in cuts[1:]] + [len(events)]
+        for (start, what), end in zip(cuts, ends, strict=True):
+            part = [self._settled(event, renamed) for event in events[start:end]]
+            part = [event for event in part if not (isinstance(event, Free) and event.block in dropped)]
+            if part:
+                key = (what, 0, str(len(program.order)))
+                program.segments[key] = Segment(*key, part)
+                program.order.append((key, -1))
+        program.categories = {renamed.get(block, block): name for block, name in self.categories.items()}
+        return program
+
+    def _carried_over(self, events: Sequence[Event]) -> tuple[dict[int, int], set[int]]:
+        """Match what the steps leave behind with what they have found of the steps before, by size.
+
+        Returns:
+            By block that is left: the block found that it stands for in the next period; and blocks that are given back
+            and never come again, which belong to the script's beginning.
+        """
+        found, made = set(self._standing), dict.fromkeys(e.block for e in events if isinstance(e, Alloc))
+        freed = dict.fromkeys(e.block for e in events if isinstance(e, Free))
+        gone: defaultdict[int, deque[int]] = defaultdict(deque)
+        for block in freed:
+            if block in found:
+                gone[self.sizes[block]].append(block)
+        renamed: dict[int, int] = {}
+        for block in made:
+            if block not in freed and gone[self.sizes[block]]:
+                renamed[block] = gone[self.sizes[block]].popleft()
+        return renamed, {block for blocks in gone.values() for block in blocks}
+
+    def _settled(self, event: Event, renamed: dict[int, int]) -> Event:
+        if isinstance(event, (Alloc, Free)) and event.block in renamed:
+            return event._replace(block=renamed[event.block])
+        if isinstance(event, Op) and event.kind == "unknown":
+            self.unpriced.add(event.name)
+            return event._replace(kind="memory")
+        return event
+
+    def _name_blocks(self, events: Sequence[Event]) -> None:
+        """Say of each block that comes and goes what it is for."""
+        phases: dict[int, str] = {}
+        place = 0
+        categories = self.categories
+        for event in events:
+            if isinstance(event, (Op, Comm)):
+                place = event.place
+            elif isinstance(event, Alloc):
+                phases[event.block] = self.places[self.sources[event.block]].phase
+            elif isinstance(event, Free) and event.block not in categories and event.block in phases:
+                began, ended = phases[event.block], self.places[place].phase
+                if event.block in self.gradients:
+                    categories[event.block] = "gradients"
+                elif event.block in self.refilled:
+                    categories[event.block] = "gathered weights"
+                elif event.block in self.gathered:
+                    categories[event.block] = "communication"
+                elif began in ("forward", "loss") and ended == "backward":
+                    categories[event.block] = "activations"
+                else:
+                    categories[event.block] = "workspace"
+        for block in self.gradients:
+            categories.setdefault(block, "gradients")
+        for block in self.live_blocks():
+            categories.setdefault(block, "communication" if block in self.gathered else "other")
+
+    # -- communication -------------------------------------------------------------------------------------------
+
+    def on_collective(self, call: Call, axis: str, ranks: tuple[int, ...], waitable: Waitable) -> None:
+        """Write a collective down; the other ranks have put in what this one does."""
+        self.place = self._where()
+        super().on_collective(call, axis, ranks, waitable)
+        self._exchange(call, len(ranks))
+
+    def _exchange(self, call: Call, size: int) -> None:
+        """Let small results have their values, as if all ranks had given what this one has."""
+        given = [self.values.of(tensor) for tensor in call.inputs]
+        for number, tensor in enumerate(call.outputs):
+            source = given[min(number, len(given) - 1)] if given else None
+            if tensor.numel() > MOST_ELEMENTS:
+                continue
+            with _as_outside():
+                if source is None or source.numel() == 0 or tensor.numel() % source.numel():
+                    value = self.values.stand_in(tensor)
+                elif call.contract.op == "all_reduce" and call.contract.reduce_op == "SUM":
+                    value = source * size
+                else:
+                    flat = source.reshape(-1).repeat(tensor.numel() // source.numel())
+                    value = flat.reshape(tensor.shape).to(tensor.dtype)
+                if not isinstance(tensor, FakeTensor):
+                    tensor.copy_(value)
+                    continue
+            known = source is not None and all(self.values.of(each) is not None for each in call.inputs)
+            stands_in = not known or any(map(self.values.is_stand_in, call.inputs))
+            if known or tensor.numel() == 1:
+                self.values.set(tensor, value, stands_in=stands_in)
+
+    def on_message(
+        self, tensor: torch.Tensor, axis: str, pair: tuple[int, int], waitable: Waitable, *, sending: bool
+    ) -> None:
+        """Write one side of a message down."""
+        if self.needs is not None:
+            self.needs(pair[1])
+        self.place = self._where()
+        super().on_message(tensor, axis, pair, waitable, sending=sending)
+
+    def on_delivery(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Let what has come have the value that was sent."""
+        value = self.values.of(source)
+        if value is None or value.numel() != target.numel():
+            return
+        with _as_outside():
+            value = value.clone().reshape(target.shape)
+            if not isinstance(target, FakeTensor):
+                target.copy_(value)
+        self.values.set(target, value, stands_in=self.values.is_stand_in(source))
+
+    def _resized(self, storage: Any) -> None:
+        context = current_context()
+        if context is None or context.rank == self.rank:
+            super()._resized(storage)
+
+    # -- the rank's thread ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Record the calling thread, which runs the script."""
+        hooks = [
+            module_hooks.register_module_forward_pre_hook(self._enter_module),
+            module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
+            optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
+            optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
+        ]
+        with ExitStack() as stack:
+            for hook in hooks:
+                stack.callback(hook.remove)
+            stack.enter_context(_ScriptCalls(self, self._on_accelerator))
+            stack.enter_context(super().modes())
+            if not self.warmup:
+                self.begin_steps()
+            yield
+
+
+class _ScriptCalls(AcceleratorKernels):
+    """Calls of torch that leave its operations: they read values, or leave function modes."""
+
+    def __init__(self, recorder: ScriptRecorder, on_accelerator: bool) -> None:
+        super().__init__()
+        if not on_accelerator:
+            self._kernels = {}
+        self._kernels |= {torch.Tensor.numpy: recorder.array_of}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call what stands for `func` here."""
+        if func is torch.Tensor.backward:
+            return self._backward(*args, **(kwargs or {}))
+        if func is torch.autograd.backward:
+            return self._run(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _backward(self, tensor: Any, gradient: Any = None, *more: Any, **options: Any) -> None:
+        self._run((tensor,), None if gradient is None else (gradient,), *more, **options)
+
+    def _run(
+        self,
+        tensors: Any,
+        grads: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+        grad_tensors: Any = None,
+    ) -> None:
+        """Run backward without leaving this mode: what a checkpoint computes once more is to be the same."""
+        outputs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = next((each for each in (grads, grad_tensors, grad_variables) if each is not None), None)
+        known = (given,) if isinstance(given, torch.Tensor) else given or (None,) * len(outputs)
+        made = tuple(
+            torch.ones_like(output) if grad is None and output.requires_grad else grad
+            for output, grad in zip(outputs, known, strict=True)
+        )
+        chosen = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        keep = create_graph if retain_graph is None else retain_graph
+        with self:
+            torch.autograd.graph._engine_run_backward(
+                outputs, made, keep, create_graph, chosen, allow_unreachable=True, accumulate_grad=True
+            )
+
+
+# -- stand-ins of sizes --------------------------------------------------------------------------------------------
+
+
+def _everything(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, str]:
+    """What an operation makes of all elements, as far as that is how many there can be."""
+    del args, kwargs
+    with _as_outside():
+        values = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in given]
+        return func(*values), "as if all were 1"
+
+
+def _bins(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, str]:
+    del func
+    least = int(kwargs.get("minlength", args[2] if len(args) > 2 else 0)) or 1
+    total = given[0].numel()
+    with _as_outside():
+        counts = torch.full((least,), total // least)
+        counts[: total % least] += 1
+        return counts, f"as many in each of {least} bins"
+
+
+_AT_MOST: dict[str, Callable[..., tuple[Any, str]]] = {"bincount": _bins}
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+_ASKING: tuple[Any, ...] = (_functional_collectives, _collective_utils, _decompositions, _dispatch)
+
+
+class _ScriptEvent(RecordedEvent):
+    """An event that knows nothing of time."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """No time passes while a script is recorded."""
+        del end
+        return 0.0
+
+
+class _ScriptStream(RecordedStream):
+    """A stream that a script may enter."""
+
+    def __enter__(self) -> _ScriptStream:
+        self._entered = self._recorder.use_stream(self)
+        self._entered.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+@contextmanager
+def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None) -> Iterator[None]:
+    """Let torch's streams and events be those of the recorder of the rank that asks.
+
+    FSDP2 asks for those of the CPU, which stands for the device here; a script asks for those of `device`.
+    """
+
+    def here() -> ScriptRecorder:
+        context = current_context()
+        assert context is not None, "threads without a rank have no streams here"
+        return recorders[context.rank]
+
+    class Stream:
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            return _ScriptStream(here(), here().new_stream().number)
+
+    class Event:
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            return _ScriptEvent(here())
+
+    def use(stream: Any = None) -> Any:
+        return nullcontext() if stream is None else here().use_stream(stream)
+
+    standing_in: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: _ScriptStream(here(), here().stream),
+        "default_stream": lambda device=None: _ScriptStream(here(), COMPUTE),
+        "stream": use,
+        "synchronize": lambda device=None: here().emit(HostWait(None)),
+    }
+    owners = [torch.cpu, torch.accelerator, *([getattr(torch, device)] if device else [])]
+    with ExitStack() as stack:
+        for owner in owners:
+            for name, value in standing_in.items():
+                if hasattr(owner, name):
+                    stack.callback(setattr, owner, name, getattr(owner, name))
+                    setattr(owner, name, value)
+        stack.enter_context(python_reducer())
+        stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
+        setattr(FakeTensor, "tolist", lambda tensor: here().list_of(tensor))  # noqa: B010 (mypy: a method)
+        swap = torch.utils.swap_tensors
+        stack.callback(setattr, torch.utils, "swap_tensors", swap)
+        torch.utils.swap_tensors = lambda one, other: _take_over(one, other, swap)
+        stack.callback(setattr, c10d, "_object_to_tensor", c10d._object_to_tensor)
+        c10d._object_to_tensor = lambda obj, device, group: here().tensors_of(obj)
+        for module in _ASKING:
+            stack.callback(setattr, module, "_are_we_tracing", module._are_we_tracing)
+            module._are_we_tracing = lambda: False  # no compiler: collectives are waited for where values are used
+        for recorder in recorders.values():
+            stack.enter_context(recorder.following())
+        yield
+
+
+# -- small things --------------------------------------------------------------------------------------------------
+
+
+def _as_outside() -> Any:
+    """Compute with real values: without the modes of the rank's thread."""
+    return _Outside()
+
+
+class _Outside(ExitStack):
+    def __enter__(self) -> _Outside:
+        super().__enter__()
+        self.enter_context(_disable_current_modes())
+        self.enter_context(torch._C.DisableTorchFunction())
+        return self
+
+
+def _notes(node: Any) -> dict[str, Any]:
+    """What is kept with a node of autograd."""
+    found: dict[str, Any] = node.metadata
+    return found
+
+
+def _take_over(one: torch.Tensor, other: torch.Tensor, swap: Callable[..., None]) -> None:
+    """Let a parameter be what `Module.to` has made of it; torch swaps fake tensors, which their modes do not allow."""
+    if not isinstance(one, FakeTensor):
+        swap(one, other)
+    elif one is not other:
+        one.data = other.detach()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _place(phase: str, module: str, *, again: bool = False) -> Place:
+    """The place of a module; the first number in its path is taken for its layer's."""
+    layer = next((int(part) for part in module.split(".") if part.isdecimal()), None)
+    return Place(phase, layer, module, again)
