@@ -70,12 +70,12 @@ def options(
         group: see `Given`.
         module: that declares the dataclass; it is not imported.
         name: of the dataclass.
-        fields: their names; "log=log_file" is the field log by the option --log-file.
+        fields: their names, none for all; "log=log_file" is the field log by the option --log-file.
         panel: heading of the help that they stand under.
         optional: they have no default: what a file or a search says stays where they are left out.
     """
     known = declared(module, name)
-    return tuple(_option(group, known[text.partition("=")[0]], text, panel, optional) for text in fields)
+    return tuple(_option(group, known[text.partition("=")[0]], text, panel, optional) for text in fields or known)
 
 
 def _option(group: str, found: Declared, text: str, panel: str | None, optional: bool) -> Option:

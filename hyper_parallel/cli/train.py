@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,37 +17,17 @@ from hyper_parallel.cli.kit import (
     say_error,
     stdout_console,
 )
-from hyper_parallel.cli.options import Given, options, with_options
+from hyper_parallel.cli.options import Given, with_options
+from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, read_run
 
 __all__ = ["demo", "train"]
 
-_CONFIG = "hyper_parallel.trainer.config"
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp")
-_SAVING = ("folder=checkpoint_dir", "every=save_every", "keep", "background", "resume", "resume_step")
-_REST = ("on_nonfinite", "stuck_after_s=stuck_after", "tensorboard", "device", "eval_every", "seed", "log=log_file")
 
-
-def _of(section: str, *fields: str, panel: str | None = None) -> Any:
-    """Return options for keys of the config; without a default, since the file has them."""
-    name = f"{section.capitalize()}Config"
-    return options(section, _CONFIG, name, *fields, panel=panel, optional=True)
-
-
-@with_options(
-    *_of("train", "steps", "batch_size", "seq_len", "accumulate"),
-    *_of("optimizer", "lr"),
-    *_of("train", "model"),
-    *_of("parallel", *_DEGREES, "schedule", "layers_per_stage", "engine", panel="Parallel degrees"),
-    *_of("parallel", "param_dtype=precision", "checkpointing", "compile"),
-    *_of("checkpoint", *_SAVING, panel="Checkpoints"),
-    *_of("train", *_REST, "memory_limit_gb"),
-)
+@with_options(*RUN_OPTIONS)
 def train(
     given: Given,
-    config: Annotated[Path | None, typer.Argument(help="TOML file; what it leaves out keeps its default.")] = None,
-    start_from: Annotated[
-        str | None, typer.Option(help="Folder of transformers: its model, and weights to start with.")
-    ] = None,
+    config: ConfigFile = None,
+    start_from: StartFrom = None,
     sim: Annotated[int | None, typer.Option(metavar="N", help="Simulate N ranks in this process, on the CPU.")] = None,
     dump_config: Annotated[
         bool, typer.Option("--dump-config", help="Print this run as a TOML file, with all defaults, and exit.")
@@ -59,22 +39,11 @@ def train(
     torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
     """
     from hyper_parallel.cli.runs import check_run, describe_run, run_here, run_simulated, summarise, while_ranks_run
-    from hyper_parallel.trainer.config import Config, config_text, load_config
+    from hyper_parallel.trainer.config import config_text
     from hyper_parallel.trainer.guards import stop_on_signals
-    from hyper_parallel.trainer.saving import with_shape_of
 
     with mistakes_as_messages():
-        run = load_config(config) if config is not None else Config()
-        for section, changes in given.items():
-            run = run.with_changes(section, changes)
-        model = given["train"].get("model")
-        if start_from is not None or run.train.start_from is not None:
-            run = with_shape_of(run, start_from or str(run.train.start_from))
-            if model not in (None, run.train.model):
-                raise ValueError(
-                    f"cannot start '{model}' from {run.train.start_from}: it holds a '{run.train.model}'\n"
-                    f"  --model {model}\n  try: leave out --model"
-                )
+        run = read_run(config, given, start_from)
         if run.train.log is None:
             run = run.with_changes("train", {"log": "out/train.jsonl"})
         if dump_config:

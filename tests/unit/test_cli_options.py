@@ -12,6 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from hyper_parallel.cli.options import Given, declared, options, with_options
+from hyper_parallel.cli.run import RUN_OPTIONS
+from hyper_parallel.trainer.config import Config
 
 CONFIG = "hyper_parallel.trainer.config"
 
@@ -67,3 +69,14 @@ def test_a_value_of_another_kind_and_an_unknown_option_are_refused() -> None:
 def test_a_field_that_is_not_there_is_no_option() -> None:
     with pytest.raises(KeyError, match="stepz"):
         options("train", CONFIG, "TrainConfig", "stepz")
+
+
+def test_every_key_of_a_run_has_an_option_of_its_own() -> None:
+    keys = {
+        (section.name, key.name)
+        for section in dataclasses.fields(Config)
+        for key in dataclasses.fields(type(getattr(Config(), section.name)))
+    }
+    assert keys - {(option.group, option.field) for option in RUN_OPTIONS} == {("train", "start_from")}
+    names = [option.parameter.name for option in RUN_OPTIONS]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,108 @@
+"""The run that a command is given: a TOML file, and an option for every key of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from hyper_parallel.cli.options import Given, options
+from hyper_parallel.core.common.errors import explain, nearest
+
+if TYPE_CHECKING:
+    from hyper_parallel.models.llama import LlamaConfig
+    from hyper_parallel.trainer.config import Config
+
+__all__ = ["RUN_OPTIONS", "ConfigFile", "StartFrom", "read_run"]
+
+ConfigFile = Annotated[
+    Path | None, typer.Argument(help="TOML file of a run; what it leaves out keeps its default.", show_default=False)
+]
+StartFrom = Annotated[
+    str | None,
+    typer.Option(help="Folder of transformers: its model, and weights to start with.", rich_help_panel="Section train"),
+]
+
+_CONFIG, _LLAMA, _MOE = "hyper_parallel.trainer.config", "hyper_parallel.models.llama", "hyper_parallel.models.moe"
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp")
+
+
+def _of(section: str, *fields: str, name: str = "", module: str = _CONFIG) -> Any:
+    """Return options for keys of a section; without a default, since the file has them."""
+    name = name or f"{section.capitalize()}Config"
+    return options(section, module, name, *fields, panel=f"Section {section}", optional=True)
+
+
+RUN_OPTIONS = (
+    *_of("train", "model", "steps", "batch_size", "seq_len", "accumulate", "seed", "device"),
+    *_of("train", "eval_every", "eval_sequences", "log=log_file", "tensorboard", "memory_limit_gb"),
+    *_of("train", "on_nonfinite", "max_skips", "stuck_after_s=stuck_after"),
+    *_of("parallel", *_DEGREES, "schedule", "stages_per_rank", "layers_per_stage", "engine"),
+    *_of("parallel", "param_dtype=precision", "reshard_after_forward", "checkpointing", "compile"),
+    *_of("optimizer", "lr", "warmup_steps", "schedule=lr_schedule", "min_lr_ratio", "beta1", "beta2"),
+    *_of("optimizer", "weight_decay", "max_grad_norm"),
+    *_of("checkpoint", "folder=checkpoint_dir", "every=save_every", "keep", "background", "resume", "resume_step"),
+    *_of("data", "path=data", "pattern=data_pattern", "max_bytes=data_bytes", "ignored=data_ignored"),
+    *_of("model", name="LlamaConfig", module=_LLAMA),
+    *_of("experts", name="ExpertsConfig", module=_MOE),
+)
+"""One for each key of a run, but for `train.start_from`: it changes more than its own key."""
+
+
+def read_run(
+    file: Path | None, given: Given, start_from: str | None = None, *, shape: LlamaConfig | None = None
+) -> Config:
+    """Return the run of a file, with what options say in place of what the file says.
+
+    Args:
+        file: see `load_config`; None: the defaults.
+        given: by section of the config; other groups are the command's own. The model can also be a name of
+            `sim.mesh.model_names()`.
+        start_from: folder of transformers; its model becomes that of the run. None: the file's, if it names one.
+        shape: of the model, in place of what the file says; options change it.
+
+    Raises:
+        ValueError: as `load_config`; a value that a section refuses; a folder that holds another model; the name of a
+            model that the trainer cannot train.
+    """
+    from hyper_parallel.trainer.config import MODELS, Config, load_config
+    from hyper_parallel.trainer.saving import with_shape_of
+
+    run = load_config(file) if file is not None else Config()
+    model = given["train"].get("model")
+    if shape is None and model is not None and model not in MODELS:
+        shape = _known_shape(model)
+    if shape is not None:
+        run = run.with_shape(shape)
+        model = run.train.model
+        given = {**given, "train": {**given["train"], "model": model}}
+    for section in {option.group: None for option in RUN_OPTIONS}:
+        run = run.with_changes(section, given.get(section, {}))
+    start_from = start_from or run.train.start_from
+    if start_from is not None:
+        run = with_shape_of(run, start_from)
+        if model not in (None, run.train.model):
+            raise ValueError(
+                f"cannot start '{model}' from {run.train.start_from}: it holds a '{run.train.model}'\n"
+                f"  --model {model}\n  try: leave out --model"
+            )
+    return run
+
+
+def _known_shape(name: str) -> LlamaConfig:
+    """Return the shape of a model that the simulator knows by name, and the trainer can train."""
+    from hyper_parallel.models import llama, moe
+    from hyper_parallel.trainer.config import MODELS
+    from sim.mesh.models import find_model, model_names
+
+    if name not in model_names():
+        hint = nearest(name, [*MODELS, *model_names()])
+        known = ", ".join([*MODELS, *model_names()])
+        raise ValueError(explain("cannot find the model", f"there is no model {name!r}", f"models: {known}", hint))
+    shape = find_model(name).config
+    if type(shape) not in (llama.LlamaConfig, moe.MoEConfig):
+        blame = "its attention is none of the trainer's"
+        hint = f"hyper-parallel estimate --model {name}, or one of {', '.join(MODELS)}"
+        raise ValueError(explain(f"cannot train {name}", blame, f"it has a {type(shape).__name__}", hint))
+    return cast("LlamaConfig", shape)
