@@ -101,7 +101,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         return None  # a module of the user's may be made in another way the next time
     dims, recipe = job.dims, job.recipe
     kinds = job.model.layer_kinds
-    if recipe.zero <= 1 or job.is_skewed or recipe.conventions is not None:
+    if recipe.zero <= 1 or recipe.engine != "fully_shard" or job.is_skewed or recipe.conventions is not None:
         return (job, part, tuple(kept))
     ranks = {each.index: each.rank for each in job.stages()}
     near = [ranks.get(part.index + step) for step in (-1, 1)]

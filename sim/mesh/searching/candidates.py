@@ -15,6 +15,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from sim.mesh.recipe import Recipe
+from sim.mesh.searching.bounds import even_memory, even_time
 from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
 
 __all__ = ["enumerate_candidates"]
@@ -170,8 +171,23 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
                 reason = _unschedulable(space.shape, candidate)
                 if reason is None:
                     yield candidate
+                    yield from _uneven(space, candidate)
                 else:
                     yield Rejected(str(candidate), "the pipeline cannot run", reason, candidate=candidate)
+
+
+def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield a candidate with its layers on the stages so that time, or memory, is the same on all of them."""
+    dims, recipe = candidate.dims, candidate.recipe
+    if dims.pp == 1 or recipe.schedule not in ("1f1b", "gpipe", "interleaved"):
+        return
+    stages = dims.pp * find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
+    found = {even_time(space.shape, stages)}
+    if recipe.schedule == "1f1b":
+        found.add(even_memory(space.shape, candidate, space.seq_len))
+    usual = tuple(len(layers) for layers in split_layers(space.shape.layers, stages))
+    for sizes in sorted(found - {usual}):
+        yield dataclasses.replace(candidate, layers_per_stage=sizes)
 
 
 def _schedules(recipe: Recipe, dims: ParallelDims) -> list[Recipe]:

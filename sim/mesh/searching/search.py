@@ -12,6 +12,7 @@ from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import machine_of
 from sim.mesh.searching.explore import Exploration, Progress
+from sim.mesh.searching.floors import Floors
 from sim.mesh.searching.ranking import Found, SearchResult
 from sim.mesh.searching.space import Candidate, Space, default_recipes, shape_of
 
@@ -28,7 +29,7 @@ def search(
     seq_len: int,
     recipes: Sequence[Recipe] | None = None,
     fixed: Mapping[str, int] | None = None,
-    limit: int = 24,
+    limit: int | None = None,
     progress: Progress | None = None,
     estimator: Callable[..., Any] | None = None,
 ) -> SearchResult:
@@ -40,7 +41,9 @@ def search(
 
     Tensor parallelism is tried within a node, context parallelism where sequences are long, the pipeline with one and
     two stages on each rank, sharding over all data-parallel ranks and over fewer nodes, micro-batches of 1, 2, 4 and 8
-    sequences, each with every recipe. Ctrl-C ends a search; what it has found so far is returned.
+    sequences, each with every recipe. Every candidate is looked at: one whose floor of time or memory says that it
+    cannot be faster than the best, or cannot fit, is not estimated. Ctrl-C ends a search; what it has found so far is
+    returned.
 
     Args:
         model: name, config or `Custom`.
@@ -51,7 +54,7 @@ def search(
         seq_len: tokens of a sequence.
         recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays.
         fixed: degrees that are given, such as `{"tp": 8}`; also `etp` and `ulysses_degree`.
-        limit: most estimates.
+        limit: most estimates; None: as many as it takes to look at every candidate.
         progress: told how far the search is.
         estimator: what estimates one candidate, called as `estimate` is; None: that.
 
@@ -60,7 +63,7 @@ def search(
             comes closest.
     """
     device, spec = find_hardware(hardware), find_model(model)
-    _check(num_devices=num_devices, global_batch=global_batch, seq_len=seq_len, limit=limit)
+    _check(num_devices=num_devices, global_batch=global_batch, seq_len=seq_len, limit=1 if limit is None else limit)
     fixed = _checked_fixed(fixed or {}, num_devices)
     if memory_limit is not None and not memory_limit > 0:
         raise ValueError(
@@ -78,13 +81,16 @@ def search(
         fixed,
     )
     title = f"{spec.name} on {num_devices:,} x {device.name}, {global_batch:,} x {seq_len:,} tokens"
+    floors = None
     if estimator is None:
         from sim.mesh.estimate import estimate
 
         estimator = estimate
+        floors = Floors(spec, shape, device, seq_len)
     asked = estimator
 
     def one(candidate: Candidate) -> Any:
+        sizes = candidate.layers_per_stage
         return asked(
             model=model,
             dims=candidate.dims,
@@ -92,9 +98,11 @@ def search(
             seq_len=seq_len,
             hardware=device,
             recipe=candidate.recipe,
+            **({} if sizes is None else {"layers_per_stage": sizes}),
         )
 
-    return Exploration(space, machine_of(device), limit_bytes, limit, title).run(one, progress or _silent)
+    exploration = Exploration(space, machine_of(device), limit_bytes, limit, title, floors)
+    return exploration.run(one, progress or _silent)
 
 
 def _silent(done: int, total: int, now: str) -> None:
