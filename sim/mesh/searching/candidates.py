@@ -167,7 +167,7 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
                 if cut in seen:
                     continue
                 seen.add(cut)
-                candidate = Candidate(dims, cut, batch)
+                candidate = Candidate(dims, cut, batch, space.layers_per_stage if dims.pp > 1 else None)
                 reason = _unschedulable(space.shape, candidate)
                 if reason is None:
                     yield candidate
@@ -179,7 +179,8 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
 def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Yield a candidate with its layers on the stages so that time, or memory, is the same on all of them."""
     dims, recipe = candidate.dims, candidate.recipe
-    if dims.pp == 1 or recipe.schedule not in ("1f1b", "gpipe", "interleaved"):
+    is_given = candidate.layers_per_stage is not None
+    if dims.pp == 1 or is_given or recipe.schedule not in ("1f1b", "gpipe", "interleaved"):
         return
     stages = dims.pp * find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
     found = {even_time(space.shape, stages)}
@@ -213,7 +214,8 @@ def _unschedulable(shape: Shape, candidate: Candidate) -> str | None:
     try:
         stages = dims.pp * kind.checked_stages_per_rank(recipe.stages_per_rank)
         kind.check_micro_batches(candidate.parts, dims.pp, stages)
-        split_layers(shape.layers, stages)
+        sizes = candidate.layers_per_stage
+        split_layers(shape.layers, stages, sizes=None if sizes is None else list(sizes))
     except ValueError as error:
         return str(error).splitlines()[0].partition(": ")[2]
     if kind.splits_backward and (recipe.compile or recipe.checkpointing == "selective"):

@@ -29,9 +29,11 @@ def search(
     seq_len: int,
     recipes: Sequence[Recipe] | None = None,
     fixed: Mapping[str, int] | None = None,
+    layers_per_stage: Sequence[int] | None = None,
     limit: int | None = None,
     progress: Progress | None = None,
     estimator: Callable[..., Any] | None = None,
+    accepts: Callable[[Candidate], object] | None = None,
 ) -> SearchResult:
     """Rank ways to train a model on a number of devices.
 
@@ -54,9 +56,11 @@ def search(
         seq_len: tokens of a sequence.
         recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays.
         fixed: degrees that are given, such as `{"tp": 8}`; also `etp` and `ulysses_degree`.
+        layers_per_stage: of every pipeline that is tried; None: even in layers, time or memory.
         limit: most estimates; None: as many as it takes to look at every candidate.
         progress: told how far the search is.
         estimator: what estimates one candidate, called as `estimate` is; None: that.
+        accepts: called with a candidate before it is estimated; a ValueError rejects it. None: all are accepted.
 
     Raises:
         ValueError: arguments that do not fit; nothing can be placed, or nothing fits into memory: the message says what
@@ -79,6 +83,7 @@ def search(
         seq_len,
         tuple(recipes) if recipes is not None else default_recipes(),
         fixed,
+        None if layers_per_stage is None else tuple(layers_per_stage),
     )
     title = f"{spec.name} on {num_devices:,} x {device.name}, {global_batch:,} x {seq_len:,} tokens"
     floors = None
@@ -90,7 +95,10 @@ def search(
     asked = estimator
 
     def one(candidate: Candidate) -> Any:
+        if accepts is not None:
+            accepts(candidate)
         sizes = candidate.layers_per_stage
+        rest: dict[str, Any] = {} if sizes is None else {"layers_per_stage": sizes}
         return asked(
             model=model,
             dims=candidate.dims,
@@ -98,7 +106,7 @@ def search(
             seq_len=seq_len,
             hardware=device,
             recipe=candidate.recipe,
-            **({} if sizes is None else {"layers_per_stage": sizes}),
+            **rest,
         )
 
     exploration = Exploration(space, machine_of(device), limit_bytes, limit, title, floors)

@@ -158,6 +158,7 @@ class Space:
         seq_len: tokens of a sequence.
         recipes: to be tried with all degrees; micro-batches are filled in where they are left open.
         fixed: degrees that are given, by name.
+        layers_per_stage: of every pipeline; None: several are tried.
     """
 
     shape: Shape
@@ -167,6 +168,7 @@ class Space:
     seq_len: int
     recipes: Sequence[Recipe]
     fixed: dict[str, int] = field(default_factory=dict)
+    layers_per_stage: tuple[int, ...] | None = None
 
 
 def default_recipes() -> tuple[Recipe, ...]:
