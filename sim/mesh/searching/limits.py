@@ -1,4 +1,4 @@
-"""What limits the best of a search: kernels, exposed communication, the bubble of the pipeline, or memory."""
+"""Limits of the best of a search: kernels, exposed communication, the bubble of the pipeline, or memory."""
 
 from __future__ import annotations
 
