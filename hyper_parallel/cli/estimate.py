@@ -23,7 +23,7 @@ from hyper_parallel.cli.kit import (
     stderr_console,
     stdout_console,
 )
-from hyper_parallel.cli.options import Given, options, with_options
+from hyper_parallel.cli.options import Given, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, read_run
 from hyper_parallel.core.common.errors import explain, nearest
 
@@ -35,25 +35,7 @@ __all__ = ["estimate", "search"]
 GIB = 2**30
 _RECIPE, _OUT = "Recipe", "What comes out"
 
-_DEGREES = options(
-    "degrees",
-    "hyper_parallel.trainer.config",
-    "ParallelConfig",
-    *("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree=ulysses", "pp", "ep", "etp"),
-    panel="Parallel degrees",
-    optional=True,
-)
-
-
-def _of_recipe(*fields: str, optional: bool = False) -> Any:
-    return options("recipe", "sim.mesh.recipe", "Recipe", *fields, panel=_RECIPE, optional=optional)
-
-
-_CHECKPOINTING, _ZERO = _of_recipe("checkpointing", "zero", optional=True)
-_HOW = _of_recipe(
-    *("compile", "schedule", "stages_per_rank", "microbatches", "param_dtype", "reduce_dtype"),
-    *("master=weights_behind", "optimizer", "fused_loss", "float8", "attention", "sequence_parallel"),
-)
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp")
 
 
 def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
@@ -61,9 +43,7 @@ def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> An
 
 
 # What `estimate` and `search` have in common beside fields of dataclasses
-ModelName = Annotated[str, _option("Such as llama3-8b; or module:function, or file.py:function, of your own.")]
 HardwareName = Annotated[str, _option("A name that `hyper-parallel hardware` lists, or the path of a TOML file.")]
-SeqLen = Annotated[int, _option("Tokens of a sequence.")]
 Settings = Annotated[
     list[str] | None,
     _option("Any other field of sim.mesh.Recipe: loss=compiled, norm=eager, graphs=true ...", _RECIPE, "--set"),
@@ -117,10 +97,20 @@ def _job(
     settings: list[str] | None,
 ) -> Any:
     """Return the step of the run that was asked for, of a model that the trainer knows or of another one."""
+    from sim.mesh.job import Job
+
+    run, spec = _run(file, given, model, start_from)
+    job = Job.of_run(run, _devices(run, devices), model=spec)
+    if not settings:
+        return job
+    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
+
+
+def _run(file: Path | None, given: Given, model: str | None, start_from: str | None) -> tuple[Config, Any]:
+    """Return the run that was asked for, and its model if the trainer does not know it."""
     from hyper_parallel.models.llama import LlamaConfig
     from hyper_parallel.models.moe import MoEConfig
     from hyper_parallel.trainer.config import MODELS
-    from sim.mesh.job import Job
     from sim.mesh.models import find_model
 
     if model in MODELS:
@@ -133,10 +123,7 @@ def _job(
         seen = f"given: {', '.join(changes)}"
         raise ValueError(explain(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out"))
     run = read_run(file, given, start_from, shape=spec.config if spec is not None and is_trained else None)
-    job = Job.of_run(run, _devices(run, devices), model=None if is_trained else spec)
-    if not settings:
-        return job
-    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
+    return run, None if is_trained else spec
 
 
 def _devices(run: Config, devices: int | None) -> int:
@@ -174,55 +161,147 @@ def _show_estimate(
     _write_json(estimate_dict(found), json_file)
 
 
-@with_options(*_DEGREES, _CHECKPOINTING, _ZERO, *_HOW)
+@with_options(*_NO_MODEL)
 def search(
-    model: ModelName,
-    hardware: HardwareName,
-    devices: Annotated[int, _option("Devices in all.")],
-    global_batch: Annotated[int, _option("Sequences of a step, over all ranks together.")],
     given: Given,
-    seq_len: SeqLen = 4096,
+    hardware: HardwareName,
+    devices: Annotated[int, _option("Devices in all.", min=1)],
+    config: ConfigFile = None,
+    model: Annotated[
+        str | None,
+        _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own."),
+    ] = None,
+    start_from: StartFrom = None,
     memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
-    limit: Annotated[int, _option("Most candidates to estimate.", min=1)] = 24,
+    limit: Annotated[int | None, _option("Most candidates to estimate; default: as many as it takes.", min=1)] = None,
     settings: Settings = None,
     rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
+    write: Annotated[Path | None, _option("TOML file: the best run, for train.", _OUT)] = None,
     json_file: Json = None,
 ) -> None:
-    """Rank the ways to train a model on a number of devices; what is given as an option stays as it is.
+    """Rank the ways to train a run on a number of devices; what its file or an option says stays as it is.
 
-    hyper-parallel search --model llama3-8b --hardware h100-sxm --devices 64 --global-batch 128 --seq-len 8192
+    hyper-parallel search run.toml --hardware h100-sxm --devices 64 --write best.toml
 
     Ctrl-C ends it: what it has found so far is printed.
     """
-    recipe = given["recipe"]
     with _mistakes_as_messages():
         from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
         from sim.mesh.searching.search import search as search_ways
+        from sim.mesh.spec import ModelSpec
 
-        check_can_write(None if json_file in (None, "-") else Path(str(json_file)))
-        levels = [recipe["checkpointing"]] if "checkpointing" in recipe else ["none", "selective", "full"]
-        stages = [recipe["zero"]] if "zero" in recipe else [3, 2]
-        recipes = [
-            _recipe({**recipe, "checkpointing": level, "zero": zero}, settings) for level in levels for zero in stages
-        ]
+        for path in (write, None if json_file in (None, "-") else Path(str(json_file))):
+            check_can_write(path)
+        run, spec = _run(config, given, model, start_from)
+        if spec is not None and write is not None:
+            blame = "the trainer does not know the model, so that train cannot run what is written"
+            raise ValueError(explain(f"cannot write {write}", blame, f"--model {model}", "leave out --write"))
+        stays = _said(config, given)
+        found_model, recipes = _recipes(run, spec, stays, _settings(settings))
+        degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
         with SearchBar(stderr_console()) as bar:
             result = search_ways(
-                _model(model),
+                found_model,
                 hardware,
                 devices,
-                global_batch,
+                run.train.batch_size,
                 None if memory_limit is None else memory_limit * GIB,
-                seq_len=seq_len,
+                seq_len=run.train.seq_len,
                 recipes=recipes,
-                fixed=given["degrees"],
+                fixed={name: size for name, size in degrees.items() if size not in (None, -1)},
                 limit=limit,
                 progress=bar.on_estimate,
+                layers_per_stage=run.parallel.stage_sizes(),
+                accepts=None if isinstance(spec, ModelSpec) else lambda one: plan_of(run, one, devices),
             )
         if json_file != "-":
             print_wide(search_view(result, rows))
+        if write is not None:
+            from hyper_parallel.trainer.config import config_text
+
+            write.parent.mkdir(parents=True, exist_ok=True)
+            write.write_text(config_text(run_of(run, result.best.candidate)), encoding="utf-8")
+            _say_written(write, json_file)
         _write_json(search_dict(result), json_file)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
+
+
+def run_of(run: Config, candidate: Any) -> Config:
+    """Return a run that is arranged as a candidate of a search.
+
+    Args:
+        run: that was searched for.
+        candidate: of its ways.
+    """
+    dims, recipe, sizes = candidate.dims, candidate.recipe, candidate.layers_per_stage
+    piped = dims.pp > 1
+    arranged: dict[str, Any] = {
+        **{name: getattr(dims, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")},
+        "ulysses_degree": dims.ulysses_degree if dims.cp > 1 else None,
+        "etp": dims.etp if dims.ep > 1 else None,
+        "schedule": recipe.schedule,
+        "stages_per_rank": recipe.stages_per_rank if piped else None,
+        "layers_per_stage": None if sizes is None else ",".join(map(str, sizes)),
+        "checkpointing": recipe.checkpointing,
+        "reshard_after_forward": recipe.zero == 3,
+    }
+    train = dataclasses.replace(run.train, accumulate=candidate.parts)
+    return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **arranged), train=train)
+
+
+def plan_of(run: Config, candidate: Any, devices: int) -> None:
+    """Refuse a candidate that `train` would refuse.
+
+    Args:
+        run: that is searched for.
+        candidate: one of its ways.
+        devices: in all.
+
+    Raises:
+        ValueError: as `train` does.
+    """
+    from sim.mesh.job import Job
+
+    Job.of_run(run_of(run, candidate), devices)
+
+
+def _said(file: Path | None, given: Given) -> set[str]:
+    """Return the keys of [parallel], and accumulate, that the file or an option says."""
+    from hyper_parallel.trainer.config import tomllib
+
+    table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+    told = {**table.get("parallel", {}), **given["parallel"]}
+    told.update(
+        {key: 1 for section in (table.get("train", {}), given["train"]) for key in section if key == "accumulate"}
+    )
+    return set(told)
+
+
+def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Return the model of a run, and the recipes to try: checkpointing and ZeRO levels that nothing says."""
+    from sim.mesh.job import Job
+
+    alone: dict[str, Any] = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep"), 1) | dict.fromkeys(
+        ("dp_shard", "ulysses_degree", "etp", "stages_per_rank", "layers_per_stage")
+    )
+    parallel = dataclasses.replace(run.parallel, **alone, schedule="1f1b")
+    whole = dataclasses.replace(run, parallel=parallel, train=dataclasses.replace(run.train, accumulate=1))
+    job = Job.of_run(whole, 1, model=spec)
+    said_1f1b = "schedule" in stays and run.parallel.schedule == "1f1b"  # which has one stage on each rank
+    recipe = dataclasses.replace(
+        job.recipe,
+        schedule=run.parallel.schedule,
+        stages_per_rank=run.parallel.stages_per_rank or (1 if said_1f1b else None),
+        microbatches=run.train.accumulate if "accumulate" in stays else None,
+    )
+    levels = [run.parallel.checkpointing] if "checkpointing" in stays else ["none", "selective", "full"]
+    stages = [3 if run.parallel.reshard_after_forward else 2] if "reshard_after_forward" in stays else [3, 2]
+    return job.model, [
+        dataclasses.replace(recipe, checkpointing=level, **{"zero": zero, **settings})
+        for level in levels
+        for zero in stages
+    ]
 
 
 # -- from options to what the simulator takes --------------------------------------------------------------------------
@@ -259,13 +338,6 @@ def _number(asked: str, text: str) -> float:
     except ValueError:
         blame = "the skew of loads is a number, 0 for even ones"
         raise ValueError(explain(asked, blame, f"given: {text!r}", "--set routing=zipf:0.5")) from None
-
-
-def _recipe(given: dict[str, Any], settings: list[str] | None) -> Any:
-    """Build the recipe of what is given, and of what --set says."""
-    from sim.mesh.recipe import Recipe
-
-    return Recipe(**given | _settings(settings))
 
 
 def _model(name: str) -> Any:

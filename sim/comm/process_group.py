@@ -25,7 +25,7 @@ from sim.explain.errors import SimError
 from sim.explain.lines import user_line
 from sim.kernel.waiting import Waitable
 
-__all__ = ["SimProcessGroup", "SimWork"]
+__all__ = ["SimProcessGroup", "SimWork", "moved_by_all_reduce"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -126,6 +126,23 @@ def _numels(tensors: Tensors) -> str:
 
 def _nbytes(tensors: Tensors) -> int:
     return sum([t.numel() * t.element_size() for t in tensors])
+
+
+def moved_by_all_reduce(size: int, ranks: int, member: int) -> int:
+    """Return the bytes that a rank sends in an all_reduce, and receives.
+
+    It is a reduce_scatter into parts as equal as can be, and an all_gather of them: 2 (n - 1) times the data in all.
+
+    >>> [moved_by_all_reduce(10, 4, member) for member in range(4)]
+    [14, 16, 14, 16]
+
+    Args:
+        size: bytes of what is reduced.
+        ranks: of the group.
+        member: place of the rank in the group.
+    """
+    own = size * (member + 1) // ranks - size * member // ranks
+    return size + (ranks - 2) * own
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:
@@ -392,10 +409,7 @@ class SimProcessGroup(Dispatched):
                 f"all_reduce: sparse tensors can be added up only, but the reduce op is {name}; "
                 f"group: {self._title()}; try: ReduceOp.SUM, or .to_dense()"
             )
-        # A reduce_scatter into parts as equal as can be, and an all_gather of them: 2 (n - 1) times the data in all.
-        size, total = self._size, _nbytes(tensors)
-        own = total * (self._member + 1) // size - total * self._member // size
-        moved = total + (size - 2) * own
+        moved = moved_by_all_reduce(_nbytes(tensors), self._size, self._member)
         call = Call(
             Contract("all_reduce", name, None, _dtypes(tensors), _shapes(tensors)),
             tensors,

@@ -31,11 +31,18 @@ class FakeMemory(SimpleNamespace):
 
 
 def fake_estimate(
-    model: Any, dims: ParallelDims, batch: int, seq_len: int, hardware: Any, recipe: Recipe, scale: float = 1.5
+    model: Any,
+    dims: ParallelDims,
+    batch: int,
+    seq_len: int,
+    hardware: Any,
+    recipe: Recipe,
+    scale: float = 1.5,
+    layers_per_stage: tuple[int, ...] | None = None,
 ) -> Any:
     """Answer with the bound of memory, times `scale`, and the guess of time."""
     device, spec = find_hardware(hardware), find_model(model)
-    shape, candidate = shape_of(spec, seq_len), Candidate(dims, recipe, batch)
+    shape, candidate = shape_of(spec, seq_len), Candidate(dims, recipe, batch, layers_per_stage)
     least = least_memory(shape, candidate, seq_len)
     seconds = guess_seconds(shape, candidate, seq_len, machine_of(device))
     allocated = int(least * scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -14,13 +15,14 @@ from typer.testing import CliRunner
 import sim.mesh.pricing.measure  # noqa: F401
 from hyper_parallel import cli
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from hyper_parallel.trainer.config import Config, config_text
+from hyper_parallel.trainer.config import Config, config_text, load_config
 from sim.mesh.hardware import find_hardware, hardware_names
+from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
 
 LLAMA = ("--model", "llama3-8b", "--hardware", "h100-sxm")
-SEARCH = (*LLAMA, "--devices", "64", "--global-batch", "128", "--seq-len", "8192")
+SEARCH = (*LLAMA, "--devices", "64", "--batch-size", "128", "--seq-len", "8192", "--precision", "bf16")
 
 OWN = """
 import torch
@@ -77,6 +79,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", remembering)
     monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate_job", of_a_job)
+    monkeypatch.setattr(importlib.import_module("sim.mesh.searching.search"), "Floors", lambda *given: None)
     return calls
 
 
@@ -281,12 +284,32 @@ def test_a_search_prints_the_ranking(asked: list[dict[str, Any]]) -> None:
 
 
 def test_what_is_given_to_a_search_stays(asked: list[dict[str, Any]]) -> None:
-    options = ("--tp", "4", "--checkpointing", "selective", "--zero", "3", "--compile", "--set", "loss=compiled")
+    options = ("--tp", "4", "--checkpointing", "selective", "--set", "zero=3", "--compile", "--set", "loss=compiled")
     assert invoke("search", *SEARCH, *options, "--limit", "4")[0] == 0
     for given in asked:
         recipe = given["recipe"]
         assert given["dims"].tp == 4
         assert (recipe.checkpointing, recipe.zero, recipe.compile, recipe.loss) == ("selective", 3, True, "compiled")
+
+
+def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any]]) -> None:
+    small = ["[train]", "batch_size = 16", "seq_len = 64", "[parallel]", "tp = 2", 'checkpointing = "full"']
+    Path("run.toml").write_text("\n".join(small))
+    options = ("--hardware", "h100-sxm", "--devices", "8", "--limit", "20", "--write", "out/best.toml")
+    code, output = invoke("search", "run.toml", *options)
+    assert code == 0, output
+    assert output.endswith("wrote out/best.toml\n")
+    run = load_config("out/best.toml")
+    assert (run.parallel.tp, run.parallel.checkpointing, run.train.batch_size) == (2, "full", 16)
+    assert Job.of_run(run, 8).dims.world_size == 8
+    assert {given["dims"].tp for given in asked} == {2}
+    assert {given["recipe"].checkpointing for given in asked} == {"full"}
+    piped = ("--pp", "2", "--layers-per-stage", "3,1", "--limit", "2", "--write", "piped.toml")
+    assert invoke("search", "run.toml", "--hardware", "h100-sxm", "--devices", "8", *piped)[0] == 0
+    run = load_config("piped.toml")
+    assert (run.parallel.pp, run.parallel.layers_per_stage) == (2, "3,1")
+    assert run.train.accumulate > 1
+    assert Job.of_run(run, 8).layers_per_stage == (3, 1)
 
 
 def test_nothing_fits(asked: list[dict[str, Any]]) -> None:
@@ -306,6 +329,7 @@ def test_an_interrupted_search_prints_what_it_has(monkeypatch: pytest.MonkeyPatc
         return fake_estimate(**given)
 
     monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", interrupted)
+    monkeypatch.setattr(importlib.import_module("sim.mesh.searching.search"), "Floors", lambda *given: None)
     code, output = invoke("search", *SEARCH)
     assert code == cli.INTERRUPTED
     assert "Fastest first" in output

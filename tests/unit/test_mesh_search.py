@@ -18,11 +18,14 @@ from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import MoEConfig
 from sim.mesh.cost import UnknownOperation
 from sim.mesh.estimate import estimate
+from sim.mesh.hardware import find_hardware
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import Machine, guess_seconds, least_memory
+from sim.mesh.searching.bounds import Machine, even_memory, even_time, guess_seconds, least_memory
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
-from sim.mesh.searching.ranking import chance_faster
+from sim.mesh.searching.floors import Floors
+from sim.mesh.searching.limits import limit_of
+from sim.mesh.searching.ranking import chance_faster, search_dict
 from sim.mesh.searching.search import search
 from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes, shape_of
 from sim.mesh.spec import Custom, ModelSpec
@@ -100,6 +103,21 @@ def test_a_model_without_plan_or_stages_is_only_sharded() -> None:
     alone = dataclasses.replace(where, shape=dataclasses.replace(where.shape, splits=False, has_stages=False))
     found = [entry for entry in enumerate_candidates(alone) if isinstance(entry, Candidate)]
     assert {(c.dims.tp, c.dims.pp) for c in found} == {(1, 1)}
+
+
+def test_layers_are_also_placed_unevenly() -> None:
+    where = space(fixed={"pp": 4, "tp": 1, "cp": 1}, recipes=(Recipe(microbatches=8),))
+    sizes = {c.layers_per_stage for c in enumerate_candidates(where) if isinstance(c, Candidate)}
+    assert None in sizes
+    uneven = [counts for counts in sizes if counts is not None]
+    assert all(sum(counts) == 32 for counts in uneven)
+    assert {len(counts) for counts in uneven} == {4, 8}, "one and two stages on each rank"
+    shape = shape_of(find_model("llama3-8b"), 8192)
+    assert even_time(shape, 4) == (8, 9, 9, 6), "the head of llama3-8b is 2.4 layers"
+    piped = Candidate(ParallelDims(pp=4, dp_shard=16, world_size=64), Recipe(microbatches=8), 8)
+    first, second, third, _ = even_memory(shape, piped, 8192)
+    assert first < second < third, "the first one keeps four micro-batches"
+    assert "layers 8,9,9,6" in dataclasses.replace(piped, layers_per_stage=(8, 9, 9, 6)).how
 
 
 def test_candidates_are_told_in_one_line() -> None:
@@ -226,7 +244,10 @@ def test_a_small_space_is_searched_whole() -> None:
     result = find("llama3-8b", "h100-sxm", 8, 8, recipes=recipes, fixed={"cp": 1, "pp": 1}, limit=1000)
     assert not result.left_out
     names = {(c.dims.tp, c.recipe.checkpointing) for c in (entry.candidate for entry in result.found)}
-    assert names >= {(1, "full"), (8, "full"), (8, "none")}
+    assert names >= {(1, "none"), (8, "none")}
+    assert (8, "full") in {(c.dims.tp, c.recipe.checkpointing) for c in result.slower}, "less fits"
+    assert result.gain == 0
+    assert "of which none can be faster than the best and fit" in str(result)
 
 
 def test_the_best_is_found_early() -> None:
@@ -281,6 +302,61 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
     result = find("llama3-8b", "h100-sxm", 64, 128, estimator=picky, limit=100)
     refused = [entry for entry in result.rejected if entry.reason == "the trainer refuses it"]
     assert {entry.detail for entry in refused} == {"cannot split this: it is odd"}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "batch", "recipe"),
+    [
+        ({"dp_shard": 4}, 4, {"microbatches": 2}),
+        ({"pp": 2, "tp": 2}, 4, {"checkpointing": "full"}),
+    ],
+)
+def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, recipe: dict[str, Any]) -> None:
+    model, hardware, dims = find_model("llama-tiny"), find_hardware("h100-sxm"), ParallelDims(**degrees, world_size=4)
+    candidate = Candidate(dims, Recipe(**recipe), batch)
+    found = estimate(model, dims, batch, 128, hardware, candidate.recipe)
+    floors = Floors(model, shape_of(model, 128), hardware, 128)
+    rough, fine = floors.seconds(candidate, rough=True), floors.seconds(candidate)
+    assert floors.arithmetic(candidate) < fine
+    assert rough <= fine * 1.001
+    assert 0.2 * found.timeline.step < fine <= found.timeline.step
+    assert 0 < floors.bytes(candidate) <= found.memory.peak
+
+
+def test_what_cannot_be_faster_is_looked_at_and_not_estimated() -> None:
+    """The best is the one that is found by estimating all."""
+    options: dict[str, Any] = {"seq_len": 128, "fixed": {"cp": 1, "pp": 1, "tp": 1}, "recipes": [Recipe()]}
+    bounded = search("llama-tiny", "a100-80gb", 4, 16, **options)
+    everything = search("llama-tiny", "a100-80gb", 4, 16, **options, estimator=estimate)
+    assert len(bounded.found) < len(everything.found)
+    assert bounded.best.seconds == everything.best.seconds
+    looked_at = {entry.candidate for entry in (*bounded.found, *bounded.too_large)} | set(bounded.slower)
+    assert {entry.candidate for entry in everything.found} <= looked_at
+    stopped = search("llama-tiny", "a100-80gb", 4, 16, **options, limit=1)
+    assert stopped.left_out
+    assert stopped.gain is not None
+    assert everything.best.seconds >= stopped.best.seconds * (1 - stopped.gain)
+
+
+def test_what_limits_the_best() -> None:
+    result = find("llama3-8b", "h100-sxm", 64, 128, limit=20)
+    limit = limit_of(result)
+    assert limit.by == next(iter(limit.shares)) == max(limit.shares, key=lambda name: limit.shares[name])
+    assert limit.text in " ".join(str(result).split())
+    assert search_dict(result)["limited_by"]["by"] == limit.by
+    waiting = dataclasses.replace(result, too_large=())
+    waiting.best.estimate.time.exposed = {"tp": quantity(0.9 * result.best.seconds)}
+    assert limit_of(waiting).by == "communication on tp"
+    faster = dataclasses.replace(result.best, estimate=fake_estimate(**given_of(result.best.candidate)))
+    faster.estimate.time.step = quantity(0.01 * result.best.seconds)
+    short = limit_of(dataclasses.replace(result, too_large=(faster,)))
+    assert short.by == "memory"
+    assert "more memory, " in short.text
+
+
+def given_of(candidate: Candidate) -> dict[str, Any]:
+    where = {"model": "llama3-8b", "seq_len": 8192, "hardware": "h100-sxm"}
+    return {**where, "dims": candidate.dims, "batch": candidate.batch, "recipe": candidate.recipe}
 
 
 def test_an_operation_without_a_price_ends_the_search() -> None:

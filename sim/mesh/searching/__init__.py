@@ -1,5 +1,7 @@
 """The ways to train a model on some devices, and how to find the good ones.
 
-search -> explore -> bounds, candidates, ranking -> space
+search -> explore -> candidates, floors, ranking
+floors -> bounds -> space
+ranking -> limits
 advice
 """

@@ -9,10 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.pipeline.split import split_layers
 from sim.mesh.hardware import Hardware
 from sim.mesh.searching.space import Candidate, Shape
 
-__all__ = ["Machine", "guess_memory", "guess_seconds", "least_memory", "machine_of"]
+__all__ = [
+    "Machine",
+    "even_memory",
+    "even_time",
+    "guess_memory",
+    "guess_seconds",
+    "held_by_model",
+    "least_memory",
+    "machine_of",
+]
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "sgd": 0}
@@ -92,6 +102,22 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     return standing, gradients
 
 
+def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
+    """Return bytes of weights and optimizer state, and of gradients while micro-batches add theirs up.
+
+    Args:
+        shape: of the model.
+        candidate: to be bounded.
+    """
+    dims, recipe = candidate.dims, candidate.recipe
+    standing, gradients = _state(shape, candidate)
+    if dims.pp > 1 or candidate.parts == 1:
+        return standing, 0.0
+    if recipe.zero >= 2 and not recipe.reduce_each and dims.dp_shard * dims.ep * dims.cp > 1:
+        gradients = sum(_on_a_rank(shape, candidate)) * _BYTES[recipe.param_dtype]  # whole on each rank until the last
+    return standing, gradients
+
+
 def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     dims, recipe = candidate.dims, candidate.recipe
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
@@ -162,6 +188,44 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
         if dims.pp == 1 and candidate.parts > 1:  # gradients are whole until the last micro-batch has added its own
             bytes_ += (dense + experts) * 4
     return _together(_state(shape, candidate), bytes_, candidate)
+
+
+def even_time(shape: Shape, stages: int) -> tuple[int, ...]:
+    """Return layers for stages that compute equally long: the head takes what it weighs, the embedding nothing.
+
+    Args:
+        shape: of the model.
+        stages: of all ranks.
+    """
+    head = shape.vocab * shape.hidden
+    layer = max(1.0, (shape.parameters - 2 * head) / max(shape.layers, 1))
+    return tuple(len(layers) for layers in split_layers(shape.layers, stages, first_extra=0, last_extra=head / layer))
+
+
+def even_memory(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[int, ...]:
+    """Return layers for stages that need equally much memory: the first ones keep more micro-batches.
+
+    Args:
+        shape: of the model.
+        candidate: with one stage on each rank.
+        seq_len: tokens of a sequence.
+    """
+    dims, recipe = candidate.dims, candidate.recipe
+    state = sum(_state(shape, candidate)) * dims.pp
+    head = shape.vocab * shape.hidden / max(shape.parameters, 1) * state
+    tokens = candidate.batch // candidate.parts * seq_len / dims.cp
+    logits = 0.0 if recipe.fused_loss else tokens * shape.vocab / dims.tp * 12
+    layer = max(state - 2 * head, 0.0) / shape.layers
+    kept = _activations(shape, candidate, seq_len) / max(_under_way(candidate) * (shape.layers // dims.pp), 1)
+    each = [layer + kept * min(dims.pp - stage, candidate.parts) for stage in range(dims.pp)]
+    counts, needs = [1] * dims.pp, list(each)
+    needs[0] += head
+    needs[-1] += head + logits
+    for _ in range(shape.layers - dims.pp):
+        stage = min(range(dims.pp), key=lambda at: needs[at] + each[at])
+        counts[stage] += 1
+        needs[stage] += each[stage]
+    return tuple(counts)
 
 
 def _blocks_under_way(candidate: Candidate) -> float:

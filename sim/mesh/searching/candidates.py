@@ -15,6 +15,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
 from sim.mesh.recipe import Recipe
+from sim.mesh.searching.bounds import even_memory, even_time
 from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
 
 __all__ = ["enumerate_candidates"]
@@ -166,12 +167,28 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
                 if cut in seen:
                     continue
                 seen.add(cut)
-                candidate = Candidate(dims, cut, batch)
+                candidate = Candidate(dims, cut, batch, space.layers_per_stage if dims.pp > 1 else None)
                 reason = _unschedulable(space.shape, candidate)
                 if reason is None:
                     yield candidate
+                    yield from _uneven(space, candidate)
                 else:
                     yield Rejected(str(candidate), "the pipeline cannot run", reason, candidate=candidate)
+
+
+def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield a candidate with its layers on the stages so that time, or memory, is the same on all of them."""
+    dims, recipe = candidate.dims, candidate.recipe
+    is_given = candidate.layers_per_stage is not None
+    if dims.pp == 1 or is_given or recipe.schedule not in ("1f1b", "gpipe", "interleaved"):
+        return
+    stages = dims.pp * find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
+    found = {even_time(space.shape, stages)}
+    if recipe.schedule == "1f1b":
+        found.add(even_memory(space.shape, candidate, space.seq_len))
+    usual = tuple(len(layers) for layers in split_layers(space.shape.layers, stages))
+    for sizes in sorted(found - {usual}):
+        yield dataclasses.replace(candidate, layers_per_stage=sizes)
 
 
 def _schedules(recipe: Recipe, dims: ParallelDims) -> list[Recipe]:
@@ -197,7 +214,8 @@ def _unschedulable(shape: Shape, candidate: Candidate) -> str | None:
     try:
         stages = dims.pp * kind.checked_stages_per_rank(recipe.stages_per_rank)
         kind.check_micro_batches(candidate.parts, dims.pp, stages)
-        split_layers(shape.layers, stages)
+        sizes = candidate.layers_per_stage
+        split_layers(shape.layers, stages, sizes=None if sizes is None else list(sizes))
     except ValueError as error:
         return str(error).splitlines()[0].partition(": ")[2]
     if kind.splits_backward and (recipe.compile or recipe.checkpointing == "selective"):

@@ -1,8 +1,9 @@
-"""The course of a search: candidates, cheap bounds, estimates of the promising ones.
+"""The course of a search: candidates, cheap bounds, estimates of those that may be the best.
 
-The number of ways grows with the number of devices; an estimate takes seconds. So candidates that cannot fit are cut
-off by a bound, the rest is looked at best first, and every estimate corrects what is expected of the others. A search
-that is interrupted, or that has used up its number of estimates, returns the best so far and says what it left out.
+The number of ways grows with the number of devices; an estimate takes seconds. So every candidate is looked at, the
+most promising first, and every estimate corrects what is expected of the others; but one that cannot fit, or cannot be
+faster than the best so far, is not estimated. A search that is interrupted, or that has used up its number of
+estimates, returns the best so far, and says how much faster the best of what it left out could be.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from sim.mesh.cost import UnknownOperation
 from sim.mesh.report import gib
 from sim.mesh.searching.bounds import Machine, guess_memory, guess_seconds, least_memory
 from sim.mesh.searching.candidates import enumerate_candidates
+from sim.mesh.searching.floors import Floors
 from sim.mesh.searching.ranking import Found, SearchResult, chance_faster
 from sim.mesh.searching.space import Candidate, Rejected, Space
 
@@ -40,43 +42,44 @@ class Exploration:
         space: what is searched.
         machine: what guesses need of the hardware.
         limit_bytes: of memory on a device.
-        limit: most estimates.
+        limit: most estimates; None: as many as it takes.
         title: what is searched, in words.
+        floors: of time and memory; None: every candidate that may fit is estimated.
     """
 
     space: Space
     machine: Machine
     limit_bytes: float
-    limit: int
+    limit: int | None
     title: str
+    floors: Floors | None = None
     found: list[Found] = field(default_factory=list)
     too_large: list[Found] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     time_ratios: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
     memory_ratios: dict[str, list[float]] = field(default_factory=dict)
     guesses: dict[Candidate, tuple[float, float]] = field(default_factory=dict)
+    slower: list[Candidate] = field(default_factory=list)
 
     def run(self, estimate: Callable[[Candidate], Any], progress: Progress) -> SearchResult:
         """Estimate the most promising candidates, one after the other."""
-        pending = self._bounded()
-        later: list[Candidate] = []  # they can only be slower than what fits: looked at when nothing else is left
+        pending = self._in_order(self._bounded())
         done, complete = 0, True
         try:
-            while (pending or later) and done < self.limit:
-                candidate = self._most_promising(pending) if pending else later.pop(0)
-                pending.pop(candidate, (0.0, 0.0))
-                if self._is_hopeless(candidate):
-                    continue
-                if pending and self._is_in_vain(candidate):
-                    later.append(candidate)
-                    continue
-                progress(done, min(self.limit, done + 1 + len(pending) + len(later)), str(candidate))
-                self._add(candidate, estimate)
-                done += 1
+            while pending and (self.limit is None or done < self.limit):
+                candidate = pending[0]
+                if not self._is_hopeless(candidate) and not self._is_slower(candidate):
+                    most = done + len(pending)
+                    progress(done, most if self.limit is None else min(self.limit, most), str(candidate))
+                    self._add(candidate, estimate)
+                    done += 1
+                    pending = self._in_order(dict.fromkeys(pending[1:]))
+                else:
+                    del pending[0]
             progress(done, done, "")
         except KeyboardInterrupt:
             complete = False
-        left = [*self._in_order(pending), *later]
+        left = pending
         if not self.found:
             raise self._nothing(complete, left)
         return SearchResult(
@@ -87,6 +90,8 @@ class Exploration:
             self.limit_bytes,
             complete,
             self.title,
+            tuple(self.slower),
+            self._gain(left),
         )
 
     def _bounded(self) -> dict[Candidate, tuple[float, float]]:
@@ -120,13 +125,9 @@ class Exploration:
         self.memory_ratios.setdefault(candidate.recipe.checkpointing, []).append(entry.bytes / memory)
         (self.found if entry.estimate.memory.fits(self.limit_bytes) else self.too_large).append(entry)
 
-    def _most_promising(self, pending: Mapping[Candidate, tuple[float, float]]) -> Candidate:
+    def _in_order(self, pending: Iterable[Candidate]) -> list[Candidate]:
         score = self._scorer()
-        return min(pending, key=lambda one: score(one, pending[one]))
-
-    def _in_order(self, pending: Mapping[Candidate, tuple[float, float]]) -> list[Candidate]:
-        score = self._scorer()
-        return sorted(pending, key=lambda one: score(one, pending[one]))
+        return sorted(pending, key=lambda one: score(one, self.guesses[one]))
 
     def _scorer(self) -> Callable[[Candidate, tuple[float, float]], float]:
         """Return seconds as the estimates so far correct the guess; more of them where memory is short."""
@@ -141,6 +142,41 @@ class Exploration:
             return seconds * known.get(_family(candidate), unknown) * (1 + 10 * too_much)
 
         return score
+
+    def _is_slower(self, candidate: Candidate) -> bool:
+        """Whether a candidate cannot be faster than the best so far, or cannot fit, by its floors."""
+        if not self.found:
+            return False
+        if self._is_in_vain(candidate):
+            self.slower.append(candidate)
+            return True
+        if self.floors is None:
+            return False
+        best = min(entry.seconds for entry in self.found)
+        floors = self.floors
+        if (
+            floors.arithmetic(candidate) >= best
+            or floors.seconds(candidate, rough=True) >= best
+            or floors.seconds(candidate) >= best
+        ):
+            self.slower.append(candidate)
+            return True
+        least = floors.bytes(candidate)
+        if least > self.limit_bytes:
+            detail = f"needs {gib(least)} at least, the limit is {gib(self.limit_bytes)}"
+            self.rejected.append(Rejected(str(candidate), "cannot fit (bound)", detail, least, candidate))
+            return True
+        return False
+
+    def _gain(self, left: Sequence[Candidate]) -> float | None:
+        """Return the part of the best step that the fastest of the candidates left could save; None: nobody knows."""
+        if not left:
+            return 0.0
+        if self.floors is None:
+            return None
+        best = min(entry.seconds for entry in self.found)
+        least = min(self.floors.seconds_if_known(candidate) for candidate in left)
+        return max(0.0, 1 - least / best)
 
     def _is_in_vain(self, candidate: Candidate) -> bool:
         """Whether the same with less recomputation, or less gathering, fits: this one can only be slower."""
@@ -199,7 +235,7 @@ class Exploration:
         more = math.ceil(space.num_devices * needed / self.limit_bytes)
         hint = f"about {_next_multiple(more, space.num_devices):,} devices, or shorter sequences"
         if left:
-            hint = f"limit={2 * self.limit}, as {len(left)} are not estimated yet; or {hint}"
+            hint = f"limit={2 * (self.limit or 0) or None}, as {len(left)} are not estimated yet; or {hint}"
         return ValueError(explain(asked, blame, seen, hint))
 
 
@@ -217,6 +253,8 @@ def _is_like(one: Candidate, other: Candidate) -> bool:
     """Whether two differ at most in shards and copies, checkpointing, ZeRO level and micro-batches."""
     recipe = ("schedule", "stages_per_rank", "compile", "float8", "fused_loss", "optimizer", "param_dtype", "attention")
     degrees = ("tp", "pp", "cp", "ep", "etp", "ulysses_degree")
+    if one.layers_per_stage != other.layers_per_stage:
+        return False
     return all(getattr(one.recipe, name) == getattr(other.recipe, name) for name in recipe) and all(
         getattr(one.dims, name) == getattr(other.dims, name) for name in degrees
     )

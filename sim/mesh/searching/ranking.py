@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.mesh.report import as_text, estimate_dict, gib, interval, number, per_second, percent, plain_table, seconds
+from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.space import Candidate, Rejected
 
 __all__ = [
@@ -55,6 +56,7 @@ def search_view(result: Any, most: int = 10) -> Group:
         views.append(Text(f"... and {len(result.found) - most} more that fit"))
     views += [Text(), Text("Neither in memory nor in time beaten by another one", style="bold"), _front(result)]
     views += [Text(), Text("Not in the ranking", style="bold"), _reasons(result)]
+    views += [Text(), Text(result.looked_at), Text(limit_of(result).text)]
     if not result.complete:
         views.append(Text("the search was interrupted: this is the best so far"))
     return Group(*views)
@@ -100,6 +102,8 @@ def _reasons(result: Any) -> Table:
             examples["does not fit"] = f"{closest.candidate}: {gib(closest.bytes)} beside what torch does not count"
     for reason, count in result.reasons.items():
         table.add_row(f"{count:,}", reason, examples[reason])
+    if result.slower:
+        table.add_row(f"{len(result.slower):,}", "slower than the best", f"{result.slower[0]}: by a bound")
     if result.left_out:
         table.add_row(f"{len(result.left_out):,}", "less promising", f"{result.left_out[0]}: not estimated")
     return table
@@ -122,7 +126,10 @@ def search_dict(result: Any) -> dict[str, Any]:
         "found": [one(entry) for entry in result.found],
         "too_large": [one(entry) for entry in result.too_large],
         "rejected": [{"what": entry.what, "reason": entry.reason, "detail": entry.detail} for entry in result.rejected],
+        "slower": [str(candidate) for candidate in result.slower],
         "left_out": [str(candidate) for candidate in result.left_out],
+        "gain_at_most": result.gain,
+        "limited_by": limit_of(result)._asdict(),
     }
 
 
@@ -227,6 +234,9 @@ class SearchResult:
         limit_bytes: of memory.
         complete: False where the search was interrupted.
         title: what was searched.
+        slower: what was looked at and cannot be faster than the best, by a bound: it was not estimated.
+        gain: part of the best step that the fastest of those left out could save at most; 0: none is left out. None:
+            nobody knows.
     """
 
     found: tuple[Found, ...]
@@ -236,11 +246,26 @@ class SearchResult:
     limit_bytes: float
     complete: bool
     title: str
+    slower: tuple[Candidate, ...] = ()
+    gain: float | None = 0.0
 
     @property
     def best(self) -> Found:
         """The fastest that fits."""
         return self.found[0]
+
+    @property
+    def looked_at(self) -> str:
+        """How many candidates were estimated, how many were bounded, and what those left out could save."""
+        estimated, bounded = len(self.found) + len(self.too_large), len(self.slower)
+        bounded += sum(entry.candidate is not None and "cannot fit" in entry.reason for entry in self.rejected)
+        told = f"looked at {estimated + bounded:,} candidates: {estimated:,} estimated, {bounded:,} bounded"
+        if not self.left_out:
+            return f"{told}, of which none can be faster than the best and fit"
+        told += f"; {len(self.left_out):,} left out"
+        if self.gain is None:
+            return told
+        return f"{told}, of which the best could be at most {percent(self.gain)} faster than the best found"
 
     @property
     def pareto(self) -> tuple[Found, ...]:

@@ -12,6 +12,7 @@ from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import machine_of
 from sim.mesh.searching.explore import Exploration, Progress
+from sim.mesh.searching.floors import Floors
 from sim.mesh.searching.ranking import Found, SearchResult
 from sim.mesh.searching.space import Candidate, Space, default_recipes, shape_of
 
@@ -28,9 +29,11 @@ def search(
     seq_len: int,
     recipes: Sequence[Recipe] | None = None,
     fixed: Mapping[str, int] | None = None,
-    limit: int = 24,
+    layers_per_stage: Sequence[int] | None = None,
+    limit: int | None = None,
     progress: Progress | None = None,
     estimator: Callable[..., Any] | None = None,
+    accepts: Callable[[Candidate], object] | None = None,
 ) -> SearchResult:
     """Rank ways to train a model on a number of devices.
 
@@ -40,7 +43,9 @@ def search(
 
     Tensor parallelism is tried within a node, context parallelism where sequences are long, the pipeline with one and
     two stages on each rank, sharding over all data-parallel ranks and over fewer nodes, micro-batches of 1, 2, 4 and 8
-    sequences, each with every recipe. Ctrl-C ends a search; what it has found so far is returned.
+    sequences, each with every recipe. Every candidate is looked at: one whose floor of time or memory says that it
+    cannot be faster than the best, or cannot fit, is not estimated. Ctrl-C ends a search; what it has found so far is
+    returned.
 
     Args:
         model: name, config or `Custom`.
@@ -51,16 +56,18 @@ def search(
         seq_len: tokens of a sequence.
         recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays.
         fixed: degrees that are given, such as `{"tp": 8}`; also `etp` and `ulysses_degree`.
-        limit: most estimates.
+        layers_per_stage: of every pipeline that is tried; None: even in layers, time or memory.
+        limit: most estimates; None: as many as it takes to look at every candidate.
         progress: told how far the search is.
         estimator: what estimates one candidate, called as `estimate` is; None: that.
+        accepts: called with a candidate before it is estimated; a ValueError rejects it. None: all are accepted.
 
     Raises:
         ValueError: arguments that do not fit; nothing can be placed, or nothing fits into memory: the message says what
             comes closest.
     """
     device, spec = find_hardware(hardware), find_model(model)
-    _check(num_devices=num_devices, global_batch=global_batch, seq_len=seq_len, limit=limit)
+    _check(num_devices=num_devices, global_batch=global_batch, seq_len=seq_len, limit=1 if limit is None else limit)
     fixed = _checked_fixed(fixed or {}, num_devices)
     if memory_limit is not None and not memory_limit > 0:
         raise ValueError(
@@ -76,15 +83,22 @@ def search(
         seq_len,
         tuple(recipes) if recipes is not None else default_recipes(),
         fixed,
+        None if layers_per_stage is None else tuple(layers_per_stage),
     )
     title = f"{spec.name} on {num_devices:,} x {device.name}, {global_batch:,} x {seq_len:,} tokens"
+    floors = None
     if estimator is None:
         from sim.mesh.estimate import estimate
 
         estimator = estimate
+        floors = Floors(spec, shape, device, seq_len)
     asked = estimator
 
     def one(candidate: Candidate) -> Any:
+        if accepts is not None:
+            accepts(candidate)
+        sizes = candidate.layers_per_stage
+        rest: dict[str, Any] = {} if sizes is None else {"layers_per_stage": sizes}
         return asked(
             model=model,
             dims=candidate.dims,
@@ -92,9 +106,11 @@ def search(
             seq_len=seq_len,
             hardware=device,
             recipe=candidate.recipe,
+            **rest,
         )
 
-    return Exploration(space, machine_of(device), limit_bytes, limit, title).run(one, progress or _silent)
+    exploration = Exploration(space, machine_of(device), limit_bytes, limit, title, floors)
+    return exploration.run(one, progress or _silent)
 
 
 def _silent(done: int, total: int, now: str) -> None:

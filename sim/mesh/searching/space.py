@@ -22,11 +22,13 @@ class Candidate:
         dims: the degrees.
         recipe: with the number of micro-batches.
         batch: sequences of a step on each data-parallel rank.
+        layers_per_stage: of a pipeline; None: balanced, embedding and head counted as layers.
     """
 
     dims: ParallelDims
     recipe: Recipe
     batch: int
+    layers_per_stage: tuple[int, ...] | None = None
 
     @property
     def degrees(self) -> str:
@@ -57,6 +59,8 @@ class Candidate:
             told.append(f"{self.recipe.checkpointing} ckpt" + ("" if some is None else f" of {some}"))
         if self.dims.pp > 1:
             told.append(f"{self.recipe.schedule} of {self.parts} x {self.batch // self.parts}")
+            if self.layers_per_stage is not None:
+                told.append(f"layers {','.join(map(str, self.layers_per_stage))}")
         elif self.parts > 1:
             told.append(f"{self.parts} x {self.batch // self.parts} sequences")
         told += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
@@ -154,6 +158,7 @@ class Space:
         seq_len: tokens of a sequence.
         recipes: to be tried with all degrees; micro-batches are filled in where they are left open.
         fixed: degrees that are given, by name.
+        layers_per_stage: of every pipeline; None: several are tried.
     """
 
     shape: Shape
@@ -163,6 +168,7 @@ class Space:
     seq_len: int
     recipes: Sequence[Recipe]
     fixed: dict[str, int] = field(default_factory=dict)
+    layers_per_stage: tuple[int, ...] | None = None
 
 
 def default_recipes() -> tuple[Recipe, ...]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sim.mesh.job import Job
     from sim.mesh.tracing.build import Built
 
-__all__ = ["find_categories", "standing_blocks"]
+__all__ = ["find_categories", "logit_sizes", "standing_blocks"]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def find_categories(
                     freed[event.block] = key
                 elif isinstance(event, Op) and event.kind == "matmul" and key[0] == "backward":
                     products.update([touch.block for touch in event.writes])
-    logits = _logit_sizes(job)
+    logits = logit_sizes(job)
     data = re.compile(r"^(all_gather|reduce_scatter|all_reduce|all_to_all) (dp_|loss|shard|fsdp|ep|world|batch)")
     for block, key in taken.items():
         if block in categories:
@@ -129,7 +129,12 @@ def find_categories(
     return categories
 
 
-def _logit_sizes(job: Job) -> set[int]:
+def logit_sizes(job: Job) -> set[int]:
+    """Return the bytes that logits of a micro-batch may have: blocks of that size outside of layers are taken for them.
+
+    Args:
+        job: what is estimated.
+    """
     vocab = job.model.vocab_size
     if vocab is None:
         return set()

@@ -331,6 +331,8 @@ def fuse(program: Program) -> Program:
     Args:
         program: not changed.
     """
+    if not any(place.compiled for place in program.places):
+        return program
     sizes = {
         event.block: event.bytes
         for segment in program.segments.values()

@@ -168,6 +168,7 @@ class Recording:
         sizes: of its blocks, in bytes.
         standing: what lives through the step.
         segments: chunks by segment: the number of a layer, and what belongs to it; None: to what is around layers.
+        even: numbers of shards that divide this one split all weights without padding.
     """
 
     groups: list[CommGroup]
@@ -176,6 +177,7 @@ class Recording:
     sizes: dict[int, int]
     standing: list[Standing]
     segments: dict[Key, list[Chunk]] = field(default_factory=dict)
+    even: int = 1
 
 
 def kept_layers(layers: Sequence[int], kinds: Sequence[str]) -> list[int]:
@@ -320,7 +322,7 @@ class _Expansion:
         for each in self.old.standing:
             for number, layer in zip(self._copies_of("block", each.block), (each.layer, *self.copies), strict=False):
                 standing.append(each._replace(block=number, layer=layer))
-        return Recording(self.old.groups, self.places, self.categories, self.sizes, standing, segments)
+        return Recording(self.old.groups, self.places, self.categories, self.sizes, standing, segments, self.old.even)
 
     def _chunk(self, events: list[Event], here: int | None, chunk: int | None) -> list[Event]:
         if here not in self.order or chunk not in self.index:
@@ -482,7 +484,15 @@ class _Adder:
         blocks, handles, events = self.blocks, self.handles, self.events
         top = [blocks, handles, events]
 
+        is_first = not (blocks or handles or events or shift_group or shift_place)
+
         def moved(event: Event) -> Event:
+            if is_first and not isinstance(event, Comm):  # its numbers stay
+                if isinstance(event, Alloc):
+                    top[0] = max(top[0], event.block)
+                elif isinstance(event, EventRecord | Await):
+                    top[2] = max(top[2], event.event)
+                return event
             if isinstance(event, Op):
                 reads = tuple([Touch(t.block + blocks, t.bytes) for t in event.reads])
                 writes = tuple([Touch(t.block + blocks, t.bytes) for t in event.writes])

@@ -6,6 +6,7 @@ of all ranks of a pipeline are put together from these, in the order of the real
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLos
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
 from sim.mesh.recipe import Routing
+from sim.mesh.recordings.library import recordings
 from sim.mesh.tracing.build import Built, build_of_run, build_stage
 from sim.mesh.tracing.categories import find_categories, standing_blocks
 from sim.mesh.tracing.fusion import fuse
@@ -56,13 +58,13 @@ def trace(job: Job, *, every_layer: bool = False) -> list[Program]:
         job: what is estimated.
         every_layer: record every layer, rather than a few and repeat what the middle ones do.
     """
-    recordings: dict[Any, Recording] = {}
+    by_kind: dict[Any, Recording] = {}
     parts = job.stages()
     for part in parts:
         kind = _kind(job, part)
-        if kind not in recordings:
-            recordings[kind] = record_stage(job, part, every_layer=every_layer)
-    ready: dict[int, Recording] = {part.index: recordings[_kind(job, part)] for part in parts}
+        if kind not in by_kind:
+            by_kind[kind] = record_stage(job, part, every_layer=every_layer)
+    ready: dict[int, Recording] = {part.index: by_kind[_kind(job, part)] for part in parts}
     programs = [fuse(program) for program in stitch(job, parts, ready)]
     conventions = job.recipe.conventions
     return programs if conventions is None else [conventions.rewrite(job, program) for program in programs]
@@ -83,7 +85,6 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
         part: the stage.
         every_layer: record all of its layers.
     """
-    recorder = Recorder()
     kinds = [job.model.layer_kinds[layer] for layer in part.layers]
     few = (
         not every_layer
@@ -92,10 +93,15 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
         and job.recipe.checkpoint_layers is None
     )
     kept = kept_layers(part.layers, kinds) if few else list(part.layers)
-    with LoneWorld(job.dims.world_size, job.rank_of_stage_rank(part.rank), recorder) as world:
-        recording = world.run_alone(_Run(job, part, kept, recorder).record)
-    recording.groups = [group._replace(ranks=tuple(job.device_of(group.ranks))) for group in recorder.groups]
-    return expand(recording, list(part.layers), kept)
+
+    def record() -> Recording:
+        recorder = Recorder()
+        with LoneWorld(job.dims.world_size, job.rank_of_stage_rank(part.rank), recorder) as world:
+            return world.run_alone(_Run(job, part, kept, recorder).record)
+
+    recording = recordings.get(job, part, kept, record, fresh=every_layer)
+    groups = [group._replace(ranks=tuple(job.device_of(group.ranks))) for group in recording.groups]
+    return expand(dataclasses.replace(recording, groups=groups), list(part.layers), kept)
 
 
 class _Run:
@@ -144,6 +150,7 @@ class _Run:
             sizes=dict(recorder.sizes),
             standing=standing,
             segments=self.segments,
+            even=_even_shards(built.module, job.dims.dp_shard),
         )
 
     @property
@@ -532,6 +539,28 @@ def _layer_of(built: Built, unit: Any) -> int | None:
         if any(module is own for module in outer.modules()):
             return number
     return None
+
+
+def _even_shards(module: nn.Module, shards: int) -> int:
+    """Return a number such that whatever divides it splits all weights into shards of one size.
+
+    Args:
+        module: whose weights are sharded.
+        shards: over how many ranks along dp_shard.
+    """
+    found = 0
+    for param in module.parameters():
+        if not isinstance(param, DTensor):
+            continue
+        for dim, size in enumerate(param.shape):
+            ranks = [
+                param.device_mesh.size(axis)
+                for axis, placement in enumerate(param.placements)
+                if getattr(placement, "dim", None) == dim
+            ]
+            others = math.prod(ranks) // shards if math.prod(ranks) % shards == 0 else math.prod(ranks)
+            found = math.gcd(found, size // others if size % others == 0 else 1) if ranks else found
+    return max(found, 1)
 
 
 def _reduce_now(built: Built, flag: bool) -> None:

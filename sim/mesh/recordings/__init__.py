@@ -1,0 +1,4 @@
+"""Recordings that are kept, and those of other sizes that follow from them.
+
+library -> derive
+"""

@@ -1,0 +1,128 @@
+"""Recordings of stages by what they depend on: a stage is recorded once, however often it is estimated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from sim.mesh.job import Job, StagePart
+from sim.mesh.models import ConfigSpec
+from sim.mesh.recipe import Recipe
+from sim.mesh.recordings.derive import Anchor, derive
+from sim.mesh.tracing.stitch import Recording
+
+__all__ = ["Library", "depends_on", "recordings"]
+
+_MOST_EVENTS = 600_000  # about 300 MB
+_MOST_ANCHORS = 6  # of one kind: with more, they do not follow from each other
+_DEFAULT = {field.name: field.default for field in dataclasses.fields(Recipe)}
+_LATER = ("microbatches", "graphs", "tp_overlap", "host")
+"""Fields of a recipe that matter when a recording is priced or repeated, not when it is made."""
+
+
+class Library:
+    """Recordings, those used last kept longest.
+
+    Args:
+        most_events: of all recordings together.
+    """
+
+    def __init__(self, most_events: int = _MOST_EVENTS) -> None:
+        self.most_events = most_events
+        self.made = 0
+        self.derived = 0
+        self._kinds: OrderedDict[Hashable, list[Anchor]] = OrderedDict()
+        self._events = 0
+
+    def get(
+        self, job: Job, part: StagePart, kept: Sequence[int], record: Callable[[], Recording], *, fresh: bool = False
+    ) -> Recording:
+        """Return the recording of a stage: one that is there, one that follows from those, or a new one.
+
+        Args:
+            job: what is estimated.
+            part: the stage.
+            kept: its layers that are recorded.
+            record: makes a new one.
+            fresh: always make a new one, and keep nothing.
+        """
+        kind = None if fresh else depends_on(job, part, kept)
+        if kind is None:
+            return record()
+        anchors = self._kinds.setdefault(kind, [])
+        self._kinds.move_to_end(kind)
+        found = derive(anchors, job, part, kept)
+        if found is not None:
+            self.derived += 1
+            return found
+        found = record()
+        self.made += 1
+        if len(anchors) == _MOST_ANCHORS:
+            self._events -= _size(anchors.pop(0))
+        anchors.append(Anchor(job, part, tuple(kept), found))
+        self._events += _size(anchors[-1])
+        self._forget()
+        return found
+
+    def kept(self, kind: Hashable) -> list[Anchor]:
+        """Return the recordings of a kind, the latest last.
+
+        Args:
+            kind: what `depends_on` has returned.
+        """
+        return list(self._kinds.get(kind, ()))
+
+    def clear(self) -> None:
+        """Forget all recordings."""
+        self._kinds.clear()
+        self._events = 0
+
+    def _forget(self) -> None:
+        while self._events > self.most_events and len(self._kinds) > 1:
+            _, anchors = self._kinds.popitem(last=False)
+            self._events -= sum(_size(anchor) for anchor in anchors)
+
+
+recordings = Library()
+"""Those of this process."""
+
+
+def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | None:
+    """Return what a recording of a stage depends on in more than numbers; None: on more than can be said.
+
+    Args:
+        job: what is estimated.
+        part: the stage.
+        kept: its layers that are recorded.
+    """
+    if type(job) is not Job or not isinstance(job.model, ConfigSpec):
+        return None  # a module of the user's may be made in another way the next time
+    dims, recipe = job.dims, job.recipe
+    kinds = job.model.layer_kinds
+    if recipe.zero <= 1 or recipe.engine != "fully_shard" or job.is_skewed or recipe.conventions is not None:
+        return (job, part, tuple(kept))
+    ranks = {each.index: each.rank for each in job.stages()}
+    near = [ranks.get(part.index + step) for step in (-1, 1)]
+    changed: dict[str, Any] = {name: _DEFAULT[name] for name in _LATER}
+    if dims.pp > 1:
+        changed |= {"schedule": _DEFAULT["schedule"], "stages_per_rank": None}
+    affine = job.model.family == "llama" and job.micro_batch > 1  # tensors with a dim of 1 are laid out otherwise
+    return (
+        job.model,
+        job.run is not None,  # then the trainer's own functions build it, of fields that the recipe has, too
+        job.seq_len,
+        None if affine else job.micro_batch,
+        min(job.microbatches, 3),
+        (dims.tp, dims.cp, dims.ep, dims.etp, dims.ulysses_degree),
+        (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
+        (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
+        tuple(kinds[layer] for layer in kept),
+        len(part.layers) if recipe.checkpoint_layers is not None else None,
+        dataclasses.replace(recipe, **changed),
+    )
+
+
+def _size(anchor: Anchor) -> int:
+    return sum(len(events) for chunks in anchor.recording.segments.values() for _, events in chunks)

@@ -1,0 +1,130 @@
+"""What follows from other recordings is what would be recorded, event by event and bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.models.llama import LlamaConfig
+from sim.mesh.job import Job, StagePart
+from sim.mesh.models import find_model
+from sim.mesh.recipe import Recipe
+from sim.mesh.recordings.derive import Anchor, derive
+from sim.mesh.recordings.library import Library, depends_on, recordings
+from sim.mesh.tracing.stitch import Recording
+from sim.mesh.tracing.trace import record_stage, trace
+
+pytestmark = pytest.mark.sim
+
+few = settings(
+    max_examples=max(settings.default.max_examples // 25, 2),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+MODEL = find_model(
+    LlamaConfig(
+        vocab_size=160,
+        hidden_size=32,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+    )
+)
+FOUR = ((2, 2), (2, 4), (2, 8), (4, 2))
+"""Sequences of a micro-batch, and shards, of the recordings that all others follow from."""
+KINDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "sharded": ({}, {}),
+    "copies and tp": ({"dp_replicate": 2, "tp": 2}, {"zero": 2}),
+    "a pipeline": ({"pp": 2}, {"checkpointing": "full"}),
+}
+
+
+def job_of(kind: str, micro_batch: int, shards: int, copies: int = 2) -> Job:
+    degrees, recipe = KINDS[kind]
+    parts = 2
+    degrees = {**degrees, "dp_shard": shards}
+    if "dp_replicate" in degrees:
+        degrees["dp_replicate"] = copies
+    size = 1
+    for degree in degrees.values():
+        size *= degree
+    dims = ParallelDims(**degrees, world_size=size)
+    return Job(MODEL, dims, parts * micro_batch, 12, Recipe(microbatches=parts, **recipe))
+
+
+def fresh(job: Job) -> tuple[StagePart, Recording]:
+    part = job.stages()[-1]
+    recordings.clear()
+    return part, recorded(job, part)
+
+
+def recorded(job: Job, part: StagePart) -> Recording:
+    """The recording as it is kept: with ranks of the mesh, not of devices."""
+    record_stage(job, part)
+    kind = depends_on(job, part, list(part.layers))
+    return recordings.kept(kind)[-1].recording
+
+
+_ANCHORS: dict[str, list[Anchor]] = {}  # recorded once for all examples
+
+
+def anchors_of(kind: str) -> list[Anchor]:
+    if kind not in _ANCHORS:
+        made = [(job, *fresh(job)) for job in (job_of(kind, *sizes) for sizes in FOUR)]
+        _ANCHORS[kind] = [Anchor(job, part, tuple(part.layers), recording) for job, part, recording in made]
+    return _ANCHORS[kind]
+
+
+@few
+@given(st.sampled_from(sorted(KINDS)), st.sampled_from([3, 4, 8, 5]), st.sampled_from([16, 4, 8]), st.integers(2, 5))
+def test_what_follows_is_what_would_be_recorded(kind, micro_batch, shards, copies):
+    job = job_of(kind, micro_batch, shards, copies)
+    part, wanted = fresh(job)
+    found = derive(anchors_of(kind), job, part, list(part.layers))
+    assert found is not None
+    for field in dataclasses.fields(Recording):
+        assert getattr(found, field.name) == getattr(wanted, field.name), field.name
+
+
+def test_shards_that_need_padding_are_recorded():
+    job = job_of("sharded", 4, 3)
+    part, _ = fresh(job)
+    assert derive(anchors_of("sharded"), job, part, list(part.layers)) is None
+
+
+def test_a_difference_that_is_no_number_is_noticed():
+    first, second, third, last = anchors_of("sharded")
+    segments = {
+        key: [(layer, [event for event in events if type(event).__name__ != "Wait"]) for layer, events in chunks]
+        for key, chunks in last.recording.segments.items()
+    }
+    odd = dataclasses.replace(last, recording=dataclasses.replace(last.recording, segments=segments))
+    job = job_of("sharded", 8, 4)
+    part = job.stages()[-1]
+    assert derive([first, second, third, last], job, part, list(part.layers)) is not None
+    assert derive([first, second, third, odd], job, part, list(part.layers)) is None
+
+
+def test_a_library_records_once_and_forgets():
+    recordings.clear()
+    job = job_of("sharded", 2, 2)
+    made = recordings.made
+    first = trace(job)
+    again = trace(dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, graphs=True)))
+    assert recordings.made == made + 1
+    assert [program.to_json() for program in first] == [program.to_json() for program in again]
+    small, anchor = Library(most_events=10), anchors_of("sharded")[0]
+    for other in anchors_of("sharded")[:2], anchors_of("a pipeline")[:2]:
+        for one in other:
+            small.get(one.job, one.part, one.kept, lambda one=one: one.recording)
+    assert small.made == 4
+    small.get(anchor.job, anchor.part, anchor.kept, lambda: anchor.recording)
+    assert small.made == 5, "it was forgotten, as the last kind alone is more than there is room for"
