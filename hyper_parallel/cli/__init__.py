@@ -3,8 +3,8 @@
     train -> runs -> kit
     verify -> subject -> runs
     estimate, hardware, outputs, plan, simulate -> kit
-    train -> run -> options
-    verify, estimate -> options
+    train, estimate -> run -> options
+    verify -> options
 
 One file for each command, or for two that are alike. It is the one place that may import `sim`, and only where
 something is simulated. A command imports what it needs: torch takes seconds, and `--help` and wrong options come before

@@ -24,10 +24,11 @@ from hyper_parallel.cli.kit import (
     stdout_console,
 )
 from hyper_parallel.cli.options import Given, options, with_options
+from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, read_run
 from hyper_parallel.core.common.errors import explain, nearest
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+    from hyper_parallel.trainer.config import Config
 
 __all__ = ["estimate", "search"]
 
@@ -48,7 +49,7 @@ def _of_recipe(*fields: str, optional: bool = False) -> Any:
     return options("recipe", "sim.mesh.recipe", "Recipe", *fields, panel=_RECIPE, optional=optional)
 
 
-_CHECKPOINTING, _LAYERS, _ZERO = _of_recipe("checkpointing", "checkpoint_layers", "zero", optional=True)
+_CHECKPOINTING, _ZERO = _of_recipe("checkpointing", "zero", optional=True)
 _HOW = _of_recipe(
     *("compile", "schedule", "stages_per_rank", "microbatches", "param_dtype", "reduce_dtype"),
     *("master=weights_behind", "optimizer", "fused_loss", "float8", "attention", "sequence_parallel"),
@@ -70,15 +71,20 @@ Settings = Annotated[
 Json = Annotated[str | None, _option("Write everything as JSON to this file; -: to the terminal.", _OUT, "--json")]
 
 
-@with_options(*_DEGREES, _CHECKPOINTING, _LAYERS, _ZERO, *_HOW)
+_NO_MODEL = tuple(option for option in RUN_OPTIONS if (option.group, option.field) != ("train", "model"))
+
+
+@with_options(*_NO_MODEL)
 def estimate(
-    model: ModelName,
-    hardware: HardwareName,
     given: Given,
+    hardware: HardwareName,
+    config: ConfigFile = None,
     devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
-    seq_len: SeqLen = 4096,
-    global_batch: Annotated[int | None, _option("Sequences of a step, over all ranks together.")] = None,
-    batch: Annotated[int | None, _option("Sequences of a step on each data-parallel rank; default: 1.")] = None,
+    model: Annotated[
+        str | None,
+        _option("llama or moe; a name such as llama3-8b; module:function, or file.py:function, of your own."),
+    ] = None,
+    start_from: StartFrom = None,
     settings: Settings = None,
     in_words: Annotated[bool, _option("Say it in words, too, and what to change.", _OUT, "--explain")] = False,
     tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
@@ -86,28 +92,63 @@ def estimate(
     trace: Annotated[Path | None, _option("JSON file for ui.perfetto.dev: the timeline.", _OUT)] = None,
     json_file: Json = None,
 ) -> None:
-    """Say whether a training step fits into memory, how long it takes, and where the time goes. No device is needed.
+    """Say whether a step of a run fits into memory, how long it takes, and where the time goes. No device is needed.
 
-    hyper-parallel estimate --model llama3-8b --hardware h100-sxm --devices 64 --batch 2 --seq-len 8192
+    The file and the options of the run are those of train:
+    hyper-parallel estimate run.toml --hardware h100-sxm --devices 64 --tp 8
     """
     with _mistakes_as_messages():
-        from sim.mesh.estimate import estimate as estimate_step
+        from sim.mesh.estimate import estimate_job
 
-        dims = _dims(given["degrees"], devices)
-        recipe = _recipe(given["recipe"], settings)
         for path in (plot, trace, None if json_file in (None, "-") else Path(str(json_file))):
             check_can_write(path)
-        sequences = _batch(batch, global_batch, dims, recipe)
-        with busy(f"estimating {model} on {dims.world_size:,} devices"):
-            found = estimate_step(
-                model=_model(model),
-                dims=dims,
-                batch=sequences,
-                seq_len=seq_len,
-                hardware=hardware,
-                recipe=recipe,
-            )
+        job = _job(config, given, devices, model, start_from, settings)
+        with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
+            found = estimate_job(job, hardware)
         _show_estimate(found, in_words or tries > 0, tries, plot, trace, json_file)
+
+
+def _job(
+    file: Path | None,
+    given: Given,
+    devices: int | None,
+    model: str | None,
+    start_from: str | None,
+    settings: list[str] | None,
+) -> Any:
+    """Return the step of the run that was asked for, of a model that the trainer knows or of another one."""
+    from hyper_parallel.models.llama import LlamaConfig
+    from hyper_parallel.models.moe import MoEConfig
+    from hyper_parallel.trainer.config import MODELS
+    from sim.mesh.job import Job
+    from sim.mesh.models import find_model
+
+    if model in MODELS:
+        given["train"]["model"] = model
+    spec = None if model in (None, *MODELS) else find_model(_model(str(model)))
+    is_trained = spec is not None and type(spec.config) in (LlamaConfig, MoEConfig)
+    changes = [*given["model"], *given["experts"]]
+    if spec is not None and not is_trained and changes:
+        blame = "it has a shape of its own, which they are no part of"
+        seen = f"given: {', '.join(changes)}"
+        raise ValueError(explain(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out"))
+    run = read_run(file, given, start_from, shape=spec.config if spec is not None and is_trained else None)
+    job = Job.of_run(run, _devices(run, devices), model=None if is_trained else spec)
+    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)))
+
+
+def _devices(run: Config, devices: int | None) -> int:
+    """Return how many there are, by default as many as the degrees of a run need."""
+    if devices is None:
+        axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+        devices = math.prod(getattr(run.parallel, axis) or 1 for axis in axes)
+        if devices < 1:
+            blame = "dp_shard=-1 takes what is left"
+            raise ValueError(explain("cannot place the model", blame, "--devices is missing", "--devices 8"))
+    if devices < 1:
+        blame = "there must be a device at least"
+        raise ValueError(explain("cannot place the model", blame, f"--devices {devices}", "--devices 8"))
+    return devices
 
 
 def _show_estimate(
@@ -183,43 +224,6 @@ def search(
 
 
 # -- from options to what the simulator takes --------------------------------------------------------------------------
-
-
-def _dims(degrees: dict[str, int], devices: int | None) -> ParallelDims:
-    from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-
-    if devices is None:
-        axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-        devices = math.prod(degrees.get(axis, 1) for axis in axes)
-        if devices < 1:
-            raise ValueError(
-                explain(
-                    "cannot place the model", "dp_shard=-1 takes what is left", "--devices is missing", "--devices 8"
-                )
-            )
-    if devices < 1:
-        blame = "there must be a device at least"
-        raise ValueError(explain("cannot place the model", blame, f"--devices {devices}", "--devices 8"))
-    return ParallelDims.from_config(degrees, devices)
-
-
-def _batch(batch: int | None, global_batch: int | None, dims: ParallelDims, recipe: Any) -> int:
-    """Return the sequences of a data-parallel rank."""
-    ranks = dims.batch_ranks
-    if batch is not None and global_batch is not None:
-        seen = f"--batch {batch} --global-batch {global_batch}   data-parallel ranks: {ranks}"
-        raise ValueError(explain("cannot tell the batch", "it is given twice", seen, "one of the two"))
-    if batch is not None:
-        return batch
-    if global_batch is None:
-        return recipe.microbatches or (2 * dims.pp if dims.pp_enabled else 1)
-    if global_batch < 1 or global_batch % ranks:
-        around = sorted({max(global_batch // ranks, 1) * ranks, max(-(-global_batch // ranks), 1) * ranks})
-        blame = f"there are {ranks:,} data-parallel ranks (dp_replicate x dp_shard x ep)"
-        hint = f"--global-batch {' or '.join(map(str, around))}"
-        asked = f"cannot split a global batch of {global_batch} sequences evenly"
-        raise ValueError(explain(asked, blame, f"degrees: {dims.summary()}", hint))
-    return global_batch // ranks
 
 
 def _settings(given: list[str] | None) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from hyper_parallel.cli.options import Given, options
+from hyper_parallel.core.common.errors import explain, nearest
 
 if TYPE_CHECKING:
+    from hyper_parallel.models.llama import LlamaConfig
     from hyper_parallel.trainer.config import Config
 
 __all__ = ["RUN_OPTIONS", "ConfigFile", "StartFrom", "read_run"]
@@ -48,24 +50,36 @@ RUN_OPTIONS = (
 """One for each key of a run, but for `train.start_from`: it changes more than its own key."""
 
 
-def read_run(file: Path | None, given: Given, start_from: str | None = None) -> Config:
+def read_run(
+    file: Path | None, given: Given, start_from: str | None = None, *, shape: LlamaConfig | None = None
+) -> Config:
     """Return the run of a file, with what options say in place of what the file says.
 
     Args:
         file: see `load_config`; None: the defaults.
-        given: by section of the config; other groups are the command's own.
+        given: by section of the config; other groups are the command's own. The model can also be a name of
+            `sim.mesh.model_names()`.
         start_from: folder of transformers; its model becomes that of the run. None: the file's, if it names one.
+        shape: of the model, in place of what the file says; options change it.
 
     Raises:
-        ValueError: as `load_config`; a value that a section refuses; a folder that holds another model.
+        ValueError: as `load_config`; a value that a section refuses; a folder that holds another model; the name of a
+            model that the trainer cannot train.
     """
-    from hyper_parallel.trainer.config import Config, load_config
+    from hyper_parallel.trainer.config import MODELS, Config, load_config
     from hyper_parallel.trainer.saving import with_shape_of
 
     run = load_config(file) if file is not None else Config()
+    model = given["train"].get("model")
+    if shape is None and model is not None and model not in MODELS:
+        shape = _known_shape(model)
+    if shape is not None:
+        run = run.with_shape(shape)
+        model = run.train.model
+        given = {**given, "train": {**given["train"], "model": model}}
     for section in {option.group: None for option in RUN_OPTIONS}:
         run = run.with_changes(section, given.get(section, {}))
-    model, start_from = given["train"].get("model"), start_from or run.train.start_from
+    start_from = start_from or run.train.start_from
     if start_from is not None:
         run = with_shape_of(run, start_from)
         if model not in (None, run.train.model):
@@ -74,3 +88,21 @@ def read_run(file: Path | None, given: Given, start_from: str | None = None) -> 
                 f"  --model {model}\n  try: leave out --model"
             )
     return run
+
+
+def _known_shape(name: str) -> LlamaConfig:
+    """Return the shape of a model that the simulator knows by name, and the trainer can train."""
+    from hyper_parallel.models import llama, moe
+    from hyper_parallel.trainer.config import MODELS
+    from sim.mesh.models import find_model, model_names
+
+    if name not in model_names():
+        hint = nearest(name, [*MODELS, *model_names()])
+        known = ", ".join([*MODELS, *model_names()])
+        raise ValueError(explain("cannot find the model", f"there is no model {name!r}", f"models: {known}", hint))
+    shape = find_model(name).config
+    if type(shape) not in (llama.LlamaConfig, moe.MoEConfig):
+        blame = "its attention is none of the trainer's"
+        hint = f"hyper-parallel estimate --model {name}, or one of {', '.join(MODELS)}"
+        raise ValueError(explain(f"cannot train {name}", blame, f"it has a {type(shape).__name__}", hint))
+    return cast("LlamaConfig", shape)

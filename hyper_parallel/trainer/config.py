@@ -306,6 +306,24 @@ class Config:
             return dense
         return MoEConfig(**dataclasses.asdict(dense), **dataclasses.asdict(self.experts))
 
+    def with_shape(self, shape: LlamaConfig) -> Config:
+        """Return a copy that trains a model of this shape: what `shape` of it returns, tables aside.
+
+        >>> Config().with_shape(MoEConfig(num_experts=4)).train.model
+        'moe'
+
+        Args:
+            shape: a `MoEConfig` for a model with experts.
+        """
+        check("cannot change a run", LlamaConfig, shape=shape)
+        sections = {"model": LlamaConfig, **({"experts": ExpertsConfig} if isinstance(shape, MoEConfig) else {})}
+        changed = {
+            section: kind(**{each.name: getattr(shape, each.name) for each in dataclasses.fields(kind)})
+            for section, kind in sections.items()
+        }
+        changed["train"] = dataclasses.replace(self.train, model="moe" if "experts" in changed else "llama")
+        return dataclasses.replace(self, **changed)
+
     def check_batch(self, dp_size: int) -> None:
         """Check that the global batch splits over the data-parallel ranks and the backward passes.
 

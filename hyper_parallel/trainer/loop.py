@@ -375,15 +375,20 @@ def forward_backward(
     (module,) = model.parts
     total = torch.zeros((), device=inputs.device, dtype=dtype)
     for index, (some, expected) in enumerate(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True)):
-        _communicate_gradients(module, index == accumulate - 1)
+        communicate_gradients(module, index == accumulate - 1)
         loss = share(module(some), expected)
         loss.backward()
         total += loss.detach()
     return total
 
 
-def _communicate_gradients(model: torch.nn.Module, flag: bool) -> None:
-    """Let the next backward reduce gradients over ranks, or let it only add them up."""
+def communicate_gradients(model: torch.nn.Module, flag: bool) -> None:
+    """Let the next backward reduce gradients over ranks, or let it only add them up.
+
+    Args:
+        model: of either engine, or of none.
+        flag: whether they are reduced.
+    """
     if isinstance(model, HSDPModule):
         model.set_requires_gradient_sync(flag)
     elif isinstance(model, HSDPCell):

@@ -215,14 +215,14 @@ def compile_blocks(model: Llama, enabled: bool) -> None:
                 child.forward = torch.compile(child.forward)
 
 
-def shard_blocks(model: Llama, dims: ParallelDims, parallel: ParallelConfig) -> None:
+def shard_blocks(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> None:
     """Split the parameters of each block over the ranks with other tokens, then those of what is left of the model.
 
     Each block becomes one unit: its weights are gathered while it computes, its gradients reduced when its backward is
     done. Gradients are added up over ranks: each rank's loss is its share of the mean over the global batch.
 
     Args:
-        model: changed in place.
+        model: with blocks as its `layers`; changed in place.
         dims: the degrees; the mesh is built.
         parallel: engine, precision and resharding.
     """
@@ -314,7 +314,7 @@ def tie_stages(pipeline: Pipeline | None, run: Config) -> TiedWeights | None:
     return tied
 
 
-def _wrap_by_hsdp(model: Llama, dims: ParallelDims, parallel: ParallelConfig) -> None:
+def _wrap_by_hsdp(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> None:
     level = "level3" if parallel.reshard_after_forward else "level2"
     size = dims.token_ranks // dims.dp_replicate
     cells: list[Any] = [*model.layers, model]

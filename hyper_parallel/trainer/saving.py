@@ -20,7 +20,7 @@ from hyper_parallel.core.checkpoint.record import CheckpointMetadata
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.hf_weights import export_huggingface, import_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
-from hyper_parallel.models.moe import ExpertsConfig, MoEConfig, MoELlama
+from hyper_parallel.models.moe import MoEConfig, MoELlama
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.guards import NonFiniteError
 from hyper_parallel.trainer.parallelize import Parallelized
@@ -368,16 +368,7 @@ def with_shape_of(run: Config, folder: str | Path) -> Config:
         ValueError: as `import_huggingface`.
     """
     config, _ = import_huggingface(folder)
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    dense = LlamaConfig(**{field.name: values[field.name] for field in dataclasses.fields(LlamaConfig)})
-    changed: dict[str, Any] = {"model": dense}
-    kind = "llama"
-    if isinstance(config, MoEConfig):
-        kind = "moe"
-        changed["experts"] = ExpertsConfig(
-            **{field.name: values[field.name] for field in dataclasses.fields(ExpertsConfig)}
-        )
-    return dataclasses.replace(run, **changed).with_changes("train", {"model": kind, "start_from": str(folder)})
+    return run.with_shape(config).with_changes("train", {"start_from": str(folder)})
 
 
 def check_start(run: Config) -> None:

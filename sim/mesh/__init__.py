@@ -3,8 +3,8 @@
     search -> estimate -> tracing -> program -> pricing, cost -> timeline, memory -> report, explain
     job -> models -> spec -> recipe
 
-A model and a recipe are a job. It is traced once into programs, which are priced for a hardware and replayed, in time
-and in memory; `report` and `explain` say what came of it.
+A model and a recipe, or a training run, are a job. It is traced once into programs, which are priced for a hardware and
+replayed, in time and in memory; `report` and `explain` say what came of it.
 
 >>> from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 >>> import sim.mesh
@@ -14,7 +14,7 @@ True
 """
 
 from sim.mesh.cost import UnknownOperation
-from sim.mesh.estimate import Estimate, Quantity, estimate, price
+from sim.mesh.estimate import Estimate, Quantity, estimate, estimate_run, price
 from sim.mesh.hardware import Hardware, find_hardware, hardware_names
 from sim.mesh.job import Job
 from sim.mesh.models import find_model, model_names
@@ -28,6 +28,7 @@ from sim.mesh.tracing.trace import trace
 __all__ = [
     # What a step needs
     "estimate",
+    "estimate_run",
     "Estimate",
     "Quantity",
     "search",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.trainer.config import Config
 from sim.mesh.cost import Pricing, weakest
 from sim.mesh.explain import explain as explain_estimate
 from sim.mesh.hardware import Hardware, find_hardware
@@ -18,14 +20,25 @@ from sim.mesh.memory import ClassMemory, replay_memory
 from sim.mesh.models import find_model
 from sim.mesh.pricing.calibration import Calibration, load_calibration
 from sim.mesh.program import Program
-from sim.mesh.recipe import Recipe
+from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.replay.allocator import PLAIN, AllocatorRules
 from sim.mesh.replay.pieces import PriceBasis
 from sim.mesh.replay.player import RankTime
 from sim.mesh.timeline import Timeline, replay_time
 from sim.mesh.tracing.trace import trace
 
-__all__ = ["Estimate", "MemoryEstimate", "Quantity", "TimeEstimate", "Timelines", "estimate", "price", "pricing_of"]
+__all__ = [
+    "Estimate",
+    "MemoryEstimate",
+    "Quantity",
+    "TimeEstimate",
+    "Timelines",
+    "estimate",
+    "estimate_job",
+    "estimate_run",
+    "price",
+    "pricing_of",
+]
 
 _Z80 = 1.2816  # of the normal distribution: 80 % lie within so many standard deviations
 
@@ -247,8 +260,55 @@ def estimate(
     """
     told = tuple(placement)
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
-    found = find_hardware(hardware)
+    find_hardware(hardware)  # a name that is not there is told first
     job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, told, sizes)
+    return estimate_job(job, hardware, calibration)
+
+
+def estimate_run(
+    run: Config,
+    devices: int,
+    hardware: str | Path | Hardware,
+    *,
+    routing: Routing | None = None,
+    placement: Sequence[str] = PLACEMENT,
+    calibration: Calibration | None = None,
+) -> Estimate:
+    """Estimate memory and time of a step of a training run, as `hyper-parallel estimate run.toml` does.
+
+    >>> from hyper_parallel.trainer.config import Config, ParallelConfig
+    >>> from sim.mesh.estimate import estimate_run
+    >>> est = estimate_run(Config(parallel=ParallelConfig(tp=2)), devices=4, hardware="h100-sxm")
+    >>> est.memory.fits(), est.dims.dp_shard
+    (True, 2)
+
+    Args:
+        run: what `hyper_parallel.trainer.train` is given, or `load_config` reads.
+        devices: that it would run on, a rank on each.
+        hardware: a name of `hardware_names()`, the path of a file, or a `Hardware`.
+        routing: how tokens go to experts; None: evenly.
+        placement: see `estimate`.
+        calibration: figures to price with; None: those of the package.
+
+    Raises:
+        TypeError: no `Config`.
+        ValueError: as `train`, before it starts; a hardware that is not known.
+        UnknownOperation: an operation that there is no price for.
+    """
+    check("cannot estimate the run", Config, run=run)
+    job = replace(Job.of_run(run, devices, routing=routing), placement=tuple(placement))
+    return estimate_job(job, hardware, calibration)
+
+
+def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibration | None = None) -> Estimate:
+    """Trace a job, and estimate it on a hardware; see `estimate`.
+
+    Args:
+        job: what is estimated.
+        hardware: to run it on.
+        calibration: figures to price with; None: those of the package.
+    """
+    found = find_hardware(hardware)
     return price(trace(job), job, found, calibration)
 
 

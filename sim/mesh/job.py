@@ -12,6 +12,9 @@ from hyper_parallel.core.context_parallel.arguments import split_over
 from hyper_parallel.core.mesh.parallel_dims import AXIS_ORDER, ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
+from hyper_parallel.trainer.config import Config
+from hyper_parallel.trainer.preflight import plan_run
+from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
 
@@ -97,6 +100,53 @@ class Job:
         if self.dims.pp_enabled:
             kind = find_schedule(self.recipe.schedule)
             kind.check_micro_batches(self.microbatches, self.dims.pp, len(self.stages()))
+
+    @classmethod
+    def of_run(cls, run: Config, world_size: int, *, model: Model | None = None, routing: Routing | None = None) -> Job:
+        """Return the step of a training run: what `hyper_parallel.trainer.train` would do on so many ranks.
+
+        >>> from hyper_parallel.trainer.config import ParallelConfig
+        >>> job = Job.of_run(Config(parallel=ParallelConfig(tp=2, param_dtype="bf16")), world_size=8)
+        >>> job.dims.dp_shard, job.batch, job.recipe.zero, job.recipe.param_dtype
+        (4, 4, 3, 'bf16')
+
+        Args:
+            run: the same that is trained.
+            world_size: number of ranks.
+            model: in place of the run's own: one that the trainer does not know.
+            routing: how tokens go to experts; None: evenly.
+
+        Raises:
+            ValueError: as `plan_run`, which `train` calls, too.
+        """
+        parallel = run.parallel
+        if model is None:
+            dims = plan_run(run, world_size)
+        else:
+            dims = ParallelDims.from_config(parallel, world_size)
+            run.check_batch(dims.batch_ranks)
+        sizes = parallel.stage_sizes()
+        recipe = Recipe(
+            param_dtype=parallel.param_dtype,
+            reduce_dtype="fp64" if parallel.param_dtype == "fp64" else "fp32",
+            checkpointing=parallel.checkpointing,
+            compile=parallel.compile,
+            schedule=parallel.schedule,
+            stages_per_rank=parallel.stages_per_rank if dims.pp_enabled else None,
+            microbatches=run.train.accumulate if run.train.accumulate > 1 or dims.pp_enabled else None,
+            zero=3 if parallel.reshard_after_forward else 2,
+            engine=parallel.engine,
+            clipping=run.optimizer.max_grad_norm > 0,
+            routing=routing,
+        )
+        return cls(
+            find_model(run.shape() if model is None else model),
+            dims,
+            run.train.batch_size // dims.batch_ranks,
+            run.train.seq_len,
+            recipe,
+            layers_per_stage=None if sizes is None else tuple(sizes),
+        )
 
     def _check_degrees(self, asked: str) -> None:
         """Check what the trainer checks, too: heads, experts, and sequences that do not split."""

@@ -81,13 +81,12 @@ def find_model(model: Model) -> ModelSpec:
             blame, seen = f"there is no model {model!r}", f"models: {', '.join(_tables())}"
             hint = f"{nearest(key, _tables())}, a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module"
             raise ValueError(explain("cannot find the model", blame, seen, hint))
-        kinds: dict[str, Any] = {"llama": LlamaConfig, "moe": MoEConfig, "mla": MLAConfig}
-        config = kinds[table["kind"]](**{name: value for name, value in table.items() if name not in _ABOUT})
-        return _of_config(key, config)
+        return _of_config(key, _configs()[key])
     given: object = model
     if isinstance(model, LlamaConfig):
         kind = "moe" if isinstance(model, MoEConfig) else "llama"
-        return _of_config(f"{kind}-{short_count(model.num_parameters())}", model)
+        known = (name for name, config in _configs().items() if _alike(config, model))
+        return _of_config(next(known, f"{kind}-{short_count(model.num_parameters())}"), model)
     if isinstance(given, Custom):
         return CustomSpec(given)
     blame = f"model is a {type(given).__name__}"
@@ -98,6 +97,20 @@ def find_model(model: Model) -> ModelSpec:
 @lru_cache(maxsize=1)
 def _tables() -> dict[str, dict[str, Any]]:
     return dict(tomllib.loads(_FILE.read_text(encoding="utf-8")))
+
+
+@lru_cache(maxsize=1)
+def _configs() -> dict[str, LlamaConfig]:
+    kinds: dict[str, Any] = {"llama": LlamaConfig, "moe": MoEConfig, "mla": MLAConfig}
+    return {
+        key: kinds[table["kind"]](**{name: value for name, value in table.items() if name not in _ABOUT})
+        for key, table in _tables().items()
+    }
+
+
+def _alike(one: LlamaConfig, other: LlamaConfig) -> bool:
+    """Whether two shapes are those of one model, for sequences of any length."""
+    return type(one) is type(other) and dataclasses.replace(one, max_seq_len=other.max_seq_len) == other
 
 
 def short_count(number: int) -> str:

@@ -241,13 +241,15 @@ _DTYPES = MappingProxyType(
         **dict.fromkeys(("bf16", "bfloat16", torch.bfloat16), "bf16"),
         **dict.fromkeys(("fp16", "float16", "half", torch.float16), "fp16"),
         **dict.fromkeys(("fp32", "float32", "float", torch.float32), "fp32"),
+        **dict.fromkeys(("fp64", "float64", "double", torch.float64), "fp64"),
     }
 )
-_TORCH = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32})
+_TORCH = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64})
 
 _CHOICES = MappingProxyType(
     {
         "master": ("fp32", "none"),
+        "engine": ("fully_shard", "hsdp"),
         "checkpointing": ("none", "selective", "alternate", "full"),
         "optimizer": ("adamw", "adamw-foreach", "sgd"),
         "attention": ("flash", "math", "math-recomputed"),
@@ -261,6 +263,7 @@ _FLAGS = (
     "fused_loss",
     "float8",
     "sequence_parallel",
+    "clipping",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "reduce_each",
@@ -313,8 +316,9 @@ class Recipe:
     bf16 over fp32 weights, gradients reduced in fp32; ZeRO-3; selective checkpointing; adamw
 
     Args:
-        param_dtype: what weights are gathered and computed in: "bf16", "fp16" or "fp32". Torch's own names work, too.
-        reduce_dtype: what gradients are reduced in.
+        param_dtype: what weights are gathered and computed in: "bf16", "fp16", "fp32" or "fp64". Torch's own names
+            work, too.
+        reduce_dtype: what gradients are reduced in; those of weights in fp32 or fp64 are reduced as they are.
         master: "fp32": weights are kept in float32, beside those that are computed in. "none": there are only those.
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
             "selective": all but matrix products and attention; "alternate": every other matrix product as well.
@@ -339,6 +343,8 @@ class Recipe:
             "chunked": of one part of the logits at a time; "compiled": one kernel.
         reduce_each: with zero >= 2 and no pipeline: gradients are reduced after every micro-batch, so that they need no
             more memory than their shards; else they add up whole on every rank and are reduced once.
+        engine: with zero >= 2, what splits weights: "fully_shard", or "hsdp" where only data and context are parallel.
+        clipping: gradients are scaled down to a norm; without, the norm is computed all the same, as the trainer does.
         overlap_grad_reduce: with zero <= 1: gradients are reduced while backward goes on.
         overlap_param_gather: with zero == 1: new weights are gathered while the next forward goes on.
         tp_overlap: communication of tensor parallelism overlaps with matrix products.
@@ -365,6 +371,8 @@ class Recipe:
     microbatches: int | None = None
     stages_per_rank: int | None = None
     zero: int = 3
+    engine: str = "fully_shard"
+    clipping: bool = True
     sequence_parallel: bool = True
     attention: str = "flash"
     norm: str = "fused"
@@ -430,7 +438,7 @@ class Recipe:
     @property
     def weight_dtype(self) -> torch.dtype:
         """What the optimizer's weights are kept in, as torch's."""
-        return self.dtype if self.master == "none" else torch.float32
+        return self.dtype if self.master == "none" or self.dtype == torch.float64 else torch.float32
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -464,8 +472,9 @@ class Recipe:
 
     def describe(self) -> str:
         """Return one line with what the recipe says, what is as usual left out."""
-        behind = "" if self.param_dtype == "fp32" else f" over {self.master} weights"
-        if self.master == "none" and self.param_dtype != "fp32":
+        is_wide = self.param_dtype in ("fp32", "fp64")
+        behind = "" if is_wide else f" over {self.master} weights"
+        if self.master == "none" and not is_wide:
             behind = " weights, no others behind them"
         level = f"ZeRO-{self.zero}" if self.zero else "replicated weights"
         words = [f"{self.param_dtype}{behind}, gradients reduced in {self.reduce_dtype}", level]
@@ -494,7 +503,7 @@ class Recipe:
 def _dtype(name: str, given: Any) -> str:
     known = _DTYPES.get(given) if isinstance(given, str | torch.dtype) else None
     if known is None:
-        words = ("bf16", "fp16", "fp32")
+        words = ("bf16", "fp16", "fp32", "fp64")
         raise ValueError(_wrong(name, given, "is no dtype for this", f"{name}={nearest(given, words)}"))
     return known
 

@@ -13,37 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hyper_parallel.trainer.config import Config
-from hyper_parallel.trainer.preflight import plan_run
 from sim.mesh.job import Job
-from sim.mesh.models import find_model
 from sim.mesh.program import Alloc, Comm, Event, Free, Op, Program
-from sim.mesh.recipe import Recipe, Routing
 from sim.trace import Event as TraceEvent
-
-
-def job_of(config: Config, world_size: int, routing: Routing | None = None) -> Job:
-    """Say what a trainer's run is in the words of an estimate."""
-    dims, parallel = plan_run(config, world_size), config.parallel
-    sizes = parallel.stage_sizes()
-    recipe = Recipe(
-        param_dtype=parallel.param_dtype,
-        checkpointing=parallel.checkpointing,
-        zero=3 if parallel.reshard_after_forward else 2,
-        schedule=parallel.schedule,
-        stages_per_rank=parallel.stages_per_rank if dims.pp_enabled else None,
-        microbatches=config.train.accumulate,
-        routing=routing,
-    )
-    return Job(
-        find_model(config.shape()),
-        dims,
-        config.train.batch_size // dims.batch_ranks,
-        config.train.seq_len,
-        recipe,
-        layers_per_stage=None if sizes is None else tuple(sizes),
-    )
-
 
 # -- communication ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from mesh_programs import (
     Sent,
     bytes_before_update,
     flops_of,
-    job_of,
     sent_by_program,
     sent_in_reality,
     standing_bytes,
@@ -27,6 +26,7 @@ from mesh_training import steps_of
 from training_kit import MODELS, SEQ, Arrangement, Problem, arrangements
 
 from hyper_parallel.trainer.config import Config, ParallelConfig
+from sim.mesh.job import Job
 from sim.mesh.program import Program
 from sim.mesh.recipe import Routing
 from sim.mesh.tracing.trace import trace
@@ -49,7 +49,7 @@ def config_of(model: str, parallel: dict[str, Any], accumulate: int = 1) -> Conf
 def check(config: Config, world_size: int, routing: Routing | None = None) -> None:
     """Compare every rank of the world with the program that stands for it."""
     config = replace(config, model=replace(config.model, max_seq_len=SEQ))  # tables just as long as the sequences
-    job = job_of(config, world_size, routing)
+    job = Job.of_run(config, world_size, routing=routing)
     programs = trace(job)
     seen = in_real_numbers(steps_of(config, world_size, routing=routing, numbers=False), world_size, stands_for="cuda")
     for place, program in enumerate(programs):

@@ -398,7 +398,7 @@ def test_a_run_with_several_dimensions_says_what_it_does_and_goes_on() -> None:
     ("arguments", "messages"),
     [
         (("--pp", "2", "--sim", "2"), ["'1f1b' needs at least as many micro-batches as stages", "try: accumulate=2"]),
-        (("--model", "mole"), ["error: train.model='mole' is not known", "did you mean 'moe'?"]),
+        (("--model", "mole"), ["error: cannot find the model: there is no model 'mole'", "try: 'moe'"]),
         (("--ep", "2", "--sim", "2"), ["cannot split experts over ep=2: model 'llama' has none"]),
         (("--tp", "3", "--sim", "3"), ["num_attention_heads=4 is not divisible by tp=3"]),
         (("--engine", "ddp"), ["error: parallel.engine='ddp' is not known", "'fully_shard'", "'hsdp'"]),

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 import sim.mesh.pricing.measure  # noqa: F401
 from hyper_parallel import cli
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.trainer.config import Config, config_text
 from sim.mesh.hardware import find_hardware, hardware_names
+from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
 
 LLAMA = ("--model", "llama3-8b", "--hardware", "h100-sxm")
@@ -63,7 +65,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(given)
         return fake_estimate(**given)
 
+    def of_a_job(job: Any, hardware: Any) -> Any:
+        return remembering(
+            model=job.model,
+            dims=job.dims,
+            batch=job.batch,
+            seq_len=job.seq_len,
+            hardware=hardware,
+            recipe=job.recipe,
+        )
+
     monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", remembering)
+    monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate_job", of_a_job)
     return calls
 
 
@@ -77,19 +90,20 @@ def invoke(*arguments: str) -> tuple[int, str]:
 # estimate
 
 
-def test_options_become_degrees_batch_and_recipe(asked: list[dict[str, Any]]) -> None:
-    degrees = ("--devices", "128", "--tp", "8", "--pp", "4", "--dp-replicate", "2", "--global-batch", "64")
-    recipe = ("--checkpointing", "full", "--zero", "2", "--schedule", "interleaved", "--microbatches", "8", "--compile")
-    more = ("--set", "loss=compiled", "--set", "graphs=true", "--set", "checkpoint_layers=3", "--no-sequence-parallel")
-    code, output = invoke("estimate", *LLAMA, *degrees, *recipe, *more, "--seq-len", "8192")
+def test_options_become_the_step_of_a_run(asked: list[dict[str, Any]]) -> None:
+    degrees = ("--devices", "128", "--tp", "8", "--pp", "4", "--dp-replicate", "2", "--batch-size", "64")
+    run = ("--checkpointing", "full", "--no-reshard-after-forward", "--schedule", "interleaved", "--compile")
+    more = ("--accumulate", "8", "--precision", "bf16", "--seq-len", "8192", "--max-grad-norm", "0")
+    recipe = ("--set", "loss=compiled", "--set", "graphs=true", "--set", "sequence_parallel=false")
+    code, output = invoke("estimate", *LLAMA, *degrees, *run, *more, *recipe)
     assert code == 0, output
     assert len(asked) == 1
     given = asked[0]
     assert given["dims"] == ParallelDims(dp_replicate=2, dp_shard=2, tp=8, etp=8, pp=4, world_size=128)
-    assert (given["model"], given["hardware"], given["batch"], given["seq_len"]) == ("llama3-8b", "h100-sxm", 16, 8192)
+    assert (given["model"].name, given["hardware"]) == ("llama3-8b", "h100-sxm")
+    assert (given["batch"], given["seq_len"]) == (16, 8192)
     assert given["recipe"] == Recipe(
         checkpointing="full",
-        checkpoint_layers=3,
         zero=2,
         schedule="interleaved",
         microbatches=8,
@@ -97,23 +111,36 @@ def test_options_become_degrees_batch_and_recipe(asked: list[dict[str, Any]]) ->
         loss="compiled",
         graphs=True,
         sequence_parallel=False,
+        clipping=False,
     )
     assert "Memory of a rank, where it is fullest" in output
     assert "Time of a step" in output
 
 
-def test_what_is_left_out_has_a_default(asked: list[dict[str, Any]]) -> None:
+def test_what_is_left_out_has_the_default_of_train(asked: list[dict[str, Any]]) -> None:
     assert invoke("estimate", *LLAMA, "--tp", "2", "--dp-shard", "4")[0] == 0
-    assert invoke("estimate", *LLAMA, "--pp", "4")[0] == 0
-    assert invoke("estimate", *LLAMA, "--devices", "64", "--batch", "3")[0] == 0
-    assert [given["dims"].world_size for given in asked] == [8, 4, 64]
-    assert [given["batch"] for given in asked] == [1, 8, 3]
-    assert [given["seq_len"] for given in asked] == [4096] * 3
-    assert all(given["recipe"] == Recipe() for given in asked)
+    assert invoke("estimate", *LLAMA, "--devices", "16")[0] == 0
+    assert [given["dims"].world_size for given in asked] == [8, 16]
+    assert [given["batch"] for given in asked] == [4, 1]
+    assert [given["seq_len"] for given in asked] == [Config().train.seq_len] * 2
+    assert all(given["recipe"] == Recipe(param_dtype="fp32") for given in asked)
+
+
+def test_the_file_that_train_reads(asked: list[dict[str, Any]]) -> None:
+    run = Config().with_shape(find_model("llama-tiny").config).with_changes("parallel", {"tp": 2})
+    Path("run.toml").write_text(config_text(run))
+    code, output = invoke("estimate", "run.toml", "--hardware", "h200", "--devices", "4", "--seq-len", "64")
+    assert code == 0, output
+    assert (asked[0]["dims"].tp, asked[0]["dims"].dp_shard, asked[0]["seq_len"]) == (2, 2, 64)
+    assert asked[0]["model"].name == "llama-tiny"
+    assert invoke("estimate", "run.toml", "--hardware", "h200", "--model", "moe-tiny", "--num-experts", "4")[0] == 0
+    assert asked[1]["model"].config.num_experts == 4
 
 
 def test_in_words_with_changes_tried(asked: list[dict[str, Any]]) -> None:
-    code, output = invoke("estimate", *LLAMA, "--devices", "8", "--checkpointing", "full", "--try", "1")
+    code, output = invoke(
+        "estimate", *LLAMA, "--devices", "8", "--precision", "bf16", "--checkpointing", "full", "--try", "1"
+    )
     assert code == 0, output
     assert "Where the time goes:" in output
     assert "What to change:" in output
@@ -140,27 +167,18 @@ def test_a_model_of_ones_own(asked: list[dict[str, Any]], name: str) -> None:
 
 def test_a_config_of_ones_own(asked: list[dict[str, Any]]) -> None:
     assert invoke("estimate", "--model", "own_model.py:small", "--hardware", "h200")[0] == 0
-    assert asked[0]["model"].num_hidden_layers == 2
+    assert asked[0]["model"].num_layers == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
         (("--tp", "3", "--devices", "8"), ["cannot infer dp_shard: world_size=8 is not divisible by", "tp=3"]),
-        (
-            ("--devices", "8", "--global-batch", "12"),
-            [
-                "cannot split a global batch of 12 sequences evenly: there are 8 data-parallel",
-                "try: --global-batch 8 or 16",
-            ],
-        ),
-        (("--batch", "1", "--global-batch", "8"), ["cannot tell the batch: it is given twice", "try: one of the two"]),
+        (("--devices", "8", "--batch-size", "12"), ["cannot split batch_size=12", "try: batch_size = 8 or 16"]),
         (("--devices", "0"), ["cannot place the model: there must be a device at least\n  --devices 0"]),
         (("--dp-shard", "-1"), ["--devices is missing\n  try: --devices 8"]),
-        (("--checkpointing", "ful"), ["checkpointing='ful' does not exist", "try: checkpointing='full'"]),
-        (("--param-dtype", "fp8"), ["param_dtype='fp8' is no dtype for this"]),
-        (("--zero", "4"), ["zero=4 is no level of ZeRO"]),
-        (("--schedule", "1fib"), ["there is no schedule '1fib'", "try: '1f1b'"]),
+        (("--set", "zero=4"), ["zero=4 is no level of ZeRO"]),
+        (("--pp", "2", "--schedule", "1fib"), ["there is no schedule '1fib'", "try: '1f1b'"]),
         (("--set", "graphs"), ["cannot use --set graphs: it is not of the form name=value"]),
         (("--set", "graph=true"), ["the recipe has no field 'graph'", "try: --set 'graphs'=..."]),
         (("--set", "graphs=maybe"), ["cannot use --set graphs=maybe: it is neither true nor false"]),
@@ -176,6 +194,30 @@ def test_a_mistake_is_one_message_and_exit_code_2(arguments: tuple[str, ...], me
     assert "\n  try: " in output
     assert [message for message in messages if message not in output] == [], output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--checkpointing", "ful"), "parallel.checkpointing='ful' is not known"),
+        (("--precision", "fp8"), "parallel.param_dtype='fp8' is not known"),
+        (("--hiden-size", "8"), "No such option: --hiden-size"),
+        (("--hiden-size", "8"), "--hidden-size"),
+        (("no.toml",), "cannot read the config 'no.toml': no such file"),
+    ],
+)
+def test_a_mistake_in_the_run_reads_as_that_of_train(arguments: tuple[str, ...], message: str) -> None:
+    code, output = invoke("estimate", "--hardware", "h100-sxm", *arguments)
+    assert code == cli.USER_ERROR, output
+    assert message in output
+    assert output.partition("Error")[2] == invoke("train", *arguments)[1].partition("Error")[2]
+
+
+def test_options_of_a_shape_beside_a_model_that_the_trainer_does_not_know() -> None:
+    code, output = invoke("estimate", "--model", "deepseek-v3", "--hardware", "h200", "--hidden-size", "8")
+    assert code == cli.USER_ERROR
+    assert "cannot estimate deepseek-v3 with options of [model]: it has a shape of its own" in output
+    assert "given: hidden_size\n  try: leave them out" in output
 
 
 @pytest.mark.parametrize(
@@ -203,7 +245,7 @@ def test_unknown_hardware() -> None:
 
 def test_a_real_estimate_with_picture_and_trace() -> None:
     pytest.importorskip("matplotlib")
-    degrees = ("--devices", "8", "--tp", "2", "--pp", "2", "--seq-len", "64", "--batch", "4")
+    degrees = ("--devices", "8", "--tp", "2", "--pp", "2", "--seq-len", "64", "--batch-size", "8", "--accumulate", "4")
     options = ("--explain", "--plot", "out/step.png", "--trace", "out/step.json", "--json", "out/figures.json")
     code, output = invoke("estimate", "--model", "llama-tiny", "--hardware", "a100-80gb", *degrees, *options)
     assert code == 0, output
@@ -217,7 +259,7 @@ def test_a_real_estimate_with_picture_and_trace() -> None:
 
 
 def test_a_real_estimate_of_a_module_of_ones_own() -> None:
-    options = ("--hardware", "h200", "--devices", "4", "--seq-len", "16", "--batch", "8")
+    options = ("--hardware", "h200", "--devices", "4", "--seq-len", "16", "--batch-size", "32")
     code, output = invoke("estimate", "--model", "own_model.py:mlp", *options)
     assert code == 0, output
     assert output.startswith("mlp on 4 x NVIDIA H200")

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from sim.mesh.job import Job
 from sim.mesh.recipe import Recipe, Routing
 
 
@@ -17,6 +19,7 @@ from sim.mesh.recipe import Recipe, Routing
         (torch.bfloat16, "bf16", torch.bfloat16),
         ("fp16", "fp16", torch.float16),
         ("half", "fp16", torch.float16),
+        ("double", "fp64", torch.float64),
         (torch.float32, "fp32", torch.float32),
         ("float32", "fp32", torch.float32),
     ],
@@ -27,7 +30,7 @@ def test_dtypes_have_one_spelling(given, word, dtype):
     assert (recipe.reduce_dtype, recipe.grad_dtype) == (word, dtype)
     assert recipe == Recipe(param_dtype=word, reduce_dtype=word)
     assert hash(recipe) == hash(Recipe(param_dtype=word, reduce_dtype=word))
-    assert recipe.weight_dtype is torch.float32
+    assert recipe.weight_dtype is (torch.float64 if word == "fp64" else torch.float32)
     assert Recipe(param_dtype=given, master="none").weight_dtype is dtype
 
 
@@ -94,3 +97,47 @@ def test_what_is_no_recipe_is_refused(given, kind, told):
     assert "\n  try: " in str(error.value)
     for words in told:
         assert words in str(error.value)
+
+
+# The step of a training run
+
+
+def test_a_run_says_what_is_estimated():
+    """Nothing of a run is lost that a step depends on."""
+    parallel = ParallelConfig(
+        dp_replicate=2,
+        pp=2,
+        schedule="interleaved",
+        stages_per_rank=2,
+        layers_per_stage="1,1,1,1",
+        param_dtype="bf16",
+        checkpointing="full",
+        reshard_after_forward=False,
+        compile=True,
+    )
+    train = TrainConfig(batch_size=64, seq_len=32, accumulate=4)
+    run = Config(train=train, parallel=parallel, optimizer=OptimizerConfig(max_grad_norm=0.0))
+    job = Job.of_run(run, world_size=16)
+    assert job.dims == ParallelDims(dp_replicate=2, dp_shard=4, pp=2, world_size=16)
+    assert (job.batch, job.seq_len, job.microbatches, job.layers_per_stage) == (8, 32, 4, (1, 1, 1, 1))
+    assert job.model.num_parameters == run.shape().num_parameters()
+    assert job.tokens_per_step == 64 * 32
+    assert job.recipe == Recipe(
+        param_dtype="bf16",
+        checkpointing="full",
+        compile=True,
+        schedule="interleaved",
+        stages_per_rank=2,
+        microbatches=4,
+        zero=2,
+        clipping=False,
+    )
+    hsdp = Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", param_dtype="fp64")), world_size=2)
+    assert (hsdp.recipe.engine, hsdp.recipe.weight_dtype, hsdp.recipe.grad_dtype) == ("hsdp", *[torch.float64] * 2)
+
+
+def test_a_run_that_cannot_be_trained_cannot_be_estimated():
+    with pytest.raises(ValueError, match="cannot split batch_size=16"):
+        Job.of_run(Config(), world_size=3)
+    with pytest.raises(ValueError, match="cannot train with engine 'hsdp' and tp=2"):
+        Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", tp=2)), world_size=4)

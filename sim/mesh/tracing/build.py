@@ -15,7 +15,8 @@ from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.models.moe import MoELlama
 from hyper_parallel.models.moe_plan import parallelize_moe as split_layers_and_experts
-from hyper_parallel.trainer.parallelize import checkpointed, shard_units
+from hyper_parallel.trainer.config import ParallelConfig
+from hyper_parallel.trainer.parallelize import checkpointed, shard_blocks, shard_units
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Place
 from sim.mesh.tracing.compiled import compile_block
@@ -74,7 +75,10 @@ def build_stage(job: Job, part: StagePart, layers: Collection[int], recorder: Re
     if whole_weights:
         layers = {id(param): number for number, block in blocks for param in block.parameters()}
         return Built(module, blocks, outer, Replicated(module, dims, recipe, layers, recorder.begin))
-    reduce_dtype = recipe.grad_dtype if recipe.dtype != torch.float32 else None
+    if recipe.engine == "hsdp":
+        shard_blocks(module, dims, ParallelConfig(engine="hsdp", reshard_after_forward=recipe.zero == 3))
+        return Built(module, blocks, outer)
+    reduce_dtype = recipe.grad_dtype if recipe.dtype not in (torch.float32, torch.float64) else None
     compute = recipe.dtype if recipe.dtype != recipe.weight_dtype else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype)
     shards = dims.token_ranks > 1 or compute is not None

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.router import Router, update_expert_bias
-from hyper_parallel.core.fully_shard.api import HSDPModule
 from hyper_parallel.core.fully_shard.clip import clip_grads_with_norm_
 from hyper_parallel.core.fully_shard.comm import all_gather
 from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
@@ -27,6 +26,7 @@ from hyper_parallel.core.pipeline.boundary import Boundary, Meta
 from hyper_parallel.core.pipeline.stage import Stage, StagePosition
 from hyper_parallel.core.pipeline.tied import clip_grad_norm
 from hyper_parallel.trainer.config import OptimizerConfig
+from hyper_parallel.trainer.loop import communicate_gradients
 from hyper_parallel.trainer.optimizer import build_optimizer
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
@@ -312,7 +312,7 @@ class _Run:
             group = job.dims.get_mesh("pp").get_group() if job.dims.pp_enabled else None
             total = clip_grad_norm([built.module], math.inf, group)
             params = [param for param in built.module.parameters() if param.grad is not None]
-            if params:
+            if params and job.recipe.clipping:
                 clip_grads_with_norm_(params, 1.0, total)
             optimizer.step()
             optimizer.zero_grad()
@@ -400,8 +400,8 @@ def _reduce_now(built: Built, flag: bool) -> None:
     """Let the next backward reduce gradients over ranks, or let it only add them up."""
     if built.replicated is not None:
         built.replicated.last = flag
-    elif isinstance(built.module, HSDPModule):
-        built.module.set_requires_gradient_sync(flag)
+    else:
+        communicate_gradients(built.module, flag)
 
 
 def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
