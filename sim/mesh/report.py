@@ -370,7 +370,12 @@ def _side_by_side(predicted: float, measured: float) -> tuple[str, str, str, str
     off = predicted - measured
     ratio = f"{predicted / measured:.2f}" if measured else "-"
     sign = "-" if off < 0 else "+"
-    return seconds(predicted) if predicted else "-", seconds(measured) if measured else "-", sign + seconds(abs(off)), ratio
+    return (
+        seconds(predicted) if predicted else "-",
+        seconds(measured) if measured else "-",
+        sign + seconds(abs(off)),
+        ratio,
+    )
 
 
 def comparison_dict(predicted: Breakdown, measured: Breakdown) -> dict[str, Any]:

@@ -22,7 +22,18 @@ from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Comm, Op
 from sim.mesh.tracing.kinds import kind_of, reported_kind
 
-__all__ = ["HOST", "Breakdown", "Gap", "break_down", "compare_seconds", "predicted_step", "profiled_steps", "rank_of_trace", "read_trace"]
+__all__ = [
+    "HOST",
+    "Breakdown",
+    "Gap",
+    "break_down",
+    "compare_seconds",
+    "predicted_step",
+    "profiled_steps",
+    "rank_of_trace",
+    "read_trace",
+    "step_operations",
+]
 
 HOST = "host"
 """Where nothing computes, and nothing is communicated: Python, dispatch, and waiting for ranks that are late."""
@@ -119,7 +130,9 @@ def break_down(start: float, end: float, ops: Iterable[TimedSpan], comms: Iterab
     idle = 0.0
     first = 0
     for left, right in _gaps(computing, start, end):
-        while first < len(flying) and flying[first].end <= left:  # those that begin later may end earlier, and cost time
+        while (
+            first < len(flying) and flying[first].end <= left
+        ):  # those that begin later may end earlier, and cost time
             first += 1
         at = left
         for span in flying[first:]:
@@ -200,6 +213,24 @@ def read_trace(path: str | os.PathLike[str]) -> Breakdown:
     return steps[(len(steps) - 1) // 2]
 
 
+def step_operations(path: str | os.PathLike[str]) -> list[dict[str, list[float]]]:
+    """Return the seconds of every call in each step of a trace of a CPU, by name of the operation, in their order.
+
+    Args:
+        path: as of `read_trace`.
+    """
+    content = _content(path)
+    ops, _, steps = _spans_of(content, str(path))
+    found = []
+    for start, end in steps:
+        calls: dict[str, list[float]] = defaultdict(list)
+        for span in _clipped(ops, start, end):
+            calls[span.name].append(span.end - span.start)
+        if calls:
+            found.append(dict(calls))
+    return found
+
+
 def rank_of_trace(path: str | os.PathLike[str]) -> int | None:
     """Return the rank that a trace says it was written by, if any."""
     rank = _content(path).get("distributedInfo", {}).get("rank")
@@ -226,6 +257,18 @@ def profiled_steps(content: Mapping[str, Any], path: str = "") -> list[Breakdown
         content: of the file.
         path: its name, for messages.
     """
+    ops, comms, steps = _spans_of(content, path)
+    found = [break_down(start, end, ops, comms) for start, end in steps]
+    found = [step for step in found if step.operations]
+    if not found:
+        raise ValueError(_refused(path, "nothing that it has computed lies within a step"))
+    return found
+
+
+def _spans_of(
+    content: Mapping[str, Any], path: str
+) -> tuple[list[TimedSpan], list[TimedSpan], list[tuple[float, float]]]:
+    """Return what computed, what was communicated, and the begin and end of each step."""
     events = content.get("traceEvents")
     if not isinstance(events, list):
         raise ValueError(_refused(path, "it has no traceEvents"))
@@ -245,17 +288,13 @@ def profiled_steps(content: Mapping[str, Any], path: str = "") -> list[Breakdown
             for event in whole
             if str(event["name"]).startswith("gloo:") and (op := _collective(str(event["name"])))
         ]
-    spans = [(event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6) for event in marks]
-    if not spans:
-        spans = [(min(span.start for span in ops), max(span.end for span in ops))] if ops else []
-    if kernels and len(spans) > 1:  # the host runs ahead: a device's step ends where the next one's begins
-        begins = sorted(begin for begin, _ in spans)
-        spans = [(a, b) for a, b in zip(begins, [*begins[1:], max(span.end for span in ops)], strict=True)]
-    found = [break_down(start, end, ops, comms) for start, end in spans]
-    found = [step for step in found if step.operations]
-    if not found:
-        raise ValueError(_refused(path, "nothing that it has computed lies within a step"))
-    return found
+    steps = [(event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6) for event in marks]
+    if not steps:
+        steps = [(min(span.start for span in ops), max(span.end for span in ops))] if ops else []
+    if kernels and len(steps) > 1:  # the host runs ahead: a device's step ends where the next one's begins
+        begins = sorted(begin for begin, _ in steps)
+        steps = [(a, b) for a, b in zip(begins, [*begins[1:], max(span.end for span in ops)], strict=True)]
+    return ops, comms, steps
 
 
 def _span(event: Mapping[str, Any], kind: str, name: str) -> TimedSpan:
@@ -340,4 +379,3 @@ def compare_seconds(predicted: Breakdown, measured: Breakdown) -> list[Gap]:
     names = {**predicted.kinds, **measured.kinds}
     gaps = [Gap(name, predicted.kinds.get(name, 0.0), measured.kinds.get(name, 0.0)) for name in names]
     return sorted(gaps, key=lambda gap: -abs(gap.predicted - gap.measured))
-
