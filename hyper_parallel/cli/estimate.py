@@ -92,7 +92,7 @@ def estimate(
     trace: Annotated[Path | None, _option("JSON file for ui.perfetto.dev: the timeline.", _OUT)] = None,
     compare: Annotated[
         Path | None,
-        _option("A trace of torch.profiler, as of train --profile-steps: put what it measured beside.", _OUT),
+        _option("Trace of torch.profiler, as of train --profile-steps, to put beside.", _OUT),
     ] = None,
     json_file: Json = None,
 ) -> None:

@@ -155,8 +155,8 @@ def paired_samples(ops: Sequence[Op], measured: Mapping[str, Sequence[float]]) -
             for op, seconds in zip(several, taken, strict=True):
                 times[name, op.kind, op.dtype, op.shape, op.bytes].append(seconds)
     samples = []
-    for (_, kind, dtype, shape, moved), several in times.items():
-        seconds = statistics.median(several)
+    for (_, kind, dtype, shape, moved), alike in times.items():
+        seconds = statistics.median(alike)
         if (kind == "matmul" and shape) or kind in ("attention", "attention_backward"):
             samples.append({"what": kind, "dtype": f"torch.{dtype}", "shape": list(shape), "seconds": seconds})
         elif kind == "memory":
