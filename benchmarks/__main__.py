@@ -146,6 +146,10 @@ def _mesh_here() -> dict[str, str]:
     return tables
 
 
+def _mesh_drawn() -> dict[str, str]:
+    return {"mesh drawn": f"{_conditions()}.\n\n{mesh_here.drawn_table()}"}
+
+
 PARTS = {
     "engine": _engine,
     "counts": _counts,
@@ -161,6 +165,7 @@ PARTS = {
     "step": _step,
     "mesh": _mesh,
     "mesh-here": _mesh_here,
+    "mesh-drawn": _mesh_drawn,
 }
 
 

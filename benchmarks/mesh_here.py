@@ -11,6 +11,10 @@ of the same minutes as what it is put beside: a virtual machine's speed may halv
   the model was built. It holds what tensors take, and what neither torch nor the simulator counts: buffers of gloo and
   of matrix products, and pages of freed tensors that glibc's malloc keeps.
 
+Ten drawn runs, small ones, are put beside a prediction from a description that was measured once (`drawn_table`). Of
+them, the seconds on the processor count where a process is alone, since they are those of an idle machine; where
+processes wait for each other, the shortest step by the clock does, and both are shown.
+
 On a GPU, *allocated* and *resident* are `torch.cuda.max_memory_allocated` and `max_memory_reserved`.
 """
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import random
 import statistics
 import tempfile
 import time
@@ -134,11 +138,19 @@ GPU_CASES = (Case(ParallelConfig(dp_shard=1, param_dtype="bf16"), GPU_MODEL, 2, 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each step, of the slowest rank, and bytes of the rank that has most."""
+    """Seconds of each step, of the slowest rank, and bytes of the rank that has most.
+
+    Attributes:
+        steps: by the clock.
+        allocated: bytes of tensors.
+        resident: bytes of the process.
+        busy: on the processor, of all threads of a process.
+    """
 
     steps: tuple[float, ...]
     allocated: int
     resident: int
+    busy: tuple[float, ...] = ()
 
     @property
     def step(self) -> float:
@@ -168,8 +180,8 @@ def _in_processes(held: Any, case: Case) -> list[dict[str, Any]]:
 
 def _rank(rank: int, case: Case, held: Any, folder: str) -> None:
     get_platform(case.device).set_device(rank)
-    if case.device == "cpu":  # as `measure` shares the cores out
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.processes))
+    if case.device == "cpu":  # as torchrun does, and `measure(threads=1)`
+        torch.set_num_threads(1)
     backend = "nccl" if case.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=case.processes)
     Path(folder, f"{rank}.json").write_text(json.dumps(held()))
@@ -195,22 +207,24 @@ def _timed(case: Case, steps: int, warmup: int) -> dict[str, Any]:
     dist.all_reduce(total)
     before = status_bytes("VmRSS")
     trainer = _trainer(case)
-    seconds, resident = [], 0
+    seconds, busy, resident = [], [], 0
     for number in range(warmup + steps):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, worked = time.perf_counter(), time.process_time()
         record = trainer.step()  # which resets the peak first
+        worked = time.process_time() - worked
         dist.barrier()
-        took = torch.tensor([time.perf_counter() - begin], device=device)
+        took = torch.tensor([time.perf_counter() - begin, worked], device=device, dtype=torch.float64)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         if number >= warmup:
-            seconds.append(took.item())
+            seconds.append(took[0].item())
+            busy.append(took[1].item())
             resident = max(resident, status_bytes("VmHWM") - before)
     del record
     if case.device == "cuda":
         resident = torch.cuda.max_memory_reserved()
     allocated = torch.cuda.max_memory_allocated() if case.device == "cuda" else 0
-    return {"steps": seconds, "resident": resident, "allocated": allocated}
+    return {"steps": seconds, "busy": busy, "resident": resident, "allocated": allocated}
 
 
 def _watched(case: Case) -> dict[str, Any]:
@@ -270,14 +284,74 @@ def here_table(cases: Sequence[Case] = CASES, steps: int = STEPS, seconds: float
     """
     lines = _head()
     for processes, group in itertools.groupby(cases, key=lambda case: case.processes):
-        before = measure(processes, "cpu", seconds)
+        before = measure(processes, "cpu", seconds, threads=1)
         for case in group:
             found = run_case(case, steps)
-            after = measure(processes, "cpu", seconds)
+            after = measure(processes, "cpu", seconds, threads=1)
             lines.append(_row(case, found, [predict(case, hardware) for hardware in (before, after)]))
             print(lines[-1], flush=True)
             before = after
     return "\n".join(lines)
+
+
+def drawn_cases(seed: int = 0) -> list[Case]:
+    """Draw ten small runs: five of one process, five of two."""
+    draw = random.Random(seed)
+    alone = ParallelConfig(dp_shard=1)
+    two = [ParallelConfig(dp_shard=2), ParallelConfig(dp_shard=1, dp_replicate=2), ParallelConfig(dp_shard=1, tp=2)]
+    two += [ParallelConfig(dp_shard=1, pp=2), ParallelConfig(dp_shard=2)]
+    cases = []
+    for parallel in [alone] * 5 + two:
+        hidden = draw.choice((64, 128, 192, 256))
+        model = LlamaConfig(
+            vocab_size=draw.choice((512, 1024, 2048)),
+            hidden_size=hidden,
+            intermediate_size=draw.choice((2, 3)) * hidden,
+            num_hidden_layers=draw.choice((2, 4, 6)),
+            num_attention_heads=4,
+            num_key_value_heads=draw.choice((2, 4)),
+            max_seq_len=128,
+        )
+        parts = draw.choice((2, 4)) if parallel.pp > 1 else 1
+        cases.append(Case(parallel, model, draw.choice((4, 8)), draw.choice((32, 64, 128)), parts))
+    return cases
+
+
+def drawn_table(cases: Sequence[Case] | None = None, steps: int = 25, seconds: float = 0.05) -> str:
+    """Predicted beside measured step times of drawn runs, as a Markdown table, with the median ratio below.
+
+    Args:
+        cases: what is trained; None: `drawn_cases()`.
+        steps: that are timed of each.
+        seconds: that each figure of the machine is taken over.
+    """
+    lines = [
+        "| processes | hidden x layers, vocabulary | tokens | shortest step, ms | on the processor, ms | predicted, ms "
+        "| predicted / measured |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    ratios = []
+    for processes, group in itertools.groupby(cases or drawn_cases(), key=lambda case: case.processes):
+        hardware = measure(processes, "cpu", seconds, threads=1)
+        for case in group:
+            found = _in_processes(partial(_timed, case=case, steps=steps, warmup=WARMUP), case)[0]
+            shortest, busy = min(found["steps"]), statistics.quantiles(found["busy"], n=4)[0]
+            predicted = predict(case, hardware).time.step.value
+            ratios.append(predicted / (busy if processes == 1 else shortest))
+            shape = case.model
+            cells = [
+                f"{processes}, {case}" if processes > 1 else str(case),
+                f"{shape.hidden_size} x {shape.num_hidden_layers}, {shape.vocab_size}",
+                f"{case.sequences} x {case.length}",
+                f"{shortest * 1e3:.1f}",
+                f"{busy * 1e3:.1f}",
+                f"{predicted * 1e3:.1f}",
+                f"{ratios[-1]:.2f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    off = statistics.median(abs(ratio - 1) for ratio in ratios)
+    return "\n".join([*lines, "", f"Predicted / measured: median {statistics.median(ratios):.2f}, off by {off:.0%}."])
 
 
 def gpu_table(cases: Sequence[Case] = GPU_CASES, steps: int = STEPS) -> str:

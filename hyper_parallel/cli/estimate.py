@@ -70,6 +70,10 @@ def estimate(
     tries: Annotated[int, _option("How many of these changes to estimate.", _OUT, "--try", min=0)] = 0,
     plot: Annotated[Path | None, _option("PNG file: the timeline and the memory of a step.", _OUT)] = None,
     trace: Annotated[Path | None, _option("JSON file for ui.perfetto.dev: the timeline.", _OUT)] = None,
+    compare: Annotated[
+        Path | None,
+        _option("Trace of torch.profiler, as of train --profile-steps, to put beside.", _OUT),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Say whether a step of a run fits into memory, how long it takes, and where the time goes. No device is needed.
@@ -85,7 +89,7 @@ def estimate(
         job = _job(config, given, devices, model, start_from, settings)
         with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             found = estimate_job(job, hardware)
-        _show_estimate(found, in_words or tries > 0, tries, plot, trace, json_file)
+        _show_estimate(found, in_words or tries > 0, tries, plot, trace, compare, json_file)
 
 
 def _job(
@@ -141,12 +145,21 @@ def _devices(run: Config, devices: int | None) -> int:
 
 
 def _show_estimate(
-    found: Any, in_words: bool, tries: int, plot: Path | None, trace: Path | None, json_file: str | None
+    found: Any,
+    in_words: bool,
+    tries: int,
+    plot: Path | None,
+    trace: Path | None,
+    compare: Path | None,
+    json_file: str | None,
 ) -> None:
     from sim.mesh.estimate import estimate as estimate_step
     from sim.mesh.explain import explain as in_prose
-    from sim.mesh.report import estimate_dict, estimate_view
+    from sim.mesh.pricing.profiled import predicted_step, rank_of_trace, read_trace
+    from sim.mesh.report import comparison_dict, comparison_view, estimate_dict, estimate_view
 
+    content = estimate_dict(found)
+    measured = None if compare is None else read_trace(compare)
     if json_file != "-":
         print_wide(estimate_view(found))
         if in_words:
@@ -158,7 +171,13 @@ def _show_estimate(
             path.parent.mkdir(parents=True, exist_ok=True)
             (found.timeline.plot if path is plot else found.timeline.to_chrome)(path)
             _say_written(path, json_file)
-    _write_json(estimate_dict(found), json_file)
+    if compare is not None and measured is not None:
+        predicted = predicted_step(found, rank_of_trace(compare))
+        content["compared"] = comparison_dict(predicted, measured)
+        if json_file != "-":
+            stdout_console().print()
+            print_wide(comparison_view(predicted, measured))
+    _write_json(content, json_file)
 
 
 @with_options(*_NO_MODEL)

@@ -80,8 +80,14 @@ def show(
 def measure(
     write: Annotated[Path, typer.Option(help="TOML file to write; then: --hardware FILE.")] = Path("out/hardware.toml"),
     processes: Annotated[int, typer.Option(help="Processes that communicate.", min=1)] = 2,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of each process on a CPU; default: its share of the cores.", min=1)
+    ] = None,
+    steps: Annotated[bool, typer.Option(help="Also measure training steps of tiny models, on a CPU.")] = True,
 ) -> None:
-    """Measure this machine: matrix products, memory, communication between processes, the host's time for operations.
+    """Measure this machine: kernels, memory, communication between processes, and training steps of tiny models.
+
+    What the steps take beside their kernels is what the host adds to each operation and communication.
 
     hyper-parallel hardware measure --write out/laptop.toml
     """
@@ -90,7 +96,7 @@ def measure(
 
         check_can_write(write)
         with busy("measuring"):
-            found = measure_machine(processes)
+            found = measure_machine(processes, threads=threads, steps=steps)
         write.parent.mkdir(parents=True, exist_ok=True)
         found.write(write)
         stdout_console().print(f"wrote {write}; try: hyper-parallel hardware show {write}")

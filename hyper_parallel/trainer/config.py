@@ -120,6 +120,8 @@ class TrainConfig:
         start_from: folder of transformers with the weights to start with, of the model that [model] describes; None:
             fresh ones.
         tensorboard: folder for TensorBoard's event files. None writes none.
+        profile_steps: steps to record with torch.profiler on the first rank, after two others; 0: none. The trace goes
+            to profile.json beside the log. See `hyper-parallel estimate --compare`.
         on_nonfinite: what inf or NaN in loss or gradient does: stop, skip, or dump and stop. "stop": raise, the weights
             are those of the step before. "skip": leave the step out; "dump": write down where it came from, then stop.
         max_skips: with "skip", stop after this many such steps in a row.
@@ -141,6 +143,7 @@ class TrainConfig:
     memory_limit_gb: float | None = None
     start_from: str | None = None
     tensorboard: str | None = None
+    profile_steps: int = 0
     on_nonfinite: str = "stop"
     max_skips: int = 10
     stuck_after_s: float | None = None
@@ -150,7 +153,7 @@ class TrainConfig:
         _one_of("train", self, "model", MODELS)
         _one_of("train", self, "on_nonfinite", ("skip", "stop", "dump"))
         _at_least("train", self, 1, "steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
-        _at_least("train", self, 0, "seed", "eval_every")
+        _at_least("train", self, 0, "seed", "eval_every", "profile_steps")
         for name in ("memory_limit_gb", "stuck_after_s"):
             if getattr(self, name) is not None:
                 _at_least("train", self, 0, name)

@@ -33,7 +33,7 @@ from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, le
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
 from hyper_parallel.trainer.preflight import check_precision, plan_run
-from hyper_parallel.trainer.report import KEPT, JsonlLog, StepRecord, TensorBoardLog, TrainResult
+from hyper_parallel.trainer.report import KEPT, JsonlLog, ProfilerTrace, StepRecord, TensorBoardLog, TrainResult
 from hyper_parallel.trainer.saving import Progress, Saver, check_start
 from hyper_parallel.trainer.watchdog import Watchdog, default_store
 
@@ -155,9 +155,12 @@ class Trainer:
             log = stack.enter_context(JsonlLog(train.log if first_rank else None, keep_steps=self.steps_done))
             board = stack.enter_context(TensorBoardLog(train.tensorboard if first_rank else None))
             stack.enter_context(self.saver)
+            recorded = train.profile_steps if first_rank else 0
+            trace = stack.enter_context(ProfilerTrace(_out(self.config) / "profile.json", recorded))
             while self.steps_done < train.steps and stopped is None:
                 self._tell(self.steps_done + 1, "training")
                 record = self.step()
+                trace.after_step()
                 records.append(record)
                 log.write(record)  # before the save: what goes on from there keeps the lines up to its step
                 stopped = self._asked_to_stop()

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -225,6 +226,54 @@ class TensorBoardLog:
     ) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+class ProfilerTrace:
+    """Records a few steps with torch.profiler, and writes them as a Chrome trace; a context, used by one rank alone.
+
+        with ProfilerTrace("out/profile.json", steps=3) as trace:
+            trace.after_step()
+
+    The first step builds what is kept from then on, and during the second one the profiler starts: both are left out.
+
+    Args:
+        path: of the file.
+        steps: to record; 0 records none, and costs nothing.
+    """
+
+    SKIPPED = 2
+
+    def __init__(self, path: str | Path, steps: int) -> None:
+        self._path, self._profiler = Path(path), None
+        if steps:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                kinds.append(torch.profiler.ProfilerActivity.CUDA)
+            schedule = torch.profiler.schedule(wait=self.SKIPPED - 1, warmup=1, active=steps, repeat=1)
+            # Without `acc_events` torch warns of what it forgets after a cycle; there is one only.
+            self._profiler = torch.profiler.profile(
+                activities=kinds, schedule=schedule, on_trace_ready=self._write, record_shapes=True, acc_events=True
+            )
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._path))
+
+    def after_step(self) -> None:
+        """Say that a step is over."""
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def __enter__(self) -> ProfilerTrace:
+        if self._profiler is not None:
+            self._profiler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
 
 
 # -- the display in a terminal -----------------------------------------------------------------------------------------

@@ -272,6 +272,11 @@ class Pricing:
 
     # -- host -------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the host computes itself, so that it issues nothing meanwhile: its own time comes on top."""
+        return self.hardware.family == "cpu"
+
     def host_seconds(self, event: Event) -> float:
         """Return the host's time to issue an event; waits and memory cost it next to nothing."""
         if isinstance(event, Op):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -311,6 +312,8 @@ def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibra
         calibration: figures to price with; None: those of the package.
     """
     found = find_hardware(hardware)
+    if found.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
+        job = dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, norm="eager"))
     return price(trace(job), job, found, calibration)
 
 

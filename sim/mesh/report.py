@@ -11,10 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sim.mesh.models import find_model
+from sim.mesh.pricing.profiled import Breakdown, compare_seconds
 from sim.mesh.searching.space import Candidate
 
 __all__ = [
     "as_text",
+    "comparison_dict",
+    "comparison_view",
     "estimate_dict",
     "estimate_text",
     "estimate_view",
@@ -370,6 +373,62 @@ def terms_dict(estimate: Any) -> dict[str, Any]:
         "terms": {name: _quantity(quantity) for name, quantity in terms(estimate)},
         "optimizer": _quantity(time.optimizer),
         "kinds": dict(kinds(estimate)),
+    }
+
+
+_MOST_OPERATIONS = 12
+
+
+def comparison_view(predicted: Breakdown, measured: Breakdown, at_most: int = _MOST_OPERATIONS) -> RenderableType:
+    """Show where the seconds of a predicted and of a measured step go, what differs most first.
+
+    Args:
+        predicted: of an estimate.
+        measured: of a trace.
+        at_most: operations to show.
+    """
+    table = plain_table("kind", "predicted", "measured", "difference", "predicted / measured")
+    for gap in compare_seconds(predicted, measured):
+        if max(gap.predicted, gap.measured) >= 1e-3 * measured.step:
+            table.add_row(gap.kind, *_side_by_side(gap.predicted, gap.measured))
+    table.add_row("step", *_side_by_side(predicted.step, measured.step), style="bold")
+    calls = plain_table("operation", "calls", "measured", "predicted", "measured", "difference", "ratio")
+    both = {**predicted.operations, **measured.operations}
+    rows = [(name, predicted.operations.get(name, (0, 0.0)), measured.operations.get(name, (0, 0.0))) for name in both]
+    for name, (count, spent), (times, took) in sorted(rows, key=lambda row: -abs(row[1][1] - row[2][1]))[:at_most]:
+        calls.add_row(name, f"{count:,}", f"{times:,}", *_side_by_side(spent, took))
+    return Group(Text("Predicted beside measured"), table, Text(""), Text("Operations that differ most"), calls)
+
+
+def _side_by_side(predicted: float, measured: float) -> tuple[str, str, str, str]:
+    off = predicted - measured
+    ratio = f"{predicted / measured:.2f}" if measured else "-"
+    sign = "-" if off < 0 else "+"
+    return (
+        seconds(predicted) if predicted else "-",
+        seconds(measured) if measured else "-",
+        sign + seconds(abs(off)),
+        ratio,
+    )
+
+
+def comparison_dict(predicted: Breakdown, measured: Breakdown) -> dict[str, Any]:
+    """Return a comparison as data for JSON.
+
+    Args:
+        predicted: of an estimate.
+        measured: of a trace.
+    """
+    names = {**predicted.operations, **measured.operations}
+
+    def of(step: Breakdown, name: str) -> dict[str, float]:
+        count, spent = step.operations.get(name, (0, 0.0))
+        return {"calls": count, "seconds": spent}
+
+    return {
+        "step": {"predicted": predicted.step, "measured": measured.step},
+        "kinds": [{**gap._asdict(), "ratio": gap.ratio} for gap in compare_seconds(predicted, measured)],
+        "operations": {name: {"predicted": of(predicted, name), "measured": of(measured, name)} for name in names},
     }
 
 

@@ -266,6 +266,7 @@ FLAGS = [
     ("train", "on_nonfinite", "--on-nonfinite", "skip", "skip"),
     ("train", "stuck_after_s", "--stuck-after", "2.5", 2.5),
     ("train", "tensorboard", "--tensorboard", "board", "board"),
+    ("train", "profile_steps", "--profile-steps", "2", 2),
     ("train", "device", "--device", "cpu", "cpu"),
     ("train", "eval_every", "--eval-every", "3", 3),
     ("train", "seed", "--seed", "5", 5),

@@ -365,7 +365,7 @@ def test_hardware_that_is_not_there() -> None:
 def test_measuring_writes_a_file_that_estimates_take(monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[int] = []
 
-    def measured(processes: int = 2) -> Any:
+    def measured(processes: int = 2, **_: Any) -> Any:
         passed.append(processes)
         return find_hardware("laptop-cpu" if "laptop-cpu" in hardware_names() else "a100-40gb")
 

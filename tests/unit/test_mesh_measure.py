@@ -11,7 +11,9 @@ from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.measure import _MATMULS, measure
 from sim.mesh.pricing.measure_fit import OPS, Measurement, descend, fit_hardware, quantile, summary
-from sim.mesh.program import Comm, CommGroup, Op, Touch
+from sim.mesh.pricing.measure_steps import paired_samples
+from sim.mesh.program import COMPUTE, Comm, CommGroup, Op, Program, Segment, Touch
+from sim.mesh.timeline import replay_time
 
 MACHINE = {"device": "cpu", "title": "a CPU", "memory": 2**33, "cores": 2}
 PEAK, BANDWIDTH, RANKS = 1e11, 2e10, 2
@@ -48,7 +50,7 @@ def samples(noise=0.0):
         for size in (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26):
             name = "broadcast" if op == "send" else op
             seconds = collective_seconds(links, name, size, NodeSpread(RANKS, 1, RANKS))[0]
-            made.append(sample("collective", seconds, op=op, size=size, ranks=RANKS))
+            made.append(sample("collective", seconds, op=op, size=size, ranks=RANKS, busy=0.5))
     return [*made, sample("issue", 3e-5)]
 
 
@@ -101,7 +103,7 @@ def test_a_machine_of_one_process_has_no_links():
 
 
 def test_this_machine(tmp_path):
-    hardware = measure(2 if find_hardware("laptop-cpu").devices_per_node == 2 else 1, "cpu", seconds=1e-4)
+    hardware = measure(2 if find_hardware("laptop-cpu").devices_per_node == 2 else 1, "cpu", seconds=1e-4, steps=False)
     assert hardware.peak("float32") > 1e8
     assert hardware.memory_bandwidth > 1e7
     again = find_hardware(hardware.write(tmp_path / "here.toml"))
@@ -110,6 +112,42 @@ def test_this_machine(tmp_path):
     for op in OPS:
         assert pricing.comm(Comm(op, 0, 2**20, 2**20, "", 0, 1, 0, 1), CommGroup("dp", range(2)), rank=0).seconds > 1e-6
     assert pricing.op(Op("aten.mm", "matmul", 1, (), (), "float32", (1, 64, 64, 64), 0, 0)).grade == "measured"
+
+
+def test_what_steps_take_beside_kernels_is_the_hosts():
+    host = [{"what": "host", "ops": 100, "comms": 0, "seconds": 100 * 2e-5}]
+    host += [{"what": "host", "ops": 80, "comms": 10, "seconds": 80 * 2e-5 + 10 * 3e-4}]
+    hardware = fit_hardware([*samples(), *host], MACHINE, RANKS)
+    assert hardware.value("host.op") == pytest.approx(2e-5)
+    assert hardware.value("host.collective") == pytest.approx(3e-4)
+    assert hardware.curves["matmul"]["floor_us"] == 1.0
+    pricing = Pricing(hardware)
+    assert pricing.overlap_slowdown == 1.5
+    assert pricing.is_synchronous
+    assert not Pricing(find_hardware("h100-sxm")).is_synchronous
+
+
+def test_the_host_of_a_cpu_adds_to_what_it_computes():
+    host = [{"what": "host", "ops": 100, "comms": 0, "seconds": 100 * 1e-3}]
+    fitted = fit_hardware([*samples(), *host], MACHINE, RANKS)
+    op = Op("aten.mm", "matmul", 1, (), (), "float32", (1, 1024, 1024, 1024), COMPUTE, 0)
+    key = ("forward", 0, "only")
+    program = Program(0, 1, 1, segments={key: Segment(*key, events=[op] * 5)}, order=[(key, -1)])
+    kernel = Pricing(fitted).op(op).seconds
+    assert kernel > 1e-3  # so that a host ahead of its device would be hidden
+    found = replay_time([program], Pricing(fitted))
+    assert found.step == pytest.approx(5 * (kernel + 1e-3))
+    assert found.slowest.host == pytest.approx(5e-3)
+
+
+def test_measured_operations_are_paired_with_recorded_ones_of_as_many_calls():
+    mm = Op("aten.mm", "matmul", 1, (), (), "float32", (1, 4, 4, 4), COMPUTE, 0)
+    add = Op("aten.add", "memory", 0, (Touch(1, 64),), (), "float32", (), COMPUTE, 0)
+    measured = {"aten.mm": [1e-6, 3e-6, 2e-6], "aten.add": [5e-6], "aten.sub": [1.0]}
+    found = paired_samples([mm, add, mm, mm, add], measured)
+    assert found == [{"what": "matmul", "dtype": "torch.float32", "shape": [1, 4, 4, 4], "seconds": 2e-6}]
+    found = paired_samples([add], measured)
+    assert found == [{"what": "step stream", "bytes": 64, "seconds": 5e-6}]
 
 
 def test_more_processes_than_cores():

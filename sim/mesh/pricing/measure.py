@@ -1,9 +1,12 @@
 """Measures this machine, and fits a hardware description to it.
 
 `measure()` starts processes that work at the same time, as training does: each computes matmuls, attention and
-streams on its share of the cores (or on its GPU), and they communicate. The figures are the
-shortest of several times; the curves are fitted as those of the published tables are, and the errors of the fits are
-kept beside them.
+streams on its share of the cores (or on its GPU), and they communicate. On a CPU they also train tiny models, see
+`measure_steps`. The curves are fitted as those of the published tables are, and the errors of the fits are kept beside
+them.
+
+Where a process has one core, its time is that of the thread on the processor, so that a machine with other work on it
+is measured as if it was idle. Communication has to be timed by the clock: of that the shortest time counts.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from hyper_parallel.core.common.checks import check_int
 from hyper_parallel.core.common.errors import explain
 from sim.mesh.hardware import Hardware
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
+from sim.mesh.pricing.measure_steps import step_samples, timed_steps
 
 __all__ = ["measure"]
 
@@ -36,13 +40,22 @@ _ATTENTIONS = ((64, 64, True), (128, 64, True), (256, 64, True), (256, 64, False
 _MATMULS = tuple((m, n, k) for m in (32, 128, 512) for n in (64, 256, 1024) for k in (64, 256, 1024))
 
 
-def measure(processes: int = 2, device: str | None = None, seconds: float = 0.02) -> Hardware:
+def measure(
+    processes: int = 2,
+    device: str | None = None,
+    seconds: float = 0.02,
+    *,
+    threads: int | None = None,
+    steps: bool = True,
+) -> Hardware:
     """Measure this machine.
 
     Args:
         processes: that share it: of a CPU its cores, of GPUs one each.
         device: `cpu` or `cuda`; None: `cuda` where there are as many.
         seconds: that each figure is taken over, at least.
+        threads: of each process on a CPU; None: its share of the cores.
+        steps: whether to measure training steps of tiny models, too, on a CPU.
 
     Raises:
         ValueError: no processes, or more than there are cores or GPUs.
@@ -58,21 +71,23 @@ def measure(processes: int = 2, device: str | None = None, seconds: float = 0.02
             explain(asked, f"processes is not from 1 to the number of {unit}", f"{unit}: {most}", f"{most}")
         )
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, (count, device, seconds, folder), nprocs=count)
+        mp.spawn(_work, (count, device, seconds, folder, threads, steps and device == "cpu"), nprocs=count)
         results = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
     samples = [
         {**sample, "seconds": min(result["samples"][i]["seconds"] for result in results)}
         for i, sample in enumerate(results[0]["samples"])
     ]
+    if steps and device == "cpu":
+        samples += step_samples([result["steps"] for result in results], count)
     return fit_hardware(samples, results[0]["machine"], count)
 
 
 # -- in each process -------------------------------------------------------------------------------------------------
 
 
-def _work(rank: int, count: int, device: str, seconds: float, folder: str) -> None:
+def _work(rank: int, count: int, device: str, seconds: float, folder: str, threads: int | None, steps: bool) -> None:
     if device == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // count))
     else:
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -82,7 +97,8 @@ def _work(rank: int, count: int, device: str, seconds: float, folder: str) -> No
     samples = [*_matmuls(clock), *_streams(clock), *_attentions(clock), *_small_operations(clock)]
     if count > 1:
         samples += _collectives(clock, rank, count)
-    text = json.dumps({"samples": samples, "machine": _machine(device, count)})
+    trained = timed_steps(rank, count, folder) if steps else []
+    text = json.dumps({"samples": samples, "steps": trained, "machine": _machine(device, count)})
     Path(folder, f"{rank}.json").write_text(text)
     dist.destroy_process_group()
 
@@ -98,21 +114,23 @@ class _Clock:
             torch.cuda.synchronize()
 
     def time(self, fn: Callable[[], object], *, together: bool = False, repeats: int = 15) -> float:
-        """Return the median time of a call, or of collectives the lower quartile.
+        """Return the lower quartile of the time of a call; on a CPU of collectives the shortest.
 
-        Not the shortest: a machine that others share gives its best for milliseconds, and training takes minutes.
+        Not the shortest of what a thread does alone: caches and clocks that are at their best for milliseconds are not
+        for minutes.
 
         Args:
             fn: what is called.
             together: whether all processes must call it as often, as collectives need.
             repeats: times that it is timed.
         """
+        now = time.perf_counter if together or self.device != "cpu" or torch.get_num_threads() > 1 else time.thread_time
         fn()
         self.done()
-        begin = time.perf_counter()
+        begin = now()
         fn()
         self.done()
-        once = max(time.perf_counter() - begin, 1e-7)
+        once = max(now() - begin, 1e-7)
         if together:  # the slowest says how often
             slowest = torch.tensor([once], device=self.device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -122,12 +140,12 @@ class _Clock:
         dist.barrier()
         taken = []
         for _ in range(repeats):
-            begin = time.perf_counter()
+            begin = now()
             for _ in range(times):
                 fn()
             self.done()
-            taken.append((time.perf_counter() - begin) / times)
-        return statistics.quantiles(taken, n=4)[0] if together else statistics.median(taken)
+            taken.append((now() - begin) / times)
+        return min(taken) if together and self.device == "cpu" else statistics.quantiles(taken, n=4)[0]
 
 
 def _matmuls(clock: _Clock) -> list[Sample]:
@@ -223,9 +241,17 @@ def _collectives(clock: _Clock, rank: int, count: int) -> list[Sample]:
     scale = 16 if clock.device == "cuda" else 1
     for op in OPS:
         for size in (2**10, 2**14, 2**17, 2**20, 2**22 * scale, 2**24 * scale):
-            call = _collective(op, size, rank, count, clock.device)
-            took = clock.time(call, together=True, repeats=9)
-            samples.append({"what": "collective", "op": op, "size": size, "ranks": count, "seconds": took})
+            call, calls = _collective(op, size, rank, count, clock.device), [0]
+
+            def counted(call: Callable[[], object] = call, calls: list[int] = calls) -> None:
+                calls[0] += 1
+                call()
+
+            begin = time.process_time()
+            took = clock.time(counted, together=True, repeats=9)
+            busy = min(1.0, (time.process_time() - begin) / calls[0] / took)
+            found = {"what": "collective", "op": op, "size": size, "ranks": count, "seconds": took, "busy": busy}
+            samples.append(found)
     begin = time.perf_counter()
     works = []
     small = torch.zeros(2, device=clock.device)

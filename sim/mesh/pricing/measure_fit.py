@@ -149,10 +149,13 @@ def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: i
     add("node.devices", processes, "1")
     operation = next(sample["seconds"] for sample in samples if sample["what"] == "operation")
     issue = next((sample["seconds"] for sample in samples if sample["what"] == "issue"), 5e-5)
-    # On a CPU the host is the device: what an operation costs to issue is in its own time, see floor_us.
-    add("host.op", 0.0 if cpu else operation, "s")
+    host = [sample for sample in samples if sample["what"] == "host"]
+    if host:
+        operation, issue = _fit_host(host, issue)
+    # On a CPU the host is the device. Without steps, what an operation costs to issue is in its own time: floor_us.
+    add("host.op", 0.0 if cpu and not host else operation, "s")
     add("host.collective", issue, "s")
-    floor = operation * 1e6 if cpu else min(streams[0]["seconds"] * 1e6, 5.0)
+    floor = 1.0 if host else operation * 1e6 if cpu else min(streams[0]["seconds"] * 1e6, 5.0)
     curves: dict[str, Any] = {
         "matmul": _fit_matmul(samples, peaks, machine["cores"], bandwidth, floor),
         "memory": _fit_memory(samples, bandwidth, floor),
@@ -161,6 +164,8 @@ def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: i
     fastest, links = _fit_links(samples, processes)
     if links:
         curves["links"] = links
+        if cpu:
+            curves["overlap"] = _fit_overlap(samples)
     add("intra.bandwidth", fastest, "B/s", "measured" if links else "assumed", source if links else "assumed")
     add("inter.bandwidth", 125e6, "B/s", "assumed", "assumed: 1 Gbit/s Ethernet")
     kind = {"family": "cpu", "links": "gloo", "fabric": "ethernet", "allocator": "none", "backend": "gloo"}
@@ -174,6 +179,27 @@ def fit_hardware(samples: list[Sample], machine: Mapping[str, Any], processes: i
         }
     title = f"{machine['title']}, {share}, as measured"
     return Hardware("measured", title, figures=figures, topology="switch", curves=curves, **kind)
+
+
+def _fit_host(host: Sequence[Sample], issue: float) -> tuple[float, float]:
+    """Return the seconds that the host adds for an operation and for a communication.
+
+    Args:
+        host: of steps: operations, communications, and what the thread has spent beside kernels.
+        issue: seconds to issue a communication and do nothing else: the least that one costs.
+    """
+    alone = [sample for sample in host if not sample["comms"]]
+    each = statistics.median([sample["seconds"] / sample["ops"] for sample in alone])
+    rest = [(sample["seconds"] - each * sample["ops"]) / sample["comms"] for sample in host if sample["comms"]]
+    return each, max(issue, statistics.median(rest)) if rest else issue
+
+
+def _fit_overlap(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return how much longer kernels take while threads of gloo have part of the processor that they run on."""
+    large = max(sample["size"] for sample in samples if sample["what"] == "collective")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    busy = [s["busy"] for s in samples if s["what"] == "collective" and s["size"] == large and s["op"] in kinds]
+    return {"slowdown": round(1.0 + statistics.median(busy), 3)}
 
 
 def _noted(figures: dict[str, Any], rows: list[Measurement]) -> dict[str, Any]:
@@ -210,13 +236,25 @@ def _torch_name(name: str) -> str:
     return {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[name]
 
 
+_SMALL, _LARGE = 2**14, 2**20
+"""Bytes: below, a kernel takes what any kernel takes; from there on, caches hold its operands in no step."""
+
+
 def _fit_memory(samples: list[Sample], bandwidth: float, floor: float) -> dict[str, Any]:
     def predict(sample: Sample) -> Callable[[Mapping[str, float]], float]:
         return lambda at: stream_seconds({**at, "floor_us": at["least_us"]}, sample["bytes"], bandwidth)[0]
 
-    rows = [Measurement("", sample["seconds"], predict(sample)) for sample in samples if sample["what"] == "stream"]
+    timed = [sample for sample in samples if sample["what"] == "stream"]
     start = {"least_us": 1.0, "cache_mib": 8.0, "cache_speedup": 3.0, "stream": 1.0}
     free = {"least_us": (0.1, 50.0), "cache_mib": (0.2, 200.0), "cache_speedup": (1.0, 30.0)}
+    in_steps = [sample for sample in samples if sample["what"] == "step stream"]
+    small = [sample["seconds"] for sample in in_steps if sample["bytes"] < _SMALL]
+    if small:  # what a kernel takes at least, and what caches do for it, are those of a step
+        start["least_us"] = statistics.median(small) * 1e6
+        del free["least_us"]
+        timed = [sample for sample in timed if sample["bytes"] >= _LARGE]
+        timed += [sample for sample in in_steps if sample["bytes"] >= _SMALL]
+    rows = [Measurement("", sample["seconds"], predict(sample)) for sample in timed]
     fitted = descend(rows, start, free)
     made: dict[str, Any] = {**_noted(fitted, rows), "floor_us": round(max(floor, fitted["least_us"]), 2)}
     made |= {"fused": 1.0, "softmax": 1.0}

@@ -319,6 +319,7 @@ def _piece(
     seconds: defaultdict[str, float] = defaultdict(float)
     evidence = PriceBasis()
     host = 0.0
+    synchronous = getattr(prices, "is_synchronous", False)
     for at in range(start, end):
         event = program.segments[key].events[at]
         if isinstance(event, Op):
@@ -331,6 +332,8 @@ def _piece(
             seconds[event.kind] += price.seconds
             streams[event.stream] = None
             codes.append((OP, event.stream, price.seconds, cost, at))
+            if synchronous:
+                codes.append((HOST_WAIT, event.stream))
         elif isinstance(event, Comm):
             group = program.groups[event.group]
             cost, alone = prices.host_seconds(event), prices.comm(event, group, rank=program.rank)
@@ -366,6 +369,8 @@ def _piece(
             if message is not None:
                 awaits.append(message)
             codes.append((WAIT, event.stream, event.handle))
+            if synchronous:
+                codes.append((HOST_WAIT, event.stream))
         elif isinstance(event, EventRecord):
             streams[event.stream] = None
             marked.add(event.event)

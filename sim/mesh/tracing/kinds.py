@@ -19,6 +19,7 @@ __all__ = [
     "reads_only_its_output",
     "recomputes",
     "region",
+    "reported_kind",
     "traces",
 ]
 
@@ -292,6 +293,44 @@ def kind_of(func: Any) -> str:
     if torch.Tag.pointwise in tags or getattr(torch.Tag, "reduction", None) in tags:
         return "memory"
     return "unknown"
+
+
+_REPORTED = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "attention_backward": "attention",
+    "random": "random numbers",
+    "optimizer": "optimizer",
+    "fused": "fused operations",
+}
+_COPIES = frozenset(
+    {"copy_", "_to_copy", "clone", "cat", "stack", "fill_", "zero_", "zeros", "zeros_like", "split_with_sizes_copy"}
+    | {"_chunk_cat", "constant_pad_nd", "repeat", "new_zeros", "ones_like", "full", "_foreach_copy_", "_foreach_zero_"}
+)
+
+
+def reported_kind(kind: str, name: str) -> str:
+    """Return the kind by which a step's seconds are reported: finer than that of the kernel, which prices go by.
+
+    >>> reported_kind("memory", "aten.native_layer_norm"), reported_kind("memory", "aten::_log_softmax")
+    ('norms', 'softmax and loss')
+    >>> reported_kind("attention_backward", "aten._flash_attention_backward"), reported_kind("memory", "aten.mul")
+    ('attention', 'pointwise and reductions')
+
+    Args:
+        kind: of `kind_of`.
+        name: of the operation, with its namespace.
+    """
+    if kind in _REPORTED:
+        return _REPORTED[kind]
+    short = name.replace("::", ".").rpartition(".")[2]
+    if any(word in short for word in ("layer_norm", "rms_norm", "batch_norm", "group_norm")):
+        return "norms"
+    if any(word in short for word in ("softmax", "nll_loss", "cross_entropy")):
+        return "softmax and loss"
+    if short in _COPIES:
+        return "copies"
+    return "embedding" if "embedding" in short else "pointwise and reductions"
 
 
 def reads_only_its_output(func: Any) -> bool:
