@@ -231,7 +231,7 @@ def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _
         else:
             with mode:
                 record = trainer.step()
-        for name, number in (("loss", record.loss), ("norm", record.grad_norm), ("tokens", record.tokens)):
+        for name, number in (("loss", record.loss), ("norm", record.grad_norm), ("tokens", record.tokens or 0)):
             found.numbers[step, name] = float(number)
         # What clipping did is undone by the rank's own norm: a wrong norm is a fault of its own, and said once.
         most = run.optimizer.max_grad_norm
@@ -255,7 +255,7 @@ def _steps_of(run: Config, world_size: int, perturbed: int | None = None) -> lis
 
 def _on_one_device(run: Config) -> Config:
     """The same run without any degree."""
-    alone = dict.fromkeys(_DEGREES, 1)
+    alone: dict[str, Any] = dict.fromkeys(_DEGREES, 1)
     parallel = dataclasses.replace(
         run.parallel, **alone, ulysses_degree=None, etp=None, layers_per_stage=None, stages_per_rank=None
     )
