@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +23,11 @@ from hyper_parallel.cli.kit import (
     stdout_console,
 )
 from hyper_parallel.cli.options import Given, with_options
-from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, read_run
+from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
 from hyper_parallel.core.common.errors import explain, nearest
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer.config import Config
+    pass
 
 __all__ = ["estimate", "search"]
 
@@ -104,7 +103,7 @@ def _job(
     from sim.mesh.job import Job
 
     run, spec = _run(file, given, model, start_from)
-    job = Job.of_run(run, _devices(run, devices), model=spec)
+    job = Job.of_run(run, devices_of(run, devices), model=spec)
     if not settings:
         return job
     return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
@@ -128,20 +127,6 @@ def _run(file: Path | None, given: Given, model: str | None, start_from: str | N
         raise ValueError(explain(f"cannot estimate {model} with options of [model]", blame, seen, "leave them out"))
     run = read_run(file, given, start_from, shape=spec.config if spec is not None and is_trained else None)
     return run, None if is_trained else spec
-
-
-def _devices(run: Config, devices: int | None) -> int:
-    """Return how many there are, by default as many as the degrees of a run need."""
-    if devices is None:
-        axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
-        devices = math.prod(getattr(run.parallel, axis) or 1 for axis in axes)
-        if devices < 1:
-            blame = "dp_shard=-1 takes what is left"
-            raise ValueError(explain("cannot place the model", blame, "--devices is missing", "--devices 8"))
-    if devices < 1:
-        blame = "there must be a device at least"
-        raise ValueError(explain("cannot place the model", blame, f"--devices {devices}", "--devices 8"))
-    return devices
 
 
 def _show_estimate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from hyper_parallel.models.llama import LlamaConfig
     from hyper_parallel.trainer.config import Config
 
-__all__ = ["RUN_OPTIONS", "ConfigFile", "StartFrom", "read_run"]
+__all__ = ["RUN_OPTIONS", "ConfigFile", "StartFrom", "devices_of", "read_run"]
 
 ConfigFile = Annotated[
     Path | None, typer.Argument(help="TOML file of a run; what it leaves out keeps its default.", show_default=False)
@@ -88,6 +89,28 @@ def read_run(
                 f"  --model {model}\n  try: leave out --model"
             )
     return run
+
+
+def devices_of(run: Config, devices: int | None) -> int:
+    """Return how many devices there are.
+
+    Args:
+        run: whose degrees count.
+        devices: as given; None: as many as the degrees need.
+
+    Raises:
+        ValueError: none is given, and the degrees leave it open; or below 1.
+    """
+    if devices is None:
+        axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+        devices = math.prod(getattr(run.parallel, axis) or 1 for axis in axes)
+        if devices < 1:
+            blame = "dp_shard=-1 takes what is left"
+            raise ValueError(explain("cannot place the model", blame, "--devices is missing", "--devices 8"))
+    if devices < 1:
+        blame = "there must be a device at least"
+        raise ValueError(explain("cannot place the model", blame, f"--devices {devices}", "--devices 8"))
+    return devices
 
 
 def _known_shape(name: str) -> LlamaConfig:

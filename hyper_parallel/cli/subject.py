@@ -32,6 +32,10 @@ from hyper_parallel.models.plans import llama_plan
 __all__ = ["LlamaSizes", "Subject", "llama_subject", "named_object", "own_subject", "painted", "verify_subject"]
 
 
+_NOT_IN_A_PLAN = ("pp", "cp", "ep")
+"""Degrees of a run that the trainer applies, and no plan does."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """A parallel model, and what it takes to compare it with the same model on one device.
@@ -171,6 +175,14 @@ def llama_subject(
     axis = None if tp in NOT_SPLIT else tp
     sizes_of = dict(zip(base.alias_name, base.mesh_shape, strict=True))
     rows = tuple(name for name in base.alias_name if name != axis)
+    others = [name for name in rows if name in _NOT_IN_A_PLAN and sizes_of[name] > 1]
+    if plan_path is None and others:
+        named = ", ".join(others)
+        blame = f"no plan of the llama uses {named}: it would split the batch over {named}"
+        degrees = " ".join(f"--{name} {sizes_of[name]}" for name in base.alias_name if name in {*_NOT_IN_A_PLAN, "tp"})
+        command = f"hyper-parallel verify --devices {math.prod(base.mesh_shape)} {degrees}"
+        hint = f"{command}, which proves the run of these degrees"
+        raise ValueError(explain("cannot verify the llama", blame, f"--mesh {mesh}", hint))
     for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq_len", "batch"):
         _check_size(name, getattr(sizes, name))
     config = sizes.config(sizes_of.get(axis or "", 1))

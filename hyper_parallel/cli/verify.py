@@ -1,16 +1,25 @@
-"""The command `verify`: a plan compared with one device, on simulated ranks."""
+"""The command `verify`: a training run, or a plan, compared with one device on simulated ranks."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, stdout_console
+from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, say_error, stdout_console
 from hyper_parallel.cli.options import Given, options, with_options
+from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
+from hyper_parallel.core.common.errors import explain
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.config import Config
 
 __all__ = ["verify"]
+
+_PLAN = "A plan"
+_OF_RUN = tuple(option for option in RUN_OPTIONS if (option.group, option.field) != ("train", "model"))
 
 
 @with_options(
@@ -18,14 +27,23 @@ __all__ = ["verify"]
         "sizes",
         "hyper_parallel.cli.subject",
         "LlamaSizes",
-        *("layers", "hidden", "heads", "kv_heads", "vocab", "seq_len", "batch", "tied"),
-    )
+        *("layers", "hidden", "heads", "kv_heads", "vocab", "batch", "tied"),
+        panel=_PLAN,
+        optional=True,
+    ),
+    *_OF_RUN,
 )
 def verify(
+    config: ConfigFile = None,
+    devices: Annotated[int | None, typer.Option(help="Ranks of the run; default: as many as its degrees need.")] = None,
     model: Annotated[
-        str, typer.Option(help="llama, or module:function of your own, where the function returns the model.")
-    ] = "llama",
-    mesh: Annotated[str, typer.Option(help="Axes and their sizes, the last one fastest.")] = "dp=2,tp=4",
+        str | None,
+        typer.Option(help="Of a run: llama, moe, or a name such as llama3-8b. Of a plan: llama, or module:function."),
+    ] = None,
+    start_from: StartFrom = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Axes and their sizes, the last one fastest.", rich_help_panel=_PLAN)
+    ] = None,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="TOML file, see --show-plan; default: the plan that ships with llama.")
     ] = None,
@@ -37,7 +55,7 @@ def verify(
     ] = False,
     *,
     given: Given,
-    tp: Annotated[str, typer.Option(help="Axis that splits heads, width and vocabulary; None: none does.")] = "tp",
+    tp_axis: Annotated[str, typer.Option(help="Axis that splits heads, width and vocabulary; None: none does.")] = "tp",
     sequence_parallel: Annotated[bool, typer.Option(help="Split the residual stream over the sequence.")] = True,
     vocab_parallel: Annotated[bool, typer.Option(help="Split embedding and head.")] = True,
     dtensors: Annotated[bool, typer.Option("--dtensors", help="Compute on DTensors, not on local tensors.")] = False,
@@ -49,18 +67,40 @@ def verify(
         list[str] | None, typer.Option(help="Which part of an argument a rank has: dp,None; default: as the plan says.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="What ranks compute in: float64, or float32.")] = "float64",
-    seed: Annotated[int, typer.Option(help="Of weights, inputs and simulated interleaving.")] = 0,
     everything: Annotated[bool, typer.Option("--all", help="Print all tensors, not only the wrong ones.")] = False,
 ) -> None:
-    """Prove on simulated ranks that a plan computes what one device computes; else name the first module that errs.
+    """Prove on simulated ranks that a training run, or a plan, computes what one device computes; else name what errs.
 
-    hyper-parallel verify --show-plan > plan.toml; hyper-parallel verify --plan plan.toml
+    The run that train takes, by the same file and options; a large one is reduced, and the report says how:
+    hyper-parallel verify run.toml --devices 64 --tp 8
 
-    Exit code 0: right; 1: the plan is wrong, or ranks failed; 2: a mistake in what was asked.
+    A plan, of the llama or of a model of your own:
+    hyper-parallel verify --show-plan > plan.toml; hyper-parallel verify --mesh dp=2,tp=4 --plan plan.toml
+
+    Exit code 0: right; 1: something is wrong, or ranks failed; 2: a mistake in what was asked.
     """
+    of_plan = {"--mesh": mesh, "--plan": plan_file, "--parallelize": parallelize, "--show-plan": show_plan or None}
+    of_plan["--model"] = model if model is not None and ":" in model else None
+    named = [name for name, value in of_plan.items() if value is not None]
+    sizes = {name: value for name, value in given["sizes"].items() if value is not None}
+    run_options = {name: value for section in given for name, value in given[section].items() if section != "sizes"}
+    only_of_run = [name for name in run_options if name not in ("seq_len", "seed")]
+    if config is not None or devices is not None or start_from is not None or only_of_run:
+        with mistakes_as_messages():
+            if named or sizes:
+                given_too = ", ".join([*named, *(f"--{name.replace('_', '-')}" for name in sizes)])
+                blame = "it is about a plan, and a run has its own"
+                seen = f"of a run: {', '.join(only_of_run) or config or devices}   of a plan: {given_too}"
+                raise ValueError(explain("cannot verify a run with " + given_too, blame, seen, "one of the two"))
+            if model is not None:
+                given["train"]["model"] = model
+            run = read_run(config, given, start_from)
+            correct = _verify_run(run, devices_of(run, devices), everything)
+        raise typer.Exit(0 if correct else FAILURE)
     from hyper_parallel.cli.subject import LlamaSizes, Subject, llama_subject, own_subject, verify_subject
     from hyper_parallel.core.shard.plan_file import plan_text
 
+    mesh, model, seed = mesh or "dp=2,tp=4", model or "llama", int(run_options.get("seed", 0))
     with mistakes_as_messages():
         subject: Subject
         if model == "llama":
@@ -71,9 +111,9 @@ def verify(
                 )
             subject = llama_subject(
                 mesh,
-                LlamaSizes(**given["sizes"]),
+                LlamaSizes(**sizes, seq_len=run_options.get("seq_len")),
                 plan_path=plan_file,
-                tp=tp,
+                tp=tp_axis,
                 options={
                     "sequence_parallel": sequence_parallel,
                     "vocab_parallel": vocab_parallel,
@@ -99,3 +139,29 @@ def verify(
             raise typer.Exit()
         correct = verify_subject(stdout_console(), subject, everything)
     raise typer.Exit(0 if correct else FAILURE)
+
+
+def _verify_run(run: Config, devices: int, everything: bool) -> bool:
+    """Prove a run, print the report, and return whether all is well."""
+    from hyper_parallel.cli.runs import one_thread
+    from hyper_parallel.cli.subject import painted
+    from hyper_parallel.trainer.parallelize import describe_axes
+    from hyper_parallel.trainer.preflight import plan_run
+    from sim import SimError
+    from sim.prove.training import verify_run
+
+    console, start = stdout_console(), time.perf_counter()
+    axes = describe_axes(plan_run(run, devices))
+    console.print(f"a run on {axes}: two steps on simulated ranks beside one device, in float64 ...")
+    console.file.flush()
+    try:
+        with one_thread():
+            report = verify_run(run, devices)
+    except SimError as error:  # the run is wrong, not what was asked
+        said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
+        say_error(f"the ranks failed: {said}")
+        return False
+    console.print()
+    console.print(painted(report.table(verbose=everything)))
+    console.print(f"took {time.perf_counter() - start:.1f} s")
+    return report.ok

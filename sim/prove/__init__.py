@@ -1,11 +1,12 @@
 """Proofs that a parallel model computes what the model on one device computes, rank by rank.
 
-    verify -> compare -> judge -> diagnose -> faults -> infer -> evidence
+    verify -> compare -> judge -> faults -> infer -> evidence
     verify, compare -> runs -> record, randomness
     runs -> bound
     judge -> report
+    training -> judge, bound
 
 `runs` has both runs, `record` what goes through their modules, `bound` how far rounding can move it. `infer`
 finds the layouts that explain the local tensors, `faults` the causes where none does, `judge` the verdict and its
-place.
+place. `training` does the same for a run of the trainer.
 """

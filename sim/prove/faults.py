@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import Splits, all_slices
-from sim.prove.evidence import Evidence, Pending, gap
-from sim.prove.infer import free_axes
+from sim.prove.evidence import Bound, Evidence, Mesh, Parts, Pending, gap, read
+from sim.prove.infer import explanations, fit, free_axes, splits_by_shape
 
 __all__ = [
     "Diagnosis",
@@ -26,6 +27,7 @@ __all__ = [
     "coarse",
     "coordinates",
     "copies_differ",
+    "diagnose",
     "named_ranks",
     "not_finite",
     "permuted",
@@ -593,4 +595,88 @@ def _axis_of(evidence: Evidence, positions: list[int]) -> str | None:
         there = {coordinates(evidence, position)[axis] for position in positions}
         if size > 1 and len(positions) == len(evidence.parts) // size and len(there) == 1:
             return evidence.names[axis]
+    return None
+
+
+# -- the first of them that fits ---------------------------------------------------------------------------------------
+
+_MOST_SPLITS = 32
+_CHECKS = (
+    not_finite,
+    scaled,
+    coarse,
+    same_values,
+    reordered,
+    permuted,
+    some_ranks,
+    scaled_sums,
+    blocks,
+    added,
+    copies_differ,
+)
+
+
+def diagnose(
+    locals: Parts,
+    reference: torch.Tensor,
+    mesh: Mesh,
+    bound: Bound = None,
+    *,
+    declared: Layout | None = None,
+    addends: Mapping[str, torch.Tensor] | None = None,
+) -> Diagnosis | None:
+    """Look for the usual faults in parts that no layout explains, and say the first that is found.
+
+    >>> full = torch.arange(1.0, 9.0)
+    >>> print(diagnose([full * 2, full * 2], full, "dp=2"))
+    every part is 2 times what it should be: counted once per rank of 'dp'
+    >>> print(diagnose([full[4:], full[:4]], full, "tp=2"))
+    the parts of the ranks along 'tp' are in another order: (1, 0)
+    >>> diagnose([full, full], full, "tp=2") is None
+    True
+
+    Args:
+        locals: what each rank holds, by rank.
+        reference: the full tensor.
+        mesh: as for `infer_layout`.
+        bound: as for `infer_layout`.
+        declared: who should hold what. Default: every split that gives parts of the shapes that the ranks hold.
+        addends: full tensors by name, such as a bias or the input of a residual connection, which broadcast to the
+            reference; it is checked whether one of them was added once per rank.
+
+    Returns:
+        None if a layout (the declared one, if there is one; else any, with sums and averages pending at most) explains
+        the parts, or if nothing usual is the matter.
+
+    Raises:
+        TypeError, ValueError: as `infer_layout`.
+    """
+    evidence = read("cannot diagnose parts", locals, reference, mesh, bound)
+    likely = splits_by_shape(evidence)
+    if declared is not None:
+        found = fit(locals, reference, declared, bound)
+        if found.problem is not None and likely:
+            return Diagnosis("shapes", found.problem)
+        explained, likely = found.fits, likely and [declared.splits(evidence.full.ndim)]
+    else:
+        explained = bool(explanations(locals, reference, mesh, bound))
+    if explained:
+        return None
+    if not likely:
+        return shapes(evidence)
+    return _first(evidence, likely[:_MOST_SPLITS], addends or {})
+
+
+def _first(evidence: Evidence, likely: list[Splits], addends: Mapping[str, torch.Tensor]) -> Diagnosis | None:
+    for check in _CHECKS:
+        for splits in likely:
+            found = check(evidence, splits)
+            if found is not None:
+                return found
+        if check is blocks:
+            for name, addend in addends.items():
+                for splits in likely:
+                    found = added_known(evidence, splits, name, addend)
+                    if found is not None:
+                        return found
     return None

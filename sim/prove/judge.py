@@ -13,7 +13,7 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
-from sim.prove.diagnose import diagnose
+from sim.prove.faults import diagnose
 from sim.prove.infer import Fit, explanations, fit
 from sim.prove.record import Entry, ranks_along, spread_layout
 from sim.prove.report import ReportRow

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -148,7 +151,26 @@ def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations) ->
         grads = _grads(task, reference, compared)
         if grads is not None:
             _backward(ranks, grads, compared)
-        return compared.report()
+        report = compared.report()
+        unused = _unused_axes(mesh, report, {event.group for event in w.trace.kept()})
+        return replace(report, notes=(*report.notes, *unused))
+
+
+def _unused_axes(mesh: Layout, report: Report, groups: Iterable[Sequence[int]]) -> list[str]:
+    """Name the axes over which nothing is split and nothing communicates: a degree that does no work."""
+    layouts = [text.partition(", nothing said of")[0] for row in report.rows for text in (row.declared, row.found)]
+    words = {word for text in layouts for word in re.findall(r"\w+", text)}
+    ranks = np.arange(math.prod(mesh.mesh_shape)).reshape(mesh.mesh_shape)
+    places = dict(zip(ranks.flat, np.ndindex(*mesh.mesh_shape), strict=True))
+    reached = {
+        name
+        for group in groups
+        for dim, name in enumerate(mesh.alias_name)
+        if len({places[rank][dim] for rank in group}) > 1
+    }
+    sizes = zip(mesh.alias_name, mesh.mesh_shape, strict=True)
+    unused = [name for name, size in sizes if size > 1 and name not in words | reached]
+    return [f"nothing uses the axis {name}: the ranks along it all compute the same" for name in unused]
 
 
 def _until(error: Exception, compared: Comparison) -> Report | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.prove.diagnose import diagnose
+from sim.prove.faults import diagnose
 from sim.prove.infer import explanations, fit
 from sim.strategies import layouts, meshes, shapes
 

@@ -205,3 +205,38 @@ def test_a_plan_for_another_model_is_a_mistake(own, tmp_path):
     assert code == cli.USER_ERROR, output
     assert "'0.wieght' is no parameter of the model" in output
     assert "try: '0.weight'" in output
+
+
+def test_a_degree_that_no_plan_uses_is_refused():
+    code, output = invoke("--mesh", "dp=2,tp=2,pp=2", *SMALL[2:])
+    assert code == 2
+    assert output == (
+        "error: cannot verify the llama: no plan of the llama uses pp: it would split the batch over pp\n"
+        "  --mesh dp=2,tp=2,pp=2\n"
+        "  try: hyper-parallel verify --devices 8 --tp 2 --pp 2, which proves the run of these degrees\n"
+    )
+
+
+# Runs
+
+
+def test_a_run_is_proved_by_the_options_of_train(tmp_path):
+    (tmp_path / "run.toml").write_text("[model]\nhidden_size = 256\n[train]\nbatch_size = 32\n")
+    code, output = invoke(str(tmp_path / "run.toml"), "--devices", "32", "--dp-replicate", "2", "--all")
+    assert code == 0, output
+    assert output.startswith("a run on 32 ranks: dp_replicate=2 x dp_shard=16: two steps on simulated ranks ")
+    assert "the model on dp_replicate=2, dp_shard=2 computes what it computes on one device: " in output
+    assert "note: reduced: dp_shard 16 -> 2, param_dtype fp32 -> fp64, hidden_size 256 -> 8" in output
+    assert "layers.0.attention.wq.weight in step 2 " in output
+
+
+def test_what_is_of_a_run_and_what_is_of_a_plan_do_not_mix():
+    code, output = invoke("--tp", "2", "--mesh", "tp=2", "--layers", "3")
+    assert code == 2
+    assert output == (
+        "error: cannot verify a run with --mesh, --layers: it is about a plan, and a run has its own\n"
+        "  of a run: tp   of a plan: --mesh, --layers\n"
+        "  try: one of the two\n"
+    )
+    code, output = invoke("--pp", "3")
+    assert code == 2, output

@@ -8,7 +8,7 @@ import torch
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
-from sim.prove.diagnose import diagnose
+from sim.prove.faults import diagnose
 from sim.prove.infer import explanations, fit
 
 pytestmark = pytest.mark.sim

@@ -638,3 +638,10 @@ def test_a_forward_that_stops_is_reported_up_to_there_if_something_was_wrong_bef
     report = verify(stopping)
     assert place(report) == ("forward", "blocks.0.down", "output")
     assert any("forward has stopped: rank" in note and "module 'head'" in note for note in report.notes)
+
+
+def test_an_axis_that_nothing_uses_is_named():
+    report = verify(lambda model, mesh: tensor_parallel(model, mesh["tp"]), mesh="spare=2,tp=2")
+    assert report.ok
+    assert report.notes == ("nothing uses the axis spare: the ranks along it all compute the same",)
+    assert not verify(mesh="tp=2").notes

@@ -1,0 +1,413 @@
+"""The proof of a training run: the steps that `train` takes, on simulated ranks and on one device.
+
+Both runs are the trainer's own: model, engine, schedule of the pipeline, accumulation, clipping and update are what
+`train` executes. Only the tensors that the optimizer gets and leaves behind are looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.core.common.checks import check, check_least
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.context_parallel.arguments import split_over
+from hyper_parallel.core.dtensor.layout import Layout
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.redistribute.api import full_tensor
+from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.config import CheckpointConfig, Config
+from hyper_parallel.trainer.loop import RankPlace, Trainer
+from hyper_parallel.trainer.preflight import plan_run
+from sim.prove.bound import SAFETY, Perturbed
+from sim.prove.faults import diagnose
+from sim.prove.infer import explanations
+from sim.prove.judge import pending_words
+from sim.prove.report import Report, ReportRow
+from sim.world import World, WorldOptions
+
+__all__ = ["MOST_RANKS", "reduced_run", "verify_run"]
+
+MOST_RANKS = 16
+"""Ranks up to which a run is proved on its own degrees."""
+
+_ASKED = "cannot verify the run"
+_STEPS, _RUNS = 2, 3  # the second step shows what the first has left in the optimizer
+_UNIT = 2.0**-53
+_ROUNDINGS = 16.0  # that a step is granted, in units of a tensor's largest element: Adam's chain has 12
+_BYTES_OF_TEXT = 200_000
+_DEGREES = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")
+
+
+# -- a smaller run of the same kind ------------------------------------------------------------------------------------
+
+
+def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, ...]]:
+    """Return a small run of the same kind, its ranks, and what was reduced.
+
+    Every degree above 1 becomes 2, or 3 where it is odd, unless there are few ranks; layers, widths, heads, experts,
+    tokens and sequences become as small as these degrees allow. What a run is made of stays: grouped heads, tied
+    weights, dense layers, shared experts, schedule, accumulation, checkpointing, engine.
+
+    >>> from hyper_parallel.trainer.config import ParallelConfig
+    >>> small, ranks, said = reduced_run(Config(parallel=ParallelConfig(tp=8, dp_replicate=4)), world_size=256)
+    >>> ranks, small.parallel.tp, said[:2]
+    (8, 2, ('dp_replicate 4 -> 2', 'dp_shard 8 -> 2'))
+
+    Args:
+        run: that `train` is to take.
+        world_size: number of its ranks.
+
+    Raises:
+        ValueError: a run that `train` refuses.
+    """
+    check(_ASKED, Config, run=run)
+    check(_ASKED, "int", world_size=world_size)
+    check_least(_ASKED, 1, world_size=world_size)
+    dims = plan_run(run, world_size)
+    degrees = {name: getattr(dims, name) for name in _DEGREES}
+    if world_size > MOST_RANKS:
+        degrees = {name: _few(degree) for name, degree in degrees.items()}
+    ulysses = run.parallel.ulysses_degree
+    if ulysses is not None and dims.cp > 1 and world_size > MOST_RANKS:
+        if 1 < ulysses < dims.cp:
+            degrees["cp"], ulysses = 4, 2  # both a ring and an exchange of heads
+        else:
+            ulysses = 1 if ulysses == 1 else degrees["cp"]
+    etp = run.parallel.etp if run.parallel.etp in (None, 1) else degrees["tp"]
+    parallel = dataclasses.replace(
+        run.parallel, **degrees, ulysses_degree=ulysses, etp=etp, param_dtype="fp64", compile=False
+    )
+    kind = find_schedule(parallel.schedule)
+    if parallel.stages_per_rank is not None and kind.is_multi and kind.style == "loop":
+        parallel = dataclasses.replace(parallel, stages_per_rank=min(parallel.stages_per_rank, 2))
+    stages = degrees["pp"] * kind.checked_stages_per_rank(parallel.stages_per_rank) if degrees["pp"] > 1 else 1
+    sizes = _stage_sizes(run, stages, parallel)
+    if degrees["pp"] > 1:
+        text = None if sizes is None else ",".join(map(str, sizes))
+        parallel = dataclasses.replace(parallel, layers_per_stage=text)
+    few = ParallelDims.from_config(parallel, math.prod(degrees.values()))
+    small = dataclasses.replace(
+        run,
+        parallel=parallel,
+        checkpoint=CheckpointConfig(),
+        data=dataclasses.replace(run.data, max_bytes=min(run.data.max_bytes, _BYTES_OF_TEXT)),
+    )
+    small = _with_small_model(small, few, sum(sizes) if sizes else max(2, stages))
+    for accumulate in _counts_of_micro_batches(run, few):
+        found = _with_batch(small, few, accumulate)
+        try:
+            plan_run(found, few.world_size)
+        except ValueError:
+            continue
+        return found, few.world_size, tuple(_said(run, found, dims, few))
+    raise ValueError(explain(_ASKED, "no small run of its kind was found", dims.summary(), "sim.verify_plan"))
+
+
+def _few(degree: int) -> int:
+    return degree if degree < 3 else 3 if degree % 2 else 2
+
+
+def _stage_sizes(run: Config, stages: int, parallel: Any) -> list[int] | None:
+    """Return layers per stage where the run says them: those without a layer stay without; None: balanced."""
+    asked = run.parallel.stage_sizes()
+    if asked is None or stages == 1:
+        return None
+    few = [min(size, 2) for size in asked]
+    if len(few) == stages:
+        return few
+    del parallel
+    return [few[0], *[max(few[1:-1], default=1)] * (stages - 2), few[-1]]
+
+
+def _with_small_model(run: Config, dims: ParallelDims, layers: int) -> Config:
+    model, experts = run.model, run.experts
+    ulysses = dims.ulysses_degree or 1 if dims.cp > 1 else 1
+    groups = 1 if model.num_attention_heads == model.num_key_value_heads else 2
+    kv_heads = dims.tp * ulysses
+    heads, of_head = kv_heads * groups, 4
+    rows = split_over(dims.cp, dims.ulysses_degree, balance=True).multiple * dims.tp if dims.cp > 1 else dims.tp
+    seq_len = rows * max(1, math.ceil(8 / rows))
+    if run.train.model == "moe":
+        dense = min(experts.num_dense_layers, 1)
+        layers = max(layers, dense + 1)
+        count = max(dims.ep * 2, experts.experts_per_token if experts.experts_per_token < 3 else 3)
+        count = dims.ep * math.ceil(count / dims.ep)
+        experts = dataclasses.replace(
+            experts,
+            num_experts=min(count, experts.num_experts),
+            experts_per_token=min(experts.experts_per_token, 2),
+            num_shared_experts=min(experts.num_shared_experts, 1),
+            expert_intermediate_size=4 * dims.tp,
+            num_dense_layers=dense,
+        )
+    small = dataclasses.replace(
+        model,
+        vocab_size=256 if model.vocab_size % dims.tp == 0 else 257,  # the 256 bytes of the text, at least
+        hidden_size=heads * of_head,
+        intermediate_size=6 * dims.tp if model.intermediate_size % dims.tp == 0 else 6 * dims.tp + 1,
+        num_hidden_layers=min(layers, max(model.num_hidden_layers, 1)),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_size=None if model.head_size is None else of_head,
+        max_seq_len=seq_len,
+    )
+    return dataclasses.replace(run, model=small, experts=experts, train=dataclasses.replace(run.train, seq_len=seq_len))
+
+
+def _counts_of_micro_batches(run: Config, dims: ParallelDims) -> Iterator[int]:
+    """Yield the run's own number where it is small, then what schedules ask for."""
+    own = run.train.accumulate
+    counts = [own] if own <= 4 else []
+    counts += [1] if own == 1 and not dims.pp_enabled else [2, 3, 4]
+    yield from (*counts, dims.pp, 2 * dims.pp, 4 * dims.pp, own)
+
+
+def _with_batch(run: Config, dims: ParallelDims, accumulate: int) -> Config:
+    steps = max(run.train.steps, _STEPS + 1)  # the last step of a run is followed by a validation
+    return run.with_changes(
+        "train", {"batch_size": dims.batch_ranks * accumulate, "accumulate": accumulate, "steps": steps}
+    )
+
+
+def _said(run: Config, found: Config, dims: ParallelDims, few: ParallelDims) -> Iterator[str]:
+    """Yield what is other than in the run."""
+    degrees = [(name, getattr(dims, name), getattr(few, name)) for name in _DEGREES]
+    values = [
+        (key.name, getattr(getattr(run, section), key.name), getattr(getattr(found, section), key.name))
+        for section in ("parallel", "model", "experts", "train")
+        for key in dataclasses.fields(getattr(run, section))
+        if key.name not in _DEGREES and (section != "experts" or run.train.model == "moe")
+    ]
+    left_out = {"steps", "max_seq_len", "log"}
+    for name, before, after in (*degrees, *values):
+        if before != after and name not in left_out:
+            yield f"{name} {before} -> {after}"
+
+
+# -- both runs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Steps:
+    """What a rank, or one device, had in its steps, unsharded.
+
+    Attributes:
+        numbers: losses, norms of gradients and counts of tokens.
+        tensors: gradients before clipping, and weights and buffers after the update, by step, kind and name.
+    """
+
+    numbers: dict[tuple[int, str], float] = field(default_factory=dict)
+    tensors: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)
+
+
+def _take_steps(run: Config, world_size: int, perturbed: int | None = None) -> _Steps:
+    """Take the first steps of a run as one of its ranks."""
+    place = RankPlace.current()
+    dims = plan_run(run, world_size)
+    platform = get_platform("cpu")
+    trainer = Trainer(run, dims, platform, place, dims.build_mesh("cpu"))
+    found, gradients = _Steps(), dict[str, torch.Tensor]()
+
+    def keep_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        for name, param in trainer.model.named_parameters():
+            if param.grad is not None:
+                gradients[name] = param.grad.detach().clone()
+
+    trainer.optimizer.register_step_pre_hook(keep_gradients)
+    mode = None if perturbed is None else Perturbed(seed=perturbed)
+    for step in range(1, _STEPS + 1):
+        gradients.clear()
+        if mode is None:
+            record = trainer.step()
+        else:
+            with mode:
+                record = trainer.step()
+        for name, number in (("loss", record.loss), ("norm", record.grad_norm), ("tokens", record.tokens or 0)):
+            found.numbers[step, name] = float(number)
+        # What clipping did is undone by the rank's own norm: a wrong norm is a fault of its own, and said once.
+        most = run.optimizer.max_grad_norm
+        scale = max(1.0, (record.grad_norm + 1e-6) / most) if most else 1.0
+        for name, gradient in gradients.items():
+            found.tensors[step, "gradient", name] = _unsharded(gradient * scale)
+        for name, tensor in trainer.model.named_tensors():
+            found.tensors[step, "update", name] = _unsharded(tensor.detach())
+    return found
+
+
+def _unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _steps_of(run: Config, world_size: int, perturbed: int | None = None) -> list[_Steps]:
+    with World(world_size, WorldOptions(seed=run.train.seed)) as world:
+        return world.run(_take_steps, args=(run, world_size, perturbed))
+
+
+def _on_one_device(run: Config) -> Config:
+    """The same run without any degree."""
+    alone: dict[str, Any] = dict.fromkeys(_DEGREES, 1)
+    parallel = dataclasses.replace(
+        run.parallel, **alone, ulysses_degree=None, etp=None, layers_per_stage=None, stages_per_rank=None
+    )
+    return dataclasses.replace(
+        run,
+        parallel=dataclasses.replace(parallel, engine="fully_shard", checkpointing="none", schedule="1f1b"),
+        train=dataclasses.replace(run.train, accumulate=1),
+    )
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def verify_run(run: Config, world_size: int, *, reduce: bool = True) -> Report:
+    """Prove that a training run computes on its ranks what it computes on one device.
+
+    >>> from hyper_parallel.models import LlamaConfig
+    >>> from hyper_parallel.trainer.config import Config, ParallelConfig
+    >>> print(verify_run(Config(parallel=ParallelConfig(tp=2)), world_size=4).ok)
+    True
+
+    Two optimizer steps of `train` are taken on simulated ranks and on one device, from the same weights and with the
+    same text, in float64. Compared are the loss, the number of tokens, the norm of the gradients, each gradient as it
+    is before clipping, each weight and each buffer after the update, on every rank. The bound of each is what rounding
+    can move it by: one device runs again, perturbed in every operation (`sim.prove.bound.Perturbed`).
+
+    Args:
+        run: what `train` is given.
+        world_size: number of its ranks.
+        reduce: prove a smaller run of the same kind, see `reduced_run`; False: the run as it is, in float64.
+
+    Returns:
+        The report; its notes say what was reduced.
+
+    Raises:
+        TypeError: no `Config`.
+        ValueError: a run that `train` refuses.
+        RankFailed: a rank has failed.
+    """
+    check(_ASKED, Config, run=run)
+    notes: tuple[str, ...] = ()
+    if reduce:
+        run, world_size, said = reduced_run(run, world_size)
+        notes = (f"reduced: {', '.join(said)}",) if said else ()
+    else:
+        run = run.with_changes("parallel", {"param_dtype": "fp64", "compile": False})
+    run = dataclasses.replace(
+        run,
+        checkpoint=CheckpointConfig(),
+        train=dataclasses.replace(run.train, device="cpu", eval_every=0, log=None, tensorboard=None, start_from=None),
+    )
+    dims = plan_run(run, world_size)
+    alone = _on_one_device(run)
+    (expected,) = _steps_of(alone, 1)
+    moved = [_steps_of(alone, 1, seed)[0] for seed in range(_RUNS)]
+    ranks = _steps_of(run, world_size)
+    axes = {name: size for name, size in dims.mesh_axes.items() if size > 1}
+    comparison = _Comparison(expected, moved, ranks, axes)
+    rows = [row for step in range(1, _STEPS + 1) for row in comparison.rows(step)]
+    first = next((row for row in rows if row.verdict == "bug"), None)
+    return Report(tuple(rows), first, ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank", notes)
+
+
+_SAID = {"tokens": "count of tokens", "loss": "loss", "norm": "norm of the gradients"}
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What the ranks had, beside what one device had, and what it had when every operation was perturbed."""
+
+    expected: _Steps
+    moved: Sequence[_Steps]
+    ranks: Sequence[_Steps]
+    axes: Mapping[str, int]
+
+    def rows(self, step: int) -> Iterator[ReportRow]:
+        """Yield the rows of a step, in the order in which things happen; gradients from the head to the embedding."""
+        keys = [key for key in self.expected.tensors if key[0] == step]
+        yield self._number(step, "tokens")
+        yield self._number(step, "loss")
+        for key in reversed([key for key in keys if key[1] == "gradient"]):
+            yield self._tensor(key)
+        yield self._number(step, "norm")
+        for key in (key for key in keys if key[1] == "update"):
+            yield self._tensor(key)
+
+    def _number(self, step: int, name: str) -> ReportRow:
+        values = [torch.tensor(rank.numbers[step, name], dtype=torch.float64) for rank in self.ranks]
+        wanted = self.expected.numbers[step, name]
+        moves = [abs(other.numbers[step, name] - wanted) for other in self.moved]
+        row = ReportRow("", f"{_SAID[name]} of step {step}", "gradient" if name == "norm" else "forward")
+        return self._judged(row, torch.tensor(wanted, dtype=torch.float64), moves, dict(enumerate(values)))
+
+    def _tensor(self, key: tuple[int, str, str]) -> ReportRow:
+        step, kind, name = key
+        wanted = self.expected.tensors[key]
+        moves = [_gap(other.tensors[key], wanted) for other in self.moved]
+        found = {number: rank.tensors[key] for number, rank in enumerate(self.ranks) if key in rank.tensors}
+        module, _, tensor = name.rpartition(".")
+        return self._judged(ReportRow(module, f"{tensor} in step {step}", kind), wanted, moves, found)
+
+    def _judged(
+        self, row: ReportRow, wanted: torch.Tensor, moves: Sequence[float], found: Mapping[int, torch.Tensor]
+    ) -> ReportRow:
+        if not found:
+            hint = "let the optimizer have every parameter of the model"
+            return dataclasses.replace(row, verdict="bug", sentence="no rank has it", suggestion=hint)
+        wrong = [rank for rank, value in found.items() if value.shape != wanted.shape]
+        if wrong:
+            said = f"{_ranks(wrong)} of shape {tuple(found[wrong[0]].shape)}, not {tuple(wanted.shape)}"
+            return dataclasses.replace(row, verdict="bug", sentence=said)
+        errors = {rank: _gap(value, wanted) for rank, value in found.items()}
+        floor = _ROUNDINGS * _UNIT * float(wanted.abs().max()) if wanted.numel() else 0.0
+        bound = max(SAFETY * max(moves), floor) if wanted.is_floating_point() else 0.0
+        worst = max(errors.values())
+        ratio = worst / bound if bound else math.inf if worst else 0.0
+        row = dataclasses.replace(row, error=worst, bound=bound, ratio=ratio)
+        if worst <= bound:
+            return dataclasses.replace(row, verdict="rounding" if worst else "exact")
+        sentence, suggestion = _cause(wanted, found, bound, self.axes)
+        return dataclasses.replace(row, verdict="bug", sentence=sentence, suggestion=suggestion)
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not one.numel():
+        return 0.0
+    worst = float((one.double() - other.double()).abs().max())
+    return worst if math.isfinite(worst) else math.inf
+
+
+# -- what a difference suggests ----------------------------------------------------------------------------------------
+
+
+def _cause(
+    wanted: torch.Tensor, found: Mapping[int, torch.Tensor], bound: float, axes: Mapping[str, int]
+) -> tuple[str, str]:
+    """Say what the numbers bear out: parts of a sum, or one of the usual faults; else only that it is wrong."""
+    if len(found) < math.prod(axes.values()):  # what one stage of a pipeline has
+        axes = {name: size for name, size in axes.items() if name != "pp"}
+    if len(found) != math.prod(axes.values()):
+        return f"it is wrong, on {len(found)} ranks", ""
+    shape, names = tuple(axes.values()) or (1,), tuple(axes) or ("rank",)
+    mesh, parts = Layout(shape, names), list(found.values())
+    pending = next((fit.layout for fit in explanations(parts, wanted, mesh, bound) if fit.layout.partial), None)
+    if pending is not None and any(not torch.equal(parts[0], part) for part in parts):
+        over = " and ".join(pending.partial)
+        return f"the ranks hold {pending_words(pending)}, and nothing reduced it", f"all_reduce over {over}"
+    fault = diagnose(parts, wanted, mesh, bound, declared=mesh(*["None"] * wanted.ndim))
+    return ("it is wrong on all ranks", "") if fault is None else (fault.sentence, "")
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return (
+        f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{' ...' if len(numbers) > 8 else ''}"
+    )

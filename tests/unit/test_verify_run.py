@@ -1,0 +1,221 @@
+"""The proof of training runs: right ones are proved, and each usual fault is found where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyper_parallel.core.pipeline.tied import TiedWeights
+from hyper_parallel.models import LlamaConfig
+from hyper_parallel.trainer import loop, parallelize, parallelize_llama
+from hyper_parallel.trainer.config import Config, ExpertsConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from hyper_parallel.trainer.preflight import plan_run
+from sim.prove.training import MOST_RANKS, reduced_run, verify_run
+
+DENSE = Config(optimizer=OptimizerConfig(max_grad_norm=0.5))
+TIED = dataclasses.replace(DENSE, model=LlamaConfig(tie_embeddings=True), train=TrainConfig(accumulate=2))
+EXPERTS = dataclasses.replace(DENSE, train=TrainConfig(model="moe"), experts=ExpertsConfig(bias_update_rate=0.1))
+
+
+def of(run: Config, **parallel: object) -> Config:
+    return run.with_changes("parallel", parallel)
+
+
+# -- right runs --------------------------------------------------------------------------------------------------------
+
+RIGHT = {
+    "tp, dp": (of(DENSE, tp=2), 4),
+    "hsdp": (of(DENSE, engine="hsdp"), 2),
+    "cp": (of(DENSE, cp=2, checkpointing="full"), 2),
+    "pp, tied, accumulation": (of(TIED, pp=2), 2),
+    "ep, etp": (of(EXPERTS, ep=2, tp=2, etp=1), 4),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_run_is_proved(name: str) -> None:
+    report = verify_run(*RIGHT[name])
+    assert report.ok, report
+    kinds = {row.kind for row in report.rows}
+    assert kinds == {"forward", "gradient", "update"}
+    assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
+
+
+# -- wrong ones --------------------------------------------------------------------------------------------------------
+
+
+def found(run: Config, world_size: int, target: object, name: str, wrong: Callable[..., object]) -> str:
+    """Return the sentence about a run whose ranks call another function, with the place; one device does not."""
+    real = getattr(target, name)
+
+    def called(*args: object, **kwargs: object) -> object:
+        return (real if torch.distributed.get_world_size() == 1 else wrong)(*args, **kwargs)
+
+    with mock.patch.object(target, name, called):
+        report = verify_run(run, world_size)
+    assert report.first is not None, "a fault that nobody sees"
+    return f"{report.first.place}: {report.first.sentence}"
+
+
+def test_gradients_that_are_averaged_over_the_ranks() -> None:
+    real = parallelize.shard_units
+
+    def averaging(model: torch.nn.Module, blocks: object, *args: object, **kwargs: object) -> None:
+        real(model, blocks, *args, **kwargs)  # type: ignore[arg-type]
+        for unit in model.modules():
+            if hasattr(unit, "set_reduce_op_type"):
+                unit.set_reduce_op_type("avg")
+
+    said = found(DENSE, 2, parallelize, "shard_units", averaging)
+    assert said.startswith("the gradient of head.weight in step 1: every part is 1/2 of what it should be")
+
+
+def test_gradients_that_are_never_reduced() -> None:
+    said = found(
+        of(DENSE, dp_shard=1, dp_replicate=2), 2, parallelize_llama, "shard_blocks", lambda model, dims, parallel: None
+    )
+    assert said == "the gradient of head.weight in step 1: the ranks hold parts of a sum over dp_replicate, " + (
+        "and nothing reduced it"
+    )
+
+
+def test_a_loss_that_is_the_mean_of_each_rank() -> None:
+    real = loop.RunGroups.over_tokens
+
+    def own(self: loop.RunGroups, value: torch.Tensor) -> torch.Tensor:
+        return value if value.dtype == torch.int64 else real(self, value)
+
+    said = found(DENSE, 2, loop.RunGroups, "over_tokens", own)
+    assert said.startswith("the model's count of tokens of step 1: every part is 1/2")
+
+
+def test_a_norm_of_the_own_shards_only() -> None:
+    def own(model: parallelize.Parallelized, max_norm: float) -> float:
+        grads = [param.grad.to_local() for part in model.parts for param in part.parameters()]
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
+        return norm
+
+    assert found(DENSE, 2, loop, "clip_gradients", own).startswith("the gradient of the model's norm of the gradients")
+
+
+def test_micro_batches_that_are_all_reduced_and_added_twice() -> None:
+    run = DENSE.with_changes("train", {"accumulate": 2})
+    real = loop.forward_backward
+
+    def twice(model: parallelize.Parallelized, inputs: torch.Tensor, targets: torch.Tensor, *rest: object) -> object:
+        result = real(model, inputs, targets, *rest)  # type: ignore[arg-type]
+        for part in model.parts:
+            for param in part.parameters():
+                param.grad.mul_(2)
+        return result
+
+    said = found(run, 2, loop, "forward_backward", twice)
+    assert said.startswith("the gradient of head.weight in step 1: every part is 2 times what it should be")
+
+
+def test_tied_weights_whose_gradients_are_not_added() -> None:
+    said = found(of(TIED, pp=2), 2, TiedWeights, "add_gradients", lambda self: None)
+    assert said.startswith("the gradient of embed.weight in step 1: ")
+
+
+def test_experts_whose_bias_each_rank_updates_by_its_own_tokens() -> None:
+    real = parallelize_llama.update_expert_bias
+
+    def own(model: torch.nn.Module, groups: object, **kwargs: bool) -> None:
+        del groups
+        real(model, [], **kwargs)
+
+    said = found(of(EXPERTS, ep=2), 2, parallelize_llama, "update_expert_bias", own)
+    assert "mlp.router.bias in step 1" in said
+
+
+# -- smaller runs ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def large_runs(draw: st.DrawFn) -> tuple[Config, int]:
+    """Draw a run of a cluster that the trainer takes."""
+    degree = st.sampled_from([1, 1, 2, 3, 4, 8])
+    tp, cp, ep = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([1, 2, 4, 8])), draw(degree)
+    replicate, shard, pp = draw(degree), draw(degree), draw(st.sampled_from([1, 1, 2, 4, 8]))
+    moe = ep > 1 or draw(st.booleans())
+    ulysses = draw(st.sampled_from([None, *(size for size in (1, 2, 4, 8) if cp % size == 0 and tp * size <= 32)]))
+    schedule, each = draw(st.sampled_from([("1f1b", None), ("gpipe", None), ("interleaved", 2), ("zero-bubble", None)]))
+    accumulate = draw(st.sampled_from([1, 2, 8, 16])) if pp == 1 else 2 * pp * (each or 1)
+    run = Config(
+        model=LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=4096,
+            intermediate_size=11_008,
+            num_hidden_layers=32,
+            num_attention_heads=64,
+            num_key_value_heads=draw(st.sampled_from([8, 64])),
+            tie_embeddings=draw(st.booleans()),
+            qk_norm=draw(st.booleans()),
+        ),
+        experts=ExpertsConfig(num_experts=24 * ep, num_dense_layers=draw(st.sampled_from([0, 3]))),
+        train=TrainConfig(
+            model="moe" if moe else "llama",
+            batch_size=replicate * shard * ep * accumulate,
+            seq_len=4096,
+            accumulate=accumulate,
+        ),
+        parallel=ParallelConfig(
+            dp_replicate=replicate,
+            dp_shard=shard,
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            pp=pp,
+            ulysses_degree=ulysses,
+            schedule=schedule,
+            stages_per_rank=each if pp > 1 else None,
+            param_dtype="bf16",
+            checkpointing=draw(st.sampled_from(["none", "full"])),
+        ),
+    )
+    return run, replicate * shard * tp * cp * ep * pp
+
+
+@settings(deadline=None)
+@given(large_runs())
+def test_a_run_of_a_cluster_becomes_a_small_one_of_its_kind(drawn: tuple[Config, int]) -> None:
+    run, world_size = drawn
+    try:
+        dims = plan_run(run, world_size)
+    except ValueError:
+        return
+    small, ranks, said = reduced_run(run, world_size)
+    few = plan_run(small, ranks)
+    assert few.world_size == ranks <= max(MOST_RANKS, 2**7 * 3**2)
+    for axis in ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp"):
+        assert (getattr(few, axis) > 1) == (getattr(dims, axis) > 1), axis
+        assert getattr(few, axis) <= getattr(dims, axis)
+    assert small.shape().num_parameters() < 1_000_000
+    assert small.train.batch_size * small.train.seq_len <= run.train.batch_size * run.train.seq_len
+    grouped = run.model.num_attention_heads > run.model.num_key_value_heads
+    assert (small.model.num_attention_heads > small.model.num_key_value_heads) == grouped
+    assert (small.parallel.schedule, small.parallel.engine) == (run.parallel.schedule, run.parallel.engine)
+    assert any(text.startswith("hidden_size 4096 -> ") for text in said)
+
+
+def test_few_ranks_keep_their_degrees_and_the_report_says_what_became_small() -> None:
+    run = of(DENSE, tp=4).with_changes("model", {"num_key_value_heads": 4}).with_changes("train", {"batch_size": 12})
+    small, ranks, said = reduced_run(run, 12)
+    assert (ranks, small.parallel.tp, small.parallel.dp_shard) == (12, 4, 3)
+    assert "hidden_size 128 -> 16" in said
+    assert "param_dtype fp32 -> fp64" in said
+
+
+def test_a_run_that_is_refused_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match="cannot split batch_size=3"):
+        verify_run(DENSE.with_changes("train", {"batch_size": 3}), 2)
+    with pytest.raises(TypeError, match="cannot verify the run"):
+        verify_run({"tp": 2}, 2)  # type: ignore[arg-type]
