@@ -27,7 +27,7 @@ from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_o
 from hyper_parallel.core.common.errors import explain, nearest
 
 if TYPE_CHECKING:
-    pass
+    from hyper_parallel.trainer.config import Config
 
 __all__ = ["estimate", "search"]
 

@@ -336,7 +336,7 @@ MOST_ROOMS_OF = {"hyper_parallel/core/fully_shard": 13}
 QUESTIONS = ("What", "Which", "How", "Where", "Who", "Whose", "Whether", "When", "Why")
 # Of each there is one: a sign by which each file that has one is known.
 ONE_OF_EACH = {
-    "Perfetto writer": re.compile(r"\btraceEvents\b"),
+    "Perfetto writer": re.compile(r"\"traceEvents\": "),
     "drawer": re.compile(r"^\s*(?:from|import) matplotlib", re.MULTILINE),
     "training step": re.compile(r"^ +(?:self\.)?optimizer\.step\(\)$", re.MULTILINE),
     "memory estimate of a rank": re.compile(r"^class \w*MemoryEstimate\b", re.MULTILINE),

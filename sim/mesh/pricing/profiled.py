@@ -25,7 +25,7 @@ from sim.mesh.tracing.kinds import kind_of, reported_kind
 __all__ = [
     "HOST",
     "Breakdown",
-    "Gap",
+    "KindDifference",
     "break_down",
     "compare_seconds",
     "predicted_step",
@@ -37,6 +37,7 @@ __all__ = [
 
 HOST = "host"
 """Where nothing computes, and nothing is communicated: Python, dispatch, and waiting for ranks that are late."""
+_EVENTS = "traceEvents"
 _STEP = "ProfilerStep#"
 _COLLECTIVES = (
     ("all_gather", ("allgather", "all_gather")),
@@ -83,7 +84,7 @@ class Breakdown:
     operations: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-class Gap(NamedTuple):
+class KindDifference(NamedTuple):
     """What was predicted and measured of one kind.
 
     Attributes:
@@ -242,7 +243,7 @@ def _content(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(_refused(str(path), f"it cannot be read as JSON: {error}")) from None
-    return content if isinstance(content, dict) else {"traceEvents": content}
+    return content if isinstance(content, dict) else {_EVENTS: content}
 
 
 def _refused(path: str, blame: str) -> str:
@@ -269,7 +270,7 @@ def _spans_of(
     content: Mapping[str, Any], path: str
 ) -> tuple[list[TimedSpan], list[TimedSpan], list[tuple[float, float]]]:
     """Return what computed, what was communicated, and the begin and end of each step."""
-    events = content.get("traceEvents")
+    events = content.get(_EVENTS)
     if not isinstance(events, list):
         raise ValueError(_refused(path, "it has no traceEvents"))
     whole = [event for event in events if isinstance(event, dict) and event.get("ph") == "X" and "dur" in event]
@@ -374,8 +375,8 @@ def _collective(name: str) -> str | None:
 # Side by side --------------------------------------------------------------------------------------------------------
 
 
-def compare_seconds(predicted: Breakdown, measured: Breakdown) -> list[Gap]:
+def compare_seconds(predicted: Breakdown, measured: Breakdown) -> list[KindDifference]:
     """Put the kinds of two breakdowns side by side, those that differ by most seconds first."""
     names = {**predicted.kinds, **measured.kinds}
-    gaps = [Gap(name, predicted.kinds.get(name, 0.0), measured.kinds.get(name, 0.0)) for name in names]
+    gaps = [KindDifference(name, predicted.kinds.get(name, 0.0), measured.kinds.get(name, 0.0)) for name in names]
     return sorted(gaps, key=lambda gap: -abs(gap.predicted - gap.measured))
