@@ -249,13 +249,10 @@ class ProfilerTrace:
     def __init__(self, path: str | Path, steps: int) -> None:
         self._path, self._profiler = Path(path), None
         if steps:
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                kinds.append(torch.profiler.ProfilerActivity.CUDA)
             schedule = torch.profiler.schedule(wait=self.SKIPPED - 1, warmup=1, active=steps, repeat=1)
             # Without `acc_events` torch warns of what it forgets after a cycle; there is one only.
             self._profiler = torch.profiler.profile(
-                activities=kinds, schedule=schedule, on_trace_ready=self._write, record_shapes=True, acc_events=True
+                schedule=schedule, on_trace_ready=self._write, record_shapes=True, acc_events=True
             )
 
     def _write(self, profiler: torch.profiler.profile) -> None:
