@@ -6,9 +6,11 @@ import json
 import os
 from typing import Any
 
-__all__ = ["PerfettoEvents"]
+__all__ = ["EVENTS", "PerfettoEvents"]
 
 Json = dict[str, Any]
+EVENTS = "traceEvents"
+"""Key in a file under which its events are; torch's profiler writes the same format."""
 
 
 class PerfettoEvents:
@@ -82,7 +84,7 @@ class PerfettoEvents:
             unit: in which times are shown: "ms" or "ns".
             left_out: what the file does not have; empty: it has all.
         """
-        content: Json = {"traceEvents": self.events, "displayTimeUnit": unit}
+        content: Json = {EVENTS: self.events, "displayTimeUnit": unit}
         if left_out:
             content["otherData"] = {"left out": left_out}
         with open(path, "w", encoding="utf-8") as file:

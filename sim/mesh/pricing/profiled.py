@@ -21,11 +21,12 @@ import torch
 from hyper_parallel.core.common.errors import explain
 from sim.mesh.program import Comm, Op
 from sim.mesh.tracing.kinds import kind_of, reported_kind
+from sim.timeline.perfetto import EVENTS
 
 __all__ = [
     "HOST",
     "Breakdown",
-    "KindDifference",
+    "ComparedKind",
     "break_down",
     "compare_seconds",
     "predicted_step",
@@ -37,7 +38,6 @@ __all__ = [
 
 HOST = "host"
 """Where nothing computes, and nothing is communicated: Python, dispatch, and waiting for ranks that are late."""
-_EVENTS = "traceEvents"
 _STEP = "ProfilerStep#"
 _COLLECTIVES = (
     ("all_gather", ("allgather", "all_gather")),
@@ -84,7 +84,7 @@ class Breakdown:
     operations: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-class KindDifference(NamedTuple):
+class ComparedKind(NamedTuple):
     """What was predicted and measured of one kind.
 
     Attributes:
@@ -243,7 +243,7 @@ def _content(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(_refused(str(path), f"it cannot be read as JSON: {error}")) from None
-    return content if isinstance(content, dict) else {_EVENTS: content}
+    return content if isinstance(content, dict) else {EVENTS: content}
 
 
 def _refused(path: str, blame: str) -> str:
@@ -270,9 +270,9 @@ def _spans_of(
     content: Mapping[str, Any], path: str
 ) -> tuple[list[TimedSpan], list[TimedSpan], list[tuple[float, float]]]:
     """Return what computed, what was communicated, and the begin and end of each step."""
-    events = content.get(_EVENTS)
+    events = content.get(EVENTS)
     if not isinstance(events, list):
-        raise ValueError(_refused(path, "it has no traceEvents"))
+        raise ValueError(_refused(path, f"it has no {EVENTS}"))
     whole = [event for event in events if isinstance(event, dict) and event.get("ph") == "X" and "dur" in event]
     tree = [event for event in whole if event.get("cat") == "cpu_op"]
     if not tree:
@@ -375,8 +375,8 @@ def _collective(name: str) -> str | None:
 # Side by side --------------------------------------------------------------------------------------------------------
 
 
-def compare_seconds(predicted: Breakdown, measured: Breakdown) -> list[KindDifference]:
+def compare_seconds(predicted: Breakdown, measured: Breakdown) -> list[ComparedKind]:
     """Put the kinds of two breakdowns side by side, those that differ by most seconds first."""
     names = {**predicted.kinds, **measured.kinds}
-    gaps = [KindDifference(name, predicted.kinds.get(name, 0.0), measured.kinds.get(name, 0.0)) for name in names]
+    gaps = [ComparedKind(name, predicted.kinds.get(name, 0.0), measured.kinds.get(name, 0.0)) for name in names]
     return sorted(gaps, key=lambda gap: -abs(gap.predicted - gap.measured))
