@@ -177,7 +177,7 @@ def search(
     ] = None,
     start_from: StartFrom = None,
     memory_limit: Annotated[float | None, _option("GiB of a device; default: what the hardware has.")] = None,
-    limit: Annotated[int | None, _option("Most candidates to estimate; default: as many as it takes.", min=1)] = None,
+    limit: Annotated[int, _option("Most candidates to estimate.", min=1)] = 24,
     settings: Settings = None,
     rows: Annotated[int, _option("Rows of the ranking to print.", _OUT, min=1)] = 10,
     write: Annotated[Path | None, _option("TOML file: the best run, for train.", _OUT)] = None,

@@ -312,6 +312,23 @@ def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any
     assert Job.of_run(run, 8).layers_per_stage == (3, 1)
 
 
+def test_the_walk_of_the_readme_from_a_search_to_training() -> None:
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
+    block = readme[readme.index("hyper-parallel train --num-hidden-layers 2") :].partition("```")[0]
+    commands = [line.removeprefix("hyper-parallel ").split() for line in block.strip().splitlines()]
+    assert [words[0] for words in commands] == ["train", "search", "verify", "train"]
+    dumped = commands[0]
+    assert dumped[-2:] == [">", "run.toml"]
+    code, output = invoke(*dumped[:-2])
+    assert code == 0, output
+    Path("run.toml").write_text(output)
+    for words in commands[1:]:
+        code, output = invoke(*words)
+        assert code == 0, output
+    assert load_config("best.toml").model.num_hidden_layers == 2
+    assert "loss " in output
+
+
 def test_nothing_fits(asked: list[dict[str, Any]]) -> None:
     code, output = invoke("search", *SEARCH, "--memory-limit", "0.5")
     assert code == cli.USER_ERROR
