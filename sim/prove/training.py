@@ -57,9 +57,9 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
     weights, dense layers, shared experts, schedule, accumulation, checkpointing, engine.
 
     >>> from hyper_parallel.trainer.config import ParallelConfig
-    >>> small, ranks, said = reduced_run(Config(parallel=ParallelConfig(tp=8, dp_replicate=4)), world_size=256)
+    >>> small, ranks, said = reduced_run(Config(parallel=ParallelConfig(tp=2, dp_replicate=4)), world_size=32)
     >>> ranks, small.parallel.tp, said[:2]
-    (8, 2, ('dp_replicate 4 -> 2', 'dp_shard 8 -> 2'))
+    (8, 2, ('dp_replicate 4 -> 2', 'dp_shard 4 -> 2'))
 
     Args:
         run: that `train` is to take.

@@ -170,7 +170,10 @@ def test_nothing_received_by_us_is_no_ratio():
         ({"dtype": "flaot32"}, ["no dtype is called 'flaot32'", "try: 'float32'"]),
         ({"hardware": "h10"}, ["cannot find a topology called 'h10'", "try: 'h100'"]),
         ({"ranks_per_node": "8"}, ["--ranks-per-node 8 is given without --hardware", "try: --hardware h100"]),
-        ({"hardware": "a100", "ranks_per_node": "0"}, ["a node has at least 1 rank", "try: ranks_per_node=8"]),
+        (
+            {"hardware": "a100", "ranks_per_node": "0"},
+            ["ranks_per_node must be a finite number of at least 1", "try: ranks_per_node=1"],
+        ),
         ({"hardware": "laptop", "ranks_per_node": "2"}, ["'laptop' has one node only", "try: "]),
         ({"max_extra_bytes": "0", "target": "-,tp"}, ["max_extra_bytes", "try: "]),
         ({"source": "-,-; tp=sum", "target": "dp,tp", "dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "try: "]),

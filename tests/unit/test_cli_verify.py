@@ -166,7 +166,7 @@ def test_a_model_that_fails_on_one_device_shows_where(own):
         (["--mesh", "dp=2,tp"], ["cannot read a mesh: 'tp' has no '='", "try: tp=2"]),
         (["--mesh", "dp=2,pt=4"], ["tp='tp' is no axis of the mesh", "try: tp='pt'"]),
         (["--mesh", "tp=3", "--heads", "8"], ["the 3 ranks along 'tp' cannot share num_attention_heads=8", "tp=4"]),
-        (["--heads", "8", "--hidden", "30"], ["cannot split hidden_size=30 into num_attention_heads=8", "=32"]),
+        (["--heads", "8", "--hidden", "30"], ["hidden_size does not split into 8 heads", "=32"]),
         (["--batch", "0"], ["--batch is below 1", "try: --batch 4"]),
         (["--dtype", "int32"], ["models do not compute in int32", "try: float64"]),
         (["--dtype", "flaot32"], ["no dtype is called 'flaot32'", "try: 'float32'"]),
