@@ -413,6 +413,7 @@ RIGHT: dict[str, Callable[[Here], Any]] = {
     "load_config": lambda g: {"path": g.config_file()},
     "config_text": lambda g: {"config": g.run()},
     "Config.check_batch": lambda g: (g.run(), {"dp_size": 2}),
+    "Config.with_shape": lambda g: (g.run(), {"shape": LlamaConfig()}),
     "Config.with_changes": lambda g: (g.run(), {"section": "train", "changes": {"steps": 2}}),
     **dict.fromkeys(
         ("DataConfig", "OptimizerConfig", "TrainConfig", "ParallelConfig", "CheckpointConfig"), lambda g: {}

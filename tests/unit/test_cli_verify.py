@@ -104,7 +104,7 @@ def test_a_sum_that_is_forgotten_is_named(edited):
 def test_the_page_shows_what_the_command_prints(tmp_path):
     page = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
     commands, shown = re.search(
-        r"```console\n(hyper-parallel verify .*?)```\n\n```text\n(.*?)```", page, re.DOTALL
+        r"```console\n(hyper-parallel verify --show-plan.*?)```\n\n```text\n(.*?)```", page, re.DOTALL
     ).groups()
     old, new = re.search(r"sed -i 's/\^(.*?)/(.*?)/'", commands).groups()
     plan = tmp_path / "plan.toml"

@@ -319,12 +319,13 @@ def test_processes_that_load_data(run: Run) -> None:
 def test_processes_that_communicate(run: Run) -> None:
     source = """
         dist.init_process_group()
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             try:
                 dist.barrier()
             except Exception as error:
                 os._exit(7 if "communicate from the rank itself" in str(error) else 8)
-        print(os.waitstatus_to_exitcode(os.wait()[1]))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     assert run(source)[:2] == (0, "7\n")
 

@@ -56,7 +56,8 @@ class AcceleratorKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the accelerator's kernel, if there is one for this call."""
-        if func is torch.Tensor.backward and not any((kwargs or {}).values()):
+        options = (kwargs or {}).values()
+        if func is torch.Tensor.backward and len(args) == 1 and all(each is None or each is False for each in options):
             with self:
                 run_backward([args[0]], [torch.ones_like(args[0])])
             return None
