@@ -23,7 +23,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.redistribute.api import full_tensor
 from hyper_parallel.platform import get_platform
-from hyper_parallel.trainer.config import CheckpointConfig, Config
+from hyper_parallel.trainer.config import CheckpointConfig, Config, DataConfig
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from hyper_parallel.trainer.preflight import plan_run
 from sim.prove.bound import SAFETY, Perturbed
@@ -89,7 +89,7 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
     if parallel.stages_per_rank is not None and kind.is_multi and kind.style == "loop":
         parallel = dataclasses.replace(parallel, stages_per_rank=min(parallel.stages_per_rank, 2))
     stages = degrees["pp"] * kind.checked_stages_per_rank(parallel.stages_per_rank) if degrees["pp"] > 1 else 1
-    sizes = _stage_sizes(run, stages, parallel)
+    sizes = _stage_sizes(run, stages)
     if degrees["pp"] > 1:
         text = None if sizes is None else ",".join(map(str, sizes))
         parallel = dataclasses.replace(parallel, layers_per_stage=text)
@@ -98,9 +98,10 @@ def reduced_run(run: Config, world_size: int) -> tuple[Config, int, tuple[str, .
         run,
         parallel=parallel,
         checkpoint=CheckpointConfig(),
-        data=dataclasses.replace(run.data, max_bytes=min(run.data.max_bytes, _BYTES_OF_TEXT)),
+        # Any text will do, and that of the run may not be here.
+        data=DataConfig(max_bytes=_BYTES_OF_TEXT, ignored=run.data.ignored),
     )
-    small = _with_small_model(small, few, sum(sizes) if sizes else max(2, stages))
+    small = _with_small_model(small, few, dims.tp, sum(sizes) if sizes else max(2, stages))
     for accumulate in _counts_of_micro_batches(run, few):
         found = _with_batch(small, few, accumulate)
         try:
@@ -115,7 +116,7 @@ def _few(degree: int) -> int:
     return degree if degree < 3 else 3 if degree % 2 else 2
 
 
-def _stage_sizes(run: Config, stages: int, parallel: Any) -> list[int] | None:
+def _stage_sizes(run: Config, stages: int) -> list[int] | None:
     """Return layers per stage where the run says them: those without a layer stay without; None: balanced."""
     asked = run.parallel.stage_sizes()
     if asked is None or stages == 1:
@@ -123,11 +124,11 @@ def _stage_sizes(run: Config, stages: int, parallel: Any) -> list[int] | None:
     few = [min(size, 2) for size in asked]
     if len(few) == stages:
         return few
-    del parallel
     return [few[0], *[max(few[1:-1], default=1)] * (stages - 2), few[-1]]
 
 
-def _with_small_model(run: Config, dims: ParallelDims, layers: int) -> Config:
+def _with_small_model(run: Config, dims: ParallelDims, tp: int, layers: int) -> Config:
+    """Return a run with a small model; what `tp` ranks cannot split evenly stays uneven."""
     model, experts = run.model, run.experts
     ulysses = dims.ulysses_degree or 1 if dims.cp > 1 else 1
     groups = 1 if model.num_attention_heads == model.num_key_value_heads else 2
@@ -150,9 +151,9 @@ def _with_small_model(run: Config, dims: ParallelDims, layers: int) -> Config:
         )
     small = dataclasses.replace(
         model,
-        vocab_size=256 if model.vocab_size % dims.tp == 0 else 257,  # the 256 bytes of the text, at least
+        vocab_size=math.ceil(256 / dims.tp) * dims.tp + (model.vocab_size % tp > 0),  # at least the text's 256 bytes
         hidden_size=heads * of_head,
-        intermediate_size=6 * dims.tp if model.intermediate_size % dims.tp == 0 else 6 * dims.tp + 1,
+        intermediate_size=6 * dims.tp + (model.intermediate_size % tp > 0),
         num_hidden_layers=min(layers, max(model.num_hidden_layers, 1)),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -305,6 +306,8 @@ def verify_run(run: Config, world_size: int, *, reduce: bool = True) -> Report:
     run = dataclasses.replace(
         run,
         checkpoint=CheckpointConfig(),
+        # Steps of full length: the first of a long warmup would move weights by less than they are rounded by.
+        optimizer=dataclasses.replace(run.optimizer, warmup_steps=0, schedule="constant"),
         train=dataclasses.replace(run.train, device="cpu", eval_every=0, log=None, tensorboard=None, start_from=None),
     )
     dims = plan_run(run, world_size)

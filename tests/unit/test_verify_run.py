@@ -206,6 +206,16 @@ def test_a_run_of_a_cluster_becomes_a_small_one_of_its_kind(drawn: tuple[Config,
     assert any(text.startswith("hidden_size 4096 -> ") for text in said)
 
 
+def test_what_tp_cannot_split_evenly_stays_uneven() -> None:
+    model = LlamaConfig(num_attention_heads=8, num_key_value_heads=4)
+    for vocab, uneven in ((32_000, False), (32_002, True)):
+        run = of(dataclasses.replace(DENSE, model=dataclasses.replace(model, vocab_size=vocab)), tp=4)
+        small, ranks, _ = reduced_run(run, 32)
+        assert (ranks, small.parallel.tp) == (4, 2)
+        assert (small.model.vocab_size % 2 == 1) == uneven
+        assert small.model.vocab_size >= 256
+
+
 def test_few_ranks_keep_their_degrees_and_the_report_says_what_became_small() -> None:
     run = of(DENSE, tp=4).with_changes("model", {"num_key_value_heads": 4}).with_changes("train", {"batch_size": 12})
     small, ranks, said = reduced_run(run, 12)
