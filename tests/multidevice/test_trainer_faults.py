@@ -510,10 +510,10 @@ def test_torchrun_starts_the_ranks_anew_and_they_go_on(
 ) -> None:
     err = check_resumes(tmp_path, fault, degrees, uninterrupted)
     if fault[0] == "SIGKILL":  # in one line, without gloo's traceback
-        assert "error: rank 0 cannot go on in step 3: rank 1 does not answer\n" in err
+        assert "error: rank 0 cannot go on in step 3: rank 1 does not answer\n" in err, err
         assert "Traceback" not in err
     if fault[0] == "raise":
-        assert "error: rank 1 cannot go on in step 3: rank 0 failed: KeyError: 'drawn'\n" in err
+        assert "error: rank 1 cannot go on in step 3: rank 0 failed: KeyError: 'drawn'\n" in err, err
 
 
 @pytest.mark.slow
