@@ -216,7 +216,7 @@ def search(
                 limit=limit,
                 progress=bar.on_estimate,
                 layers_per_stage=run.parallel.stage_sizes(),
-                accepts=None if isinstance(spec, ModelSpec) else lambda one: plan_of(run, one, devices),
+                accepts=None if isinstance(spec, ModelSpec) else lambda one: _check_trained(run, one, devices),
             )
         if json_file != "-":
             print_wide(search_view(result, rows))
@@ -224,20 +224,15 @@ def search(
             from hyper_parallel.trainer.config import config_text
 
             write.parent.mkdir(parents=True, exist_ok=True)
-            write.write_text(config_text(run_of(run, result.best.candidate)), encoding="utf-8")
+            write.write_text(config_text(_run_of(run, result.best.candidate)), encoding="utf-8")
             _say_written(write, json_file)
         _write_json(search_dict(result), json_file)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
 
 
-def run_of(run: Config, candidate: Any) -> Config:
-    """Return a run that is arranged as a candidate of a search.
-
-    Args:
-        run: that was searched for.
-        candidate: of its ways.
-    """
+def _run_of(run: Config, candidate: Any) -> Config:
+    """Return a run that is arranged as a candidate of its search."""
     dims, recipe, sizes = candidate.dims, candidate.recipe, candidate.layers_per_stage
     piped = dims.pp > 1
     arranged: dict[str, Any] = {
@@ -254,20 +249,11 @@ def run_of(run: Config, candidate: Any) -> Config:
     return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **arranged), train=train)
 
 
-def plan_of(run: Config, candidate: Any, devices: int) -> None:
-    """Refuse a candidate that `train` would refuse.
-
-    Args:
-        run: that is searched for.
-        candidate: one of its ways.
-        devices: in all.
-
-    Raises:
-        ValueError: as `train` does.
-    """
+def _check_trained(run: Config, candidate: Any, devices: int) -> None:
+    """Raise what `train` would raise of a candidate."""
     from sim.mesh.job import Job
 
-    Job.of_run(run_of(run, candidate), devices)
+    Job.of_run(_run_of(run, candidate), devices)
 
 
 def _said(file: Path | None, given: Given) -> set[str]:

@@ -29,7 +29,16 @@ from hyper_parallel.core.shard.plan_file import load_plan
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.plans import llama_plan
 
-__all__ = ["LlamaSizes", "Subject", "llama_subject", "named_object", "own_subject", "painted", "verify_subject"]
+__all__ = [
+    "LlamaSizes",
+    "Subject",
+    "llama_subject",
+    "named_object",
+    "own_subject",
+    "painted",
+    "say_failed",
+    "verify_subject",
+]
 
 
 _NOT_IN_A_PLAN = ("pp", "cp", "ep")
@@ -324,8 +333,7 @@ def verify_subject(console: Console, subject: Subject, everything: bool) -> bool
                 seed=subject.seed,
             )
     except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
-        said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
-        stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
+        say_failed(error)
         return False
     except (ValueError, TypeError):
         raise
@@ -336,6 +344,12 @@ def verify_subject(console: Console, subject: Subject, everything: bool) -> bool
     console.print(painted(report.table(verbose=everything)))
     console.print(f"took {time.perf_counter() - start:.1f} s")
     return report.ok
+
+
+def say_failed(error: Exception) -> None:
+    """Say that simulated ranks have failed, on the error output; how to replay them in Python is left out."""
+    said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
+    stderr_console().print(f"[red]the ranks failed:[/red] {escape(said)}")
 
 
 def painted(table: str) -> Text:

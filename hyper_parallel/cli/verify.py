@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, say_error, stdout_console
+from hyper_parallel.cli.kit import FAILURE, mistakes_as_messages, stdout_console
 from hyper_parallel.cli.options import Given, options, with_options
 from hyper_parallel.cli.run import RUN_OPTIONS, ConfigFile, StartFrom, devices_of, read_run
 from hyper_parallel.core.common.errors import explain
@@ -144,7 +144,7 @@ def verify(
 def _verify_run(run: Config, devices: int, everything: bool) -> bool:
     """Prove a run, print the report, and return whether all is well."""
     from hyper_parallel.cli.runs import one_thread
-    from hyper_parallel.cli.subject import painted
+    from hyper_parallel.cli.subject import painted, say_failed
     from hyper_parallel.trainer.parallelize import describe_axes
     from hyper_parallel.trainer.preflight import plan_run
     from sim import SimError
@@ -158,8 +158,7 @@ def _verify_run(run: Config, devices: int, everything: bool) -> bool:
         with one_thread():
             report = verify_run(run, devices)
     except SimError as error:  # the run is wrong, not what was asked
-        said = "\n".join(line for line in str(error).splitlines() if line and not line.startswith("  replay: "))
-        say_error(f"the ranks failed: {said}")
+        say_failed(error)
         return False
     console.print()
     console.print(painted(report.table(verbose=everything)))

@@ -43,6 +43,7 @@ _STEPS, _RUNS = 2, 3  # the second step shows what the first has left in the opt
 _UNIT = 2.0**-53
 _ROUNDINGS = 16.0  # that a step is granted, in units of a tensor's largest element: Adam's chain has 12
 _BYTES_OF_TEXT = 200_000
+_COARSE = 1e-6  # of a tensor's largest element: in float64 a bound that is wider says little
 _DEGREES = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")
 
 
@@ -270,11 +271,10 @@ def _on_one_device(run: Config) -> Config:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 
-def verify_run(run: Config, world_size: int, *, reduce: bool = True) -> Report:
+def verify_run(run: Config, world_size: int) -> Report:
     """Prove that a training run computes on its ranks what it computes on one device.
 
-    >>> from hyper_parallel.models import LlamaConfig
-    >>> from hyper_parallel.trainer.config import Config, ParallelConfig
+    >>> from hyper_parallel.trainer.config import ParallelConfig
     >>> print(verify_run(Config(parallel=ParallelConfig(tp=2)), world_size=4).ok)
     True
 
@@ -286,29 +286,30 @@ def verify_run(run: Config, world_size: int, *, reduce: bool = True) -> Report:
     Args:
         run: what `train` is given.
         world_size: number of its ranks.
-        reduce: prove a smaller run of the same kind, see `reduced_run`; False: the run as it is, in float64.
 
     Returns:
-        The report; its notes say what was reduced.
+        The report; its notes say what was reduced, see `reduced_run`, and which bounds are coarse.
 
     Raises:
         TypeError: no `Config`.
         ValueError: a run that `train` refuses.
         RankFailed: a rank has failed.
     """
-    check(_ASKED, Config, run=run)
-    notes: tuple[str, ...] = ()
-    if reduce:
-        run, world_size, said = reduced_run(run, world_size)
-        notes = (f"reduced: {', '.join(said)}",) if said else ()
-    else:
-        run = run.with_changes("parallel", {"param_dtype": "fp64", "compile": False})
+    run, world_size, said = reduced_run(run, world_size)
+    notes = [f"reduced: {', '.join(said)}"] if said else []
     run = dataclasses.replace(
         run,
-        checkpoint=CheckpointConfig(),
         # Steps of full length: the first of a long warmup would move weights by less than they are rounded by.
         optimizer=dataclasses.replace(run.optimizer, warmup_steps=0, schedule="constant"),
-        train=dataclasses.replace(run.train, device="cpu", eval_every=0, log=None, tensorboard=None, start_from=None),
+        train=dataclasses.replace(
+            run.train,
+            device="cpu",
+            eval_every=0,
+            log=None,
+            tensorboard=None,
+            start_from=None,
+            on_nonfinite="stop",  # a step that is skipped, on one device too, would prove nothing
+        ),
     )
     dims = plan_run(run, world_size)
     alone = _on_one_device(run)
@@ -319,7 +320,18 @@ def verify_run(run: Config, world_size: int, *, reduce: bool = True) -> Report:
     comparison = _Comparison(expected, moved, ranks, axes)
     rows = [row for step in range(1, _STEPS + 1) for row in comparison.rows(step)]
     first = next((row for row in rows if row.verdict == "bug"), None)
-    return Report(tuple(rows), first, ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank", notes)
+    notes += _coarse(rows, expected)
+    mesh = ", ".join(f"{name}={size}" for name, size in axes.items()) or "1 rank"
+    return Report(tuple(rows), first, mesh, tuple(notes))
+
+
+def _coarse(rows: Sequence[ReportRow], expected: _Steps) -> list[str]:
+    """Name the tensors whose bounds are wide beside their values: smaller faults would hide below them."""
+    sizes = {key: float(value.abs().max()) for key, value in expected.tensors.items() if value.numel()}
+    by_row = {(step, kind, name): f"{name} in step {step}" for step, kind, name in sizes}
+    bounds = {(row.kind, f"{row.module}.{row.tensor}".lstrip(".")): row.bound for row in rows}
+    wide = [said for key, said in by_row.items() if bounds.get((key[1], said), 0.0) > _COARSE * sizes[key] > 0]
+    return [f"bounds are coarse, and smaller faults hide below them: {', '.join(wide)}"] if wide else []
 
 
 _SAID = {"tokens": "count of tokens", "loss": "loss", "norm": "norm of the gradients"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import warnings
 from collections import defaultdict
@@ -16,11 +17,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
 from rich.text import Text
 
+from hyper_parallel.cli.kit import check_can_write
 from hyper_parallel.core.common.errors import explain
 from sim.comm.trace import Event
 from sim.kernel.context import current_rank
@@ -164,9 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         hardware = find_hardware(own["hardware"])
         asked["map_device"] = asked["map_device"] or _device_of(hardware)
-        launch = launch_of(_COMMAND, most=MAX_LONE_RANKS, **asked)
+        launch = launch_of(f"{_COMMAND} --hardware {shlex.quote(own['hardware'])}", most=MAX_LONE_RANKS, **asked)
         ranks = _ranks(own["ranks"], launch.nproc)
         _check_steps(own["warmup"], own["steps"])
+        for name in ("trace", "plot"):  # before minutes of work
+            check_can_write(None if own[name] is None else Path(own[name]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -274,6 +279,7 @@ def _run(
     recorders = {rank: ScriptRecorder(rank, warmup, steps, on_accelerator=on_accelerator) for rank in ranks}
     options = WorldOptions(seed=launch.seed, init=False, map_device=launch.map_device, own=launch.own, keep_events=None)
     world = FewRanksWorld(launch.nproc, recorders, options)
+    world.replay = launch.replay()
     _place_on_node(world, hardware)
     needed: set[int] = set()
 

@@ -546,10 +546,10 @@ class _ScriptCalls(AcceleratorKernels):
 
 def _everything(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, str]:
     """What an operation makes of all elements, as far as that is how many there can be."""
-    del args, kwargs
+    del given
     with _as_outside():
-        values = [torch.ones(tuple(t.shape), dtype=t.dtype) for t in given]
-        return func(*values), "as if all were 1"
+        ones = tree_map_only(torch.Tensor, lambda one: torch.ones(tuple(one.shape), dtype=one.dtype), (args, kwargs))
+        return func(*ones[0], **ones[1]), "as if all were 1"
 
 
 def _bins(func: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, str]:

@@ -196,6 +196,10 @@ def test_a_plain_loop_on_very_many_ranks(script: Callable[[str], str], capsys: p
         ("(model.weight > 0).nonzero()", "the sizes of aten.nonzero"),
         ("model.weight.masked_select(model.weight > 0)", "the sizes of aten.masked_select"),
         ("model.weight.detach().numpy()", "an array of float32 [64, 64]"),
+        (
+            "assert (model.weight > 0).unique(return_inverse=True)[1].numel() == 4096",
+            "the sizes of aten._unique2",
+        ),
     ],
 )
 def test_a_value_that_depends_on_data_is_named_with_its_line(
@@ -232,6 +236,8 @@ def test_a_value_that_the_script_gives_is_right_and_no_stand_in(
         (4, ["--ranks", "7"], 2, "ranks go from 0 to 1"),
         (4, ["--hardware", "h101"], 2, "h100"),
         (4, ["--nproc", "0"], 2, "expected 1 to"),
+        (4, ["--trace", "/proc/trace.json"], 2, "cannot write '/proc/trace.json'"),
+        (4, ["--plot", "/tmp"], 2, "cannot write '/tmp': it is a folder"),
     ],
 )
 def test_what_cannot_be_estimated_says_why(
@@ -256,3 +262,4 @@ def test_an_error_of_the_script_is_shown_from_its_own_lines(
     assert "train.py" in said
     assert "line 9" in said
     assert "recording.py" not in said
+    assert "replay: python -m sim estimate --hardware h100-sxm --nproc 2 " in said

@@ -11,11 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sim
 from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer import loop, parallelize, parallelize_llama
 from hyper_parallel.trainer.config import Config, ExpertsConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from hyper_parallel.trainer.preflight import plan_run
+from sim.prove import training
 from sim.prove.training import MOST_RANKS, reduced_run, verify_run
 
 DENSE = Config(optimizer=OptimizerConfig(max_grad_norm=0.5))
@@ -45,6 +47,19 @@ def test_a_right_run_is_proved(name: str) -> None:
     kinds = {row.kind for row in report.rows}
     assert kinds == {"forward", "gradient", "update"}
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
+
+
+def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:
+    with mock.patch.object(training, "_COARSE", 1e-18):
+        report = verify_run(of(DENSE, tp=2), 2)
+    assert report.ok
+    assert any(note.startswith("bounds are coarse") and "embed.weight in step 1" in note for note in report.notes)
+
+
+def test_a_step_that_is_skipped_proves_nothing() -> None:
+    run = DENSE.with_changes("train", {"on_nonfinite": "skip"}).with_changes("model", {"init_std": 1e300})
+    with pytest.raises(sim.SimError, match="NonFiniteError"):
+        verify_run(run, 2)
 
 
 # -- wrong ones --------------------------------------------------------------------------------------------------------
@@ -194,7 +209,8 @@ def test_a_run_of_a_cluster_becomes_a_small_one_of_its_kind(drawn: tuple[Config,
         return
     small, ranks, said = reduced_run(run, world_size)
     few = plan_run(small, ranks)
-    assert few.world_size == ranks <= max(MOST_RANKS, 2**7 * 3**2)
+    axes = sum(getattr(dims, axis) > 1 for axis in ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp"))
+    assert few.world_size == ranks <= min(world_size, max(MOST_RANKS, 4 * 3**axes))
     for axis in ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp"):
         assert (getattr(few, axis) > 1) == (getattr(dims, axis) > 1), axis
         assert getattr(few, axis) <= getattr(dims, axis)
