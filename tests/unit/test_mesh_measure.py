@@ -2,16 +2,20 @@
 
 import math
 import random
+from collections import Counter
 
 import pytest
 
+import sim
 from sim.mesh.cost import Pricing
+from sim.mesh.estimate import estimate_run
 from sim.mesh.hardware import find_hardware
+from sim.mesh.pricing import measure_steps
 from sim.mesh.pricing.comm_cost import Links, NodeSpread, collective_seconds
 from sim.mesh.pricing.compute_cost import attention_seconds, matmul_seconds, stream_seconds
 from sim.mesh.pricing.measure import _MATMULS, measure
 from sim.mesh.pricing.measure_fit import OPS, Measurement, descend, fit_hardware, quantile, summary
-from sim.mesh.pricing.measure_steps import paired_samples
+from sim.mesh.pricing.measure_steps import paired_samples, step_samples, timed_steps
 from sim.mesh.program import COMPUTE, Comm, CommGroup, Op, Program, Segment, Touch
 from sim.mesh.timeline import replay_time
 
@@ -148,6 +152,25 @@ def test_measured_operations_are_paired_with_recorded_ones_of_as_many_calls():
     assert found == [{"what": "matmul", "dtype": "torch.float32", "shape": [1, 4, 4, 4], "seconds": 2e-6}]
     found = paired_samples([add], measured)
     assert found == [{"what": "step stream", "bytes": 64, "seconds": 5e-6}]
+
+
+def test_steps_of_tiny_models_are_timed_and_paired_with_their_recordings(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure_steps, "_SHAPES", ((16, 1, 256, 8),))
+    monkeypatch.setattr(measure_steps, "_TIMED", 2)
+    monkeypatch.setattr(measure_steps, "_PROFILED", 2)
+    results = sim.run(lambda: timed_steps(0, 1, str(tmp_path)), world_size=1)
+    calls = {name: len(times) for name, times in results[0][0]["operations"].items()}
+    assert calls["aten.rsqrt"] == 3  # the norms of a block and the last one, as a CPU computes them
+    found = step_samples(results, 1)
+    made = {sample["what"] for sample in found}
+    assert made == {"matmul", "attention", "attention_backward", "step stream", "host"}
+    (config, ranks) = measure_steps._runs(1)[0]
+    (program,) = estimate_run(config, ranks, "laptop-cpu").programs
+    events = [event for segment, _ in program.segments_in_order() for event in segment.events]
+    recorded = Counter(event.name for event in events if isinstance(event, Op) and event.kind != "host")
+    assert found[-1]["ops"] == recorded.total() > 100
+    odd = {name for name in recorded if recorded[name] != calls.get(name)}
+    assert odd <= {"aten.add", "aten.add_", "aten.zeros", "aten.where"}  # sums of gradients, and the trainer's counts
 
 
 def test_more_processes_than_cores():

@@ -42,17 +42,20 @@ class AcceleratorKernels(TorchFunctionMode):
             loss.backward()
 
     Norms that are written out in Python stay so.
+
+    Args:
+        norms: False: `rms_norm` stays the operations of a CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, norms: bool = True) -> None:
         super().__init__()
         self._kernels: dict[Any, Callable[..., Any]] = {
             F.dropout: _dropout,
             torch.dropout: _dropout,
             F.scaled_dot_product_attention: _attention,
-            F.rms_norm: _rms_norm,
-            torch.rms_norm: _rms_norm,
         }
+        if norms:
+            self._kernels |= {F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the accelerator's kernel, if there is one for this call."""

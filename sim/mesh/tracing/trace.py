@@ -120,7 +120,7 @@ class _Run:
         groups = _Numbers(self)
         # Of tensors without values torch cannot tell that they are detached.
         warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")
-        with recorder.recording(), AcceleratorKernels(), _collecting(), self._naming():
+        with recorder.recording(), AcceleratorKernels(norms=job.recipe.norm == "fused"), _collecting(), self._naming():
             recorder.place = Place("build")
             if job.run is not None:
                 built = build_of_run(job.run, job, self.part, self.kept, recorder)
