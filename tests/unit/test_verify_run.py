@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sim
@@ -149,6 +149,68 @@ def test_experts_whose_bias_each_rank_updates_by_its_own_tokens() -> None:
 
     said = found(of(EXPERTS, ep=2), 2, parallelize_llama, "update_expert_bias", own)
     assert "mlp.router.bias in step 1" in said
+
+
+def test_gradients_of_experts_that_are_divided_by_the_ranks_of_the_others() -> None:
+    real = loop.forward_backward
+
+    def scaled(model: parallelize.Parallelized, inputs: torch.Tensor, targets: torch.Tensor, *rest: object) -> object:
+        result = real(model, inputs, targets, *rest)  # type: ignore[arg-type]
+        for part in model.parts:
+            for name, param in part.named_parameters():
+                if ".experts." in name:
+                    param.grad.div_(2)
+        return result
+
+    said = found(of(EXPERTS, ep=2), 2, loop, "forward_backward", scaled)
+    assert "mlp.experts." in said.partition(" in step 1: ")[0]
+    assert "every part is 1/2 of what it should be" in said
+
+
+# -- drawn right runs --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
+    """Draw a run of at most 8 ranks that the trainer takes, in any of its kinds."""
+    moe, pp = draw(st.booleans()), draw(st.sampled_from([1, 2]))
+    tp, cp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 1, 2]))
+    ep = draw(st.sampled_from([1, 2])) if moe else 1
+    replicate, shard = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble"])) if pp > 1 else "1f1b"
+    accumulate = 2 * pp if pp > 1 else draw(st.sampled_from([1, 2]))
+    world_size = replicate * shard * tp * cp * ep * pp
+    assume(world_size <= 8)
+    run = Config(
+        model=LlamaConfig(tie_embeddings=draw(st.booleans()), qk_norm=draw(st.booleans()), num_hidden_layers=4),
+        train=TrainConfig(model="moe" if moe else "llama", batch_size=16, accumulate=accumulate),
+        optimizer=OptimizerConfig(max_grad_norm=draw(st.sampled_from([0.0, 0.5]))),
+        experts=ExpertsConfig(num_shared_experts=draw(st.sampled_from([0, 1]))),
+        parallel=ParallelConfig(
+            dp_replicate=replicate,
+            dp_shard=shard,
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            pp=pp,
+            schedule=schedule,
+            engine=draw(st.sampled_from(["fully_shard", "hsdp"])),
+            checkpointing=draw(st.sampled_from(["none", "full", "selective"])),
+            reshard_after_forward=draw(st.booleans()),
+        ),
+    )
+    try:
+        plan_run(run, world_size)
+    except ValueError:
+        assume(False)
+    return run, world_size
+
+
+@settings(deadline=None, max_examples=max(2, settings().max_examples // 20))
+@given(small_runs())
+def test_right_runs_of_every_kind_are_proved(drawn: tuple[Config, int]) -> None:
+    report = verify_run(*drawn)
+    assert report.ok, report
 
 
 # -- smaller runs ------------------------------------------------------------------------------------------------------
