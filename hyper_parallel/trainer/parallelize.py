@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hyper_parallel.core.common.torch_compat import plain_name
@@ -313,14 +314,35 @@ def shard_units(
     units: list[Any] = []
     for block in blocks:
         experts = getattr(getattr(block, "mlp", None), "experts", None)
+        placement = None if experts is None else partial(_placement_of_experts, ranks=dims.dp_shard * dims.cp)
         if experts is not None and dims.ep_enabled:  # they are on a mesh of their own
             # Tokens come in the dtype of the block already; the weights of the router stay float32.
-            inner = replace(policy, cast_forward_inputs=False)
-            units.append(fully_shard(experts, mesh=dims.data_mesh(experts=True), **{**options, "mp_policy": inner}))
-        units.append(fully_shard(block, mesh=dims.data_mesh(), **options))
+            own = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
+            mesh = dims.data_mesh(experts=True)
+            units.append(fully_shard(experts, mesh=mesh, shard_placement_fn=placement, **own))
+        units.append(fully_shard(block, mesh=dims.data_mesh(), shard_placement_fn=placement, **options))
     units.append(fully_shard(model, mesh=dims.data_mesh(), **options))
     for unit in units:
         unit.set_reduce_op_type("sum")
+
+
+def _placement_of_experts(param: nn.Parameter, ranks: int) -> Shard | None:
+    """Split experts inside of each where there are fewer of them than ranks.
+
+    On dim 0 some ranks would hold whole experts and others none, and each gather would be padded to as many rows as
+    there are ranks.
+
+    Args:
+        param: of a block; the weights of all its experts are one parameter, (experts, rows, columns).
+        ranks: over which it is split.
+    """
+    if param.ndim != 3:
+        return None
+    local = param.to_local() if isinstance(param, DTensor) else param
+    if len(local) >= ranks:
+        return None
+    over_tp = [place.dim for place in param.placements if type(place) is Shard] if isinstance(param, DTensor) else []
+    return Shard(2 if 1 in over_tp else 1)
 
 
 def build_pipeline(

@@ -23,6 +23,7 @@ from sim.prove.training import MOST_RANKS, reduced_run, verify_run
 DENSE = Config(optimizer=OptimizerConfig(max_grad_norm=0.5))
 TIED = dataclasses.replace(DENSE, model=LlamaConfig(tie_embeddings=True), train=TrainConfig(accumulate=2))
 EXPERTS = dataclasses.replace(DENSE, train=TrainConfig(model="moe"), experts=ExpertsConfig(bias_update_rate=0.1))
+FEW_EXPERTS = dataclasses.replace(EXPERTS, experts=ExpertsConfig(num_experts=2))
 
 
 def of(run: Config, **parallel: object) -> Config:
@@ -37,6 +38,7 @@ RIGHT = {
     "cp": (of(DENSE, cp=2, checkpointing="full"), 2),
     "pp, tied, accumulation": (of(TIED, pp=2), 2),
     "ep, etp": (of(EXPERTS, ep=2, tp=2, etp=1), 4),
+    "fewer experts than ranks": (of(FEW_EXPERTS, tp=2), 8),
 }
 
 
@@ -47,6 +49,24 @@ def test_a_right_run_is_proved(name: str) -> None:
     kinds = {row.kind for row in report.rows}
     assert kinds == {"forward", "gradient", "update"}
     assert all(row.bound < 1e-6 for row in report.rows), "bounds of float64"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "dims", "share"),
+    [({}, [1], 4), ({"ep": 2}, [0, 1], 4), ({"dp_replicate": 2}, [0], 2), ({"tp": 2}, [1, 0], 4)],
+)
+def test_each_rank_holds_as_much_of_few_experts(parallel: dict[str, int], dims: list[int], share: int) -> None:
+    run = of(FEW_EXPERTS, **parallel)
+
+    def build() -> tuple[list[int], set[float]]:
+        degrees = plan_run(run, 4)
+        degrees.build_mesh("cpu")
+        built = loop.PARALLELIZE["moe"](run, degrees, torch.device("cpu"), parallelize.ShareOfLoss())
+        weights = [param for name, param in built.named_parameters() if ".experts." in name]
+        split = [placement.dim for placement in weights[0].placements if placement.is_shard()]
+        return split, {weight.numel() / weight.to_local().numel() for weight in weights}
+
+    assert sim.run(build, world_size=4) == [(dims, {share})] * 4
 
 
 def test_a_bound_that_is_wide_beside_its_tensor_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -117,11 +118,18 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         min(job.microbatches, 3),
         (dims.tp, dims.cp, dims.ep, dims.etp, dims.ulysses_degree),
         (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
+        # Fewer experts than ranks are split on another dim.
+        _few_experts(job),
         (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
         tuple(kinds[layer] for layer in kept),
         len(part.layers) if recipe.checkpoint_layers is not None else None,
         dataclasses.replace(recipe, **changed),
     )
+
+
+def _few_experts(job: Job) -> bool:
+    config, dims = getattr(job.model, "config", None), job.dims
+    return getattr(config, "num_experts", math.inf) < dims.dp_shard * dims.cp * dims.ep
 
 
 def _size(anchor: Anchor) -> int:
