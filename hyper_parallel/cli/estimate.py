@@ -244,6 +244,7 @@ def _run_of(run: Config, candidate: Any) -> Config:
         "layers_per_stage": None if sizes is None else ",".join(map(str, sizes)),
         "checkpointing": recipe.checkpointing,
         "reshard_after_forward": recipe.zero == 3,
+        "reduce_each": recipe.reduce_each,
     }
     train = dataclasses.replace(run.train, accumulate=candidate.parts)
     return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **arranged), train=train)
@@ -269,7 +270,7 @@ def _said(file: Path | None, given: Given) -> set[str]:
 
 
 def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Return the model of a run, and the recipes to try: checkpointing and ZeRO levels that nothing says."""
+    """Return the model of a run, and the recipes to try: what nothing says of checkpointing, ZeRO and reductions."""
     from sim.mesh.job import Job
 
     alone: dict[str, Any] = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep"), 1) | dict.fromkeys(
@@ -287,10 +288,12 @@ def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) 
     )
     levels = [run.parallel.checkpointing] if "checkpointing" in stays else ["none", "selective", "full"]
     stages = [3 if run.parallel.reshard_after_forward else 2] if "reshard_after_forward" in stays else [3, 2]
+    reductions = [run.parallel.reduce_each] if "reduce_each" in stays else [False, True]
     return job.model, [
-        dataclasses.replace(recipe, checkpointing=level, **{"zero": zero, **settings})
+        dataclasses.replace(recipe, checkpointing=level, **{"zero": zero, "reduce_each": each, **settings})
         for level in levels
         for zero in stages
+        for each in reductions
     ]
 
 

@@ -211,6 +211,7 @@ class Trainer:
             share=self.share,
             groups=self.ranks,
             accumulate=train.accumulate,
+            reduce_each=self.config.parallel.reduce_each,
             max_grad_norm=self.config.optimizer.max_grad_norm,
             accepts=lambda loss, grad_norm: self._accepts(loss, grad_norm, part),
         )
@@ -324,6 +325,7 @@ def training_step(
     share: ShareOfLoss,
     groups: RunGroups,
     accumulate: int = 1,
+    reduce_each: bool = False,
     max_grad_norm: float = 0.0,
     accepts: Callable[[float, float], bool] = lambda loss, grad_norm: True,
 ) -> StepOutcome:
@@ -339,10 +341,11 @@ def training_step(
         share: the loss; knows the number of tokens of the global batch.
         groups: what the loss is added up over.
         accumulate: backward passes; with a pipeline its micro-batches, which it knows itself.
+        reduce_each: every backward pass reduces gradients over ranks, not the last one alone.
         max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
         accepts: called with loss and norm, alike on every rank; False leaves the optimizer's step out.
     """
-    loss = forward_backward(model, inputs, targets, share, groups.dtype, accumulate)
+    loss = forward_backward(model, inputs, targets, share, groups.dtype, accumulate, reduce_each)
     return finish_step(model, optimizer, loss, groups=groups, max_grad_norm=max_grad_norm, accepts=accepts)
 
 
@@ -382,6 +385,7 @@ def forward_backward(
     share: ShareOfLoss,
     dtype: torch.dtype,
     accumulate: int = 1,
+    reduce_each: bool = False,
 ) -> torch.Tensor:
     """Add up gradients over the micro-batches, and return this rank's share of the loss.
 
@@ -391,7 +395,8 @@ def forward_backward(
         targets: likewise.
         share: the loss.
         dtype: to add up shares in.
-        accumulate: backward passes; only the last one reduces gradients over ranks.
+        accumulate: backward passes.
+        reduce_each: every one of them reduces gradients over ranks, not the last one alone.
     """
     if model.pipeline is not None:
         loss = model.pipeline.step(inputs, targets)
@@ -401,7 +406,7 @@ def forward_backward(
     (module,) = model.parts
     total = torch.zeros((), device=inputs.device, dtype=dtype)
     for index, (some, expected) in enumerate(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True)):
-        communicate_gradients(module, index == accumulate - 1)
+        communicate_gradients(module, reduce_each or index == accumulate - 1)
         loss = share(module(some), expected)
         loss.backward()
         total += loss.detach()

@@ -126,6 +126,11 @@ def _as_typed(sizes: re.Match[str]) -> str:
 
 def _check_engine(config: Config, dims: ParallelDims) -> None:
     parallel = config.parallel
+    if parallel.reduce_each and dims.pp_enabled:
+        blame = "a pipeline reduces the gradients of all micro-batches at once"
+        raise ValueError(
+            explain("cannot reduce gradients in each micro-batch", blame, dims.summary(), "reduce_each=False")
+        )
     if parallel.engine != "hsdp":
         return
     others = [f"{name}={degree}" for name in ("tp", "pp", "ep") if (degree := getattr(dims, name)) > 1]
@@ -202,7 +207,8 @@ class MemoryEstimate:
 
     Args:
         gathered: unsharded weights of two blocks, and of what is outside of blocks, with their gradients; of all blocks
-            where they are not freed after forward. Weights that are not split need no such copy.
+            where they are not freed after forward. Weights that are not split need no such copy. Micro-batches whose
+            gradients are reduced together add up unsharded ones.
         state: shards of weights, gradients and two AdamW moments, 16 bytes per parameter.
         activations: what a backward pass keeps of its forward.
     """
@@ -235,6 +241,8 @@ def estimate_memory(config: Config, dims: ParallelDims) -> MemoryEstimate:
     outside = 2 * model.vocab_size * hidden // dims.tp
     blocks = min(2 * dims.pp / layers, 1.0) if parallel.reshard_after_forward and not dims.pp_enabled else 1.0
     gathered = 0 if shards == 1 else int(8 * (outside + max(here - outside, 0) / dims.ep * blocks))
+    if shards > 1 and train.accumulate > 1 and not parallel.reduce_each:
+        gathered += 4 * (outside + max(here - outside, 0) // dims.ep)
 
     tokens = train.batch_size * train.seq_len // (dims.token_ranks * dims.tp * train.accumulate)
     width = hidden if parallel.checkpointing == "full" else 14 * hidden + 5 * _inner_width(config)

@@ -86,6 +86,7 @@ EACH = {
     "ulysses": ("dense", 2, {"cp": 2, "ulysses_degree": 2}),
     "bf16, computed again": ("dense", 4, {"tp": 2, "param_dtype": "bf16", "checkpointing": "full"}),
     "kept gathered": ("dense", 2, {"reshard_after_forward": False}),
+    "reduced in each": ("dense", 2, {"reduce_each": True}),
     "hsdp": ("dense", 4, {"engine": "hsdp", "dp_replicate": 2, "checkpointing": "selective"}),
     "one rank, bf16": ("dense", 1, {"param_dtype": "bf16"}),
     "experts": ("experts", 4, {"ep": 2}),
@@ -105,7 +106,8 @@ def config_of(model: str, parallel: dict[str, Any], accumulate: int = 1) -> Any:
 def test_each_dimension_on_every_rank(name):
     model, size, parallel = EACH[name]
     routing = Routing.zipf(1.0) if "expert" in model else None
-    seen = compare(steps_of(config_of(model, parallel), size, routing=routing), size, part=only_steps)
+    config = config_of(model, parallel, accumulate=2 if "reduce_each" in parallel else 1)
+    seen = compare(steps_of(config, size, routing=routing), size, part=only_steps)
     axes = {event.axis for rank in seen for event in rank.events}
     assert all(axis in axes for axis in ("tp", "cp", "ep") if parallel.get(axis, 1) > 1)
 

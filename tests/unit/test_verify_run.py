@@ -38,6 +38,7 @@ RIGHT = {
     "cp": (of(DENSE, cp=2, checkpointing="full"), 2),
     "pp, tied, accumulation": (of(TIED, pp=2), 2),
     "ep, etp": (of(EXPERTS, ep=2, tp=2, etp=1), 4),
+    "each micro-batch reduced": (of(TIED, tp=2, reduce_each=True), 4),
     "fewer experts than ranks": (of(FEW_EXPERTS, tp=2), 8),
 }
 
@@ -217,6 +218,7 @@ def small_runs(draw: st.DrawFn) -> tuple[Config, int]:
             engine=draw(st.sampled_from(["fully_shard", "hsdp"])),
             checkpointing=draw(st.sampled_from(["none", "full", "selective"])),
             reshard_after_forward=draw(st.booleans()),
+            reduce_each=pp == 1 and draw(st.booleans()),
         ),
     )
     try:
@@ -325,5 +327,7 @@ def test_few_ranks_keep_their_degrees_and_the_report_says_what_became_small() ->
 def test_a_run_that_is_refused_is_refused_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="cannot split batch_size=3"):
         verify_run(DENSE.with_changes("train", {"batch_size": 3}), 2)
+    with pytest.raises(ValueError, match="cannot reduce gradients in each micro-batch: a pipeline reduces"):
+        verify_run(of(TIED, pp=2, reduce_each=True), 2)
     with pytest.raises(TypeError, match="cannot verify the run"):
         verify_run({"tp": 2}, 2)  # type: ignore[arg-type]

@@ -288,7 +288,8 @@ def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: f
         return 0.0
     dense, experts = _on_a_rank(shape, candidate)
     gathers = {3: 2 * parts, 2: 1, 1: 1, 0: 0}[recipe.zero]
-    sent = (dense + experts) * (gathers * _BYTES[recipe.param_dtype] + _BYTES[recipe.reduce_dtype])
+    reductions = parts if recipe.reduce_each else 1
+    sent = (dense + experts) * (gathers * _BYTES[recipe.param_dtype] + reductions * _BYTES[recipe.reduce_dtype])
     if shards == 1:
         sent = (dense + experts) * _BYTES[recipe.reduce_dtype]
     inside = shards * dims.tp <= machine.devices_per_node

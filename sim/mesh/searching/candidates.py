@@ -164,6 +164,8 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
             recipe = dataclasses.replace(recipe, zero=3)  # nothing is sharded: the two are one
         for scheduled in _schedules(recipe, dims):
             for cut in _cuts(scheduled, batch):
+                if cut.reduce_each and (dims.pp > 1 or cut.microbatches == 1 or dims.token_ranks == dims.dp_replicate):
+                    cut = dataclasses.replace(cut, reduce_each=False)  # likewise
                 if cut in seen:
                     continue
                 seen.add(cut)

@@ -269,5 +269,6 @@ def _is_larger(one: Candidate, other: Candidate) -> bool:
         level <= other_level
         and one.recipe.zero <= other.recipe.zero
         and one.parts <= other.parts
+        and one.recipe.reduce_each <= other.recipe.reduce_each
         and one.dims.dp_shard <= other.dims.dp_shard
     )

@@ -63,6 +63,8 @@ class Candidate:
                 told.append(f"layers {','.join(map(str, self.layers_per_stage))}")
         elif self.parts > 1:
             told.append(f"{self.parts} x {self.batch // self.parts} sequences")
+        if self.recipe.reduce_each and self.parts > 1:
+            told.append("reduced in each")
         told += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
         return ", ".join(told)
 
@@ -172,11 +174,12 @@ class Space:
 
 
 def default_recipes() -> tuple[Recipe, ...]:
-    """Return what is tried where nobody says: every checkpointing, with ZeRO-3 and ZeRO-2."""
+    """Return what is tried where nobody says: each checkpointing, ZeRO-3 and ZeRO-2, one reduction or several."""
     return tuple(
-        Recipe(checkpointing=checkpointing, zero=zero)
+        Recipe(checkpointing=checkpointing, zero=zero, reduce_each=each)
         for checkpointing in ("none", "selective", "full")
         for zero in (3, 2)
+        for each in (False, True)
     )
 
 

@@ -158,9 +158,7 @@ class _Run:
         """Whether the trainer's own function takes the step."""
         job = self.job
         recipe = job.recipe
-        return (
-            job.model.family != "custom" and recipe.zero >= 2 and recipe.loss != "eager-kept" and not recipe.reduce_each
-        )
+        return job.model.family != "custom" and recipe.zero >= 2 and recipe.loss != "eager-kept"
 
     def _naming(self) -> Any:
         naming = getattr(self.job.model, "naming", None)
@@ -197,6 +195,7 @@ class _Run:
             share=share,
             groups=groups,
             accumulate=self.count,
+            reduce_each=job.recipe.reduce_each,
             max_grad_norm=float(job.recipe.clipping),
         )
         recorder.answer = None
