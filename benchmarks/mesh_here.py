@@ -46,7 +46,7 @@ from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfi
 from hyper_parallel.trainer.data import load_corpus
 from hyper_parallel.trainer.loop import RankPlace, Trainer
 from sim.mesh.estimate import Estimate, estimate
-from sim.mesh.hardware import Hardware, find_hardware, hardware_names
+from sim.mesh.hardware import Hardware, hardware_of_device
 from sim.mesh.pricing.measure import measure
 from sim.mesh.recipe import Recipe
 
@@ -260,15 +260,8 @@ def predict(case: Case, hardware: Hardware) -> Estimate:
 
 
 def gpu_hardware() -> Hardware:
-    """The description of this machine's GPU: by its name and memory, else measured."""
-    properties = torch.cuda.get_device_properties(0)
-    words = properties.name.lower().replace("-", " ").split()
-    for name in hardware_names():
-        found = find_hardware(name)
-        near = abs(found.memory_bytes / properties.total_memory - 1) < 0.05
-        if near and name.split("-")[0] in words:
-            return found
-    return measure(processes=1, device="cuda")
+    """The description of this machine's GPU: by its name, else measured."""
+    return hardware_of_device(torch.cuda.get_device_name()) or measure(processes=1, device="cuda")
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

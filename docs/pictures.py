@@ -1,10 +1,12 @@
 """The pictures of docs/design/pictures.md, drawn from what the library computes and what simulated ranks do.
 
-`python docs/pictures.py` writes docs/pictures/*.svg anew. A test compares the files with what this draws.
+`python docs/pictures.py` writes docs/pictures/*.svg anew. A test compares the files with what this draws. One picture
+is of a measured run: docs/pictures/walk.jsonl is the log that the README's walk through search, verify and train wrote.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import nn
 import hyper_parallel as hp
 import sim
 from hyper_parallel.core.redistribute import lower_bound, plan
+from hyper_parallel.trainer.report import read_log, readable_bytes, readable_seconds
 
 FOLDER = Path(__file__).parent / "pictures"
 INK, FAINT, RED = "#333333", "#bbbbbb", "#c23b22"
@@ -315,10 +318,41 @@ def draw_world() -> str:
     return picture(left + len(order) * width + 40, 250, parts)
 
 
+# -- a run, predicted and measured -------------------------------------------------------------------------------------
+
+
+def draw_walk() -> str:
+    """Draw a run's steps beside what was predicted of them: time, tokens/s and memory."""
+    steps = [(record, record.predicted) for record in read_log(FOLDER / "walk.jsonl")[1:] if record.predicted]
+    told = steps[0][1]
+    panels = [
+        ("step", [record.seconds for record, _ in steps], told.seconds, readable_seconds),
+        ("tokens/s", [record.tokens_per_s for record, _ in steps], told.tokens_per_s, "{:,.0f}".format),
+        ("memory", [float(record.grown_bytes or 0) for record, _ in steps], float(told.memory_bytes), readable_bytes),
+    ]
+    parts = [text(20, 26, f"Each step after the first; priced for {told.hardware}", anchor="start")]
+    width, height, bottom = 210, 110, 180
+    for column, (name, measured, predicted, readable) in enumerate(panels):
+        left, most = 20 + column * 280, max(*measured, predicted) * 1.15
+        parts.append(line(left, bottom, left + width, bottom, color=FAINT))
+        parts.append(text(left, 56, name, anchor="start", size=13))
+        heights = [bottom - height * value / most for value in (*measured, predicted)]
+        for index, y in enumerate(heights[:-1]):
+            parts.append(
+                f'<circle cx="{number(left + width * (index + 0.5) / len(measured))}" cy="{number(y)}" r="3"/>'
+            )
+        parts.append(line(left, heights[-1], left + width, heights[-1], color=RED, dashed=True))
+        middle = statistics.median(measured) if name != "memory" else max(measured)
+        parts.append(text(left, 202, f"measured {readable(middle)}", anchor="start"))
+        parts.append(text(left, 220, f"predicted {readable(predicted)}", anchor="start", color=RED))
+    return picture(820, 236, parts)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "layout": draw_layout,
     "plan": draw_plan,
     "unit": draw_unit,
+    "walk": draw_walk,
     "world": draw_world,
 }
 

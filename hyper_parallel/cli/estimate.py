@@ -42,7 +42,6 @@ def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> An
 
 
 # What `estimate` and `search` have in common beside fields of dataclasses
-HardwareName = Annotated[str, _option("A name that `hyper-parallel hardware` lists, or the path of a TOML file.")]
 Settings = Annotated[
     list[str] | None,
     _option("Any other field of sim.mesh.Recipe: loss=compiled, norm=eager, graphs=true ...", _RECIPE, "--set"),
@@ -56,7 +55,6 @@ _NO_MODEL = tuple(option for option in RUN_OPTIONS if (option.group, option.fiel
 @with_options(*_NO_MODEL)
 def estimate(
     given: Given,
-    hardware: HardwareName,
     config: ConfigFile = None,
     devices: Annotated[int | None, _option("Devices in all; default: as many as the degrees need.")] = None,
     model: Annotated[
@@ -81,11 +79,13 @@ def estimate(
     hyper-parallel estimate run.toml --hardware h100-sxm --devices 64 --tp 8
     """
     with _mistakes_as_messages():
+        if config is None:  # before anything is imported
+            _hardware(given["train"].get("hardware"))
         from sim.mesh.estimate import estimate_job
 
         for path in (plot, trace, None if json_file in (None, "-") else Path(str(json_file))):
             check_can_write(path)
-        job = _job(config, given, devices, model, start_from, settings)
+        hardware, job = _job(config, given, devices, model, start_from, settings)
         with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             found = estimate_job(job, hardware)
         _show_estimate(found, in_words or tries > 0, tries, plot, trace, compare, json_file)
@@ -98,15 +98,24 @@ def _job(
     model: str | None,
     start_from: str | None,
     settings: list[str] | None,
-) -> Any:
-    """Return the step of the run that was asked for, of a model that the trainer knows or of another one."""
+) -> tuple[str, Any]:
+    """Return the hardware and the step of the run that was asked for, of the trainer's model or of another one."""
     from sim.mesh.job import Job
 
     run, spec = _run(file, given, model, start_from)
+    hardware = _hardware(run.train.hardware)
     job = Job.of_run(run, devices_of(run, devices), model=spec)
     if not settings:
-        return job
-    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
+        return hardware, job
+    return hardware, dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, **_settings(settings)), run=None)
+
+
+def _hardware(named: str | None) -> str:
+    """Return the hardware that the run names."""
+    if named is None:
+        asked, blame, seen = "cannot estimate a step", "nothing says on which hardware", "train.hardware: None"
+        raise ValueError(explain(asked, blame, seen, "--hardware with a name that `hyper-parallel hardware` lists"))
+    return named
 
 
 def _run(file: Path | None, given: Given, model: str | None, start_from: str | None) -> tuple[Config, Any]:
@@ -168,7 +177,6 @@ def _show_estimate(
 @with_options(*_NO_MODEL)
 def search(
     given: Given,
-    hardware: HardwareName,
     devices: Annotated[int, _option("Devices in all.", min=1)],
     config: ConfigFile = None,
     model: Annotated[
@@ -190,6 +198,8 @@ def search(
     Ctrl-C ends it: what it has found so far is printed.
     """
     with _mistakes_as_messages():
+        if config is None:
+            _hardware(given["train"].get("hardware"))
         from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
         from sim.mesh.searching.search import search as search_ways
         from sim.mesh.spec import ModelSpec
@@ -197,6 +207,7 @@ def search(
         for path in (write, None if json_file in (None, "-") else Path(str(json_file))):
             check_can_write(path)
         run, spec = _run(config, given, model, start_from)
+        hardware = _hardware(run.train.hardware)
         if spec is not None and write is not None:
             blame = "the trainer does not know the model, so that train cannot run what is written"
             raise ValueError(explain(f"cannot write {write}", blame, f"--model {model}", "leave out --write"))

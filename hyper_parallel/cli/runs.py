@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -24,6 +26,7 @@ from hyper_parallel.cli.kit import (
     stderr_console,
 )
 from hyper_parallel.core.checkpoint.errors import CheckpointError
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import load_corpus
@@ -33,6 +36,7 @@ from hyper_parallel.trainer.loop import train as train_rank
 from hyper_parallel.trainer.parallelize import describe_axes
 from hyper_parallel.trainer.preflight import check_machine, check_precision, plan_run
 from hyper_parallel.trainer.report import (
+    Prediction,
     Traffic,
     TrainingDisplay,
     TrainResult,
@@ -40,30 +44,44 @@ from hyper_parallel.trainer.report import (
     largest_difference,
     loss_table,
     plot_losses,
+    prediction_table,
+    readable_bytes,
+    readable_seconds,
     traffic_table,
 )
 from hyper_parallel.trainer.saving import run_to_go_on_from
 from hyper_parallel.trainer.watchdog import RankLostError
 
 __all__ = [
+    "MEASURED",
     "check_run",
     "compare_runs",
     "describe_run",
     "one_thread",
+    "predict_run",
     "run_here",
     "run_simulated",
     "summarise",
     "while_ranks_run",
 ]
 
+MEASURED = Path("out/hardware.toml")
+"""Where `hyper-parallel hardware measure` writes, unless it is told otherwise."""
+
 
 # -- running ---------------------------------------------------------------------------------------------------------
 
 
-def run_here(console: Console, title: str, run: Config, stop: StopRequest | None = None) -> TrainResult:
+def run_here(
+    console: Console,
+    title: str,
+    run: Config,
+    stop: StopRequest | None = None,
+    predicted: Prediction | None = None,
+) -> TrainResult:
     """Train as the rank that torchrun made of this process, or alone."""
     with TrainingDisplay(console, title, run.train.steps) as display:
-        return train_rank(run, display.on_step, stop)
+        return train_rank(run, display.on_step, stop, predicted)
 
 
 def run_simulated(
@@ -89,6 +107,72 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# -- what is predicted -----------------------------------------------------------------------------------------------
+
+
+def predict_run(console: Console, run: Config) -> Prediction | None:
+    """Predict a step of the run on the first rank, and print it, or why there is none: that never ends a run."""
+    if not run.train.predict or not is_first_rank():
+        return None
+    try:
+        found = _predict(run, RankPlace.from_environment())
+    except Exception as error:  # also a mistake of the simulator's
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        hint = next((line for line in lines[1:] if line.startswith("try: ")), "try: --no-predict")
+        console.print(f"nothing is predicted: {lines[0]}; {hint}")
+        return None
+    console.print(
+        f"predicted: {readable_seconds(found.seconds)} a step, {found.tokens_per_s:,.0f} tokens/s, "
+        f"{readable_bytes(found.memory_bytes)} in tensors; priced for {found.hardware}"
+    )
+    return found
+
+
+def _predict(run: Config, place: RankPlace) -> Prediction:
+    hardware = _hardware_of(run)
+    from sim.mesh.estimate import estimate_run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tensors without values
+        found = estimate_run(run, place.world_size, hardware)
+    step = found.time.step.value
+    classes = found.memory.classes
+    own = next((one for one in classes if one.rank == place.rank), found.memory.fullest)
+    tokens = run.train.batch_size * run.train.seq_len
+    title = found.hardware.title
+    here = (place.local_world_size, torch.get_num_threads())
+    if found.hardware.family == "cpu" and here != (found.hardware.devices_per_node, found.hardware.cores):
+        title += f" (this run: {here[0]} of {here[1]})"
+    return Prediction(step, tokens / step, own.peak_allocated, title)
+
+
+def _hardware_of(run: Config) -> Any:
+    """Return the description that the run names, or the one of this machine."""
+    platform, named = get_platform(run.train.device), run.train.hardware
+    asked = f"cannot tell how fast {platform.name()} is"
+    measure = "hyper-parallel hardware measure"
+    if named is None and platform.device_type == "cpu" and not MEASURED.exists():  # without importing the simulator
+        raise ValueError(explain(asked, "it was not measured", f"no {MEASURED}", measure))
+    from sim.mesh.hardware import find_hardware, hardware_of_device
+    from sim.mesh.pricing.measure import cpu_name
+
+    if named is not None:
+        found = find_hardware(named)
+        if found.backend != platform.backend:
+            blame = f"{found.name} communicates by {found.backend}, and the ranks of this run by {platform.backend}"
+            raise ValueError(explain("this run is on other hardware", blame, f"hardware: {named}", measure))
+        return found
+    if platform.device_type == "cpu":
+        found = find_hardware(MEASURED)
+        if not found.title.startswith(cpu_name()):
+            raise ValueError(explain(asked, f"{MEASURED} describes another machine", found.title, measure))
+        return found
+    known = hardware_of_device(platform.name())
+    if known is None:
+        raise ValueError(explain(asked, "no description has its name", "hyper-parallel hardware", "--hardware FILE"))
+    return known
 
 
 # -- what can go wrong -----------------------------------------------------------------------------------------------
@@ -205,6 +289,14 @@ def summarise(console: Console, result: TrainResult) -> None:
             f"held-back text: loss {result.valid_loss:.3f}, {bits_per_byte(result.valid_loss):.2f} bits per byte "
             "(8 is guessing)"
         )
+    table, predicted = prediction_table(result.steps), result.steps[-1].predicted
+    if table is not None and predicted is not None:
+        console.print(table)
+        if predicted.memory_before:
+            console.print(
+                f"memory measured: the process, less the {readable_bytes(predicted.memory_before)} it had before the "
+                "model was built; buffers of libraries and freed pages count, too"
+            )
 
 
 def compare_runs(console: Console, runs: dict[str, TrainResult], traffic: list[Traffic], out: Path) -> None:

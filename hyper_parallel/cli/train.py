@@ -38,7 +38,15 @@ def train(
     Without --sim the ranks come from torchrun:
     torchrun --nproc-per-node 2 -m hyper_parallel.cli train --device cpu
     """
-    from hyper_parallel.cli.runs import check_run, describe_run, run_here, run_simulated, summarise, while_ranks_run
+    from hyper_parallel.cli.runs import (
+        check_run,
+        describe_run,
+        predict_run,
+        run_here,
+        run_simulated,
+        summarise,
+        while_ranks_run,
+    )
     from hyper_parallel.trainer.config import config_text
     from hyper_parallel.trainer.guards import stop_on_signals
 
@@ -56,7 +64,9 @@ def train(
         console = stdout_console()
         describe_run(console, run, sim)
         if sim is None:
-            result = run_here(console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop)
+            result = run_here(
+                console, f"rank 0 of {os.environ.get('WORLD_SIZE', '1')}", run, stop, predict_run(console, run)
+            )
         else:
             result, _ = run_simulated(console, f"{sim} simulated ranks", run, sim, stop)
         summarise(console, result)

@@ -119,6 +119,9 @@ class TrainConfig:
         memory_limit_gb: refuse to start when the estimate is above this (GiB); None: what the machine has free.
         start_from: folder of transformers with the weights to start with, of the model that [model] describes; None:
             fresh ones.
+        predict: predict step time and memory before the first step, and write them beside what is measured.
+        hardware: what is predicted for. A name that `hyper-parallel hardware` lists, or the path of a TOML file; None:
+            by the device's name, on a CPU out/hardware.toml, which `hyper-parallel hardware measure` writes.
         tensorboard: folder for TensorBoard's event files. None writes none.
         profile_steps: steps to record with torch.profiler on the first rank, after two others; 0: none. The trace goes
             to profile.json beside the log. See `hyper-parallel estimate --compare`.
@@ -142,6 +145,8 @@ class TrainConfig:
     log: str | None = None
     memory_limit_gb: float | None = None
     start_from: str | None = None
+    predict: bool = True
+    hardware: str | None = None
     tensorboard: str | None = None
     profile_steps: int = 0
     on_nonfinite: str = "stop"

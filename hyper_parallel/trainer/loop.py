@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,12 +28,20 @@ from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
 from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
-from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
+from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, memory_now, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
 from hyper_parallel.trainer.preflight import check_precision, plan_run
-from hyper_parallel.trainer.report import KEPT, JsonlLog, ProfilerTrace, StepRecord, TensorBoardLog, TrainResult
+from hyper_parallel.trainer.report import (
+    KEPT,
+    JsonlLog,
+    Prediction,
+    ProfilerTrace,
+    StepRecord,
+    TensorBoardLog,
+    TrainResult,
+)
 from hyper_parallel.trainer.saving import Progress, Saver, check_start
 from hyper_parallel.trainer.watchdog import Watchdog, default_store
 
@@ -42,7 +50,12 @@ OnStep = Callable[[StepRecord], None]
 PARALLELIZE = MappingProxyType({"llama": parallelize_llama, "moe": parallelize_moe})
 
 
-def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | None = None) -> TrainResult:
+def train(
+    config: Config,
+    on_step: OnStep | None = None,
+    stop: StopRequest | None = None,
+    predicted: Prediction | None = None,
+) -> TrainResult:
     """Train as one rank of a world and return the same result on every rank.
 
     >>> from hyper_parallel.trainer.config import TrainConfig
@@ -59,6 +72,7 @@ def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | Non
         on_step: called by the first rank after every step.
         stop: asks the run to save and end after the step it is in; who started the process sets it, see
             `stop_on_signals`.
+        predicted: what a step should take; the first rank's records carry it.
 
     Raises:
         TypeError: an argument of another kind.
@@ -71,6 +85,8 @@ def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | Non
     check("cannot train", "callable | None", on_step=on_step)
     if stop is not None:
         check("cannot train", StopRequest, stop=stop)
+    if predicted is not None:
+        check("cannot train", Prediction, predicted=predicted)
     place = RankPlace.current()
     dims = plan_run(config, place.world_size)
     platform = get_platform(config.train.device)
@@ -78,13 +94,13 @@ def train(config: Config, on_step: OnStep | None = None, stop: StopRequest | Non
     platform.set_device(place.local_rank)
     with _watchdog(config, place, stop) as watchdog:
         if dims.world_size == 1 and config.parallel.param_dtype != "bf16":
-            return Trainer(config, dims, platform, place, None, stop, watchdog).run(on_step)
+            return Trainer(config, dims, platform, place, None, stop, watchdog, predicted).run(on_step)
         watchdog.beat(0, "meeting the other ranks")
         with process_group(platform, place), watchdog.telling():
             watchdog.connect(default_store())
             watchdog.beat(0, "building the model")
             mesh = dims.build_mesh(platform.device_type)
-            return Trainer(config, dims, platform, place, mesh, stop, watchdog).run(on_step)
+            return Trainer(config, dims, platform, place, mesh, stop, watchdog, predicted).run(on_step)
 
 
 def _watchdog(config: Config, place: RankPlace, stop: StopRequest | None) -> Watchdog:
@@ -112,6 +128,7 @@ class Trainer:
         mesh: the ranks by axis; None trains the bare model on one device, without torch.distributed.
         stop: asks the run to end.
         watchdog: hears of progress.
+        predicted: see `train`.
 
     Attributes:
         model: this rank's part of the model.
@@ -128,11 +145,13 @@ class Trainer:
         mesh: DeviceMesh | None,
         stop: StopRequest | None = None,
         watchdog: Watchdog | None = None,
+        predicted: Prediction | None = None,
     ) -> None:
         self.config, self.dims, self.platform, self.place, self.stop = config, dims, platform, place, stop
         self.watchdog = watchdog
         self.device = platform.device(place.local_rank)
         self.corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
+        self.predicted = None if predicted is None else replace(predicted, memory_before=memory_now(platform))
         self.ranks = RunGroups(dims, mesh is not None, self.device, WEIGHTS[config.parallel.param_dtype])
         self.share = ShareOfLoss()
         self.model = PARALLELIZE[config.train.model](config, dims, self.device, self.share)
@@ -235,6 +254,7 @@ class Trainer:
             memory_bytes=memory_bytes(self.platform),
             tokens=int(counted),
             skipped=not outcome.taken,
+            predicted=self.predicted,
         )
 
     def _place(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

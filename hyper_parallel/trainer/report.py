@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -22,8 +23,29 @@ from rich.table import Table
 from hyper_parallel.core.common.drawing import blank_figure, quiet, whole_steps
 from hyper_parallel.core.common.errors import explain
 
+MIB = 2**20
 KEPT = 10_000
 """Records that a rank keeps: a run of months takes no more memory than one of hours."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of a run was predicted to take before the run began.
+
+    Args:
+        seconds: of a step.
+        tokens_per_s: tokens of the global batch by that time.
+        memory_bytes: the most that tensors of the first rank take in a step.
+        hardware: what was priced, in words.
+        memory_before: part of `StepRecord.memory_bytes` that was taken before the model was built: on the CPU Python,
+            its libraries and the text.
+    """
+
+    seconds: float
+    tokens_per_s: float
+    memory_bytes: int
+    hardware: str
+    memory_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,7 @@ class StepRecord:
         memory_bytes: the most that live tensors of the first rank have taken in this step; see `metrics.memory_bytes`.
         tokens: tokens of the global batch that the loss counts.
         skipped: the optimizer's step was left out, because loss or gradient were not finite.
+        predicted: what it was predicted to take.
     """
 
     step: int
@@ -55,6 +78,14 @@ class StepRecord:
     memory_bytes: int | None = None
     tokens: int | None = None
     skipped: bool = False
+    predicted: Prediction | None = None
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """Of `memory_bytes`, what was taken since before the model was built; None where nothing was predicted."""
+        if self.predicted is None or self.memory_bytes is None:
+            return None
+        return max(self.memory_bytes - self.predicted.memory_before, 0)
 
 
 @dataclass(frozen=True)
@@ -159,7 +190,11 @@ def read_log(path: str | Path) -> list[StepRecord]:
         path: file that a run wrote, or is writing.
     """
     with open(path, encoding="utf-8") as file:
-        return [StepRecord(**json.loads(line)) for line in file if line.endswith("\n")]
+        return [_record(**json.loads(line)) for line in file if line.endswith("\n")]
+
+
+def _record(*, predicted: dict[str, Any] | None = None, **fields: Any) -> StepRecord:
+    return StepRecord(**fields, predicted=None if predicted is None else Prediction(**predicted))
 
 
 # -- TensorBoard -------------------------------------------------------------------------------------------------------
@@ -217,6 +252,12 @@ class TensorBoardLog:
             value = getattr(record, name)
             if value is not None:
                 self._writer.add_scalar(curve, value, record.step)
+        if (predicted := record.predicted) is not None:
+            self._writer.add_scalar("speed/predicted_tokens_per_s", predicted.tokens_per_s, record.step)
+            self._writer.add_scalar("speed/predicted_seconds", predicted.seconds, record.step)
+            self._writer.add_scalar(
+                "memory/predicted_bytes", predicted.memory_before + predicted.memory_bytes, record.step
+            )
 
     def __enter__(self) -> TensorBoardLog:
         return self
@@ -410,6 +451,42 @@ def loss_table(runs: dict[str, TrainResult], rows: int = 8) -> Table:
     return table
 
 
+def prediction_table(steps: Sequence[StepRecord]) -> Table | None:
+    """Put what a step took beside what it was predicted to take; None where nothing was predicted.
+
+                   measured   predicted
+        step         200 ms      250 ms   +25 %
+        tokens/s      5,000       4,000   -20 %
+        memory     1.50 GiB    1.35 GiB   -10 %
+
+    Args:
+        steps: of a run; the first one, which warms caches up and makes the optimizer's state, counts only if it is
+            alone. Of the others the median time counts, and the most memory.
+    """
+    steps = [record for record in (steps[1:] or steps) if record.predicted is not None]
+    if not steps or steps[-1].predicted is None:
+        return None
+    predicted = steps[-1].predicted
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("")
+    for name in ("measured", "predicted", ""):
+        table.add_column(name, justify="right")
+    rows = [
+        ("step", statistics.median(record.seconds for record in steps), predicted.seconds, readable_seconds),
+        (
+            "tokens/s",
+            statistics.median(record.tokens_per_s for record in steps),
+            predicted.tokens_per_s,
+            "{:,.0f}".format,
+        ),
+    ]
+    if taken := [record.grown_bytes for record in steps if record.grown_bytes]:
+        rows.append(("memory", max(taken), predicted.memory_bytes, readable_bytes))
+    for name, measured, expected, readable in rows:
+        table.add_row(name, readable(measured), readable(expected), f"{100 * (expected / measured - 1):+.0f} %")
+    return table
+
+
 def _spread(count: int, rows: int) -> list[int]:
     """Pick about `rows` indices below `count`: the first, then every n-th step, and the last."""
     stride = max(-(-count // rows), 1)
@@ -448,6 +525,19 @@ def readable_bytes(amount: float) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} GiB"
+
+
+def readable_seconds(amount: float) -> str:
+    """Write a time for people.
+
+    >>> readable_seconds(0.0123), readable_seconds(12.34)
+    ('12.3 ms', '12.3 s')
+
+    Args:
+        amount: seconds.
+    """
+    value, unit = (amount, "s") if amount >= 1 else (amount * 1e3, "ms")
+    return f"{value:,.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
 
 
 def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
@@ -491,6 +581,8 @@ def plot_losses(runs: dict[str, TrainResult], path: Path, title: str) -> bool:
 def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
     """Draw the JSONL logs of runs, finished or not: loss, norm of the gradient, and tokens per second over the steps.
 
+    Where a log has predictions, step time and memory stand below, and what was predicted is dashed.
+
     Args:
         logs: files that runs have written; two with the same name are distinguished by their folders.
         path: PNG file to write; its folder is made.
@@ -507,12 +599,16 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
         blame = "there is no log to draw"
         raise ValueError(explain("cannot plot", blame, "logs: none", "the file that train.log names, out/train.jsonl"))
     path = Path(path)
-    figure = blank_figure(path, 8, 8, dpi=120)
+    is_predicted = any(record.predicted is not None for records in runs.values() for record in records)
+    figure = blank_figure(path, 8, 11 if is_predicted else 8, dpi=120)
     if figure is None:
         return False
     names = [Path(log).stem for log in runs]
     unique = len(set(names)) == len(names)
-    losses, norms, speeds = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
+    panels = figure.subplots(
+        5 if is_predicted else 3, 1, sharex=True, height_ratios=(3, *[1] * (4 if is_predicted else 2))
+    )
+    losses, norms, speeds = panels[:3]
     for place, (log, records) in enumerate(runs.items()):
         steps, label, color = [record.step for record in records], Path(log).stem if unique else log, f"C{place}"
         losses.plot(steps, [record.loss for record in records], color=color, label=label)
@@ -521,12 +617,18 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
             losses.plot(*zip(*measured, strict=True), "o", color=color, label=f"{label}, validation")
         norms.plot(steps, [record.grad_norm for record in records], color=color)
         speeds.plot(steps, [record.tokens_per_s for record in records], color=color)
+        if is_predicted:
+            _plot_predicted(panels[2:], records, color)
+    if is_predicted:
+        losses.plot([], [], "--", color="black", label="predicted")
     losses.set(ylabel="loss (nats per token)")
     losses.legend(frameon=False)
     norms.set(ylabel="gradient norm")
-    speeds.set(ylabel="tokens/s", xlabel="step", ylim=(0, None))
-    whole_steps(speeds)
-    for axes in (losses, norms, speeds):
+    for axes, label in zip(panels[2:], ("tokens/s", "step time (ms)", "memory (MiB)"), strict=False):
+        axes.set(ylabel=label, ylim=(0, None))
+    panels[-1].set(xlabel="step")
+    whole_steps(panels[-1])
+    for axes in panels:
         quiet(axes)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -535,6 +637,23 @@ def plot_log(logs: Sequence[str | Path], path: str | Path) -> bool:
         seen = error.strerror or str(error)
         raise ValueError(explain(f"cannot plot to {path}", "it cannot be written", seen, "out/train.png")) from None
     return True
+
+
+def _plot_predicted(panels: Sequence[Any], records: Sequence[StepRecord], color: str) -> None:
+    """Draw step time and memory, and with dashes what tokens/s, step time and memory were predicted to be."""
+    speeds, times, memory = panels
+    times.plot([record.step for record in records], [record.seconds * 1e3 for record in records], color=color)
+    known = [(record.step, record.grown_bytes / MIB) for record in records if record.grown_bytes is not None]
+    if known:
+        memory.plot(*zip(*known, strict=True), color=color)
+    told = [(record.step, record.predicted) for record in records if record.predicted is not None]
+    steps = [step for step, _ in told]
+    for axes, values in (
+        (speeds, [predicted.tokens_per_s for _, predicted in told]),
+        (times, [predicted.seconds * 1e3 for _, predicted in told]),
+        (memory, [predicted.memory_bytes / MIB for _, predicted in told]),
+    ):
+        axes.plot(steps, values, "--", color=color)
 
 
 def _read(log: Path) -> list[StepRecord]:

@@ -11,6 +11,7 @@ variable `HYPER_PARALLEL_HARDWARE` names, or anywhere, named by path.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from hyper_parallel.core.common.errors import explain, nearest
 from sim.mesh.pricing.hardware_file import FIGURES, GRADES, Figure, read_hardware_file, write_hardware_file
 
-__all__ = ["FOLDER_VARIABLE", "GRADES", "Figure", "Hardware", "find_hardware", "hardware_names"]
+__all__ = ["FOLDER_VARIABLE", "GRADES", "Figure", "Hardware", "find_hardware", "hardware_names", "hardware_of_device"]
 
 FOLDER_VARIABLE = "HYPER_PARALLEL_HARDWARE"
 _OWN = Path(__file__).parent / "data" / "hardware"
@@ -39,6 +40,16 @@ _FABRICS = {
     "gloo": ("gloo",),
     "ethernet": ("ethernet", "tcp"),
 }
+# How torch names devices. Variants on other boards (PCIe, NVL) have other links and clocks, and are not among them.
+_DEVICES = (
+    (r"\bA100-SXM\d-40GB", "a100-40gb"),
+    (r"\bA100-SXM\d-80GB", "a100-80gb"),
+    (r"\bH100 80GB HBM3$", "h100-sxm"),
+    (r"\bH200$", "h200"),
+    (r"\bB200$", "b200"),
+    (r"^Ascend910B2$", "ascend-910b-376"),
+    (r"^Ascend910B3$", "ascend-910b"),
+)
 
 
 @dataclass(frozen=True)
@@ -278,6 +289,18 @@ def find_hardware(hardware: str | Path | Hardware) -> Hardware:
         raise ValueError(explain(f"cannot find the hardware {hardware!r}", "nothing has that name", seen, hint))
     read = read_hardware_file(path)
     return Hardware(name=read.pop("name", path.stem), **read)
+
+
+def hardware_of_device(device_name: str) -> Hardware | None:
+    """Return the description of a device by the name that torch gives it; None where none is known.
+
+    >>> print(hardware_of_device("NVIDIA H100 80GB HBM3"), hardware_of_device("NVIDIA H100 PCIe"))
+    h100-sxm None
+
+    Args:
+        device_name: as `torch.cuda.get_device_name` returns it, or `torch.npu.get_device_name`.
+    """
+    return next((find_hardware(name) for sign, name in _DEVICES if re.search(sign, device_name)), None)
 
 
 def _files() -> dict[str, Path]:

@@ -6,4 +6,5 @@ launch -> failure
 estimate -> launch
 estimate -> recording -> values
             recording -> reducer
+            recording -> changes
 """

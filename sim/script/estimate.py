@@ -71,6 +71,7 @@ class ScriptEstimate:
         timeline: of the recorded steps.
         programs: what the ranks do in them.
         stand_ins: lines of the script that ask for values which depend on data.
+        changes: lines of the script that are run otherwise than it says, and how.
         unpriced: operations that are priced by the bytes that they move, because nothing else is known of them.
     """
 
@@ -83,6 +84,7 @@ class ScriptEstimate:
     timeline: Timelines
     programs: list[Program] = field(repr=False)
     stand_ins: tuple[StandIn, ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
     unpriced: tuple[str, ...] = ()
 
     def view(self) -> Group:
@@ -101,6 +103,7 @@ class ScriptEstimate:
             time_table(self),
             Text("\n".join(notes)),
             *self._values_view(),
+            *self._changes_view(),
         )
 
     def _values_view(self) -> list[Text]:
@@ -116,6 +119,12 @@ class ScriptEstimate:
         heading = "Values that depend on data, at which the host waits for the device"
         return [Text(), Text(heading, style="bold"), Text("\n".join(told))]
 
+    def _changes_view(self) -> list[Text]:
+        if not self.changes:
+            return []
+        told = [f"  {line}: {what}" for line, what in self.changes]
+        return [Text(), Text("Run otherwise than the script says", style="bold"), Text("\n".join(told))]
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as data for JSON: bytes, seconds, and intervals."""
         return {
@@ -127,6 +136,7 @@ class ScriptEstimate:
             "memory": memory_dict(self.memory),
             "time": terms_dict(self) | {"of_peak": self.time.mfu.value},
             "stand_ins": [vars(each) for each in self.stand_ins],
+            "changes": [list(each) for each in self.changes],
             "priced_by_bytes": list(self.unpriced),
         }
 
@@ -360,6 +370,7 @@ def estimate_script(recorded: RecordedScript, launch: Launch, hardware: Hardware
         timeline=Timelines(timeline, memory.classes, title),
         programs=programs,
         stand_ins=tuple(StandIn(*key, count) for key, count in counts.items()),
+        changes=tuple(dict.fromkeys(each for one in recorded.recorders.values() for each in one.changes)),
         unpriced=tuple(sorted(set().union(*[each.unpriced for each in recorded.recorders.values()]))),
     )
 

@@ -34,6 +34,7 @@ from sim.kernel.waiting import Waitable
 from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Place, Program, Segment
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
+from sim.script.changes import without_compiler_and_workers
 from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values, tensors_in
 
@@ -85,6 +86,7 @@ class ScriptRecorder(Recorder):
     Attributes:
         done: how many steps the script has made.
         stand_ins: by line, what it asked for and what it got: how often.
+        changes: by line, what is run otherwise than the script says, in the order in which it was come to.
         unpriced: operations of no known kind, priced by the bytes that they read and write.
         needs: told of each rank that it sends to or receives from; may end the run.
         program: what the rank does in the recorded steps, once it has made them.
@@ -99,6 +101,7 @@ class ScriptRecorder(Recorder):
         self.values = Values()
         self.done = 0
         self.stand_ins: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        self.changes: dict[tuple[str, str], None] = {}
         self.unpriced: set[str] = set()
         self.needs: Callable[[int], None] | None = None
         self._on_accelerator = on_accelerator
@@ -151,6 +154,10 @@ class ScriptRecorder(Recorder):
         """Write down that the script has asked for a value: the host waits for it."""
         self.emit(HostWait(self.stream))
         self.stand_ins[user_line(), asked, given] += 1
+
+    def change(self, what: str) -> None:
+        """Write down that the script is run otherwise than it says."""
+        self.changes[user_line(), what] = None
 
     def _values_of(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
         """Return the values of a tensor of many elements, all of which the script asks for at once."""
@@ -638,6 +645,7 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
         torch.utils.swap_tensors = lambda one, other: _take_over(one, other, swap)
         stack.callback(setattr, c10d, "_object_to_tensor", c10d._object_to_tensor)
         c10d._object_to_tensor = lambda obj, device, group: here().tensors_of(obj)
+        stack.enter_context(without_compiler_and_workers(lambda what: here().change(what)))
         for module in _ASKING:
             stack.callback(setattr, module, "_are_we_tracing", module._are_we_tracing)
             module._are_we_tracing = lambda: False  # no compiler: collectives are waited for where values are used

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,8 +34,11 @@ from hyper_parallel.trainer.report import (
     largest_difference,
     loss_table,
     plot_losses,
+    read_log,
     traffic_table,
 )
+from sim.mesh import UnknownOperation, estimate_run, find_hardware
+from sim.mesh.pricing.measure import cpu_name
 from sim.script import launch, options
 
 TINY = """
@@ -224,6 +228,83 @@ def test_a_run_alone_writes_its_log_and_says_so() -> None:
     assert output.splitlines()[-1] == "log: log.jsonl"
 
 
+def test_what_is_predicted_stands_beside_what_is_measured() -> None:
+    code, output = invoke("train", "tiny.toml", "--hardware", "laptop-cpu")
+    assert code == 0, output
+    predicted = re.search(r"^predicted: (.*) a step, (.*) tokens/s, (.*) in tensors; priced for A laptop", output, re.M)
+    assert predicted, output
+    rows = [line.split() for line in output[output.index("measured   predicted") :].splitlines()[:4]]
+    assert [row[0] for row in rows] == ["measured", "step", "tokens/s", "memory"]
+    assert " ".join(rows[1]).endswith(f"ms {predicted[1]} {rows[1][-2]} %")
+    told = read_log("log.jsonl")
+    step = estimate_run(load_config("tiny.toml"), 1, "laptop-cpu")
+    for record in told:
+        assert record.predicted is not None
+        assert record.predicted.seconds == step.time.step.value
+        assert record.predicted.memory_bytes == step.memory.peak
+        assert record.predicted.memory_before > 10 * 2**20
+        assert record.grown_bytes < record.memory_bytes
+    code, output = invoke("train", "tiny.toml", "--hardware", "laptop-cpu", "--no-predict")
+    assert "predicted" not in output
+    plain = read_log("log.jsonl")
+    assert [record.predicted for record in plain] == [None] * len(plain)
+    assert [record.loss for record in plain] == [record.loss for record in told]
+
+
+NAMES = ("--hardware", "laptop-cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written", "error", "said"),
+    [
+        ((), None, None, "CPU.* is: it was not measured; try: hyper-parallel hardware measure"),
+        ((), "A Cray-1", None, "CPU.* is: out/hardware.toml describes another machine; try: hyper-parallel hardware"),
+        (("--hardware", "h100"), None, None, "cannot find the hardware 'h100': nothing has that name; try: 'h200'"),
+        (("--hardware", "h100-sxm"), None, None, "other hardware: h100-sxm communicates by nccl, and .* by gloo; try"),
+        (NAMES, None, UnknownOperation("no price\n\n  op: aten.foo\n  try: another"), "no price; try: another"),
+        (NAMES, None, AssertionError(), "AssertionError; try: --no-predict"),
+    ],
+)
+def test_a_run_without_a_prediction_trains_and_says_why_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    written: str | None,
+    error: Exception | None,
+    said: str,
+) -> None:
+    if written is not None:
+        find_hardware("laptop-cpu").write(Path("hardware.toml"))
+        text = re.sub(r'^title = ".*"', f'title = "{written}"', Path("hardware.toml").read_text(), flags=re.M)
+        Path("out").mkdir()
+        Path("out/hardware.toml").write_text(text)
+    if error is not None:
+
+        def fails(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate_run", fails)
+    code, output = invoke("train", "tiny.toml", *arguments)
+    assert code == 0, output
+    (line,) = [line for line in output.splitlines() if "predict" in line]
+    assert re.search(f"^nothing is predicted: .*{said}", line), line
+
+
+def test_a_cpu_that_was_measured_is_found() -> None:
+    title = f"{cpu_name()}, 2 processes of 1 cores, as measured"
+    replace(find_hardware("laptop-cpu"), title=title).write(Path("measured.toml"))
+    Path("out").mkdir()
+    Path("measured.toml").rename("out/hardware.toml")
+    code, output = invoke("train", "tiny.toml")
+    assert code == 0, output
+    assert f"priced for {title} (this run: 1 of " in output
+
+
+def test_simulated_ranks_are_not_compared_with_a_prediction() -> None:
+    code, output = invoke("train", "tiny.toml", "--sim", "2", "--hardware", "laptop-cpu")
+    assert code == 0, output
+    assert "predict" not in output
+
+
 def test_a_failure_while_training_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def burst(*_: object) -> None:
         raise RuntimeError("out of luck")
@@ -266,6 +347,8 @@ FLAGS = [
     ("train", "on_nonfinite", "--on-nonfinite", "skip", "skip"),
     ("train", "stuck_after_s", "--stuck-after", "2.5", 2.5),
     ("train", "tensorboard", "--tensorboard", "board", "board"),
+    ("train", "predict", "--no-predict", None, False),
+    ("train", "hardware", "--hardware", "h200", "h200"),
     ("train", "profile_steps", "--profile-steps", "2", 2),
     ("train", "device", "--device", "cpu", "cpu"),
     ("train", "eval_every", "--eval-every", "3", 3),

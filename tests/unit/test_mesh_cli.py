@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import re
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mesh_fakes import fake_estimate
+from rich.console import Console
 from typer.testing import CliRunner
 
 import sim.mesh.pricing.measure  # noqa: F401
 from hyper_parallel import cli
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import Config, config_text, load_config
+from hyper_parallel.trainer.report import prediction_table, read_log
 from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
+from sim.mesh.pricing.measure import cpu_name
 from sim.mesh.recipe import Recipe
 
 LLAMA = ("--model", "llama3-8b", "--hardware", "h100-sxm")
@@ -312,21 +319,39 @@ def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any
     assert Job.of_run(run, 8).layers_per_stage == (3, 1)
 
 
-def test_the_walk_of_the_readme_from_a_search_to_training() -> None:
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
-    block = readme[readme.index("hyper-parallel train --num-hidden-layers 2") :].partition("```")[0]
-    commands = [line.removeprefix("hyper-parallel ").split() for line in block.strip().splitlines()]
-    assert [words[0] for words in commands] == ["train", "search", "verify", "train"]
-    dumped = commands[0]
-    assert dumped[-2:] == [">", "run.toml"]
-    code, output = invoke(*dumped[:-2])
-    assert code == 0, output
-    Path("run.toml").write_text(output)
-    for words in commands[1:]:
-        code, output = invoke(*words)
-        assert code == 0, output
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_walk_of_the_readme_from_a_search_to_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = (
+        ROOT.joinpath("README.md").read_text().partition("hyper-parallel hardware measure   ")[2].partition("```")[0]
+    )
+    (_, *commands) = [line.partition("#")[0].split() for line in block.strip().splitlines()]
+    assert [words[1] for words in commands] == ["search", "verify", "--nproc-per-node", "plot"]
+    here = replace(find_hardware("laptop-cpu"), title=f"{cpu_name()}, as measured elsewhere")
+    monkeypatch.setattr(sys.modules["sim.mesh.pricing.measure"], "measure", lambda *_, **__: here)
+    assert invoke("hardware", "measure")[0] == 0
+    for words in commands:
+        if words[0] == "torchrun":
+            few = [*words[: words.index("--steps")], "--steps", "3"]
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", *few[1:]], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            assert re.search(r"^step +[\d.]+ m?s +[\d.]+ m?s +[+-]\d+ %$", done.stdout, re.MULTILINE), done.stdout
+        else:
+            code, output = invoke(*words[1:])
+            assert code == 0, output
     assert load_config("best.toml").model.num_hidden_layers == 2
-    assert "loss " in output
+    assert [record.predicted is not None for record in read_log("out/train.jsonl")] == [True] * 3
+    assert Path("out/train.png").exists()
+
+
+def test_the_readme_shows_what_the_walk_has_logged() -> None:
+    console = Console(file=io.StringIO(), color_system=None, width=100)
+    console.print(prediction_table(read_log(ROOT / "docs" / "pictures" / "walk.jsonl")))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert "\n".join(["```text", *lines, "```"]) in ROOT.joinpath("README.md").read_text()
 
 
 def test_nothing_fits(asked: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,16 @@ from hyper_parallel.models import Llama, LlamaConfig, MoEConfig, MoELlama
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer import report
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation, peak_flops
-from hyper_parallel.trainer.report import JsonlLog, StepRecord, TensorBoardLog, TrainingDisplay, plot_log, read_log
+from hyper_parallel.trainer.report import (
+    JsonlLog,
+    Prediction,
+    StepRecord,
+    TensorBoardLog,
+    TrainingDisplay,
+    plot_log,
+    prediction_table,
+    read_log,
+)
 
 DENSE = LlamaConfig(num_hidden_layers=3, hidden_size=64, intermediate_size=80, vocab_size=50, tie_embeddings=True)
 SPARSE = MoEConfig(num_hidden_layers=3, num_dense_layers=1, num_experts=5, experts_per_token=2, num_shared_experts=2)
@@ -98,12 +108,16 @@ def record(step: int, **more: object) -> StepRecord:
     return StepRecord(step, 5.0 / step, 0.1, 2.0, 0.5, 100.0, **more)  # type: ignore[arg-type]
 
 
+PREDICTED = Prediction(0.25, 200.0, 3 * 2**20, "a laptop", memory_before=7)
+
+
 def test_a_line_has_what_applies_and_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "below" / "log.jsonl"
     records = [
         record(1),
         record(2, valid_loss=1.5, mfu=0.4, memory_bytes=7, tokens=9, skipped=True),
         replace(record(3), loss=math.inf),
+        record(4, memory_bytes=9, predicted=PREDICTED),
     ]
     with JsonlLog(str(path)) as log:
         for each in records:
@@ -113,7 +127,7 @@ def test_a_line_has_what_applies_and_comes_back(tmp_path: Path) -> None:
     assert lines[1]["skipped"] is True
     assert read_log(path) == records
     with open(path, "a") as file:
-        file.write('{"step": 4, "lo')
+        file.write('{"step": 5, "lo')
     assert read_log(path) == records
 
 
@@ -154,6 +168,50 @@ def test_a_picture_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not plot_log(logs, tmp_path / "without.png")
     assert not (tmp_path / "without.png").exists()
+
+
+def test_predictions_are_drawn_where_a_log_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures, blank = [], report.blank_figure
+
+    def kept(*given: Any, **rest: Any) -> Any:
+        figures.append(blank(*given, **rest))
+        return figures[-1]
+
+    monkeypatch.setattr(report, "blank_figure", kept)
+    for name, more in (("told", {"predicted": PREDICTED, "memory_bytes": 7 + 2**20}), ("plain", {})):
+        with JsonlLog(str(tmp_path / name)) as file:
+            file.write(record(1, **more))
+            file.write(record(2, **more))
+    assert plot_log([tmp_path / "told"], tmp_path / "loss.png")
+    lines = [[(line.get_linestyle(), *line.get_ydata()) for line in axes.lines] for axes in figures[0].axes[2:]]
+    assert lines == [
+        [("-", 100, 100), ("--", 200, 200)],
+        [("-", 500, 500), ("--", 250, 250)],
+        [("-", 1, 1), ("--", 3, 3)],
+    ]
+    assert plot_log([tmp_path / "plain"], tmp_path / "loss.png")
+    assert plot_log([tmp_path / "plain", tmp_path / "told"], tmp_path / "loss.png")
+    assert [len(figure.axes) for figure in figures] == [5, 3, 5]
+
+
+def test_the_first_step_and_what_was_not_predicted_do_not_count() -> None:
+    def cells(steps: list[StepRecord]) -> list[list[str]]:
+        table = prediction_table(steps)
+        assert table is not None
+        return [list(column.cells) for column in table.columns[1:]]
+
+    told = {"predicted": PREDICTED, "memory_bytes": 7 + 2**20}
+    steps = [record(n, **told) for n in (1, 2, 3)]
+    steps[0], steps[2] = replace(steps[0], seconds=90.0), replace(steps[2], memory_bytes=7 + 2**21)
+    assert cells(steps) == [
+        ["500 ms", "100", "2.0 MiB"],
+        ["250 ms", "200", "3.0 MiB"],
+        ["-50 %", "+100 %", "+50 %"],
+    ]
+    assert cells(steps[:1])[0] == ["90 s", "100", "1.0 MiB"]
+    assert cells([record(1, predicted=PREDICTED)])[0] == ["500 ms", "100"]  # a device that does not count its memory
+    assert prediction_table([record(1), record(2)]) is None
+    assert prediction_table([]) is None
 
 
 @pytest.mark.parametrize(

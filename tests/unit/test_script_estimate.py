@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader
 
 from sim.kernel.context import current_rank
 from sim.mesh.hardware import find_hardware
@@ -225,6 +227,71 @@ def test_a_value_that_the_script_gives_is_right_and_no_stand_in(
     inside: str, script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert estimated(capsys, "--nproc", "2", script(LOOP.format(steps=3, inside=inside)))["stand_ins"] == []
+
+
+LOADED = """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return gelu(self.linear(x)).square().mean()
+
+{gelu}
+dist.init_process_group()
+model = {model}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=16{workers})
+for epoch in range(2):
+    for (x,) in loader:
+        loss = model(x)
+        loss.backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+EAGER = "torch.compile: taken as eager, nothing is fused"
+
+
+@pytest.mark.parametrize(
+    ("changed", "lines"),
+    [
+        ({"model": "torch.compile(Model(), mode='max-autotune')"}, {"train.py:16 in <module>": EAGER}),
+        ({"model": "Model(); model.compile()"}, {"train.py:16 in <module>": EAGER}),
+        (
+            {"gelu": "@torch.compile\ndef gelu(x): return torch.nn.functional.gelu(x)\n"},
+            {"train.py:14 in <module>": EAGER},
+        ),
+        (
+            {"workers": ", num_workers=3, persistent_workers=True, prefetch_factor=4, timeout=9"},
+            {"train.py:20 in <module>": "DataLoader: its 3 workers are not started, the rank loads the data"},
+        ),
+    ],
+)
+def test_what_is_compiled_is_eager_and_workers_are_not_started(
+    changed: dict[str, str], lines: dict[str, str], script: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (torch.compile, DataLoader._get_iterator)
+    plain = {"gelu": "gelu = torch.nn.functional.gelu", "model": "Model()", "workers": ""}
+    wanted = estimated(capsys, "--nproc", "8", script(LOADED.format(**plain)))
+    found = estimated(capsys, "--nproc", "8", script(LOADED.format(**{**plain, **changed})))
+    assert dict(found.pop("changes")) == lines
+    assert wanted.pop("changes") == []
+    for each in (found, wanted):
+        del each["memory"]["classes"][0]["at"]  # a compiled module is one more around it
+    assert found == wanted
+    assert before == (torch.compile, DataLoader._get_iterator)
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+    assert main(["--hardware", "h100-sxm", "--nproc", "8", script(LOADED.format(**{**plain, **changed}))]) == 0
+    said = capsys.readouterr().out
+    assert "Run otherwise than the script says" in said
+    assert all(f"  {line}: {what}" in said for line, what in lines.items())
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from sim.mesh.hardware import Hardware
 from sim.mesh.pricing.measure_fit import OPS, Sample, fit_hardware
 from sim.mesh.pricing.measure_steps import step_samples, timed_steps
 
-__all__ = ["measure"]
+__all__ = ["cpu_name", "measure"]
 
 _HEADS = 2
 _ATTENTIONS = ((64, 64, True), (128, 64, True), (256, 64, True), (256, 64, False), (512, 64, True), (256, 128, True))
@@ -290,6 +290,16 @@ def _collective(op: str, size: int, rank: int, count: int, device: str) -> Calla
     return message
 
 
+def cpu_name() -> str:
+    """Return the name of this machine's processor, with which the title of its description begins."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
+
+
 def _machine(device: str, count: int) -> dict[str, Any]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -299,10 +309,5 @@ def _machine(device: str, count: int) -> dict[str, Any]:
             "memory": properties.total_memory,
             "cores": properties.multi_processor_count,
         }
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"device": "cpu", "title": model, "memory": memory // count, "cores": torch.get_num_threads()}
+    return {"device": "cpu", "title": cpu_name(), "memory": memory // count, "cores": torch.get_num_threads()}

@@ -1,0 +1,52 @@
+"""Compilers and data workers of a script, which an estimate goes without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+__all__ = ["without_compiler_and_workers"]
+
+
+@contextmanager
+def without_compiler_and_workers(told: Callable[[str], None]) -> Iterator[None]:
+    """Run what is compiled as it is written, and load data in the rank that asks for it.
+
+    A compiler would make graphs of operations on tensors without data, in which no module and no line of the script is
+    left. A worker is a fork of this process, whose ranks it would have as well.
+
+    Args:
+        told: hears of each call that is answered in this way, in words.
+    """
+    compile_, get_iterator = torch.compile, DataLoader._get_iterator
+    with ExitStack() as stack:
+        stack.callback(setattr, torch, "compile", compile_)
+        stack.callback(setattr, DataLoader, "_get_iterator", get_iterator)
+        is_eager = False
+
+        def compile_nothing(*args: Any, **options: Any) -> Any:
+            nonlocal is_eager
+            if not is_eager:  # not before: it imports the compiler, which takes seconds
+                is_eager = True
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            told("torch.compile: taken as eager, nothing is fused")
+            return compile_(*args, **options)
+
+        def load_here(loader: Any) -> Any:
+            workers, timeout = loader.num_workers, loader.timeout
+            if not workers:
+                return get_iterator(loader)
+            told(f"DataLoader: its {workers} workers are not started, the rank loads the data")
+            loader.num_workers = loader.timeout = 0
+            try:
+                return get_iterator(loader)
+            finally:
+                loader.num_workers, loader.timeout = workers, timeout
+
+        torch.compile = compile_nothing
+        DataLoader._get_iterator = load_here  # type: ignore[method-assign]
+        yield
