@@ -182,7 +182,8 @@ class _Replay:
 
     def step(self) -> _Step:
         """Replay a step."""
-        self.found = _Step(self.allocator.allocated, reserved=self.allocator.reserved)
+        self.found = _Step(self.allocator.allocated)
+        self.allocator.peak_reserved = self.allocator.reserved
         order = self.plan.program.order
         seen: dict[object, tuple[int, int]] = {}
         position = 0
@@ -194,6 +195,9 @@ class _Replay:
             self.item(*order[position], position)
             self.found.reserved_after[position] = self.allocator.reserved
             position += 1
+        # Not what is reserved after each segment: what a segment gives back again, or cached memory that is returned
+        # to the device within one, would be missed.
+        self.found.reserved = self.allocator.peak_reserved
         return self.found
 
     def item(self, key: tuple[str, int, str], batch: int, position: int) -> None:
@@ -215,7 +219,6 @@ class _Replay:
                 if allocator.allocated > peak:
                     peak = found.allocated = allocator.allocated
                     found.position, found.index = position, index
-        found.reserved = max(found.reserved, allocator.reserved)
 
     def _jump(self, pattern: Pattern, position: int, seen: dict[object, tuple[int, int]]) -> int:
         """Return the position to go on from: later than the given one if the state was seen before."""
@@ -302,7 +305,8 @@ class _Walk:
                     at_peak = list(self.totals)
                 if record and (is_peak or abs(sum(self.totals) - kept) >= finest):
                     kept = sum(self.totals)
-                    self.points.append(CurvePoint(position, index, tuple(self.totals), reserved))
+                    # Within a segment at least what is in use is reserved: on a CPU just that.
+                    self.points.append(CurvePoint(position, index, tuple(self.totals), max(reserved, kept)))
             position += 1
         return dict(zip(self.names, at_peak, strict=True))
 
@@ -322,7 +326,8 @@ def _by_category(plan: MemoryPlan, first: _Step, second: _Step) -> tuple[dict[st
         if key[0] == "build":
             deque(walk.item(key, -1), maxlen=0)
     walk.step(first, record=False)
-    walk.points.append(CurvePoint(-1, 0, tuple(walk.totals), first.reserved))
+    left = first.reserved_after[max(first.reserved_after)] if first.reserved_after else first.reserved
+    walk.points.append(CurvePoint(-1, 0, tuple(walk.totals), left))
     totals = walk.step(second, record=True)
     return totals, _thinned(walk.points)
 

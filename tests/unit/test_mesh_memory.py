@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -355,6 +356,22 @@ def test_when_memory_is_short_repetitions_are_left_out_as_well(seed: int) -> Non
     limit = int(0.97 * replay_memory(drawn(seed)).peak_reserved)
     rules = AllocatorRules(limit=limit)
     _same(replay_memory(drawn(seed), rules), replay_memory(drawn(seed), rules, cut=False))
+
+
+@pytest.mark.parametrize("part", [0.5, 0.8, 0.97, None], ids=str)
+@pytest.mark.parametrize("rules", [CACHING, EXPANDABLE, PLAIN], ids=["caching", "expandable", "plain"])
+def test_at_least_what_is_in_use_is_reserved(rules: AllocatorRules, part: float | None) -> None:
+    for seed in range(5):
+        made = drawn(seed)
+        # Large blocks that come and go within a segment, and one that is taken after them: cached memory goes back.
+        made.segments[BACKWARD].events += [Alloc(4, 400 * MIB, 0), Free(4), Alloc(5, 401 * MIB, 1), Free(5)]
+        limit = None if part is None else int(part * replay_memory(made, rules).peak_allocated)
+        found = replay_memory(made, replace(rules, limit=limit))
+        assert found.peak_reserved >= found.peak_allocated
+        assert found.first_reserved >= found.first_allocated
+        assert all(point.reserved >= sum(point.totals) for point in found.curve)
+        if rules is PLAIN:
+            assert found.peak_reserved == found.peak_allocated
 
 
 def test_a_pattern_needs_three_repetitions() -> None:

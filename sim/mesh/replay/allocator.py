@@ -130,6 +130,7 @@ class CachingAllocator:
     Attributes:
         allocated: bytes of blocks that are in use, as `torch.cuda.memory_allocated` counts them.
         reserved: bytes taken from the device, as `torch.cuda.memory_reserved`.
+        peak_reserved: the most of `reserved` so far, as `torch.cuda.max_memory_reserved`; set it to begin anew.
         retries: how often cached segments had to be returned to stay within the limit.
         missing: bytes by which the limit was passed all the same; 0: it fits.
     """
@@ -138,6 +139,7 @@ class CachingAllocator:
         self.rules = rules
         self.allocated = 0
         self.reserved = 0
+        self.peak_reserved = 0
         self.retries = 0
         self.missing = 0
         self._arenas: dict[tuple[int, bool], _Arena] = {}
@@ -154,6 +156,7 @@ class CachingAllocator:
         if not rules.caching:
             self.allocated += size
             self.reserved = self.allocated
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
             return Block(size, 0, arena)
         free = arena.free
         at = bisect_left(free, (size,))
@@ -245,6 +248,7 @@ class CachingAllocator:
             wanted = self._from_device(arena, size)
             self.missing = max(self.missing, self.reserved + wanted - self.rules.limit)
         self.reserved += wanted
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         tail = arena.tail if self.rules.expandable else None
         if tail is not None and tail.free:
             del arena.free[bisect_left(arena.free, (tail.size, tail.address))]
