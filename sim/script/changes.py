@@ -48,5 +48,5 @@ def without_compiler_and_workers(told: Callable[[str], None]) -> Iterator[None]:
                 loader.num_workers, loader.timeout = workers, timeout
 
         torch.compile = compile_nothing
-        DataLoader._get_iterator = load_here  # type: ignore[method-assign]
+        DataLoader._get_iterator = load_here  # type: ignore[method-assign, assignment]
         yield
