@@ -23,9 +23,9 @@ import typer
 
 from hyper_parallel import __version__
 from hyper_parallel.cli import estimate, hardware, outputs, plan, simulate, train, verify
-from hyper_parallel.cli.kit import FAILURE, INTERRUPTED, NOT_SAVED, USER_ERROR, stdout_console
+from hyper_parallel.cli.kit import DOES_NOT_FIT, FAILURE, INTERRUPTED, NOT_SAVED, USER_ERROR, stdout_console
 
-__all__ = ["FAILURE", "INTERRUPTED", "NOT_SAVED", "USER_ERROR", "app", "main"]
+__all__ = ["DOES_NOT_FIT", "FAILURE", "INTERRUPTED", "NOT_SAVED", "USER_ERROR", "app", "main"]
 
 app = typer.Typer(
     add_completion=False,
@@ -60,8 +60,8 @@ def _common(
 def main() -> None:
     """Run the command line.
 
-    Exit code 0, 1 (a failure), 2 (a mistake in what was asked), 70 (a rank is stuck), 74 (all steps are done, and the
-    last save failed) or 130 (Ctrl-C).
+    Exit code 0, 1 (a failure), 2 (a mistake in what was asked), 3 (what is estimated does not fit into memory), 70 (a
+    rank is stuck), 74 (all steps are done, and the last save failed) or 130 (Ctrl-C).
     """
     sys.meta_path.insert(0, cast(Any, _OwnSimulator))
     try:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hyper_parallel.cli.kit import (
+    DOES_NOT_FIT,
     INTERRUPTED,
     busy,
     check_can_write,
     mistakes_as_messages,
     print_wide,
+    say_error,
     stderr_console,
     stdout_console,
 )
@@ -77,6 +79,8 @@ def estimate(
 
     The file and the options of the run are those of train:
     hyper-parallel estimate run.toml --hardware h100-sxm --devices 64 --tp 8
+
+    The exit code is 3 if it does not fit.
     """
     with _mistakes_as_messages():
         if config is None:  # before anything is imported
@@ -89,6 +93,8 @@ def estimate(
         with busy(f"estimating {job.model.name} on {job.dims.world_size:,} devices"):
             found = estimate_job(job, hardware)
         _show_estimate(found, in_words or tries > 0, tries, plot, trace, compare, json_file)
+    if not found.memory.fits():
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 def _job(
@@ -195,15 +201,16 @@ def search(
 
     hyper-parallel search run.toml --hardware h100-sxm --devices 64 --write best.toml
 
-    Ctrl-C ends it: what it has found so far is printed.
+    Ctrl-C ends it: what it has found so far is printed. The exit code is 3 if nothing fits.
     """
     with _mistakes_as_messages():
-        if config is None:
-            _hardware(given["train"].get("hardware"))
+        from sim.mesh.searching.explore import NothingFits
         from sim.mesh.searching.ranking import SearchBar, search_dict, search_view
         from sim.mesh.searching.search import search as search_ways
         from sim.mesh.spec import ModelSpec
 
+        if config is None:
+            _hardware(given["train"].get("hardware"))
         for path in (write, None if json_file in (None, "-") else Path(str(json_file))):
             check_can_write(path)
         run, spec = _run(config, given, model, start_from)
@@ -214,7 +221,7 @@ def search(
         stays = _said(config, given)
         found_model, recipes = _recipes(run, spec, stays, _settings(settings))
         degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
-        with SearchBar(stderr_console()) as bar:
+        with _nothing_fits(NothingFits), SearchBar(stderr_console()) as bar:
             result = search_ways(
                 found_model,
                 hardware,
@@ -388,6 +395,16 @@ def _mistakes_as_messages() -> Iterator[None]:
     with mistakes_as_messages(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")  # torch, of fake tensors
         yield
+
+
+@contextmanager
+def _nothing_fits(kind: type[ValueError]) -> Iterator[None]:
+    """Turn the error of a search in which nothing fits into its message and an exit code of its own."""
+    try:
+        yield
+    except kind as error:
+        say_error(str(error))
+        raise typer.Exit(DOES_NOT_FIT) from None
 
 
 def _write_json(content: dict[str, Any], where: str | None) -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 from hyper_parallel.core.common.errors import explain
 
 __all__ = [
+    "DOES_NOT_FIT",
     "FAILURE",
     "INTERRUPTED",
     "NOT_SAVED",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+DOES_NOT_FIT = 3
 NOT_SAVED = 74  # EX_IOERR in sysexits.h; the watchdog's is 70
 WIDTH = 170  # columns of the widest tables
 _LET_FIRST_SAY_S = 5.0

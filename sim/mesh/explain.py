@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from sim.mesh.report import gib, headline, interval, kinds, per_second, percent, seconds, terms
+from sim.mesh.report import gib, headline, interval, kinds, per_second, percent, rate_of, seconds, terms
 from sim.mesh.searching.advice import Advice, advise
 
 __all__ = ["explain"]
@@ -47,12 +47,12 @@ def explain(estimate: Any, check: int = 0, estimator: Callable[..., Any] | None 
 
 def _in_short(estimate: Any) -> str:
     time, memory = estimate.time, estimate.memory
-    rate = time.tokens_per_second_per_device
+    rate, unit = rate_of(estimate)
     limit = estimate.hardware.memory_bytes
     fits = "which fits" if memory.fits() else "which does not fit"
     return _wrapped(
         f"A step takes {seconds(time.step.value)} (80 % interval {interval(time.step)}): {per_second(rate.value)} "
-        f"tokens/s on each device. The fullest rank reserves {gib(memory.reserved)} of {gib(limit)}, {fits}."
+        f"{unit}/s on each device. The fullest rank reserves {gib(memory.reserved)} of {gib(limit)}, {fits}."
     )
 
 

@@ -30,7 +30,7 @@ __all__ = ["ConfigSpec", "Custom", "Model", "ModelSpec", "find_model", "model_na
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 _FILE = Path(__file__).parent / "data" / "models.toml"
-_ABOUT = ("kind", "source", "like", "parameters", "active")
+_ABOUT = ("kind", "source", "like", "parameters", "active", "also")
 
 Model: TypeAlias = "str | LlamaConfig | Custom | ModelSpec"
 """A name of `model_names()`, a config (`MoEConfig` is a `LlamaConfig`), any module as a `Custom`, or a
@@ -43,7 +43,7 @@ def model_names() -> tuple[str, ...]:
     >>> "llama3-8b" in model_names()
     True
     """
-    return tuple(_tables())
+    return (*_tables(), *(name for table in _tables().values() for name in table.get("also", ())))
 
 
 def model_source(name: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def model_source(name: str) -> dict[str, Any]:
     >>> model_source("llama3-8b")["parameters"]
     8030261248
     """
-    table = _tables()[name]
+    table = _tables()[find_model(name).name]
     return {key: table[key] for key in _ABOUT if key in table}
 
 
@@ -76,10 +76,12 @@ def find_model(model: Model) -> ModelSpec:
         return model
     if isinstance(model, str):
         key = model.strip().lower().replace("_", "-")
-        table = _tables().get(key)
-        if table is None:
-            blame, seen = f"there is no model {model!r}", f"models: {', '.join(_tables())}"
-            hint = f"{nearest(key, _tables())}, a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module"
+        key = next((name for name, table in _tables().items() if key in table.get("also", ())), key)
+        if key not in _tables():
+            blame, seen = f"there is no model {model!r}", f"models: {', '.join(model_names())}"
+            hint = (
+                f"{nearest(key, model_names())}, a LlamaConfig or MoEConfig, or sim.mesh.Custom(...) for any nn.Module"
+            )
             raise ValueError(explain("cannot find the model", blame, seen, hint))
         return _of_config(key, _configs()[key])
     given: object = model

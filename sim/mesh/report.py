@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "per_second",
     "percent",
     "plain_table",
+    "rate_of",
     "seconds",
     "terms",
     "terms_dict",
@@ -171,11 +173,29 @@ def headline(estimate: Any) -> str:
     sequences = estimate.batch * dims.batch_ranks
     parts = candidate.parts
     cut = f", in {parts} micro-batches of {estimate.batch // parts}" if parts > 1 else ""
-    steps = f"{sequences:,} sequence{'s' * (sequences > 1)} of {estimate.seq_len:,} tokens in a step"
+    of = f"sequence{'s' * (sequences > 1)} of {estimate.seq_len:,} tokens"
+    steps = f"{sequences:,} {of if _has_tokens(estimate) else 'sample' + 's' * (sequences > 1)} in a step"
     return (
         f"{model_name(estimate)} on {dims.world_size:,} x {estimate.hardware.title}: {candidate.degrees}\n"
         f"{steps}, {estimate.batch:,} on each data-parallel rank{cut}\n{estimate.recipe.describe()}"
     )
+
+
+def _has_tokens(estimate: Any) -> bool:
+    return find_model(estimate.model).has_tokens(estimate.seq_len)
+
+
+def rate_of(estimate: Any) -> tuple[Any, str]:
+    """Return how much is trained on in a second on each device, and of what: tokens, or samples without tokens.
+
+    Args:
+        estimate: what `sim.mesh.estimate` has returned.
+    """
+    rate = estimate.time.tokens_per_second_per_device
+    if _has_tokens(estimate):
+        return rate, "tokens"
+    by = estimate.seq_len
+    return dataclasses.replace(rate, value=rate.value / by, low=rate.low / by, high=rate.high / by), "samples"
 
 
 def memory_table(estimate: Any) -> Table:
@@ -290,12 +310,12 @@ def time_table(estimate: Any) -> Table:
 
 def _time_notes(estimate: Any) -> list[str]:
     time = estimate.time
-    rate = time.tokens_per_second_per_device
+    rate, unit = rate_of(estimate)
     optimizer = time.optimizer.value / time.step.value
     return [
         compute_note(estimate),
         *([f"the optimizer's part of the step, with its communication: {percent(optimizer)}"] if optimizer else []),
-        f"{per_second(rate.value)} tokens/s on each device ({interval(rate, per_second)}), "
+        f"{per_second(rate.value)} {unit}/s on each device ({interval(rate, per_second)}), "
         f"{per_second(rate.value * estimate.dims.world_size)} on all; MFU {percent(number(time.mfu))}",
     ]
 
@@ -317,6 +337,7 @@ def estimate_dict(estimate: Any) -> dict[str, Any]:
         estimate: what `sim.mesh.estimate` has returned.
     """
     time, memory = estimate.time, estimate.memory
+    rate, unit = rate_of(estimate)
     return {
         "model": model_name(estimate),
         "hardware": estimate.hardware.name,
@@ -331,7 +352,7 @@ def estimate_dict(estimate: Any) -> dict[str, Any]:
         "time": terms_dict(estimate)
         | {
             "mfu": number(time.mfu),
-            "tokens_per_second_per_device": _quantity(time.tokens_per_second_per_device),
+            f"{unit}_per_second_per_device": _quantity(rate),
         },
     }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -22,6 +24,8 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_parallel.core.common.checks import check
@@ -124,6 +128,10 @@ class ModelSpec(ABC):
     def naming(self) -> AbstractContextManager[None]:
         """Say, within the block, which module asks for values that tensors without them cannot tell."""
         return nullcontext()
+
+    def has_tokens(self, seq_len: int) -> bool:
+        """Tell whether a sample is a sequence of tokens: whether its size depends on `seq_len`."""
+        return True
 
     def inputs(self, batch: int, seq_len: int) -> tuple[Any, ...]:
         """Make what the model is called with, on the device that the caller has set.
@@ -244,9 +252,20 @@ class CustomSpec(ModelSpec):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs of forward and backward of a sequence by its tokens, counted by torch's FlopCounterMode."""
-        counter = FlopCounterMode(display=False, custom_mapping=dict(_ATTENTION))
+        try:
+            with _quiet():
+                return self._count_flops(seq_len)
+        except ValueError:  # torch's grouped matrix products are of bfloat16 alone, its Fourier transforms are not
+            with suppress(ValueError):
+                return self._count_flops(seq_len, torch.bfloat16)
+            raise
+
+    def _count_flops(self, seq_len: int, dtype: torch.dtype | None = None) -> float:
+        counter = FlopCounterMode(display=False, custom_mapping=dict(_FLOPS))
         with FakeTensorMode():
-            module, inputs = self._made(), self.inputs(1, seq_len)
+            module, inputs = self._made(dtype), self.inputs(1, seq_len)
+            if dtype is not None:
+                inputs = tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
             with self.naming(), counter:
                 self.loss(self.call(module, inputs), inputs).backward()
         return counter.get_total_flops() / seq_len
@@ -281,7 +300,7 @@ class CustomSpec(ModelSpec):
         """Say, within the block, which module asks for values."""
         return naming_modules()
 
-    def _made(self) -> nn.Module:
+    def _made(self, dtype: torch.dtype | None = None) -> nn.Module:
         # On meta, and fake afterwards: a deep copy of a fake tensor, as nn.TransformerEncoder makes of its layers,
         # would belong to a copy of the mode.
         with unset_fake_temporarily() as mode:
@@ -297,6 +316,7 @@ class CustomSpec(ModelSpec):
             if not isinstance(module, nn.Module):
                 blame = f"module() has returned a {type(module).__name__}, not an nn.Module"
                 raise TypeError(explain(_ASKED, blame, f"module(): {type(module)!r}", "module=lambda: MyModel(config)"))
+            module = module if dtype is None else module.to(dtype)
             if isinstance(mode, FakeTensorMode):
                 _make_fake(module, mode)
         return module.train()
@@ -342,6 +362,12 @@ class CustomSpec(ModelSpec):
         children = module.get_submodule(path).named_children()
         return [(int(name) if name.isdigit() else index, block) for index, (name, block) in enumerate(children)]
 
+    def has_tokens(self, seq_len: int) -> bool:
+        """Tell whether the shapes of its inputs depend on `seq_len`."""
+        with FakeTensorMode():
+            shapes = [[tuple(one.shape) for one in _tensors(self.inputs(1, n))] for n in (seq_len, 2 * seq_len)]
+        return shapes[0] != shapes[1]
+
     def inputs(self, batch: int, seq_len: int) -> tuple[Any, ...]:
         """Make what the model is called with: arguments, or one dict with keywords."""
         try:
@@ -386,6 +412,17 @@ class CustomSpec(ModelSpec):
         return tensor.float().square().mean()
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what a fake tensor refuses: the error is caught, or says it itself."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _raised(call: str, error: Exception) -> ValueError:
     """Say which of the functions that a Custom was given has raised what."""
     what = call.partition("(")[0]
@@ -423,10 +460,17 @@ def _attention_backward_flops(
     return 2 * _attention_flops(q, k, v)
 
 
-_ATTENTION = MappingProxyType(  # torch's counter knows those of accelerators only
+def _grouped_flops(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    # Groups are rows of `a`, or columns of `b`, or along the inner dimension of both: each belongs to one.
+    rows = a[-2:] if len(b) == 2 else a
+    return int(2 * math.prod(rows) * b[-1])
+
+
+_FLOPS = MappingProxyType(  # torch's counter knows attention of accelerators only, and no grouped products
     {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+        torch.ops.aten._grouped_mm: _grouped_flops,
     }
 )
 
@@ -448,10 +492,11 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def naming_modules() -> Iterator[None]:
-    """Say which module asks for a value or a size that a tensor without values cannot tell, of those run in the block.
+    """Say which module fails, of those run in the block, and in which operation.
 
     Raises:
-        ValueError: one did so; the message names it, and the operation.
+        ValueError: one asks for a value or a size that a tensor without values cannot tell, or raises an error of its
+            own, as torch does of an operation that a dtype does not have.
     """
     stack: list[nn.Module] = []
 
@@ -468,12 +513,48 @@ def naming_modules() -> Iterator[None]:
     except _DATA_DEPENDENT as error:
         who = "the code around the model"
         if stack:
-            path = next((name for name, module in stack[0].named_modules() if module is stack[-1]), "")
-            kind = type(stack[-1]).__name__.removeprefix("HSDP")  # the engine's subclass of it
-            who = f"module {path!r} ({kind})" if path else kind
+            who = _name_of(stack[-1], stack[0])
         blame = f"{who} reads values, or makes a tensor whose size depends on values, which only a real run has"
         hint = "sizes from shapes; torch.where(mask, a, b) for a[mask]; no .item(), .tolist(), nonzero"
         raise ValueError(explain(_ASKED, blame, f"operation: {getattr(error, 'func', error)}", hint)) from error
+    except Exception as error:
+        modules, operation = _failed_in(error)
+        if not modules or "\n  try: " in str(error):  # our own, or one of ours that says all already
+            raise
+        first = str(error).strip().partition("\n")[0]
+        blame = f"{_name_of(modules[-1], modules[0])} has raised {type(error).__name__}: {first}"
+        hint = "the module by itself on the meta device, in the same dtype; param_dtype=fp32 where a dtype is refused"
+        raise ValueError(explain(_ASKED, blame, f"operation: {operation}", hint)) from error
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _name_of(module: nn.Module, root: nn.Module) -> str:
+    """Return what a module is called in a message."""
+    path = next((name for name, one in root.named_modules() if one is module), "")
+    kind = type(module).__name__.removeprefix("HSDP")  # the engine's subclass of it
+    return f"module {path!r} ({kind})" if path else kind
+
+
+def _failed_in(error: BaseException) -> tuple[list[nn.Module], str]:
+    """Return the modules that an error has passed through, the outermost first, and the operation that raised it.
+
+    They are read from the frames of the traceback: a module whose forward has ended early, as that of a checkpointed
+    one does when it is computed again, is not among them.
+    """
+    modules: list[nn.Module] = []
+    operation = "none of torch's"
+    trace = error.__traceback__
+    while trace is not None:
+        seen = trace.tb_frame.f_locals
+        owner, called = seen.get("self"), seen.get("func")
+        if isinstance(owner, nn.Module) and trace.tb_frame.f_code.co_name == "_call_impl":
+            modules.append(owner)
+            operation = "none of torch's"
+        elif isinstance(called, torch._ops.OpOverload):
+            operation = str(called)
+        elif callable(called) and trace.tb_frame.f_code.co_name == "__torch_function__":
+            operation = resolve_name(called) or getattr(called, "__name__", str(called))
+        trace = trace.tb_next
+    return modules, operation

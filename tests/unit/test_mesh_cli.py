@@ -136,6 +136,15 @@ def test_what_is_left_out_has_the_default_of_train(asked: list[dict[str, Any]]) 
     assert all(given["recipe"] == Recipe(param_dtype="fp32") for given in asked)
 
 
+def test_what_does_not_fit_has_an_exit_code_of_its_own(asked: list[dict[str, Any]]) -> None:
+    small, large = ("--model", "llama3-8b"), ("--model", "llama3.1-405b")
+    rest = ("--hardware", "h100-sxm", "--devices", "8", "--precision", "bf16", "--json", "out.json")
+    assert invoke("estimate", *small, *rest)[0] == 0
+    code, output = invoke("estimate", *large, *rest)
+    assert (code, "DOES NOT FIT" in output) == (cli.DOES_NOT_FIT, True)
+    assert json.loads(Path("out.json").read_text())["model"] == "llama3-405b"
+
+
 def test_the_file_that_train_reads(asked: list[dict[str, Any]]) -> None:
     run = Config().with_shape(find_model("llama-tiny").config).with_changes("parallel", {"tp": 2})
     Path("run.toml").write_text(config_text(run))
@@ -356,7 +365,7 @@ def test_the_readme_shows_what_the_walk_has_logged() -> None:
 
 def test_nothing_fits(asked: list[dict[str, Any]]) -> None:
     code, output = invoke("search", *SEARCH, "--memory-limit", "0.5")
-    assert code == cli.USER_ERROR
+    assert code == cli.DOES_NOT_FIT == 3
     assert "nothing fits into 0.5 GiB\n  closest: " in output
     assert "\n  try: about " in output
 

@@ -23,6 +23,7 @@ from sim.mesh.estimate import estimate
 from sim.mesh.models import find_model, model_names, model_source
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import Custom, naming_modules
+from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.zoo.kernels import EagerRMSNorm, FlashAttention, MathAttention, use_kernels
 from sim.mesh.zoo.mla import LatentAttention, MLAConfig, MLALlama, mla_plan
 
@@ -100,6 +101,7 @@ def meta(config):
 
 def test_names():
     assert find_model(" Llama3_8B").name == "llama3-8b"
+    assert find_model("llama3.1-405b") == find_model("llama3-405b")
     assert find_model(find_model("moe-tiny")).name == "moe-tiny"
     assert find_model(MoEConfig(num_experts=16)).name == "moe-2.78m"
     assert find_model(GPTSpec.of(GPTConfig())).family == "gpt"
@@ -543,6 +545,51 @@ def test_sizes_that_depend_on_values_are_named(act, operation):
     assert "(Inner) reads values, or makes a tensor whose size depends on values" in str(error.value)
     assert f"operation: {operation}" in str(error.value)
     assert "try: sizes from shapes; torch.where(mask, a, b)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("act", "message", "operation"),
+    [
+        (lambda x: torch.fft.fft(x.bfloat16()).real, "RuntimeError: Unsupported dtype BFloat16", "torch.fft.fft"),
+        (lambda x: x @ x.new_zeros(3, 3), "RuntimeError: a and b must have same reduction dim", "aten.mm.default"),
+        (lambda x: x.no_such_thing, "AttributeError: 'FakeTensor' object has no attribute", "none of torch's"),
+    ],
+    ids=["dtype", "shape", "own"],
+)
+def test_a_module_that_fails_is_named(act, message, operation):
+    spec = find_model(Custom(lambda: Picky(act), lambda b, s: torch.zeros(b, s, 8)))
+
+    def call():
+        with FakeTensorMode():
+            module = spec.build(4)
+            with naming_modules(), AcceleratorKernels():
+                spec.call(module, (torch.zeros(2, 8),))
+
+    with pytest.raises(ValueError, match="cannot estimate the model: module 'inner'") as error:
+        call()
+    assert f"(Inner) has raised {message}" in str(error.value)
+    assert f"\n  operation: {operation}\n" in str(error.value)
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 16, 32))
+
+    def forward(self, x):
+        return torch._grouped_mm(x.flatten(0, 1), self.weight, torch.tensor([4, 8, 12, 16], dtype=torch.int32))
+
+
+def test_grouped_products_which_have_no_float32_are_counted():
+    spec = find_model(Custom(Grouped, lambda b, s: torch.zeros(b, s, 16)))
+    each = 2 * 16 * 32
+    assert spec.flops_per_token(16) == 2 * each  # forward, and the gradient of the weight: none of the input is asked
+
+
+def test_whether_a_sample_is_a_sequence():
+    assert find_model("llama-tiny").has_tokens(16)
+    assert find_model(Custom(small_gpt, ids)).has_tokens(16)
+    assert not find_model(Custom(lambda: nn.Linear(8, 8), lambda batch, seq_len: torch.zeros(batch, 8))).has_tokens(1)
 
 
 def test_values_that_the_making_of_a_module_asks_for():

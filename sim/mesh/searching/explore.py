@@ -24,7 +24,7 @@ from sim.mesh.searching.floors import Floors
 from sim.mesh.searching.ranking import Found, SearchResult, chance_faster
 from sim.mesh.searching.space import Candidate, Rejected, Space
 
-__all__ = ["Exploration", "Progress"]
+__all__ = ["Exploration", "NothingFits", "Progress"]
 
 _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell better
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
@@ -236,7 +236,11 @@ class Exploration:
         hint = f"about {_next_multiple(more, space.num_devices):,} devices, or shorter sequences"
         if left:
             hint = f"limit={2 * (self.limit or 0) or None}, as {len(left)} are not estimated yet; or {hint}"
-        return ValueError(explain(asked, blame, seen, hint))
+        return NothingFits(explain(asked, blame, seen, hint))
+
+
+class NothingFits(ValueError):
+    """A search in which every candidate needs more memory than there is."""
 
 
 def _next_multiple(least: int, of: int) -> int:

@@ -190,6 +190,7 @@ _MEMORY = frozenset(
         "cumsum_",
         "logcumsumexp",
     }
+    | {"_fft_r2c", "_fft_c2c", "_fft_c2r", "view_as_real_copy", "view_as_complex_copy"}
     | {"sort", "argsort", "topk", "kthvalue", "median", "unique", "_unique2", "unique_dim", "bincount", "histc"}
     | {
         "count_nonzero",
