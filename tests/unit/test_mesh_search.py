@@ -239,6 +239,20 @@ def test_the_ranking_is_by_speed_and_has_all_that_was_estimated() -> None:
     assert "does not fit" in result.reasons or not result.too_large
 
 
+def test_the_plain_layouts_come_first() -> None:
+    asked: list[Candidate] = []
+
+    def counting(**given: Any) -> Any:
+        asked.append(Candidate(given["dims"], given["recipe"], given["batch"]))
+        return fake_estimate(**given)
+
+    find("llama3-8b", "h100-sxm", 64, 128, estimator=counting, limit=6)
+    assert {(one.dims.pp, one.dims.cp, one.dims.ep) for one in asked} == {(1, 1, 1)}
+    alone = {one.recipe.checkpointing for one in asked if one.dims.tp == 1}
+    assert alone >= {"none", "selective"}
+    assert {one.dims.tp for one in asked} > {1}
+
+
 def test_a_small_space_is_searched_whole() -> None:
     recipes = (Recipe(checkpointing="full"), Recipe(microbatches=1))
     result = find("llama3-8b", "h100-sxm", 8, 8, recipes=recipes, fixed={"cp": 1, "pp": 1}, limit=1000)

@@ -292,10 +292,13 @@ def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: f
     sent = (dense + experts) * (gathers * _BYTES[recipe.param_dtype] + reductions * _BYTES[recipe.reduce_dtype])
     if shards == 1:
         sent = (dense + experts) * _BYTES[recipe.reduce_dtype]
+    # A group over nodes has the adapters of all its devices in a node.
+    near = max(machine.devices_per_node // dims.tp, 1)
     inside = shards * dims.tp <= machine.devices_per_node
-    seconds = sent / (machine.inside if inside else machine.between)
+    seconds = sent / (machine.inside if inside else machine.between * min(near, shards))
     if dims.dp_replicate > 1:
-        seconds += 2 * (dense + experts) / shards * _BYTES[recipe.reduce_dtype] / machine.between
+        near = min(max(near // shards, 1), dims.dp_replicate)
+        seconds += 2 * (dense + experts) / shards * _BYTES[recipe.reduce_dtype] / (machine.between * near)
     return max(seconds - 0.8 * compute, 0.05 * seconds)
 
 

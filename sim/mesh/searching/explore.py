@@ -60,10 +60,13 @@ class Exploration:
     memory_ratios: dict[str, list[float]] = field(default_factory=dict)
     guesses: dict[Candidate, tuple[float, float]] = field(default_factory=dict)
     slower: list[Candidate] = field(default_factory=list)
+    first: frozenset[Candidate] = frozenset()
 
     def run(self, estimate: Callable[[Candidate], Any], progress: Progress) -> SearchResult:
         """Estimate the most promising candidates, one after the other."""
-        pending = self._in_order(self._bounded())
+        bounded = self._bounded()
+        self.first = self._plain(bounded)
+        pending = self._in_order(bounded)
         done, complete = 0, True
         try:
             while pending and (self.limit is None or done < self.limit):
@@ -127,7 +130,21 @@ class Exploration:
 
     def _in_order(self, pending: Iterable[Candidate]) -> list[Candidate]:
         score = self._scorer()
-        return sorted(pending, key=lambda one: score(one, self.guesses[one]))
+        return sorted(pending, key=lambda one: (one not in self.first, score(one, self.guesses[one])))
+
+    def _plain(self, pending: Iterable[Candidate]) -> frozenset[Candidate]:
+        """Return what people try first, and guesses may be wrong about: the best of data parallelism alone, at each
+        checkpointing, and of data parallelism with tensor or expert parallelism within a node.
+        """
+        score, best = self._scorer(), dict[tuple[int, int, str], Candidate]()
+        for one in pending:
+            dims = one.dims
+            if dims.pp * dims.cp > 1 or min(dims.tp, dims.ep) > 1 or dims.tp > self.machine.devices_per_node:
+                continue
+            kind = dims.tp, dims.ep, one.recipe.checkpointing if dims.tp * dims.ep == 1 else ""
+            if kind not in best or score(one, self.guesses[one]) < score(best[kind], self.guesses[best[kind]]):
+                best[kind] = one
+        return frozenset(best.values())
 
     def _scorer(self) -> Callable[[Candidate, tuple[float, float]], float]:
         """Return seconds as the estimates so far correct the guess; more of them where memory is short."""
