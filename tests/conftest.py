@@ -109,10 +109,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if TIERS.index(item.stash[TIER]) <= last]
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of every later collection of garbage: it lives until the end."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Leave what is imported and collected out of every collection of garbage, now and later: it lives until the end.
+
+    Python's collector would walk over all of it a dozen times while it grows.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,25 +131,26 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     torch's reader of flight recordings switches the collector off and leaves it so: the process then keeps all cycles,
     30 MB of them for some items. Syntax trees, references, and models in the keys of a cache would live until the end,
     and each full collection walks over all of them: a quarter of the CPU time of the files after `test_architecture`.
+    What is left then (what libraries have imported or cached meanwhile) lives until the end, too, and is left out of
+    later collections: a test that collects would otherwise cost more with each file that has run before it.
     """
     yield
     gc.enable()
     if nextitem is None or nextitem.path != item.path:
         forget_caches()
+        gc.collect()
+        gc.freeze()
 
 
 def forget_caches() -> None:
-    """Clear every `functools.cache` of a function of this folder, and collect what was in them."""
-    folder, found = str(FILE.parent), 0
+    """Clear every `functools.cache` of a function of this folder."""
+    folder = str(FILE.parent)
     for module in list(sys.modules.values()):
         if not (getattr(module, "__file__", None) or "").startswith(folder):
             continue
         for value in list(vars(module).values()):
             if hasattr(value, "cache_clear") and getattr(value, "__module__", "") == module.__name__:
-                found += value.cache_info().currsize
                 value.cache_clear()
-    if found:
-        gc.collect()
 
 
 # -- what items cost -------------------------------------------------------------------------------------------------

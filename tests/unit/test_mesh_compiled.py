@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -52,6 +48,11 @@ def _kept(function: Callable[..., Any], block: nn.Module, given: tuple[torch.Ten
 
 def _by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile by torch, with the cut and the decompositions of its compiler, and graphs that are run as they are."""
+    # Only here: importing them takes longer than to collect this file's items.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
 
     def cut(joint: Any, inputs: Any, **options: Any) -> Any:
         return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)

@@ -71,21 +71,25 @@ def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
 @pytest.mark.parametrize(
     ("where", "reason", "detail"),
     [
-        (space(), "tp beyond a node", "tp=16 ranks would not fit into a node of 8"),
-        (space(LlamaConfig(num_key_value_heads=2)), "tp does not divide the model", "2 key and value heads cannot be"),
-        (space(batch=96), "the batch does not split", "96 sequences over 64 data-parallel ranks"),
-        (space(batch=8), "more data-parallel ranks than sequences", "8 sequences over 64 data-parallel ranks"),
-        (space(), "the pipeline cannot run", "'1f1b' needs at least as many micro-batches as stages"),
-        (space(seq_len=8196), "the sequence does not split", "8196 tokens are no multiple of 8"),
+        ({}, "tp beyond a node", "tp=16 ranks would not fit into a node of 8"),
         (
-            space(fixed={"cp": 4, "ulysses_degree": 3}),
+            {"model": LlamaConfig(num_key_value_heads=2)},
+            "tp does not divide the model",
+            "2 key and value heads cannot be",
+        ),
+        ({"batch": 96}, "the batch does not split", "96 sequences over 64 data-parallel ranks"),
+        ({"batch": 8}, "more data-parallel ranks than sequences", "8 sequences over 64 data-parallel ranks"),
+        ({}, "the pipeline cannot run", "'1f1b' needs at least as many micro-batches as stages"),
+        ({"seq_len": 8196}, "the sequence does not split", "8196 tokens are no multiple of 8"),
+        (
+            {"fixed": {"cp": 4, "ulysses_degree": 3}},
             "the sequence does not split",
             "ulysses_degree=3 does not divide cp=4, or the heads of tp=1",
         ),
     ],
 )
-def test_what_is_no_candidate_has_a_reason(where: Space, reason: str, detail: str) -> None:
-    rejected = [entry for entry in enumerate_candidates(where) if isinstance(entry, Rejected)]
+def test_what_is_no_candidate_has_a_reason(where: dict[str, Any], reason: str, detail: str) -> None:
+    rejected = [entry for entry in enumerate_candidates(space(**where)) if isinstance(entry, Rejected)]
     assert any(entry.reason == reason and detail in entry.detail for entry in rejected), {
         (entry.reason, entry.detail) for entry in rejected
     }

@@ -169,6 +169,16 @@ def test_what_a_file_has_cached_is_forgotten_after_it(suite, tmp_path):
     assert "3 passed" in suite().stdout
 
 
+def test_later_collections_of_garbage_leave_out_what_a_file_has_left(suite, tmp_path):
+    left = "LEFT = []\n\ndef test_leaves():\n    LEFT.extend([] for _ in range(100))\n"
+    (tmp_path / "test_slow.py").write_text(left)
+    (tmp_path / "test_tail.py").write_text(
+        "import gc\nimport sys\n\ndef test_after():\n    left = sys.modules['test_slow'].LEFT[0]\n"
+        "    assert left == [] and not any(each is left for each in gc.get_objects())\n"
+    )
+    assert "2 passed" in suite().stdout
+
+
 def test_a_test_that_stops_the_collection_of_garbage_stops_it_for_itself_alone(suite, tmp_path):
     (tmp_path / "test_slow.py").write_text(
         "import gc\n\ndef test_off():\n    gc.disable()\n\ndef test_after():\n    assert gc.isenabled()\n"

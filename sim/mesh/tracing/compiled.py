@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -384,6 +382,9 @@ class CompiledLike:
         return graph(own, given)
 
     def _trace(self, body: Callable[..., Any], own: list[Any], given: list[Any]) -> Any:
+        # Half a second of imports, for those that ask for a compiler.
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
         def cut(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
