@@ -21,6 +21,7 @@ from benchmarks import (
     mesh,
     mesh_here,
     redistribute,
+    scripts,
     shard,
     simulator,
     verify,
@@ -150,6 +151,10 @@ def _mesh_drawn() -> dict[str, str]:
     return {"mesh drawn": f"{_conditions()}.\n\n{mesh_here.drawn_table()}"}
 
 
+def _scripts() -> dict[str, str]:
+    return {"scripts": f"{_conditions()}.\n\n{scripts.table()}"}
+
+
 PARTS = {
     "engine": _engine,
     "counts": _counts,
@@ -166,6 +171,7 @@ PARTS = {
     "mesh": _mesh,
     "mesh-here": _mesh_here,
     "mesh-drawn": _mesh_drawn,
+    "scripts": _scripts,
 }
 
 

@@ -11,10 +11,12 @@ import torch
 from mesh_kit import Seen
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from sim.mesh.job import Job
 from sim.mesh.program import Alloc, Comm, Event, Free, Op, Program
+from sim.mesh.tracing.kinds import attention_shape, kind_of, matmul_shape
 from sim.trace import Event as TraceEvent
 
 # -- communication ---------------------------------------------------------------------------------------------------
@@ -77,15 +79,36 @@ def _bytes(shapes: tuple[tuple[int, ...], ...], dtype: str) -> int:
     return sum(math.prod(shape) for shape in shapes) * getattr(torch, dtype).itemsize
 
 
-# -- FLOPs -----------------------------------------------------------------------------------------------------------
+# -- operations and FLOPs --------------------------------------------------------------------------------------------
 
 
-class Flops(TorchDispatchMode):
-    """Counts the FLOPs of a rank's own tensors by torch's formulas; a DTensor's are those of its parts."""
+class Kernel(NamedTuple):
+    """What must be the same of an operation.
+
+    `shape` is that of a product or an attention, `written` the bytes of what it writes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    written: int
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of a rank's own tensors, and their FLOPs by torch's formulas.
+
+    A DTensor's are those of its parts. Views and what only takes memory are no operations, nor is communication.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.kernels: Counter[Kernel] = Counter()
+        self.before_update: Counter[Kernel] = Counter()
+
+    def begin_update(self) -> None:
+        """Tell that gradients and loss are there: what comes next is the update."""
+        self.before_update = Counter(self.kernels)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -98,7 +121,55 @@ class Flops(TorchDispatchMode):
             self.total += sdpa_flop_count(*_of_equal_heads(args[0], args[1], args[2]))
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
             self.total += sdpa_backward_flop_count(args[0].shape, *_of_equal_heads(args[1], args[2], args[3]))
+        if func.namespace == "aten" and kind_of(func) != "host":
+            self._count(func, args, kwargs or {}, out)
         return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        given, made = tensors_of((args, tuple(kwargs.values()))), tensors_of(out)
+        changed = [
+            value
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for value in tensors_of(args[place] if place < len(args) else kwargs.get(argument.name))
+        ]
+        if not changed and (not made or {memory(each) for each in made} <= {memory(each) for each in given}):
+            return
+        shape: tuple[int, ...] = ()
+        if kind_of(func) == "matmul":
+            shape = matmul_shape(func, args, out)
+        elif kind_of(func) in ("attention", "attention_backward"):
+            shape = attention_shape(func, args, kwargs)
+        written = sum(size for _, size in {(memory(each), extent(each)) for each in (*changed, *made)})
+        leading = (given or made)[0]
+        name = func._schema.name.replace("::", ".")
+        self.kernels[Kernel(name, str(leading.dtype).removeprefix("torch."), shape, written)] += 1
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, those counted once that it shows several times."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(sizes) * tensor.dtype.itemsize if tensor.numel() else 0
+
+
+def kernels_of(program: Program) -> tuple[Counter[Kernel], Counter[Kernel]]:
+    """The operations of a step by a program, before its update and in it."""
+    before, update = Counter[Kernel](), Counter[Kernel]()
+    for segment, _ in program.segments_in_order():
+        for event in segment.events:
+            if isinstance(event, Op):
+                written = sum(touch.bytes for touch in event.writes)
+                found = update if segment.name == "optimizer" else before
+                found[Kernel(event.name, event.dtype, event.shape, written)] += 1
+    return before, update
 
 
 def _of_equal_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Size]:

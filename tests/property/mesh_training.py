@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from mesh_kit import Mode, Seen, describe
-from mesh_programs import Flops, bytes_of
+from mesh_programs import Kernel, Operations, bytes_of
 from torch import nn
 from torch._guards import detect_fake_mode
 
@@ -71,11 +72,16 @@ def steps_of(
             optimizer = build_optimizer(model.named_parameters(), config.optimizer)
             seen = [(name, describe(param)) for name, param in model.named_parameters()]
             begins, flops, gradients = [], [], 0
+            kernels: tuple[Counter[Kernel], Counter[Kernel]] = Counter(), Counter()
+            batch = batch_of(model, ranks, config)
             for _ in range(steps):
                 begins.append(len(own_events()))
-                with Flops() if counts_flops else nullcontext() as counted:
-                    gradients = one_step(model, optimizer, share, ranks, config, numbers=numbers, reads=reads)
+                with Operations() if counts_flops else nullcontext() as counted:
+                    if counted:
+                        ranks.over_shares = begins_update(ranks, counted)  # type: ignore[method-assign]
+                    gradients = one_step(model, optimizer, share, ranks, config, batch, numbers=numbers, reads=reads)
                 flops.append(counted.total if counted else 0)
+                kernels = (counted.before_update, counted.kernels - counted.before_update) if counted else kernels
             begins.append(len(own_events()))
             state = [(len(entry), describe(entry["exp_avg"])) for entry in optimizer.state.values()]
             memory = {
@@ -85,7 +91,7 @@ def steps_of(
                 "optimizer": bytes_of(tensor for entry in optimizer.state.values() for tensor in entry.values()),
                 "gradients": gradients,
             }
-            return Built([*seen, *state], begins, flops, memory)
+            return Built([*seen, *state], begins, flops, memory, kernels)
 
     return body
 
@@ -98,12 +104,14 @@ class Built(NamedTuple):
         begins: numbers of the first events of its steps, and of what comes after them.
         flops: of each step; 0 where they are not counted.
         memory: bytes of parameters and buffers, of the optimizer's state, and of gradients when a step is reduced.
+        kernels: operations of the last step before its update, and in it, where FLOPs are counted.
     """
 
     made: list[Any]
     begins: list[int]
     flops: list[int]
     memory: dict[str, int]
+    kernels: tuple[Counter[Kernel], Counter[Kernel]]
 
 
 def own_events() -> list[Event]:
@@ -111,6 +119,17 @@ def own_events() -> list[Event]:
     context = current_context()
     assert context is not None
     return context.network.trace.of_rank(context.rank)
+
+
+def begins_update(ranks: RunGroups, counted: Operations) -> Callable[[torch.Tensor], float]:
+    """The sum over shares, with which the trainer ends what comes before the update."""
+
+    def over_shares(share: torch.Tensor) -> float:
+        total = RunGroups.over_shares(ranks, share)
+        counted.begin_update()
+        return total
+
+    return over_shares
 
 
 def only_steps(seen: Seen) -> Seen:
@@ -160,25 +179,30 @@ def _chooses(experts: GroupedExperts, routing: Routing) -> Any:
     return chosen_run
 
 
+def batch_of(model: Parallelized, ranks: RunGroups, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's part of a batch, inputs and targets."""
+    train = config.train
+    rows = train.batch_size // ranks.batch_ranks
+    inputs = torch.arange(rows * train.seq_len).view(rows, train.seq_len) % config.model.vocab_size
+    targets = inputs.roll(1)
+    return (inputs, targets) if model.context is None else (model.context.split(inputs), model.context.split(targets))
+
+
 def one_step(
     model: Parallelized,
     optimizer: torch.optim.Optimizer,
     share: ShareOfLoss,
     ranks: RunGroups,
     config: Config,
+    batch: tuple[torch.Tensor, torch.Tensor],
     *,
     numbers: bool = True,
     reads: bool = False,
 ) -> int:
     """What `Trainer.step` does, by default without reading any number; returns the bytes of its gradients."""
-    train = config.train
-    rows = train.batch_size // ranks.batch_ranks
-    inputs = torch.arange(rows * train.seq_len).view(rows, train.seq_len) % config.model.vocab_size
-    targets = inputs.roll(1)
-    if model.context is not None:
-        inputs, targets = model.context.split(inputs), model.context.split(targets)
+    train, (inputs, targets) = config.train, batch
     if reads:
-        return read_step(model, optimizer, share, ranks, config, (inputs, targets))
+        return read_step(model, optimizer, share, ranks, config, batch)
     if numbers:
         ranks.over_tokens((targets != IGNORED).sum())
     share.counted = float(train.batch_size * train.seq_len)
@@ -190,7 +214,8 @@ def one_step(
         ranks.over_tokens(total)
     group = None if model.pipeline is None else model.pipeline.group
     norm = clip_grad_norm(model.parts, math.inf, group, tied=() if model.tied is None else model.tied)
-    clip_grads_with_norm_([param for part in model.parts for param in part.parameters()], 1.0, norm)
+    if config.optimizer.max_grad_norm:
+        clip_grads_with_norm_([param for part in model.parts for param in part.parameters()], 1.0, norm)
     gradients = bytes_of(p.grad for part in model.parts for p in part.parameters() if p.grad is not None)
     optimizer.step()
     optimizer.zero_grad()

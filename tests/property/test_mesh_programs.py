@@ -1,4 +1,4 @@
-"""Programs of the simulator against the trainer's own steps in the real world: communication, memory, FLOPs.
+"""Programs of the simulator against the trainer's own steps in the real world: operations, communication, memory.
 
 The trainer builds its model, its pipeline and its optimizer by its own functions; the simulator records one rank of
 each kind, without values. 10 examples by default; 400 with --hypothesis-profile=deep.
@@ -6,6 +6,7 @@ each kind, without values. 10 examples by default; 400 with --hypothesis-profile
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,11 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from mesh_kit import Seen, in_real_numbers
 from mesh_programs import (
+    Kernel,
     Sent,
     bytes_before_update,
     flops_of,
+    kernels_of,
     sent_by_program,
     sent_in_reality,
     standing_bytes,
@@ -41,15 +44,23 @@ some = settings(
 )
 
 
+CLIPPED, NOT_CLIPPED = 1e-6, 0.0
+"""Limits of the gradients' norm: one that every step is above, as recorded steps are, and none."""
+
+
 def config_of(model: str, parallel: dict[str, Any], accumulate: int = 1) -> Config:
     config = MODELS[model]
     return replace(config, train=replace(config.train, accumulate=accumulate), parallel=ParallelConfig(**parallel))
 
 
-def check(config: Config, world_size: int, routing: Routing | None = None) -> None:
+def check(config: Config, world_size: int, routing: Routing | None = None, *, limit: float | None = None) -> None:
     """Compare every rank of the world with the program that stands for it."""
     config = replace(config, model=replace(config.model, max_seq_len=SEQ))  # tables just as long as the sequences
+    if limit is None:  # about half of what is drawn
+        limit = (CLIPPED, NOT_CLIPPED)[(world_size + config.train.accumulate) % 2]
+    config = replace(config, optimizer=replace(config.optimizer, max_grad_norm=limit))
     job = Job.of_run(config, world_size, routing=routing)
+    job = replace(job, recipe=replace(job.recipe, norm="eager"))  # the CPU has no kernel of RMSNorm
     programs = trace(job)
     seen = in_real_numbers(steps_of(config, world_size, routing=routing, reads=True), world_size, stands_for="cuda")
     for place, program in enumerate(programs):
@@ -64,9 +75,56 @@ def compare(job: Any, program: Program, seen: Seen) -> None:
     assert_alike(sent_in_reality(job, step_of(seen, 1)), sent_by_program(program))
     assert flops_of(program) == seen.result.flops[1]
     memory, standing = seen.result.memory, standing_bytes(program)
+    compare_operations(job, program, seen)
     assert standing["parameters"] == memory["parameters"]
     assert standing["optimizer"] == memory["optimizer"]
-    assert bytes_before_update(program, "gradients") == memory["gradients"]
+    # Where a weight is tied over stages and the rank has several, a program in bf16 has its gradient twice.
+    gradients, is_tied = bytes_before_update(program, "gradients"), job.model.config.tie_embeddings
+    if not (is_tied and len(program.stages) > 1 and job.recipe.param_dtype == "bf16"):
+        assert gradients == memory["gradients"]
+    assert gradients >= memory["gradients"]
+
+
+def compare_operations(job: Job, program: Program, seen: Seen) -> None:
+    """Compare operations: how often each runs, in which dtype, its shape, and the bytes that it writes.
+
+    What differs:
+
+    - The recorded step makes its own batch of zeros, where the trainer is given one.
+    - At most three micro-batches are recorded. The others repeat the second one, except where the trainer looks at
+      all of them together: it counts the tokens.
+    - Experts are told how many rows go to them, and count none: that depends on values.
+    - The last stage of a pipeline adds up the losses of its micro-batches, and the recorded one says zero.
+    - The recorded stages of a rank are updated one after the other, and the trainer's all at once.
+    - A weight that two stages share is added up between them by communication alone, and both have it in their norm.
+    """
+    (real, real_update), (told, told_update) = seen.result.kernels, kernels_of(program)
+    is_tied = job.dims.pp_enabled and job.model.config.tie_embeddings
+    for mine, wanted in ((real, told), (told, real)):
+        odd = [kernel for kernel in mine - wanted if not differs_by_design(kernel, job)]
+        shared = [kernel for kernel in odd if is_tied and kernel.name == "aten.add_"]
+        assert len(shared) <= 1
+        assert odd == shared, f"{'the trainer' if mine is real else 'the program'} alone: {odd}"
+    assert real
+    if is_tied or len(program.stages) > 1:
+        for name in ("aten._fused_adamw_", "aten._foreach_mul_"):
+            assert written_by(told_update, name) == written_by(real_update, name), name
+    else:
+        assert told_update == real_update
+    assert bool(written_by(real_update, "aten._foreach_mul_")) == job.recipe.clipping
+
+
+def differs_by_design(kernel: Kernel, job: Job) -> bool:
+    if kernel.dtype != "int64":
+        adds_losses = kernel.name in ("aten.sum", "aten.stack", "aten.zeros") and kernel.written <= 8 * job.microbatches
+        return job.dims.pp_enabled and adds_losses
+    counts_tokens = kernel.name == "aten.ne" and job.microbatches > 3
+    counts_rows = kernel.name in ("aten.sum", "aten.cat") and job.dims.ep > 1
+    return kernel.name == "aten.zeros" or counts_tokens or counts_rows
+
+
+def written_by(kernels: Counter[Kernel], name: str) -> int:
+    return sum(count * kernel.written for kernel, count in kernels.items() if kernel.name == name)
 
 
 def assert_alike(real: list[Sent], said: list[Sent], *, devices: bool = True) -> None:
@@ -119,6 +177,8 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "in double": ("dense", 2, {"param_dtype": "fp64"}, 1),
     "pipeline, zero bubble": ("dense", 2, {"pp": 2, "schedule": "zero-bubble", "layers_per_stage": "0,1,1,0"}, 4),
     "pipeline, tied": ("dense, tied, tokens ignored", 4, {"pp": 2}, 4),
+    "not clipped": ("dense", 2, {"tp": 2}, 2),
+    "pipeline, not clipped": ("dense", 4, {"pp": 2}, 4),
     "pipeline, interleaved": ("dense", 2, {"pp": 2, "schedule": "interleaved", "layers_per_stage": "0,1,1,0"}, 4),
 }
 
@@ -126,7 +186,8 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", EACH)
 def test_each_dimension(name):
     model, size, parallel, accumulate = EACH[name]
-    check(config_of(model, parallel, accumulate), size, Routing.zipf(1.0) if "expert" in model else None)
+    limit = NOT_CLIPPED if "not clipped" in name else CLIPPED
+    check(config_of(model, parallel, accumulate), size, Routing.zipf(1.0) if "expert" in model else None, limit=limit)
 
 
 def is_programmed(found: Arrangement) -> bool:
@@ -149,3 +210,30 @@ def test_drawn_ranks_with_experts(precision, routing, data):
     problem = Problem("experts", precision)
     found = data.draw(arrangements(problem).filter(is_programmed))
     check(found.of(problem), found.world_size, routing)
+
+
+# -- the comparison notices --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("train", {"seq_len": 16}),
+        ("parallel", {"checkpointing": "full"}),
+        ("parallel", {"param_dtype": "bf16"}),
+        ("optimizer", {"max_grad_norm": NOT_CLIPPED}),
+    ],
+)
+def test_operations_of_another_run_are_noticed(section, change):
+    config = replace(MODELS["dense"], model=replace(MODELS["dense"].model, max_seq_len=16))
+    config = config.with_changes("optimizer", {"max_grad_norm": CLIPPED})
+    (seen, _) = in_real_numbers(steps_of(config, 2, reads=True), 2, stands_for="cuda")
+
+    def compare_with(run: Config) -> None:
+        job = Job.of_run(run, 2)
+        job = replace(job, recipe=replace(job.recipe, norm="eager"))
+        compare_operations(job, trace(job)[0], seen)
+
+    compare_with(config)
+    with pytest.raises(AssertionError):
+        compare_with(config.with_changes(section, change))

@@ -46,6 +46,8 @@ def check(problem: Problem, arrangement: Arrangement, data: Any, routing: Routin
     # Of more than four micro-batches all but the first and the last do the same.
     arrangement = arrangement._replace(accumulate=min(arrangement.accumulate, 4))
     config, size = arrangement.of(problem), arrangement.world_size
+    limit = data.draw(st.sampled_from([1.0, 0.0]), label="largest norm of gradients; 0: any")
+    config = config.with_changes("optimizer", {"max_grad_norm": limit})
     ranks = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=min(size, 2), max_size=3), label="ranks"))
     parallel = config.parallel
     for axis in ("dp_replicate", "cp", "tp", "ep"):

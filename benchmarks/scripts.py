@@ -1,0 +1,238 @@
+"""Estimates of torchrun scripts beside the scripts themselves, at a small size, on this machine's CPU.
+
+- *estimate*: seconds on the processor of `python -m sim estimate`, Python's start and torch's import included.
+- *predicted*: the most that tensors of rank 0 take in the recorded steps.
+- *allocated*: the same by torch's CPU allocator, in real processes that communicate by gloo, watched by its profiler.
+- *collectives*: whether the operations, groups, bytes and dtypes of the recorded steps are, in this order, those of the
+  same steps on simulated ranks, which have values.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import resource
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import record_function
+
+from benchmarks.engine_counts import Memory, watch_memory
+from sim.kernel.context import current_rank
+from sim.mesh.hardware import find_hardware
+from sim.mesh.memory import replay_memory
+from sim.mesh.replay.allocator import AllocatorRules
+from sim.script.estimate import RecordedScript, record_script
+from sim.script.launch import execute_script, prepare_views, read_script, script_folder_first
+from sim.script.options import Launch
+from sim.world import world
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES, NANO_GPT = ROOT / "examples" / "torch_scripts", ROOT / "tests" / "unit" / "scripts_nano_gpt.py"
+HARDWARE, WARMUP, STEPS = "laptop-cpu", 1, 2
+
+
+class ScriptCase(NamedTuple):
+    """A script, its ranks, and whether the bytes of its collectives follow from the script alone."""
+
+    path: Path
+    ranks: int
+    bytes_are_known: bool = True
+
+
+CASES = (
+    ScriptCase(EXAMPLES / "ddp.py", 4),
+    ScriptCase(EXAMPLES / "fsdp2.py", 4),
+    ScriptCase(EXAMPLES / "tensor_parallel.py", 4),
+    ScriptCase(EXAMPLES / "pipeline.py", 3),
+    ScriptCase(EXAMPLES / "moe.py", 4, bytes_are_known=False),
+    ScriptCase(EXAMPLES / "checkpoint.py", 4),
+    ScriptCase(NANO_GPT, 2),
+)
+
+
+# -- recorded ----------------------------------------------------------------------------------------------------------
+
+
+def record(script: Path, nproc: int = 4, *, rank: int = 0, warmup: int = WARMUP, steps: int = STEPS) -> RecordedScript:
+    """Record the steps of a script on one rank, and on those that it sends messages to.
+
+    Args:
+        script: which.
+        nproc: ranks of its world.
+        rank: that is recorded.
+        warmup: steps that are left out.
+        steps: that are recorded.
+    """
+    launch = Launch(str(script), nproc=nproc, show=())
+    source = read_script(launch)
+    assert source is not None
+    recorded = record_script(launch, source, find_hardware(HARDWARE), (rank,), warmup, steps)
+    assert isinstance(recorded, RecordedScript)
+    return recorded
+
+
+def predicted_bytes(recorded: RecordedScript) -> int:
+    """Return the most that tensors of the first recorded rank take, counted as the CPU's allocator does."""
+    memory = replay_memory(recorded.programs[0], AllocatorRules(caching=False, round_to=1))
+    assert not memory.unmatched
+    return memory.peak_allocated
+
+
+def told(events: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return what must be the same of communication."""
+    return [(e.op, e.group, e.send_bytes, e.recv_bytes, e.dtype, e.reduce_op, e.peer) for e in events]
+
+
+# -- with values -------------------------------------------------------------------------------------------------------
+
+
+def simulated(
+    script: Path, nproc: int, rank: int = 0, warmup: int = WARMUP, steps: int = STEPS
+) -> list[tuple[Any, ...]]:
+    """Return what a rank communicates in the same steps of a script, on simulated ranks with real tensors.
+
+    Args:
+        script: as the others: see `record`.
+        nproc: see there.
+        rank: see there.
+        warmup: see there.
+        steps: see there.
+    """
+    launch = Launch(str(script), nproc=nproc, show=())
+    source = read_script(launch)
+    assert source is not None
+    ranks = world(nproc, init=False, keep_events=None)
+    marks: list[int] = []
+
+    def on_rank(code: Any) -> None:
+        def after(*args: Any) -> None:
+            if current_rank() == rank:
+                marks.append(ranks.trace.count(rank))
+
+        register_optimizer_step_post_hook(after)
+        execute_script(code, "")
+
+    with script_folder_first(source.folder):
+        views = prepare_views(ranks, launch, source)
+        with ranks:
+            ranks.run(on_rank, (source.code,))
+        del views
+        return told(ranks.trace.of_rank(rank)[marks[warmup - 1] : marks[warmup + steps - 1]])
+
+
+@contextmanager
+def watching_steps() -> Iterator[Memory]:
+    """Watch torch's allocator while a script runs in this thread, and mark where its optimizer has made a step."""
+    done = itertools.count(1)
+
+    def mark(*args: Any) -> None:
+        gc.collect()  # what waits for Python's collector
+        with record_function(f"phase: step {next(done)} is over"):
+            pass
+
+    hook = register_optimizer_step_post_hook(mark)
+    try:
+        with watch_memory() as memory:
+            yield memory
+    finally:
+        hook.remove()
+
+
+def peak_of(memory: Memory, warmup: int = WARMUP, steps: int = STEPS) -> int:
+    """Return the most bytes that were in use in the recorded steps.
+
+    Args:
+        memory: what `watching_steps` has seen.
+        warmup: steps that are left out.
+        steps: after them.
+    """
+    begin, end = (memory.phases[f"step {number} is over"][0] for number in (warmup, warmup + steps))
+    return max(size for when, size in memory.live if begin <= when < end)
+
+
+def allocated_bytes(script: Path, nproc: int) -> int:
+    """Return what torch's allocator has given rank 0 at most, of real processes.
+
+    Args:
+        script: that they run.
+        nproc: how many.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "peak.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+        subprocess.run(
+            [*command, "-m", "benchmarks.scripts", str(script), str(out)], check=True, cwd=ROOT, capture_output=True
+        )
+        return int(json.loads(out.read_text()))
+
+
+def _watch(script: str, out: str) -> None:
+    """Run a script as one of torchrun's processes, and write down what rank 0 has allocated."""
+    rank, sys.argv = os.environ["RANK"], [script]
+    with watching_steps() as memory:
+        runpy.run_path(script, run_name="__main__")
+    if rank == "0":
+        Path(out).write_text(json.dumps(peak_of(memory)))
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def seconds_of_estimate(case: ScriptCase) -> float:
+    """Return the seconds on the processor that the command takes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "sim", "estimate", "--nproc", str(case.ranks), "--hardware", HARDWARE]
+    subprocess.run([*command, str(case.path)], check=True, cwd=ROOT, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def compared(case: ScriptCase, recorded: RecordedScript) -> str:
+    """Say how the collectives of the recorded steps compare with those of simulated ranks."""
+    mine, real = told(recorded.events[0]), simulated(case.path, case.ranks)
+    if mine == real:
+        return f"equal ({len(mine)})"
+    if not case.bytes_are_known and [(e[0], e[1], e[4:]) for e in mine] == [(e[0], e[1], e[4:]) for e in real]:
+        return f"equal but for the rows of each expert ({len(mine)})"
+    return f"not equal ({len(mine)} and {len(real)})"
+
+
+def table(cases: Iterable[ScriptCase] = CASES) -> str:
+    """Return the estimates of scripts beside the scripts, as a Markdown table.
+
+    Args:
+        cases: which scripts.
+    """
+    lines = [
+        "| script | ranks | estimate, s | predicted, KiB | allocated, KiB | predicted / allocated | collectives |",
+        "|---|--:|--:|--:|--:|--:|---|",
+    ]
+    for case in cases:
+        recorded = record(case.path, case.ranks)
+        predicted, allocated = predicted_bytes(recorded), allocated_bytes(case.path, case.ranks)
+        cells = [
+            f"`{case.path.relative_to(ROOT)}`",
+            str(case.ranks),
+            f"{seconds_of_estimate(case):.1f}",
+            f"{predicted / 1024:,.1f}",
+            f"{allocated / 1024:,.1f}",
+            f"{predicted / allocated:.3f}",
+            compared(case, recorded),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    _watch(*sys.argv[1:])
