@@ -23,7 +23,7 @@ from sim.observers import replicas
 from sim.patches.locks import exchange
 from sim.patches.rank import Host, Undo, use_op_handlers
 
-__all__ = ["DTENSOR_PATCHES", "clear_thread_caches", "shared_results", "thread_has_caches"]
+__all__ = ["DTENSOR_PATCHES", "clear_thread_caches", "thread_has_caches"]
 
 
 def _caches(host: Host) -> Undo:
@@ -129,63 +129,24 @@ def clear_thread_caches() -> None:
 # sizes), and placements with a state of their own (the mask of an embedding whose rows are sharded). Errors are not
 # kept.
 #
-# Later worlds of the process go on with what earlier ones have found, until there is too much of it or torch's rules
-# have changed: a test suite makes thousands of worlds, whose models call the same operators.
-#
 # Tried on torch 2.13.
 
 _COMPUTE, _LOCAL_SHAPE = "propagate_op_sharding_non_cached", "_compute_local_shape_and_global_offset"
-_RULES = "op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules"  # what users can register
-_MOST = 4096  # results that are kept between worlds
 
 
 def _sharding_propagation(host: Host) -> Undo:
-    """The sharding of an operator's outputs is worked out once, not once per rank."""
+    """The sharding of an operator's outputs is worked out once per world, not once per rank."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     owner = type(propagator)
     if not hasattr(owner, _COMPUTE) or not hasattr(_utils, _LOCAL_SHAPE):
         return lambda: None  # torch has them elsewhere, so each rank works it out
     compute, local_shape = getattr(owner, _COMPUTE), getattr(_utils, _LOCAL_SHAPE)
-    # torch prices communication by the devices of a host, and a mapped device has one for each rank.
-    hardware = host.device, host.map_device, host.map_device and host.network.world_size
-    shared = _SharedResults(propagator, functools.partial(compute, propagator), shared_results.of(propagator), hardware)
+    shared = _SharedResults(propagator, functools.partial(compute, propagator))
 
     def propagate(self: Any, schema: Any) -> Any:
         return shared.propagate(schema) if self is propagator else compute(self, schema)
 
-    put_back = exchange(
-        [(owner, _COMPUTE, propagate), (_utils, _LOCAL_SHAPE, shared.noting_uneven_shards(local_shape))]
-    )
-
-    def undo() -> None:
-        put_back()
-        shared_results.of(propagator)  # a rule that a rank has registered may be gone before the next world
-
-    return undo
-
-
-class KeptResults:
-    """The results that worlds of this process share, for as long as torch's rules stay what they are."""
-
-    def __init__(self) -> None:
-        self._results: dict[Any, Any] = {}
-        self._rules: list[dict[Any, Any]] = []
-
-    def of(self, propagator: Any) -> dict[Any, Any]:
-        """Return what was found under the rules that `propagator` has now."""
-        rules = [dict(getattr(propagator, name, {})) for name in _RULES]
-        if rules != self._rules or len(self._results) > _MOST:
-            self.forget()
-            self._rules = rules
-        return self._results
-
-    def forget(self) -> None:
-        """Let all be worked out anew."""
-        self._results.clear()
-
-
-shared_results = KeptResults()
-"""What `_sharding_propagation` has found."""
+    return exchange([(owner, _COMPUTE, propagate), (_utils, _LOCAL_SHAPE, shared.noting_uneven_shards(local_shape))])
 
 
 class _Noted(threading.local):
@@ -195,12 +156,11 @@ class _Noted(threading.local):
 
 
 class _SharedResults:
-    """The results of a world and of those before it, by hardware, operator, arguments and kinds of meshes."""
+    """The results of one world, by operator, arguments and kinds of meshes."""
 
-    def __init__(
-        self, propagator: Any, compute: Callable[[Any], Any], results: dict[Any, Any], hardware: tuple[Any, ...]
-    ) -> None:
-        self.propagator, self.compute, self.results, self.hardware = propagator, compute, results, hardware
+    def __init__(self, propagator: Any, compute: Callable[[Any], Any]) -> None:
+        self.propagator, self.compute = propagator, compute
+        self.results: dict[Any, Any] = {}
         self.noted = _Noted()
 
     def propagate(self, schema: Any) -> Any:
@@ -237,8 +197,7 @@ class _SharedResults:
 
         info = schema.schema_info or self.propagator.op_to_schema_info.get(schema.op)
         arguments, options = _with_meshes((schema.args_schema, schema.kwargs_schema), added)
-        kinds = tuple(_kind(mesh, meshes) for mesh in meshes)
-        return OpSchema(schema.op, arguments, options, info), kinds, self.hardware
+        return OpSchema(schema.op, arguments, options, info), tuple(_kind(mesh, meshes) for mesh in meshes)
 
     def noting_uneven_shards(self, local_shape: Callable[..., Any]) -> Callable[..., Any]:
         """`local_shape`, from which propagation learns the size of the rank's shard."""

@@ -22,7 +22,6 @@ import sim
 from hyper_parallel.core.dtensor.placements import STRIDED
 from sim.kernel.context import current_rank
 from sim.patches import install
-from sim.patches.dtensor import KeptResults, shared_results
 
 pytestmark = pytest.mark.sim
 aten = torch.ops.aten
@@ -61,10 +60,8 @@ class Found:
         self.values: list[Any] = []
 
 
-def run(body: Callable[[], Any], ranks: int, seed: int = 0, *, afresh: bool = True, **options: Any) -> Found:
+def run(body: Callable[[], Any], ranks: int, seed: int = 0) -> Found:
     """Run `body` and note what propagation returns and computes; what decompositions ask for is not counted."""
-    if afresh:  # as the first world of a process
-        shared_results.forget()
     found = Found()
     own = ShardingPropagator.propagate_op_sharding_non_cached
 
@@ -74,7 +71,7 @@ def run(body: Callable[[], Any], ranks: int, seed: int = 0, *, afresh: bool = Tr
 
     ShardingPropagator.propagate_op_sharding_non_cached = computed
     try:
-        with sim.world(ranks, seed=seed, **options) as world:
+        with sim.world(ranks, seed=seed) as world:
             in_world = ShardingPropagator.propagate_op_sharding_non_cached
 
             def returned(self: Any, schema: Any) -> Any:
@@ -291,47 +288,10 @@ def test_a_world_after_another_one():
         return y.full_tensor().tolist()
 
     expected = (torch.arange(24.0).view(12, 2) @ torch.arange(24.0).view(12, 2).t()).flatten().tolist()
-    before: dict[int, Any] = {}
-    for number, size in enumerate((4, 2, 3, 4)):
-        found = run(lambda size=size: body(size), size, afresh=number == 0)
+    for size in (4, 2, 3, 4):
+        found = run(lambda size=size: body(size), size)
         assert found.values == [expected] * size
-        again = size in before  # what a world of this size has found already
-        assert found.computed["aten.mm.default"] == (0 if again else 1)
-        assert before.setdefault(size, found.returned) == found.returned
-
-
-def test_worlds_of_other_hardware_share_nothing():
-    """torch asks how many devices a host has, and a mapped device has one for each rank."""
-
-    def body() -> None:
-        x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)])
-        _ = x @ x.t()
-
-    counts = [
-        run(body, ranks, afresh=number == 0, map_device=device).computed["aten.mm.default"]
-        for number, (ranks, device) in enumerate([(4, None), (4, "cuda"), (4, "cuda"), (4, None)])
-    ]
-    assert counts == [1, 1, 0, 0]
-
-
-def test_results_are_kept_until_rules_change_or_there_are_too_many(monkeypatch):
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    kept = KeptResults()
-    results = kept.of(propagator)
-    results["key"] = "value"
-    assert kept.of(propagator) == {"key": "value"}
-    for name in ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules"):
-        if not hasattr(propagator, name):
-            continue
-        with monkeypatch.context() as patch:
-            patch.setitem(getattr(propagator, name), aten.renorm.default, lambda schema: None)
-            assert kept.of(propagator) == {}
-            results["key"] = "value"
-            assert kept.of(propagator) == {"key": "value"}
-        assert kept.of(propagator) == {}  # the rule is gone again
-        results["key"] = "value"
-    results.update(enumerate(range(5_000)))
-    assert kept.of(propagator) == {}
+        assert found.computed["aten.mm.default"] == 1
 
 
 # -- what has a state, is random, or fails ---------------------------------------------------------------------
@@ -404,8 +364,6 @@ def test_an_operator_that_has_failed_is_tried_again():
             table.update(own)
     assert found.values == [["(Shard(dim=0),)", "(Shard(dim=0),)"]] * 2
     assert found.computed["aten.renorm.default"] == 2 + 2  # the failure on each rank, each success on one
-    with pytest.raises(NotImplementedError, match="sharding strategy"):  # for the rule is gone with its world
-        sim.run(lambda: aten.renorm(distribute_tensor(torch.rand(4, 4), init_device_mesh("cpu", (2,))), 1.0, 0, 1.0), 2)
 
 
 # -- once per world --------------------------------------------------------------------------------------------
