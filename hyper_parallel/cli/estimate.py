@@ -221,21 +221,25 @@ def search(
         stays = _said(config, given)
         found_model, recipes = _recipes(run, spec, stays, _settings(settings))
         degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
-        with _nothing_fits(NothingFits), SearchBar(stderr_console()) as bar:
-            result = search_ways(
-                found_model,
-                hardware,
-                devices,
-                run.train.batch_size,
-                None if memory_limit is None else memory_limit * GIB,
-                seq_len=run.train.seq_len,
-                recipes=recipes,
-                fixed={name: size for name, size in degrees.items() if size not in (None, -1)},
-                limit=limit,
-                progress=bar.on_estimate,
-                layers_per_stage=run.parallel.stage_sizes(),
-                accepts=None if isinstance(spec, ModelSpec) else lambda one: _check_trained(run, one, devices),
-            )
+        try:
+            with SearchBar(stderr_console()) as bar:
+                result = search_ways(
+                    found_model,
+                    hardware,
+                    devices,
+                    run.train.batch_size,
+                    None if memory_limit is None else memory_limit * GIB,
+                    seq_len=run.train.seq_len,
+                    recipes=recipes,
+                    fixed={name: size for name, size in degrees.items() if size not in (None, -1)},
+                    limit=limit,
+                    progress=bar.on_estimate,
+                    layers_per_stage=run.parallel.stage_sizes(),
+                    accepts=None if isinstance(spec, ModelSpec) else lambda one: _check_trained(run, one, devices),
+                )
+        except NothingFits as error:
+            say_error(str(error))
+            raise typer.Exit(DOES_NOT_FIT) from None
         if json_file != "-":
             print_wide(search_view(result, rows))
         if write is not None:
@@ -395,16 +399,6 @@ def _mistakes_as_messages() -> Iterator[None]:
     with mistakes_as_messages(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="To construct DTensor from torch.Tensor")  # torch, of fake tensors
         yield
-
-
-@contextmanager
-def _nothing_fits(kind: type[ValueError]) -> Iterator[None]:
-    """Turn the error of a search in which nothing fits into its message and an exit code of its own."""
-    try:
-        yield
-    except kind as error:
-        say_error(str(error))
-        raise typer.Exit(DOES_NOT_FIT) from None
 
 
 def _write_json(content: dict[str, Any], where: str | None) -> None:

@@ -28,7 +28,7 @@ from hyper_parallel.platform import Platform, get_platform
 from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
 from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
-from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, memory_now, model_flops_utilisation
+from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
 from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
@@ -151,7 +151,9 @@ class Trainer:
         self.watchdog = watchdog
         self.device = platform.device(place.local_rank)
         self.corpus = load_corpus(config.data.path, config.data.pattern, config.data.max_bytes)
-        self.predicted = None if predicted is None else replace(predicted, memory_before=memory_now(platform))
+        if predicted is not None:
+            predicted = replace(predicted, memory_before=platform.memory_stats().allocated)
+        self.predicted = predicted
         self.ranks = RunGroups(dims, mesh is not None, self.device, WEIGHTS[config.parallel.param_dtype])
         self.share = ShareOfLoss()
         self.model = PARALLELIZE[config.train.model](config, dims, self.device, self.share)

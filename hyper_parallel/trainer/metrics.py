@@ -14,7 +14,7 @@ from torch import Tensor
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.platform import Platform
 
-__all__ = ["count_flops", "flops_per_token", "memory_bytes", "memory_now", "model_flops_utilisation", "peak_flops"]
+__all__ = ["count_flops", "flops_per_token", "memory_bytes", "model_flops_utilisation", "peak_flops"]
 
 _PEAKS = (  # the first that is found in the device's name counts
     (r"A[18]00\b", 312e12),
@@ -80,15 +80,6 @@ def memory_bytes(platform: Platform) -> int:
         platform: of the calling rank.
     """
     return platform.memory_stats().peak_allocated
-
-
-def memory_now(platform: Platform) -> int:
-    """Return the memory that live tensors of this rank take, in bytes; counted as `memory_bytes` counts.
-
-    Args:
-        platform: of the calling rank.
-    """
-    return platform.memory_stats().allocated
 
 
 # -- FLOPs -----------------------------------------------------------------------------------------------------------

@@ -97,6 +97,9 @@ def _check_pipeline(config: Config, dims: ParallelDims) -> None:
             asked, blame = f"cannot use layers_per_stage='{parallel.layers_per_stage}'", "there is no pipeline"
             raise ValueError(explain(asked, blame, dims.summary(), f"pp={len(parallel.layers_per_stage.split(','))}"))
         return
+    if parallel.reduce_each:
+        asked, blame = "cannot reduce gradients in each micro-batch", "a pipeline reduces those of all of them at once"
+        raise ValueError(explain(asked, blame, dims.summary(), "reduce_each=False"))
     other = "compile" if parallel.compile else "checkpointing='selective'"
     if kind.splits_backward and (parallel.compile or parallel.checkpointing in ("selective", "alternate")):
         asked, blame = f"cannot train with schedule='{kind.name}' and {other}", "it goes backward twice through a block"
@@ -126,11 +129,6 @@ def _as_typed(sizes: re.Match[str]) -> str:
 
 def _check_engine(config: Config, dims: ParallelDims) -> None:
     parallel = config.parallel
-    if parallel.reduce_each and dims.pp_enabled:
-        blame = "a pipeline reduces the gradients of all micro-batches at once"
-        raise ValueError(
-            explain("cannot reduce gradients in each micro-batch", blame, dims.summary(), "reduce_each=False")
-        )
     if parallel.engine != "hsdp":
         return
     others = [f"{name}={degree}" for name in ("tp", "pp", "ep") if (degree := getattr(dims, name)) > 1]

@@ -13,14 +13,14 @@ __all__ = ["without_compiler_and_workers"]
 
 
 @contextmanager
-def without_compiler_and_workers(told: Callable[[str], None]) -> Iterator[None]:
+def without_compiler_and_workers(on_change: Callable[[str], None]) -> Iterator[None]:
     """Run what is compiled as it is written, and load data in the rank that asks for it.
 
     A compiler would make graphs of operations on tensors without data, in which no module and no line of the script is
     left. A worker is a fork of this process, whose ranks it would have as well.
 
     Args:
-        told: hears of each call that is answered in this way, in words.
+        on_change: called at each call that is answered otherwise than the script asks, with how, in words.
     """
     compile_, get_iterator = torch.compile, DataLoader._get_iterator
     with ExitStack() as stack:
@@ -33,14 +33,14 @@ def without_compiler_and_workers(told: Callable[[str], None]) -> Iterator[None]:
             if not is_eager:  # not before: it imports the compiler, which takes seconds
                 is_eager = True
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            told("torch.compile: taken as eager, nothing is fused")
+            on_change("torch.compile: taken as eager, nothing is fused")
             return compile_(*args, **options)
 
         def load_here(loader: Any) -> Any:
             workers, timeout = loader.num_workers, loader.timeout
             if not workers:
                 return get_iterator(loader)
-            told(f"DataLoader: its {workers} workers are not started, the rank loads the data")
+            on_change(f"DataLoader: its {workers} workers are not started, the rank loads the data")
             loader.num_workers = loader.timeout = 0
             try:
                 return get_iterator(loader)

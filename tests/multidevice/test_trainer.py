@@ -114,13 +114,15 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(alone: TrainResult) 
 
 
 @pytest.mark.sim
-def test_accumulation_communicates_once_per_step() -> None:
+def test_accumulation_communicates_once_per_step_or_in_each_micro_batch() -> None:
     counts = []
-    for accumulate in (1, 2):
+    for accumulate, each in ((1, False), (2, False), (2, True)):
+        config = TINY.with_changes("train", {"accumulate": accumulate}).with_changes("parallel", {"reduce_each": each})
         with sim.world(2) as world:
-            world.run(train, args=(TINY.with_changes("train", {"accumulate": accumulate}),))
+            world.run(train, args=(config,))
             counts.append(sum(row.count for row in world.trace.by_axis() if row.op == "reduce_scatter"))
     assert counts[0] == counts[1] > 0
+    assert counts[2] == 2 * counts[1]
 
 
 @pytest.mark.sim

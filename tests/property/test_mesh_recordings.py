@@ -113,6 +113,15 @@ def test_a_difference_that_is_no_number_is_noticed():
     assert derive([first, second, third, odd], job, part, list(part.layers)) is None
 
 
+def test_experts_that_are_fewer_than_ranks_do_not_follow_from_others():
+    def kind(shards):
+        job = Job(find_model("moe-tiny"), ParallelDims(dp_shard=shards, world_size=shards), 2, 16, Recipe())
+        (part,) = job.stages()
+        return depends_on(job, part, list(part.layers))
+
+    assert kind(4) == kind(8) != kind(16)  # split on dim 0, and inside of each
+
+
 def test_a_library_records_once_and_forgets():
     recordings.clear()
     job = job_of("sharded", 2, 2)

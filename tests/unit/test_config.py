@@ -353,6 +353,14 @@ def test_the_estimate_counts_shards_once_per_replica() -> None:
     assert alone.activations == 8 * split.activations
 
 
+def test_the_estimate_counts_gradients_that_micro_batches_add_up() -> None:
+    dims, accumulating = ParallelDims(dp_shard=4, world_size=4), Config().with_changes("train", {"accumulate": 2})
+    whole = estimate_memory(accumulating, dims).gathered
+    each = estimate_memory(accumulating.with_changes("parallel", {"reduce_each": True}), dims).gathered
+    assert each == estimate_memory(Config(), dims).gathered
+    assert whole - each == pytest.approx(4 * LlamaConfig().num_parameters(), rel=0.01)
+
+
 def test_the_activations_are_those_that_autograd_keeps() -> None:
     """The estimate is within a factor of two of the bytes that a forward saves for its backward."""
     import torch

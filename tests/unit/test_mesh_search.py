@@ -192,6 +192,15 @@ def test_the_guess_of_time_knows_bubbles_and_recomputation() -> None:
     assert guess(ParallelDims(dp_shard=32, world_size=32), microbatches=16) > guess(node, microbatches=16)
 
 
+def test_the_guess_of_weights_over_nodes_has_the_adapters_of_all_their_devices() -> None:
+    shape = shape_of(find_model("llama3-8b"), 8192)
+
+    def guess(batch: int, **degrees: int) -> float:
+        return guess_seconds(shape, Candidate(ParallelDims(**degrees, world_size=64), Recipe(), batch), 8192, H100)
+
+    assert guess(2, dp_shard=64) < guess(4, dp_shard=32, tp=2)  # as the estimates of both say
+
+
 @pytest.mark.parametrize(
     ("model", "degrees", "batch", "recipe"),
     [

@@ -94,6 +94,16 @@ REFUSED = [
         id="too few micro-batches",
     ),
     pytest.param(
+        run(train=ACCUMULATE, pp=2, reduce_each=True),
+        2,
+        [
+            "cannot reduce gradients in each micro-batch: a pipeline reduces those of all of them at once",
+            "pp=2",
+            "try: reduce_each=False",
+        ],
+        id="reductions in each micro-batch of a pipeline",
+    ),
+    pytest.param(
         run(train=ACCUMULATE, pp=2, schedule="1f2b"),
         2,
         ["there is no schedule '1f2b'", "gpipe, 1f1b, interleaved, looped-bfs, zero-bubble, zbv", "try: '1f1b'"],

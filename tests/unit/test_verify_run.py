@@ -99,6 +99,20 @@ def found(run: Config, world_size: int, target: object, name: str, wrong: Callab
     return f"{report.first.place}: {report.first.sentence}"
 
 
+def with_gradients_times(factor: float, names: str = "") -> Callable[..., object]:
+    """Return the trainer's forward and backward, after which the gradients of some parameters are scaled."""
+    real = loop.forward_backward
+
+    def scaled(model: parallelize.Parallelized, *rest: object) -> object:
+        result = real(model, *rest)  # type: ignore[arg-type]
+        for name, param in model.named_parameters():
+            if names in name:
+                param.grad.mul_(factor)
+        return result
+
+    return scaled
+
+
 def test_gradients_that_are_averaged_over_the_ranks() -> None:
     real = parallelize.shard_units
 
@@ -143,16 +157,7 @@ def test_a_norm_of_the_own_shards_only() -> None:
 
 def test_micro_batches_that_are_all_reduced_and_added_twice() -> None:
     run = DENSE.with_changes("train", {"accumulate": 2})
-    real = loop.forward_backward
-
-    def twice(model: parallelize.Parallelized, inputs: torch.Tensor, targets: torch.Tensor, *rest: object) -> object:
-        result = real(model, inputs, targets, *rest)  # type: ignore[arg-type]
-        for part in model.parts:
-            for param in part.parameters():
-                param.grad.mul_(2)
-        return result
-
-    said = found(run, 2, loop, "forward_backward", twice)
+    said = found(run, 2, loop, "forward_backward", with_gradients_times(2))
     assert said.startswith("the gradient of head.weight in step 1: every part is 2 times what it should be")
 
 
@@ -173,17 +178,7 @@ def test_experts_whose_bias_each_rank_updates_by_its_own_tokens() -> None:
 
 
 def test_gradients_of_experts_that_are_divided_by_the_ranks_of_the_others() -> None:
-    real = loop.forward_backward
-
-    def scaled(model: parallelize.Parallelized, inputs: torch.Tensor, targets: torch.Tensor, *rest: object) -> object:
-        result = real(model, inputs, targets, *rest)  # type: ignore[arg-type]
-        for part in model.parts:
-            for name, param in part.named_parameters():
-                if ".experts." in name:
-                    param.grad.div_(2)
-        return result
-
-    said = found(of(EXPERTS, ep=2), 2, loop, "forward_backward", scaled)
+    said = found(of(EXPERTS, ep=2), 2, loop, "forward_backward", with_gradients_times(0.5, ".experts."))
     assert "mlp.experts." in said.partition(" in step 1: ")[0]
     assert "every part is 1/2 of what it should be" in said
 
@@ -327,7 +322,7 @@ def test_few_ranks_keep_their_degrees_and_the_report_says_what_became_small() ->
 def test_a_run_that_is_refused_is_refused_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="cannot split batch_size=3"):
         verify_run(DENSE.with_changes("train", {"batch_size": 3}), 2)
-    with pytest.raises(ValueError, match="cannot reduce gradients in each micro-batch: a pipeline reduces"):
+    with pytest.raises(ValueError, match="cannot reduce gradients in each micro-batch: a pipeline"):
         verify_run(of(TIED, pp=2, reduce_each=True), 2)
     with pytest.raises(TypeError, match="cannot verify the run"):
         verify_run({"tp": 2}, 2)  # type: ignore[arg-type]

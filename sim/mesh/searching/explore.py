@@ -133,13 +133,15 @@ class Exploration:
         return sorted(pending, key=lambda one: (one not in self.first, score(one, self.guesses[one])))
 
     def _plain(self, pending: Iterable[Candidate]) -> frozenset[Candidate]:
-        """Return what people try first, and guesses may be wrong about: the best of data parallelism alone, at each
-        checkpointing, and of data parallelism with tensor or expert parallelism within a node.
+        """Return the layouts that people try first, whatever the guesses say.
+
+        Those are data parallelism alone, the best at each checkpointing, and with tensor or expert parallelism within a
+        node, the best at each degree.
         """
         score, best = self._scorer(), dict[tuple[int, int, str], Candidate]()
         for one in pending:
             dims = one.dims
-            if dims.pp * dims.cp > 1 or min(dims.tp, dims.ep) > 1 or dims.tp > self.machine.devices_per_node:
+            if dims.pp * dims.cp > 1 or min(dims.tp, dims.ep) > 1 or dims.tp * dims.ep > self.machine.devices_per_node:
                 continue
             kind = dims.tp, dims.ep, one.recipe.checkpointing if dims.tp * dims.ep == 1 else ""
             if kind not in best or score(one, self.guesses[one]) < score(best[kind], self.guesses[best[kind]]):
