@@ -30,7 +30,7 @@ from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced
 from hyper_parallel.platform import Platform
 
 __all__ = [
-    "Found",
+    "FoundParameter",
     "Grouping",
     "check_modules",
     "check_parameter",
@@ -255,7 +255,7 @@ def together(api: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundParameter:
     """A parameter to be managed.
 
     Attributes:
@@ -282,7 +282,7 @@ class Grouping:
     unsharded_gradients: bool = False
 
 
-def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list[Found]:
+def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list[FoundParameter]:
     """The parameters of this unit with their names and places, tied ones once; nested units' are left out.
 
     Raises:
@@ -297,7 +297,7 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list
             check_parameter(parameter, full_name, api)
             found.setdefault(id(parameter), (parameter, full_name, []))[2].append(Slot(owner, name))
     check_same_data([(parameter, name) for parameter, name, _ in found.values()])
-    return [Found(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
+    return [FoundParameter(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
 
 
 def own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -321,7 +321,7 @@ def own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 def make_unit(
     roots: list[nn.Module],
-    placed: Sequence[tuple[Found, ParameterPlacement]],
+    placed: Sequence[tuple[FoundParameter, ParameterPlacement]],
     storage: Storage,
     options: UnitOptions,
     grouping: Grouping,
@@ -334,7 +334,7 @@ def make_unit(
 
 
 def make_buckets(
-    placed: Sequence[tuple[Found, ParameterPlacement]],
+    placed: Sequence[tuple[FoundParameter, ParameterPlacement]],
     storage: Storage,
     mp_policy: MixedPrecisionPolicy,
     grouping: Grouping,
@@ -342,7 +342,7 @@ def make_buckets(
     """Shard parameters and let their modules show the shards: the buckets that they are in, and who reduces them."""
     platform = storage.platform
     not_flat = Storage(platform, on_host=storage.on_host, pinned=storage.pinned)
-    groups: dict[Any, list[tuple[Found, ParameterPlacement]]] = {}
+    groups: dict[Any, list[tuple[FoundParameter, ParameterPlacement]]] = {}
     for found, placement in placed:
         split = placement.shard_dim is not None
         dtype = found.parameter.dtype
@@ -425,7 +425,7 @@ def _reducer(
 
 
 def install(
-    unit: Unit, placed: Sequence[tuple[Found, ParameterPlacement]], make_class: Callable[[Any], Any], api: str
+    unit: Unit, placed: Sequence[tuple[FoundParameter, ParameterPlacement]], make_class: Callable[[Any], Any], api: str
 ) -> None:
     """Give the modules their new class, and let state dicts and stale parameters know of the unit."""
     for root in unit.modules:
@@ -438,7 +438,7 @@ def install(
         refuse_gradients(found, api)
 
 
-def refuse_gradients(found: Found, api: str) -> None:
+def refuse_gradients(found: FoundParameter, api: str) -> None:
     """Let a gradient for the parameter as it was be an error: whoever still uses it trains a copy."""
     if not found.parameter.requires_grad:
         return
@@ -483,7 +483,7 @@ def nested_placements(roots: Iterable[nn.Module]) -> list[ParameterPlacement]:
     return [param.placement for unit in nested_units(*roots) for param in unit.params]
 
 
-def is_dtensor(found: Found) -> bool:
+def is_dtensor(found: FoundParameter) -> bool:
     """Whether the parameter is a DTensor already."""
     return isinstance(found.parameter, DTensor)
 
@@ -580,7 +580,7 @@ def _is_of_a_unit(hook: Any) -> bool:
 
 def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, Any]) -> Unit:
     params = unit.params
-    placed: list[tuple[Found, ParameterPlacement]] = []
+    placed: list[tuple[FoundParameter, ParameterPlacement]] = []
     device = unit.wrapping.storage.device
     for param in params:
         empty = memo[id(stand_ins[id(param)])]
@@ -592,7 +592,7 @@ def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, A
             unsharded = _as_dtensor(unsharded, param)
         unsharded.__dict__.update(copy.deepcopy(param.attributes | param.sharded.__dict__, memo))
         slots = tuple(Slot(memo[id(slot.module)], slot.name) for slot in param.slots)
-        placed.append((Found(unsharded, param.name, slots), param.placement))
+        placed.append((FoundParameter(unsharded, param.name, slots), param.placement))
     roots = [memo[id(root)] for root in unit.modules]
     made = make_unit(roots, placed, unit.wrapping.storage, replace(unit.options), unit.wrapping.grouping)
     for param, twin in zip(params, made.params, strict=True):  # the same keys, hence the same buckets
