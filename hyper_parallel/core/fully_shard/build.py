@@ -26,7 +26,7 @@ from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
 from hyper_parallel.core.fully_shard.placement import DataParallelMesh, ParameterPlacement, has_extension, unpackable
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
+from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units
 from hyper_parallel.platform import Platform
 
 __all__ = [
@@ -470,9 +470,8 @@ def move_buffers(roots: list[nn.Module], platform: Platform) -> None:
 
 def move_plain(roots: Iterable[nn.Module], data: DataParallelMesh, spmd_mesh: DeviceMesh) -> None:
     """Put plain parameters of units inside, that were wrapped before there was a spmd_mesh, onto it."""
-    units = dict.fromkeys(u for root in roots for child in root.modules() if (u := unit_of(child)) is not None)
-    for unit in units:
-        for param in [param for bucket in unit.buckets for param in bucket.params]:
+    for unit in nested_units(*roots):
+        for param in unit.params:
             placement = param.placement
             if placement.data is not None and placement.data.mesh == data.mesh and placement.mesh == data.mesh:
                 before = [Replicate() for _ in range(spmd_mesh.ndim - data.axes)]
@@ -481,8 +480,7 @@ def move_plain(roots: Iterable[nn.Module], data: DataParallelMesh, spmd_mesh: De
 
 def nested_placements(roots: Iterable[nn.Module]) -> list[ParameterPlacement]:
     """The placements of the parameters of units inside these modules."""
-    units = dict.fromkeys(u for root in roots for child in root.modules() if (u := unit_of(child)) is not None)
-    return [param.placement for unit in units for bucket in unit.buckets for param in bucket.params]
+    return [param.placement for unit in nested_units(*roots) for param in unit.params]
 
 
 def is_dtensor(found: Found) -> bool:
@@ -503,7 +501,7 @@ def copy_wrapped(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         TypeError: A unit for `torch.compile` to trace.
         ValueError: A unit has modules outside of this one.
     """
-    units = list(nested_units(module))
+    units = nested_units(module)
     _check(module, units)
     for unit in units:
         unit.reshard()
@@ -541,12 +539,8 @@ def _check(module: nn.Module, units: list[Unit]) -> None:
             )
 
 
-def _params(unit: Unit) -> list[ManagedParam]:
-    return [param for bucket in unit.buckets for param in bucket.params]
-
-
 def _slots(unit: Unit) -> list[Slot]:
-    return [slot for param in _params(unit) for slot in param.slots]
+    return [slot for param in unit.params for slot in param.slots]
 
 
 @contextmanager
@@ -556,7 +550,7 @@ def _unwrapped(module: nn.Module, units: list[Unit]) -> Iterator[dict[int, nn.Pa
     stand_ins: dict[int, nn.Parameter] = {}
     try:
         for unit in units:
-            for param in _params(unit):
+            for param in unit.params:
                 empty = torch.empty(param.shape, dtype=param.local.dtype, device="meta")
                 stand_ins[id(param)] = nn.Parameter(empty, requires_grad=param.sharded.requires_grad)
                 for slot in param.slots:
@@ -585,7 +579,7 @@ def _is_of_a_unit(hook: Any) -> bool:
 
 
 def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, Any]) -> Unit:
-    params = _params(unit)
+    params = unit.params
     placed: list[tuple[Found, ParameterPlacement]] = []
     device = unit.wrapping.storage.device
     for param in params:
@@ -601,7 +595,7 @@ def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, A
         placed.append((Found(unsharded, param.name, slots), param.placement))
     roots = [memo[id(root)] for root in unit.modules]
     made = make_unit(roots, placed, unit.wrapping.storage, replace(unit.options), unit.wrapping.grouping)
-    for param, twin in zip(params, _params(made), strict=True):  # the same keys, hence the same buckets
+    for param, twin in zip(params, made.params, strict=True):  # the same keys, hence the same buckets
         memo[id(param.sharded)] = twin.sharded
         with torch.no_grad():
             twin.local.copy_(param.local)

@@ -33,6 +33,7 @@ from hyper_parallel.core.fully_shard.hooks import (
     tensors_in,
     watch_outputs,
 )
+from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
@@ -183,10 +184,9 @@ class Unit:
         self._calls_ahead = 0  # forward calls that no backward has left since the last end of one
         self._past_calls: list[weakref.ref[ForwardCall]] = []  # whose graph may still be there
         self._structure = Structure(self.modules)
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.on_gradient = self._check_reached
-                param.watch()
+        for param in self.params:
+            param.on_gradient = self._check_reached
+            param.watch()
         for module in self.modules:
             # Around the hooks that users have registered before: these see what the module sees, not shards.
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -197,9 +197,19 @@ class Unit:
     # -- gather and free -----------------------------------------------------------------------------------------
 
     @property
+    def params(self) -> list[ManagedParam]:
+        """The parameters of all buckets."""
+        return [param for bucket in self.buckets for param in bucket.params]
+
+    @property
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters have their data."""
         return self.state is ShardedState.UNSHARDED
+
+    @property
+    def _has_data(self) -> bool:
+        """Whether the unsharded parameters have their data, or will once the gather under way is through."""
+        return self.state is ShardedState.UNSHARDED or self.state is ShardedState.UNSHARDING
 
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Start to gather the shards as they are now, unless that is done or under way.
@@ -225,7 +235,7 @@ class Unit:
         # FSDP2 gathers nothing while it is unsharded. But what is there may have been kept (by `unshard()`, after
         # backward, for a backward to come), or prefetched for a forward that never came, and an optimizer may have
         # stepped since: stale weights would be silent.
-        has_data = self.state is ShardedState.UNSHARDED or self.state is ShardedState.UNSHARDING
+        has_data = self._has_data
         # number + 1: gathered by hand, for the forward that comes next.
         is_left_over = has_data and not in_backward and gather.forward_number not in (number, number + 1)
         if version != gather.version or (is_left_over and not self._is_still_good()):
@@ -241,8 +251,8 @@ class Unit:
 
     def gather_by_hand(self) -> None:
         """Start to gather for the forward to come."""
-        has_data = self.state is ShardedState.UNSHARDED or self.state is ShardedState.UNSHARDING
-        if has_data and not self._gather.kept_after_backward and (self._gather.may_change or self._holds_gradients()):
+        gather = self._gather
+        if self._has_data and not gather.kept_after_backward and (gather.may_change or self._holds_gradients()):
             self._free()
         self.start_gather()
         # After it, as a gather begins a new record. The number is that of the forward to come: this one takes what it
@@ -444,7 +454,7 @@ class Unit:
             unit, traced = unit_of(child), traced_unit_of(child)
             if unit is not None:
                 yield from unit.wrapping.ignored
-                for param in (param for bucket in unit.buckets for param in bucket.params):
+                for param in unit.params:
                     yield param.sharded
                     yield param.unsharded
             if traced is not None:
@@ -538,7 +548,7 @@ class Unit:
 
     def _become_root(self) -> Schedule[Unit]:
         """The first unit whose forward runs is the root of all units below it; so far they may have had their own."""
-        units = list(dict.fromkeys(u for m in self.modules for child in m.modules() if (u := unit_of(child))))
+        units = nested_units(*self.modules)
         earlier = list(dict.fromkeys(u.schedule for u in units if u.schedule is not None))
         for schedule in earlier:
             schedule.forget_failed_backward()
@@ -718,8 +728,8 @@ class Unit:
         self._structure.check(self._known_parameters)
         below = schedule.units
         if below[0] is not self:  # it has run inside of a larger root
-            below = [u for m in self.modules for child in m.modules() if (u := unit_of(child)) is not None]
-        return list(dict.fromkeys(below))
+            return nested_units(*self.modules)
+        return list(below)
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups over which parameters are gathered and gradients reduced."""
@@ -791,9 +801,8 @@ class Unit:
             self.schedule.finish_reductions()
         for reducer in self.reducers:
             reducer.clear()
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.clear_gradient(set_to_none=set_to_none)
+        for param in self.params:
+            param.clear_gradient(set_to_none=set_to_none)
 
 
 def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
@@ -833,14 +842,10 @@ def is_wrapped(module: nn.Module) -> bool:
     return unit_of(module) is not None or traced_unit_of(module) is not None
 
 
-def nested_units(module: nn.Module) -> Iterator[Unit]:
-    """All units in `module` and its submodules, each once, in module order."""
-    seen: list[Unit] = []
-    for child in module.modules():
-        unit = unit_of(child)
-        if unit is not None and unit not in seen:
-            seen.append(unit)
-            yield unit
+def nested_units(*modules: nn.Module) -> list[Unit]:
+    """All units in `modules` and their submodules, each once, in module order."""
+    found = (unit_of(child) for module in modules for child in module.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def nested_traced_units(module: Any) -> list[Any]:

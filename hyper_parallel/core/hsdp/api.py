@@ -343,9 +343,9 @@ def _platform(found: list[Found], cell: nn.Module) -> Platform:
                 "cell.to(device) first",
             )
         )
-    nested = next(nested_units(cell), None)
-    if not found and nested is not None:
-        return nested.platform
+    nested = nested_units(cell)
+    if not found and nested:
+        return nested[0].platform
     return get_platform(known[0] if known else None)
 
 
