@@ -21,6 +21,7 @@ from hyper_parallel.cli.kit import (
     mistakes_as_messages,
     print_wide,
     say_error,
+    sigterm_as_ctrl_c,
     stderr_console,
     stdout_console,
 )
@@ -201,7 +202,7 @@ def search(
 
     hyper-parallel search run.toml --hardware h100-sxm --devices 64 --write best.toml
 
-    Ctrl-C ends it: what it has found so far is printed. The exit code is 3 if nothing fits.
+    Ctrl-C or SIGTERM ends it: what it has found so far is printed. The exit code is 3 if nothing fits.
     """
     with _mistakes_as_messages():
         from sim.mesh.searching.explore import NothingFits
@@ -222,7 +223,7 @@ def search(
         found_model, recipes = _recipes(run, spec, stays, _settings(settings))
         degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
         try:
-            with SearchBar(stderr_console()) as bar:
+            with SearchBar(stderr_console()) as bar, sigterm_as_ctrl_c():
                 result = search_ways(
                     found_model,
                     hardware,

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from sim.mesh.job import Job
 from sim.mesh.program import Alloc, Comm, Event, Free, Op, Program
 from sim.mesh.tracing.kinds import attention_shape, kind_of, matmul_shape
 from sim.trace import Event as TraceEvent
@@ -62,13 +61,13 @@ def sent_by_program(program: Program) -> list[Sent]:
     return found
 
 
-def sent_in_reality(job: Job, events: list[TraceEvent]) -> list[Sent]:
+def sent_in_reality(events: list[TraceEvent]) -> list[Sent]:
     """The same of events of the real world."""
     found = []
     for event in events:
         is_message = event.op in ("send", "recv")
-        devices = () if is_message else tuple(sorted(job.device_of(event.group)))
-        peer = job.device_of([event.peer])[0] if is_message and event.peer is not None else None
+        devices = () if is_message else tuple(sorted(event.group))
+        peer = event.peer if is_message else None
         size = max(_bytes(event.input_shapes, event.dtype), _bytes(event.output_shapes, event.dtype))
         moved = max(event.send_bytes, event.recv_bytes)
         found.append(Sent(event.op, event.axis, devices, peer, size, moved, event.dtype))

@@ -161,7 +161,7 @@ class At(Job):
     further: int = 0
 
     def rank_of_stage_rank(self, pp_rank: int) -> int:
-        return pp_rank + self.further * self.dims.pp
+        return super().rank_of_stage_rank(pp_rank) + self.further
 
 
 def said(job: Job, further: int) -> list[list[Any]]:

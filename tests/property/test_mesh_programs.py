@@ -66,13 +66,14 @@ def check(config: Config, world_size: int, routing: Routing | None = None, *, li
     for place, program in enumerate(programs):
         compare(job, program, seen[job.rank_of_stage_rank(place)])
         # The others of its class do the same among other ranks; with experts, some have got more rows.
-        for rank in range(place, world_size, job.dims.pp) if routing is None else ():
-            assert_alike(sent_in_reality(job, step_of(seen[rank], 1)), sent_by_program(program), devices=False)
-            assert seen[rank].result.memory == seen[place].result.memory
+        first, size = job.rank_of_stage_rank(place), world_size // job.dims.pp
+        for rank in range(first, first + size) if routing is None else ():
+            assert_alike(sent_in_reality(step_of(seen[rank], 1)), sent_by_program(program), devices=False)
+            assert seen[rank].result.memory == seen[first].result.memory
 
 
 def compare(job: Any, program: Program, seen: Seen) -> None:
-    assert_alike(sent_in_reality(job, step_of(seen, 1)), sent_by_program(program))
+    assert_alike(sent_in_reality(step_of(seen, 1)), sent_by_program(program))
     assert flops_of(program) == seen.result.flops[1]
     memory, standing = seen.result.memory, standing_bytes(program)
     compare_operations(job, program, seen)

@@ -416,7 +416,7 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
     actions = orders(job.recipe.schedule, job.dims.pp, job.recipe.stages_per_rank, job.microbatches)
     programs = []
     for rank in range(job.dims.pp):
-        device = job.device_of([job.rank_of_stage_rank(rank)])[0]
+        device = job.rank_of_stage_rank(rank)
         program = Program(device, like, job.dims.world_size)
         own = [part for part in parts if part.rank == rank]
         adder = _Adder(job, program)
@@ -532,12 +532,12 @@ class _Adder:
     def _peer(self, part: StagePart, event: Comm, recording: Recording) -> int | None:
         """The device on the other side of a message: between stages, that of the stage before or after this one."""
         if event.op not in ("send", "recv") or recording.groups[event.group].axis != "pp":
-            return None if event.peer is None else self.job.device_of([event.peer])[0]
+            return event.peer
         place = recording.places[event.place]
         forward = place.phase in ("forward", "loss")
         step = 1 if forward == (event.op == "send") else -1
         rank = self.by_rank[part.index + step]
-        return self.job.device_of([self.job.rank_of_stage_rank(rank)])[0]
+        return self.job.rank_of_stage_rank(rank)
 
 
 def _flat(chunks: list[Chunk]) -> list[Event]:

@@ -6,7 +6,6 @@ of all ranks of a pipeline are put together from these, in the order of the real
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -100,8 +99,7 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
             return world.run_alone(_Run(job, part, kept, recorder).record)
 
     recording = recordings.get(job, part, kept, record, fresh=every_layer)
-    groups = [group._replace(ranks=tuple(job.device_of(group.ranks))) for group in recording.groups]
-    return expand(dataclasses.replace(recording, groups=groups), list(part.layers), kept)
+    return expand(recording, list(part.layers), kept)
 
 
 class _Run:
