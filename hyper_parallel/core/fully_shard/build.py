@@ -136,6 +136,7 @@ def check_parameters(
 def _listed(name: str, given: Any) -> list[Any]:
     if given is None:
         return []
+    # A tensor is iterable too: each of its rows would be refused as an argument that nobody has passed.
     if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise (ValueError if name == "ignored_params" else TypeError)(
             explain(
@@ -233,6 +234,8 @@ def _is_extended(parameter: nn.Parameter, name: str) -> bool:
             f"  seen: {type(local).__name__}.fsdp_pre_all_gather{signature}\n"
             "  try: (self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
         )
+    # Tried on no rows at all, now and on every rank: a class that one of these operations drops would show at the first
+    # gather, and on some ranks alone where shards are uneven.
     with torch.no_grad():
         shard = local.detach()
         shard = shard.narrow(0, 0, 0).new_zeros((0, *shard.shape[1:])) if shard.dim() else shard
@@ -302,6 +305,7 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list
 
 def own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules of this unit with the paths to them; what nested units contain is left out."""
+    # Not `named_modules()`, which goes on into units inside: their parameters would be in two units.
     seen: set[nn.Module] = set()
     own: list[tuple[str, nn.Module]] = []
 
@@ -341,6 +345,7 @@ def make_buckets(
 ) -> tuple[list[Bucket], list[GradientReducer]]:
     """Shard parameters and let their modules show the shards: the buckets that they are in, and who reduces them."""
     platform = storage.platform
+    # Replicated parameters are used where they are: a flat buffer would only be a second copy of them.
     not_flat = Storage(platform, on_host=storage.on_host, pinned=storage.pinned)
     groups: dict[Any, list[tuple[FoundParameter, ParameterPlacement]]] = {}
     for found, placement in placed:
@@ -348,6 +353,8 @@ def make_buckets(
         dtype = found.parameter.dtype
         if not storage.flat:  # converted when they are packed
             dtype = computed_in(dtype, mp_policy.param_dtype)
+        # What may share a message: the same ranks, one dtype, and one way to give what is gathered. By first use in
+        # registration order, which is the same on all ranks.
         key = (split, placement.data if split else placement.reduce_groups, dtype, has_extension(found.parameter))
         groups.setdefault(key, []).append((found, placement))
     buckets: list[Bucket] = []
@@ -355,6 +362,8 @@ def make_buckets(
     for (split, *_, extended), members in groups.items():
         params = []
         for found, placement in members:
+            # Before `ManagedParam` copies the attributes: the sharded parameter carries the name on, by which optimizer
+            # steps are counted, and a second wrap is refused.
             found.parameter._hyper_parallel_unit_name = found.name  # type: ignore[attr-defined]
             params.append(ManagedParam(found.name, list(found.slots), found.parameter, placement))
         placement = members[0][1]
@@ -364,7 +373,7 @@ def make_buckets(
             bucket: Bucket = ExtensionBucket(params, values, group, storage, mp_policy)
         else:
             bucket = Bucket(params, values, group, storage if split else not_flat, mp_policy.param_dtype)
-        bucket.show_shards()
+        bucket.show_shards()  # now: an optimizer that is made before the first forward takes what modules show
         buckets.append(bucket)
         for some in _portions(params, grouping.reduce_bytes):
             reducers.append(
@@ -429,6 +438,7 @@ def install(
 ) -> None:
     """Give the modules their new class, and let state dicts and stale parameters know of the unit."""
     for root in unit.modules:
+        # Past `__setattr__`, which modules override, to register or to refuse what they do not know.
         root.__dict__["_hyper_parallel_unit"] = unit
         object.__setattr__(root, "__class__", make_class(type(root)))
     register_state(unit)
@@ -470,6 +480,7 @@ def move_buffers(roots: list[nn.Module], platform: Platform) -> None:
 
 def move_plain(roots: Iterable[nn.Module], data: DataParallelMesh, spmd_mesh: DeviceMesh) -> None:
     """Put plain parameters of units inside, that were wrapped before there was a spmd_mesh, onto it."""
+    # Optimizers update many parameters at once, which torch does for DTensors of one mesh alone.
     for unit in nested_units(*roots):
         for param in unit.params:
             placement = param.placement
@@ -557,6 +568,7 @@ def _unwrapped(module: nn.Module, units: list[Unit]) -> Iterator[dict[int, nn.Pa
                     slot.module._parameters[slot.name] = stand_ins[id(param)]
             for root in unit.modules:
                 object.__setattr__(root, "__class__", unit.wrapping.original_classes[id(root)])
+                # Of forward methods the instance has wrappers, which would gather the unit that is copied.
                 for name in (*OF_A_UNIT, *unit.wrapping.forward_methods.get(id(root), ())):
                     root.__dict__.pop(name, None)
         for child, *_ in before:
