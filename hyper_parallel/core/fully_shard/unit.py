@@ -40,7 +40,6 @@ from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
 from hyper_parallel.platform import Platform
 
 __all__ = [
-    "Counts",
     "ShardedState",
     "StepControl",
     "Unit",
@@ -131,23 +130,6 @@ class Wrapping:
     copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
 
 
-@dataclass
-class Counts:
-    """How often a unit has been through each of its states.
-
-    Attributes:
-        forwards: Forwards of its modules, without recomputations.
-        recomputations: Forwards inside of a backward, that activation checkpointing repeats.
-        backwards: Backwards that have reached it.
-        finishes: How often its gradients were finished: at least once per backward that reached it.
-    """
-
-    forwards: int = 0
-    recomputations: int = 0
-    backwards: int = 0
-    finishes: int = 0
-
-
 class Unit:
     """The parameters of one call of `fully_shard` or `hsdp`, and the modules whose forward they serve."""
 
@@ -164,7 +146,6 @@ class Unit:
         self.reducers = reducers
         self.platform = platform
         self.options = options
-        self.counts = Counts()
         self.wrapping = Wrapping({id(module): type(module) for module in self.modules})
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
@@ -177,6 +158,7 @@ class Unit:
         self.shows_unsharded = False
         self.control = StepControl.HOOKS
         self.backward = BackwardRecord()
+        self.was_in_backward = False  # at any time
         self._gather = GatherRecord()
         self._asked_for = False  # by `unshard()`, until `reshard()`
         self._calls: list[ForwardCall | None] = []  # running, one inside the other; None: a recomputation
@@ -381,7 +363,7 @@ class Unit:
         """Gather, unless that was done ahead, and arrange to hear of the backward of this call."""
         if self.control is StepControl.UNSHARDED_FOR_STEP:
             self.finish_gather()
-            return self._count_and_cast(args, kwargs)
+            return self._cast_inputs(args, kwargs)
         schedule = self.schedule or self._become_root()
         # Before anything is read: a backward that raised has left `under_way`, and this forward would be taken for a
         # recomputation inside of it, which nothing ever frees.
@@ -393,7 +375,7 @@ class Unit:
             self.unshard(in_backward=True)  # the module calls itself
         else:
             self._enter_forward(module, schedule)
-        args, kwargs = self._count_and_cast(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
         # A recomputation by activation checkpointing is a part of the backward under way: it has no backward of its own
         # to wait for, and would free the parameters that the backward around it needs.
         call = None if recomputing else ForwardCall(self)
@@ -404,11 +386,7 @@ class Unit:
         self._calls.append(call)  # last: if anything above raises, `post_forward` finds no call and leaves all alone
         return args, kwargs
 
-    def _count_and_cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if torch._C._current_graph_task_id() != -1:  # autograd is running a backward, in which forwards are repeated
-            self.counts.recomputations += 1
-        else:
-            self.counts.forwards += 1
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         policy = self.options.mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
@@ -593,7 +571,7 @@ class Unit:
         if backward.number != number:
             backward = self.backward = BackwardRecord(number)
         backward.open_calls += 1
-        self.counts.backwards += 1
+        self.was_in_backward = True
         if backward.under_way:
             return  # another call of the unit: the parameters are there
         backward.under_way = True
@@ -612,7 +590,7 @@ class Unit:
         for unit in schedule.next_in_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
             # In its first backward a unit is not gathered ahead: if something uses its parameters before it is
             # reached, their memory is still empty, and torch says so.
-            if unit.counts.backwards > 0 and unit.options.unshard_in_backward:
+            if unit.was_in_backward and unit.options.unshard_in_backward:
                 unit.start_gather(in_backward=True)
 
     def _check_reached(self, gradient: torch.Tensor) -> None:
@@ -672,7 +650,6 @@ class Unit:
 
     def _reshard_and_reduce(self, schedule: Schedule[Unit]) -> None:
         self.backward.under_way = False
-        self.counts.finishes += 1
         options = self.options
         # The order is that of memory, and of the wire. Freed before packed: the peak is one of the two, not both.
         # Received before packed: what the unit before has sent goes back to the allocator, and comes again as this
