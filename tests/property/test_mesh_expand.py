@@ -26,7 +26,7 @@ from sim.mesh.tracing.trace import trace
 pytestmark = pytest.mark.sim
 
 few = settings(
-    max_examples=max(settings.default.max_examples // 25, 1),
+    max_examples=max(settings.default.max_examples // 50, 1),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
