@@ -258,7 +258,7 @@ def estimate(
         UnknownOperation: an operation that there is no price for.
     """
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
-    find_hardware(hardware)  # a name that is not there is told first
+    find_hardware(hardware)  # an unknown name is reported first
     job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, sizes)
     return estimate_job(job, hardware, calibration)
 

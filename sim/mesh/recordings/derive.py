@@ -232,7 +232,7 @@ def _without_numbers(event: Any) -> Any:
 
 
 def _check_logits(anchor: Anchor, recording: Recording, job: Job) -> None:
-    """Refuse a block that is as large as the logits in one of two recordings only: its category is told by that."""
+    """Refuse a block that is as large as the logits in one of two recordings only: its category follows from that."""
     before, now = logit_sizes(anchor.job), logit_sizes(job)
     old = anchor.recording.sizes
     if any((old[block] in before) != (size in now) for block, size in recording.sizes.items()):
