@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -390,6 +391,7 @@ def _made(event: Event) -> tuple[str, int] | None:
 # Put the programs of all ranks of a pipeline together, from the recordings of the kinds of their stages ---------------
 
 _BEFORE, _AFTER = ("count", "begin"), ("reduce", "numbers", "optimizer")
+_BYTES_OF_NORM = {"float32": 4, "float64": 8}
 _OF_A_RANK = ("count", "numbers")
 """Segments that a rank with several stages has once: what it tells and reads of the global batch."""
 
@@ -438,14 +440,29 @@ def _variant(number: int, count: int) -> str:
 
 
 def _order(job: Job, program: Program, actions: Sequence[Action]) -> list[tuple[Key, int]]:
-    count = job.microbatches
     order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
+    variants = _variants(actions, job.microbatches)
     for action in actions:
-        key = (action.kind, action.stage, _variant(action.batch, count))
+        key = (action.kind, action.stage, variants[action.stage, action.batch])
         if key not in program.segments:
             _split_backward(job, program, action.stage, key[2])
         order.append((key, action.batch))
     return order + [(key, -1) for name in _AFTER for key in program.segments if key[0] == name]
+
+
+def _variants(actions: Sequence[Action], count: int) -> dict[tuple[int, int], str]:
+    """Return as which of the recorded micro-batches each stage runs each one.
+
+    Gradients are taken by the backward that runs first and reduced after the one that runs last, which some schedules
+    run in falling order. Forwards are alike.
+    """
+    found: dict[tuple[int, int], str] = {}
+    done: Counter[int] = Counter()
+    for action in actions:
+        if action.kind in ("backward", "backward_weight"):
+            found[action.stage, action.batch] = _variant(done[action.stage], count)
+            done[action.stage] += 1
+    return found
 
 
 def _split_backward(job: Job, program: Program, stage: int, variant: str) -> None:
@@ -474,6 +491,7 @@ class _Adder:
         self.job, self.program = job, program
         self.blocks = self.handles = self.events = 0
         self.by_rank = {part.index: part.rank for part in job.stages()}
+        self.sums: set[Any] = set()
 
     def add(self, part: StagePart, recording: Recording) -> None:
         """Add a stage."""
@@ -525,15 +543,28 @@ class _Adder:
             key = (name, part.index, variant)
             if name in _OF_A_RANK and any(other[0] == name for other in program.segments):
                 continue
-            program.segments[key] = Segment(name, part.index, variant, [moved(e) for e in _flat(chunks)])
+            known = _flat(chunks) if name != "optimizer" else self._once(_flat(chunks), recording)
+            program.segments[key] = Segment(name, part.index, variant, [moved(e) for e in known])
         program.categories.update({block + blocks: name for block, name in recording.categories.items()})
         self.blocks, self.handles, self.events = top
 
+    def _once(self, events: list[Event], recording: Recording) -> list[Event]:
+        """Leave out sums of single numbers that a stage before has: the norm is over all stages of a rank at once."""
+        sums = {
+            event.handle: (recording.groups[event.group], event.dtype)
+            for event in events
+            if isinstance(event, Comm) and event.op == "all_reduce" and event.size == _BYTES_OF_NORM.get(event.dtype)
+        }
+        again = {handle for handle, sum_of in sums.items() if sum_of in self.sums}
+        self.sums.update(sums.values())
+        return [event for event in events if not (isinstance(event, Comm | Wait) and event.handle in again)]
+
     def _peer(self, part: StagePart, event: Comm, recording: Recording) -> int | None:
         """The device on the other side of a message: between stages, that of the stage before or after this one."""
-        if event.op not in ("send", "recv") or recording.groups[event.group].axis != "pp":
-            return event.peer
         place = recording.places[event.place]
+        is_message = event.op in ("send", "recv") and recording.groups[event.group].axis == "pp"
+        if not is_message or place.phase == "optimizer":  # of a tied weight: there is one stage of each kind
+            return event.peer
         forward = place.phase in ("forward", "loss")
         step = 1 if forward == (event.op == "send") else -1
         rank = self.by_rank[part.index + step]
@@ -545,17 +576,15 @@ def _flat(chunks: list[Chunk]) -> list[Event]:
 
 
 def _tie(job: Job, programs: list[Program]) -> None:
-    """Where embedding and head are one weight on two stages, their gradients are added up before the update."""
-    if not getattr(job.model.config, "tie_embeddings", False):
-        return
-    first, last = programs[0], programs[-1]
-    if first is last or 0 in last.stages:
+    """Exchange the gradient of a weight that two stages share, where an engine of whole weights adds it up itself."""
+    ends = job.tied_ranks
+    if ends is None or ends[0] == ends[1] or job.recipe.zero >= 2:
         return
     vocab, width = job.model.vocab_size or 0, job.model.hidden_size or 0
-    shards = job.dims.tp * (job.dims.token_ranks // job.dims.dp_replicate if job.recipe.zero >= 2 else 1)
     width_of = {"fp32": 4}.get(job.recipe.reduce_dtype, 2)
-    size = -(-vocab * width // shards) * width_of
-    devices = (programs[0].rank, programs[-1].rank)
+    size = -(-vocab * width // job.dims.tp) * width_of
+    first, last = (programs[rank] for rank in ends)
+    devices = (first.rank, last.rank)
     for program in (first, last):
         program.groups.append(CommGroup("pp", devices))
         program.places.append(Place("optimizer", None, "tied weights"))
