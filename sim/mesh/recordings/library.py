@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.job import Job, StagePart
 from sim.mesh.models import ConfigSpec
 from sim.mesh.recipe import Recipe
@@ -121,6 +122,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
         # Fewer experts than ranks are split on another dim.
         _few_experts(job),
+        dims.pp > 1 and find_schedule(recipe.schedule).splits_backward,
         (dims.pp, ends) if ends is not None and (part.is_first or part.is_last) else None,
         (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
         tuple(kinds[layer] for layer in kept),

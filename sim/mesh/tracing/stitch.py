@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -422,13 +422,28 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         program = Program(device, like, job.dims.world_size)
         own = [part for part in parts if part.rank == rank]
         adder = _Adder(job, program)
+        sums = {part.index: _sums_of_norm(recordings[part.index]) for part in own}
+        whole = max(sums, key=lambda index: len(sums[index]))
         for part in own:
-            adder.add(part, recordings[part.index])
+            known = sums[whole].values() if part.index != whole else ()
+            again = {handle for handle, group in sums[part.index].items() if group in known}
+            adder.add(part, recordings[part.index], again)
         program.stages = tuple(part.index for part in own)
         program.order = _order(job, program, actions[rank])
         programs.append(program)
     _tie(job, programs)
     return programs
+
+
+def _sums_of_norm(recording: Recording) -> dict[int, Any]:
+    """Return the handles of sums of the norm of gradients, and over what; a rank takes one over all its stages."""
+    return {
+        event.handle: (recording.groups[event.group], event.dtype)
+        for (name, _, _), chunks in recording.segments.items()
+        if name == "optimizer"
+        for event in _flat(chunks)
+        if isinstance(event, Comm) and event.op == "all_reduce" and event.size == _BYTES_OF_NORM.get(event.dtype)
+    }
 
 
 def _variant(number: int, count: int) -> str:
@@ -491,10 +506,9 @@ class _Adder:
         self.job, self.program = job, program
         self.blocks = self.handles = self.events = 0
         self.by_rank = {part.index: part.rank for part in job.stages()}
-        self.sums: set[Any] = set()
 
-    def add(self, part: StagePart, recording: Recording) -> None:
-        """Add a stage."""
+    def add(self, part: StagePart, recording: Recording, left_out: Container[int] = ()) -> None:
+        """Add a stage, without the collectives that have some handles."""
         program = self.program
         shift_group, shift_place = len(program.groups), len(program.places)
         program.groups += recording.groups
@@ -543,21 +557,10 @@ class _Adder:
             key = (name, part.index, variant)
             if name in _OF_A_RANK and any(other[0] == name for other in program.segments):
                 continue
-            known = _flat(chunks) if name != "optimizer" else self._once(_flat(chunks), recording)
+            known = [event for event in _flat(chunks) if getattr(event, "handle", 0) not in left_out]
             program.segments[key] = Segment(name, part.index, variant, [moved(e) for e in known])
         program.categories.update({block + blocks: name for block, name in recording.categories.items()})
         self.blocks, self.handles, self.events = top
-
-    def _once(self, events: list[Event], recording: Recording) -> list[Event]:
-        """Leave out sums of single numbers that a stage before has: the norm is over all stages of a rank at once."""
-        sums = {
-            event.handle: (recording.groups[event.group], event.dtype)
-            for event in events
-            if isinstance(event, Comm) and event.op == "all_reduce" and event.size == _BYTES_OF_NORM.get(event.dtype)
-        }
-        again = {handle for handle, sum_of in sums.items() if sum_of in self.sums}
-        self.sums.update(sums.values())
-        return [event for event in events if not (isinstance(event, Comm | Wait) and event.handle in again)]
 
     def _peer(self, part: StagePart, event: Comm, recording: Recording) -> int | None:
         """The device on the other side of a message: between stages, that of the stage before or after this one."""

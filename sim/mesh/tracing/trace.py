@@ -23,6 +23,7 @@ from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradi
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
+from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.stage import Stage, StagePosition
 from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.trainer.config import OptimizerConfig
@@ -351,7 +352,7 @@ class _Run:
     def _stage(self, built: Built) -> RecordedStage:
         job, part = self.job, self.part
         spec, dims = job.model, job.dims
-        group = dims.get_mesh("pp").get_group()
+        group, kind = dims.get_mesh("pp").get_group(), find_schedule(job.recipe.schedule)
         boundary: Layout | None = None
         batch, seq, width = job.micro_batch, job.local_seq_len, spec.hidden_size
         assert width is not None, "a model with stages has a width"
@@ -368,7 +369,7 @@ class _Run:
         tokens = Meta((batch, seq), torch.int64)
         stage = RecordedStage(
             built.module,
-            StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, False),
+            StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, kind.splits_backward),
             Boundary(boundary),
             [tokens if part.is_first else between],
             [] if part.is_last else [between],
