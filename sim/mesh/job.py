@@ -185,6 +185,15 @@ class Job:
             for index, layers in enumerate(ranges)
         ]
 
+    @property
+    def tied_ranks(self) -> tuple[int, int] | None:
+        """Who has the embedding and who the head, along the pipeline, where both are one weight; else None."""
+        config = getattr(self.model, "config", None)
+        if not self.dims.pp_enabled or not getattr(config, "tie_embeddings", False):
+            return None
+        parts = self.stages()
+        return parts[0].rank, parts[-1].rank
+
     def rank_of_stage_rank(self, pp_rank: int) -> int:
         """Return the rank that stands for all at this place of the pipeline: the first along most axes."""
         return pp_rank * (self.dims.world_size // self.dims.pp) + self._ep_rank() * self.dims.cp * self.dims.tp

@@ -40,24 +40,13 @@ def events_of(program: Program) -> Iterator[Event]:
 
 
 def sent_by_program(program: Program) -> list[Sent]:
-    """What a program communicates in a step.
-
-    Of a rank with several stages, the norm of gradients counts once.
-    """
+    """What a program communicates in a step."""
     found: list[Sent] = []
-    norms: set[Sent] = set()
-    for segment, _ in program.segments_in_order():
-        for event in segment.events:
-            if not isinstance(event, Comm):
-                continue
+    for event in events_of(program):
+        if isinstance(event, Comm):
             group = program.groups[event.group]
             devices = () if event.op in ("send", "recv") else tuple(sorted(group.ranks))
-            sent = Sent(event.op, group.axis, devices, event.peer, event.size, event.moved, event.dtype)
-            is_norm = segment.name == "optimizer" and event.op == "all_reduce" and event.size == 4
-            if len(program.stages) == 1 or not is_norm or sent not in norms:
-                found.append(sent)
-            if is_norm:
-                norms.add(sent)
+            found.append(Sent(event.op, group.axis, devices, event.peer, event.size, event.moved, event.dtype))
     return found
 
 

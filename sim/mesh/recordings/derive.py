@@ -295,7 +295,7 @@ class _Move:
         varied, inner = self.old.parts_of((self.old.rank, rank))
         if not varied:
             return self.new.rank_at(inner[1])
-        for name in ("before", "after"):
+        for name in ("before", "after", "first", "last"):
             if rank == getattr(self.old, name):
                 return int(getattr(self.new, name))
         raise _DifferentError
@@ -311,6 +311,7 @@ class _Seat:
         before, after = by_index.get(part.index - 1), by_index.get(part.index + 1)
         self.before = -1 if before is None else job.rank_of_stage_rank(before)
         self.after = -1 if after is None else job.rank_of_stage_rank(after)
+        self.first, self.last = [job.rank_of_stage_rank(rank) for rank in job.tied_ranks or ()] or (-1, -1)
         self.own = dict(zip(RANK_ORDER, self._places((self.rank,))[:, 0].tolist(), strict=True))
 
     def _places(self, ranks: Sequence[int]) -> Any:
