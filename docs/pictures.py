@@ -324,13 +324,18 @@ def draw_world() -> str:
 def draw_walk() -> str:
     """Draw a run's steps beside what was predicted of them: time, tokens/s and memory."""
     steps = [(record, record.predicted) for record in read_log(FOLDER / "walk.jsonl")[1:] if record.predicted]
-    told = steps[0][1]
+    first = steps[0][1]
     panels = [
-        ("step", [record.seconds for record, _ in steps], told.seconds, readable_seconds),
-        ("tokens/s", [record.tokens_per_s for record, _ in steps], told.tokens_per_s, "{:,.0f}".format),
-        ("memory", [float(record.grown_bytes or 0) for record, _ in steps], float(told.memory_bytes), readable_bytes),
+        ("step", [record.seconds for record, _ in steps], first.seconds, readable_seconds),
+        ("tokens/s", [record.tokens_per_s for record, _ in steps], first.tokens_per_s, "{:,.0f}".format),
+        (
+            "memory",
+            [float(record.grown_bytes or 0) for record, _ in steps],
+            float(first.memory_bytes),
+            readable_bytes,
+        ),
     ]
-    parts = [text(20, 26, f"Each step after the first; priced for {told.hardware}", anchor="start")]
+    parts = [text(20, 26, f"Each step after the first; priced for {first.hardware}", anchor="start")]
     width, height, bottom = 210, 110, 180
     for column, (name, measured, predicted, readable) in enumerate(panels):
         left, most = 20 + column * 280, max(*measured, predicted) * 1.15

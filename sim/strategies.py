@@ -21,16 +21,24 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.ownership import count_parts
 from hyper_parallel.core.dtensor.spelling import REDUCTIONS
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
-from sim.observers.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, at_time
+from sim.observers.faults.plan import (
+    FAULT_KINDS,
+    Corrupt,
+    Drop,
+    Fault,
+    Freeze,
+    Kill,
+    Slow,
+    SlowLink,
+    at_time,
+    check_kinds,
+)
 
 AXIS_NAMES = ("dp", "tp", "cp", "pp", "ep", "a", "b", "c")
 """Names of drawn axes, in mesh order."""
 
 TELLING_SIZES = (1, 0, 2, 3, 5, 7, 11, 13, 4, 6, 8, 12)
 """Sizes that find mistakes: one, none, primes, which rarely divide evenly, and a few that often do."""
-
-FAULT_KINDS: tuple[type[Fault], ...] = (Kill, Freeze, Slow, SlowLink, Corrupt, Drop)
-"""What a drawn plan is made of."""
 
 T = TypeVar("T")
 _ASKED = "cannot make a strategy"
@@ -301,9 +309,7 @@ def fault_plans(
     read_int(_ASKED, "max_faults", max_faults, 0)
     read_int(_ASKED, "max_operations", max_operations, 1)
     read_int(_ASKED, "survivors", survivors, 0, most=world_size)
-    if not kinds or not set(kinds) <= set(FAULT_KINDS):
-        known = ", ".join(f"sim.faults.{kind.__name__}" for kind in FAULT_KINDS)
-        raise ValueError(f"kinds: {list(kinds)!r} are no kinds of fault\n  known: {known}\n  try: [sim.faults.Kill]")
+    check_kinds(_ASKED, kinds)
     usable = [kind for kind in kinds if world_size > 1 or kind not in (SlowLink, Drop)]
     numbers = st.integers(0, max_operations - 1)
     when: st.SearchStrategy[Any] = numbers

@@ -285,11 +285,11 @@ def _said(file: Path | None, given: Given) -> set[str]:
     from hyper_parallel.trainer.config import tomllib
 
     table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
-    keys = {**table.get("parallel", {}), **given["parallel"]}
-    keys.update(
+    named = {**table.get("parallel", {}), **given["parallel"]}
+    named.update(
         {key: 1 for section in (table.get("train", {}), given["train"]) for key in section if key == "accumulate"}
     )
-    return set(keys)
+    return set(named)
 
 
 def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) -> tuple[Any, list[Any]]:

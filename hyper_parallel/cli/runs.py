@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 MEASURED = Path("out/hardware.toml")
-"""Where `hyper-parallel hardware measure` writes, by default."""
+"""Where `hyper-parallel hardware measure` writes, unless another path is passed."""
 
 
 # -- running ---------------------------------------------------------------------------------------------------------

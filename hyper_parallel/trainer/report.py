@@ -646,12 +646,12 @@ def _plot_predicted(panels: Sequence[Any], records: Sequence[StepRecord], color:
     known = [(record.step, record.grown_bytes / MIB) for record in records if record.grown_bytes is not None]
     if known:
         memory.plot(*zip(*known, strict=True), color=color)
-    given = [(record.step, record.predicted) for record in records if record.predicted is not None]
-    steps = [step for step, _ in given]
+    known_steps = [(record.step, record.predicted) for record in records if record.predicted is not None]
+    steps = [step for step, _ in known_steps]
     for axes, values in (
-        (speeds, [predicted.tokens_per_s for _, predicted in given]),
-        (times, [predicted.seconds * 1e3 for _, predicted in given]),
-        (memory, [predicted.memory_bytes / MIB for _, predicted in given]),
+        (speeds, [predicted.tokens_per_s for _, predicted in known_steps]),
+        (times, [predicted.seconds * 1e3 for _, predicted in known_steps]),
+        (memory, [predicted.memory_bytes / MIB for _, predicted in known_steps]),
     ):
         axes.plot(steps, values, "--", color=color)
 

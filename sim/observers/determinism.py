@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hyper_parallel.core.common.errors import explain
 from sim.comm.collectives import Call
 from sim.comm.endpoint import Endpoint
 from sim.comm.group import Message, Slot
@@ -88,9 +89,8 @@ def check_determinism(
     """
     chosen = list(seeds)
     if not chosen or runs < 1 or (len(chosen) == 1 and runs < 2):
-        raise ValueError(
-            f"cannot compare {runs} runs from {len(chosen)} seeds\n  seeds, runs: two runs at least\n  try: runs=2"
-        )
+        seen = f"seeds: {len(chosen)}, runs: {runs}"
+        raise ValueError(explain("cannot check determinism", "two runs at least are compared", seen, "runs=2"))
     first: _RecordedRun | None = None
     for seed in chosen:
         once = _run(fn, world_size, args, kwargs, seed, init)

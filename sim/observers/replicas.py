@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hyper_parallel.core.common.checks import check_least
 from sim.comm.endpoint import Endpoint
 from sim.comm.group import Network, without_modes
 from sim.explain.errors import ReplicaMismatch
@@ -142,11 +143,7 @@ def check_replicas(
     context = current_context()
     if context is None:
         return
-    if rtol < 0 or atol < 0:
-        raise ValueError(
-            f"cannot compare replicas within rtol={rtol!r}, atol={atol!r}\n  seen: a tolerance below 0\n"
-            "  try: rtol=0, atol=0, which compares the bits"
-        )
+    check_least("cannot compare the copies", 0, rtol=rtol, atol=atol)
     spread = None if group is None else spread_of_group(context, group)
     _compare(context.replicas, context, named(list(leaves(context, things, spread))), (rtol, atol))
 

@@ -11,10 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
 from sim.comm.endpoint import Endpoint
 from sim.comm.group import without_modes
 
 __all__ = ["Leaf", "Spread", "axis_names", "leaves", "named", "of_optimizer", "spread_of", "spread_of_group"]
+
+_ASKED = "cannot compare the copies"
 
 
 class Spread(NamedTuple):
@@ -54,20 +58,16 @@ def spread_of_group(endpoint: Endpoint, group: dist.ProcessGroup | DeviceMesh) -
         TypeError: The group is none.
         ValueError: The calling rank is not in it.
     """
+    check(_ASKED, "group | mesh", "group=mesh['dp'], or group=dist.group.WORLD", group=group)
     if isinstance(group, DeviceMesh):
         sizes, names, ranks = tuple(group.shape), axis_names(group), _ranks_of(group)
-    elif isinstance(group, dist.ProcessGroup):
+    else:
         ranks = tuple(dist.get_process_group_ranks(group))
         sizes, names = (len(ranks),), (endpoint.axis_of(group.group_name, group.group_desc, ranks),)
-    else:
-        raise TypeError(
-            f"cannot compare replicas over a {type(group).__name__}\n  group: a process group or a mesh\n"
-            "  try: group=mesh['dp'], or group=dist.group.WORLD"
-        )
     if endpoint.rank not in ranks:
+        blame = f"rank {endpoint.rank} is not in the group"
         raise ValueError(
-            f"cannot compare replicas over a group that rank {endpoint.rank} is not in\n"
-            f"  group: ranks {list(ranks)}\n  try: call it on the ranks of the group only"
+            explain(_ASKED, blame, f"group: ranks {list(ranks)}", "call it on the ranks of the group only")
         )
     layout = ", ".join(f"{name}={size}: equal copies" for name, size in zip(names, sizes, strict=True))
     return Spread(ranks, sizes, names, (True,) * len(sizes), layout)
@@ -96,11 +96,9 @@ def _walk(endpoint: Endpoint, thing: Any, path: str, fallback: str, spread: Spre
         return
     if isinstance(thing, torch.Tensor):
         if spread is None and not isinstance(thing, DTensor):
-            raise TypeError(
-                f"cannot compare the copies of {path or fallback!r}: a plain tensor does not say who holds copies\n"
-                f"  seen: {str(thing.dtype).removeprefix('torch.')} {list(thing.shape)}\n"
-                "  try: check_replicas(x, group=mesh['dp']), or a DTensor"
-            )
+            asked, blame = f"{_ASKED} of {path or fallback!r}", "a plain tensor does not say who holds copies"
+            seen = f"seen: {str(thing.dtype).removeprefix('torch.')} {list(thing.shape)}"
+            raise TypeError(explain(asked, blame, seen, "check_replicas(x, group=mesh['dp']), or a DTensor"))
         yield from _with_grad(path or fallback, thing, spread)
     elif isinstance(thing, torch.nn.Module):
         found = list(_of_module(endpoint, thing, f"{path}." if path else "", spread))
@@ -114,10 +112,9 @@ def _walk(endpoint: Endpoint, thing: Any, path: str, fallback: str, spread: Spre
         for place, value in enumerate(thing):
             yield from _walk(endpoint, value, f"{path or fallback}[{place}]", fallback, spread)
     else:
-        raise TypeError(
-            f"cannot compare the copies of {path or fallback!r}\n  seen: {type(thing).__name__}\n"
-            "  try: DTensors, modules, optimizers, or lists and dicts of them"
-        )
+        asked, seen = f"{_ASKED} of {path or fallback!r}", f"seen: {type(thing).__name__}"
+        hint = "DTensors, modules, optimizers, or lists and dicts of them"
+        raise TypeError(explain(asked, "it holds no tensors", seen, hint))
 
 
 def _of_module(endpoint: Endpoint, module: torch.nn.Module, prefix: str, spread: Spread | None) -> Iterator[Leaf]:
@@ -144,12 +141,10 @@ def _known(found: list[Leaf], owner: Any, what: str) -> list[Leaf]:
     """What was found in a module or an optimizer, of which something has to say how it is spread."""
     if found and not any(leaf.spread is not None or isinstance(leaf.tensor, DTensor) for leaf in found):
         count = f"{len(found)} plain tensor{'s' if len(found) > 1 else ''}"
-        raise TypeError(
-            f"cannot compare the copies of {what!r}: nothing in it says who holds copies\n"
-            f"  seen: {type(owner).__name__} with {count}, {found[0].name!r} first\n"
-            "  group: None, and only DTensors and DistributedDataParallel know theirs\n"
-            "  try: check_replicas(x, group=dist.group.WORLD), or group=mesh['dp']"
-        )
+        blame = "nothing in it says who holds copies: without group=, DTensors and DistributedDataParallel do"
+        seen = f"seen: {type(owner).__name__} with {count}, {found[0].name!r} first"
+        hint = "check_replicas(x, group=dist.group.WORLD), or group=mesh['dp']"
+        raise TypeError(explain(f"{_ASKED} of {what!r}", blame, seen, hint))
     return found
 
 

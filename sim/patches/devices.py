@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel import platform
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import Platform
 from sim.explain.errors import SimError
 from sim.kernel.context import current_context
@@ -166,10 +167,9 @@ def _set_device(context: RankContext, device: Any) -> None:
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
     size = context.network.world_size
     if index is not None and not 0 <= int(index) < size:
-        raise ValueError(
-            f"rank {context.rank} asked for device {device}, but {size} simulated ranks have {size} devices\n"
-            f"  device: 0 to {size - 1}\n  try: set_device(int(os.environ['LOCAL_RANK']))"
-        )
+        blame = f"{size} simulated ranks have {size} devices, 0 to {size - 1}"
+        seen = f"device: {device}, asked for by rank {context.rank}"
+        raise ValueError(explain("cannot set the device", blame, seen, "set_device(int(os.environ['LOCAL_RANK']))"))
     context.device_index = int(index or 0)
 
 

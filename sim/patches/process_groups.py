@@ -16,6 +16,7 @@ from torch.distributed import c10d_logger
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 
+from hyper_parallel.core.common.errors import explain
 from sim.comm.dispatcher import replace_kernels
 from sim.comm.endpoint import Endpoint
 from sim.comm.process_group import SimProcessGroup
@@ -259,27 +260,24 @@ def _check_backend(asked: str) -> None:
     known = [name for name in dict.fromkeys((*c10d.Backend.backend_list, *_ELSEWHERE)) if name != "mpi"]
     for part in asked.lower().split(","):
         if part.rpartition(":")[2] not in known:
-            raise ValueError(
-                f"init_process_group was asked for the backend {asked!r}, which {_why_not(asked)}\n"
-                f"  known: {', '.join(name for name in known if name != 'undefined')}\n"
-                "  try: backend='nccl', 'hccl' or 'gloo', or none: the simulator stands in for each"
-            )
+            seen = f"known: {', '.join(name for name in known if name != 'undefined')}"
+            hint = "backend='nccl', 'hccl' or 'gloo', or none: the simulator stands in for each"
+            blame = f"backend {asked!r} {_why_not(asked)}"
+            raise ValueError(explain("cannot make a process group", blame, seen, hint))
 
 
 def _why_not(asked: str) -> str:
     if "mpi" in asked.lower():
         return "takes its ranks from mpirun, and not from torchrun or sim"
-    return "nobody provides"
+    return "is one that nobody provides"
 
 
 def _check_identity(context: Endpoint, rank: int, world_size: int) -> None:
     own, size = context.place
     if rank not in (-1, own) or world_size not in (-1, size):
-        raise ValueError(
-            f"init_process_group was asked for rank {_or_any(rank)} of {_or_any(world_size)}, but this is rank "
-            f"{own} of {size}\n"
-            "  try: leave out rank and world_size, or read RANK and WORLD_SIZE from the environment"
-        )
+        seen = f"seen: rank {_or_any(rank)} of {_or_any(world_size)}"
+        hint = "leave out rank and world_size, or read RANK and WORLD_SIZE from the environment"
+        raise ValueError(explain("cannot init_process_group", f"this is rank {own} of {size}", seen, hint))
 
 
 def _or_any(number: int) -> str:
@@ -343,9 +341,9 @@ def _split_group(host: Host) -> Undo:
             return original(parent_pg, split_ranks, timeout, pg_options, *rest, **more)
         parent = parent_pg or dist.group.WORLD
         if not split_ranks or any(len(part) == 0 or len(part) != len(set(part)) for part in split_ranks):
+            blame = "split_ranks are lists of different ranks, none of them empty"
             raise ValueError(
-                f"split_group: cannot split a group into {split_ranks!r}\n"
-                "  split_ranks: lists of different ranks, none of them empty\n  try: [[0, 1], [2, 3]]"
+                explain("cannot split a group", blame, f"split_ranks: {split_ranks!r}", "[[0, 1], [2, 3]]")
             )
         mine = next((part for part in split_ranks if parent.rank() in part), None)
         if mine is None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hyper_parallel.core.common.errors import explain
 from sim.patches.devices import KINDS
 from sim.script.modules import find_module
 from sim.script.packages import check_own
@@ -150,10 +151,9 @@ def launch_of(
     _check_machines(nnodes, script, command)
     _refuse_ranks_in_ranks(nproc)
     if not 1 <= nproc <= most:
-        raise ValueError(
-            f"cannot run {script} on {nproc} ranks\n"
-            f"  --nproc: {nproc}, expected 1 to {most:,}\n  try: {command} --nproc 8 {script}"
-        )
+        asked = f"cannot run {script} on {nproc} ranks"
+        blame, hint = f"--nproc must be from 1 to {most:,}", f"{command} --nproc 8 {script}"
+        raise ValueError(explain(asked, blame, f"--nproc: {nproc}", hint))
     if module:
         _check_module(script, nproc, command)
     else:
@@ -179,30 +179,25 @@ def launch_of(
 def _refuse_ranks_in_ranks(nproc: int) -> None:
     present = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if present:
-        raise ValueError(
-            f"cannot start {nproc} simulated ranks: this process is a rank already\n"
-            f"  seen: {', '.join(present)} in the environment\n"
-            "  try: start it without torchrun, and not from a script that runs on ranks"
-        )
+        asked, seen = f"cannot start {nproc} simulated ranks", f"seen: {', '.join(present)} in the environment"
+        hint = "start it without torchrun, and not from a script that runs on ranks"
+        raise ValueError(explain(asked, "this process is a rank already", seen, hint))
 
 
 def _check_machines(nnodes: str, script: str, command: str) -> None:
     if nnodes not in ("1", "1:1"):
-        raise ValueError(
-            f"cannot run {script} on more machines than one: all simulated ranks are in this process\n"
-            f"  --nnodes: {nnodes}, expected 1\n"
-            f"  try: {command} --nproc 16 {script}, with as many ranks as all machines have together"
-        )
+        asked, blame = f"cannot run {script} on more machines than one", "all simulated ranks are in this process"
+        hint = f"{command} --nproc 16 {script}, with as many ranks as all machines have together"
+        raise ValueError(explain(asked, blame, f"--nnodes: {nnodes}, expected 1", hint))
 
 
 def _check_module(name: str, nproc: int, command: str) -> None:
     if find_module(name, [os.getcwd(), *sys.path]) is None:
         is_path = name.endswith(".py") or os.sep in name
         better = f"{command} --nproc {nproc} {name}" if is_path else "it in the folder that the module is in"
-        raise ValueError(
-            f"cannot run the module {name} on {nproc} ranks: there is none in Python source\n"
-            f"  -m: {name}, expected a module, or a package with a __main__.py, as for python -m\n  try: {better}"
-        )
+        asked, blame = f"cannot run the module {name} on {nproc} ranks", "there is none in Python source"
+        seen = f"-m: {name}, expected a module, or a package with a __main__.py, as for python -m"
+        raise ValueError(explain(asked, blame, seen, better))
 
 
 def _check_script(script: str, nproc: int, command: str) -> None:
@@ -214,10 +209,8 @@ def _check_script(script: str, nproc: int, command: str) -> None:
     there = sorted(each.name for each in folder.glob("*.py")) if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, there, n=1) or there[:1]
     better = os.path.normpath(os.path.join(folder, close[0])) if close else "the path of a Python file"
-    raise ValueError(
-        f"cannot run {script} on {nproc} ranks: it {what}\n"
-        f"  script: {path.absolute()}\n  try: {f'{command} --nproc {nproc} {better}' if close else better}"
-    )
+    hint = f"{command} --nproc {nproc} {better}" if close else better
+    raise ValueError(explain(f"cannot run {script} on {nproc} ranks", f"it {what}", f"script: {path.absolute()}", hint))
 
 
 def _variables(pairs: Sequence[str]) -> dict[str, str]:
@@ -225,10 +218,8 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            raise ValueError(
-                f"cannot set the environment variable {pair!r}\n  --env: a name, an equals sign and a value\n"
-                "  try: --env DEBUG=1"
-            )
+            blame = "--env takes a name, an equals sign and a value"
+            raise ValueError(explain("cannot set an environment variable", blame, f"--env: {pair!r}", "--env DEBUG=1"))
         variables[name] = value
     return variables
 
@@ -239,7 +230,5 @@ def _shown(asked: str, nproc: int) -> tuple[int, ...] | None:
     parts = asked.split(",")
     if all(part.strip().isdecimal() and int(part) < nproc for part in parts):
         return tuple(int(part) for part in parts)
-    raise ValueError(
-        f"cannot show the output of ranks {asked!r}\n  --show: ranks from 0 to {nproc - 1}, with commas, or all\n"
-        "  try: --show 0, --show all"
-    )
+    blame = f"--show takes ranks from 0 to {nproc - 1}, with commas, or all"
+    raise ValueError(explain("cannot show the output of ranks", blame, f"--show: {asked!r}", "--show 0, --show all"))

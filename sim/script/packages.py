@@ -15,6 +15,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from hyper_parallel.core.common.errors import explain
 from sim.kernel.context import current_context
 
 __all__ = ["NEVER_PER_RANK", "PER_RANK", "Forwarder", "SharedReferences", "check_own"]
@@ -34,10 +35,9 @@ def check_own(own: Sequence[str], argument: str = "own") -> tuple[str, ...]:
     better = "--own accelerate,hydra" if argument.startswith("-") else "own=['accelerate']"
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name in (*NEVER_PER_RANK, *sys.stdlib_module_names):
+            blame = f"{argument} takes names of packages as they are imported, but not {', '.join(NEVER_PER_RANK)}"
             raise ValueError(
-                f"cannot give each rank a copy of {name!r}\n"
-                f"  {argument}: names of packages as they are imported, but not {', '.join(NEVER_PER_RANK)}\n"
-                f"  try: {better}"
+                explain(f"cannot give each rank a copy of {name!r}", blame, f"{argument}: {names!r}", better)
             )
     return tuple(dict.fromkeys((*PER_RANK, *names)))
 

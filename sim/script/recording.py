@@ -375,7 +375,7 @@ class ScriptRecorder(Recorder):
         """Match what the steps leave behind with what they have found of the steps before, by size.
 
         Returns:
-            By block that is left: the block found that it stands for in the next period; and blocks that are given back
+            By block that is left: the block found that it stands for in the next period; and blocks that are freed
             and never come again, which belong to the script's beginning.
         """
         found, made = set(self._standing), dict.fromkeys(e.block for e in events if isinstance(e, Alloc))

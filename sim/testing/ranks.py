@@ -17,6 +17,7 @@ except ImportError as missing:
     ) from missing
 
 from hyper_parallel.core.common.checks import check_choice, read_int
+from hyper_parallel.core.common.errors import explain
 from sim.explain.callables import check_body
 from sim.testing.rank_test import RankTest
 
@@ -62,14 +63,14 @@ def ranks(
         owner = own[:1] if own and own[0].name == "self" else []
         if len(own) == len(owner):
             start = "self, " if owner else ""
-            raise TypeError(f"{body.__name__} takes no argument\n  try: def {body.__name__}({start}ctx): ...")
+            asked, seen = f"cannot make ranks of {body.__name__}", f"seen: def {body.__name__}({start.rstrip(', ')})"
+            raise TypeError(explain(asked, "it takes no argument", seen, f"def {body.__name__}({start}ctx): ..."))
         elsewhere = [backend for backend in backends if backend != "sim"]
         if owner and elsewhere:
-            raise TypeError(
-                f"{body.__qualname__} is a method; the processes of a backend could not find it\n"
-                f"  backends: {', '.join(elsewhere)} start processes\n"
-                f"  try: backends=('sim',), or a function of the module: def {body.__name__}(ctx): ..."
-            )
+            blame = "it is a method, which the processes of a backend could not find"
+            seen = f"backends: {', '.join(elsewhere)} start processes"
+            hint = f"backends=('sim',), or a function of the module: def {body.__name__}(ctx): ..."
+            raise TypeError(explain(f"cannot make ranks of {body.__qualname__}", blame, seen, hint))
         check_body(body)
 
         def function(request: pytest.FixtureRequest, rank_backend: str, **fixtures: Any) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hyper_parallel.core.common.checks import check_choice
 from hyper_parallel.core.common.drawing import Axes, draw_shapes, sample, whole_steps
 from sim.comm.trace import EventLog as Trace
 from sim.timeline.bars import Bar, TraceBars, lay_out, stack
@@ -40,10 +41,7 @@ class _Box(NamedTuple):
 
 def draw(trace: Trace, path: str | os.PathLike[str], color: str = "op") -> None:
     """Write what `sim.Trace.plot` says."""
-    if color not in ("op", "axis"):
-        raise ValueError(
-            f"cannot colour a plot by {color!r}\n  color: 'op' or 'axis'\n  try: trace.plot(path, color='op')"
-        )
+    check_choice("cannot plot a trace", "color", color, ("op", "axis"))
     timeline = lay_out(trace)
     width, height = _size(timeline, trace.world_size)
     figure = blank("cannot draw the trace", path, width, height, "trace.to_chrome('trace.json')")

@@ -188,7 +188,7 @@ def test_one_byte_per_element_is_gathered():
 @sim.ranks(4, backends=("sim",))
 def test_options(ctx, kind, options):
     ours = train(wrap_net(fully_shard, kind, **options), ctx.rank, foreach=False)
-    if "reshard_after_forward" in options:  # FSDP2 does not take a smaller world with an extension
+    if "reshard_after_forward" in options:  # FSDP2 does not take a smaller mesh with an extension
         options = {}
     theirs = wrap_net(fsdp.fully_shard, kind, **options)
     assert ours == train(theirs, ctx.rank, foreach=False)

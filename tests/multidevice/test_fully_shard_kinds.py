@@ -62,7 +62,7 @@ def managed(model):
     return [param for unit in units_in(model) for bucket in unit.buckets for param in bucket.params]
 
 
-def homes(model):
+def placements_of(model):
     """How and along which dim each parameter is managed, by name."""
     found = {id(p.sharded): (p.placement.mode, p.placement.shard_dim) for p in managed(model)}
     return {name: found.get(id(parameter)) for name, parameter in model.named_parameters()}
@@ -300,7 +300,7 @@ def check_kinds(ctx, mesh, **options):
     assert_equal(values(model), values(plain))
     data_axes = mesh.ndim
     assert model.gain.placements == model.turn.placements == (Replicate(),) * data_axes
-    assert homes(model)["gain"] == (MODES.LOCAL_PARAM, None)
+    assert placements_of(model)["gain"] == (MODES.LOCAL_PARAM, None)
     check(ctx, model, plain, eps=EPS_SINGLE, alone=kinds_alone)
     assert model.tied.weight is model.head.weight
     assert model.never.grad is None
@@ -402,7 +402,7 @@ def test_ignoring_wins_over_keeping_whole(ctx):
     fully_shard(model, mesh=mesh_of(ctx), ignored_params=[scale], replicate_params=[scale, weight])
     assert model.scale is scale
     assert type(scale) is nn.Parameter
-    assert homes(model)["scale"] is None
+    assert placements_of(model)["scale"] is None
     assert model.head.weight.placements == (Replicate(),)
     loss_of(model, data(ctx, part=(ctx.rank, 2))).backward()
     own = copy.deepcopy(plain)
@@ -506,7 +506,7 @@ def test_dtensors_that_keep_their_layout(ctx):
         for name, placements in LAYOUT.items():
             parameter = getattr(model, name)
             assert (parameter.device_mesh, parameter.placements) == (mesh, placements)
-        assert set(homes(model).values()) == {(MODES.DTENSOR_COMPAT, None)}
+        assert set(placements_of(model).values()) == {(MODES.DTENSOR_COMPAT, None)}
 
     check_computing_with_dtensors(ctx, mesh, fully_shard, check_home=kept)
     check_computing_with_dtensors(ctx, mesh, lambda model: fully_shard(model, reshard_after_forward=False))
@@ -566,8 +566,8 @@ def test_dtensors_and_plain_parameters_without_a_mesh(ctx):
     for name, placement in (("kept", Replicate()), ("cut", Shard(0))):
         setattr(model, name, nn.Parameter(distribute_tensor(getattr(model, name).detach(), mesh, [placement])))
     fully_shard(model)
-    assert homes(model)["kept"] == homes(model)["cut"] == (MODES.DTENSOR_COMPAT, None)
-    assert homes(model)["head.weight"] == (MODES.LOCAL_PARAM, 0)
+    assert placements_of(model)["kept"] == placements_of(model)["cut"] == (MODES.DTENSOR_COMPAT, None)
+    assert placements_of(model)["head.weight"] == (MODES.LOCAL_PARAM, 0)
     assert model.head.weight.placements == (Shard(0),)
     check(ctx, model, plain, scale=1 / 4)  # a DTensor among them: gradients are added up
 
@@ -634,13 +634,13 @@ def test_tensor_parallel_parameters_are_split_further(ctx, tmp_path):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
     for hidden in (6, 7, 1, 3):  # even in tp, but not in dp; in neither; fewer rows than ranks
         model = check_tensor_parallel(ctx, mesh, mesh["dp"], hidden=hidden, clip=0.05)
-        kinds = {name: mode for name, (mode, _) in homes(model).items()}
+        kinds = {name: mode for name, (mode, _) in placements_of(model).items()}
         assert kinds["blocks.0.up.weight"] == kinds["blocks.1.down.bias"] == MODES.DTENSOR_UNIFIED
         assert kinds["head.weight"] == kinds["norm.bias"] == MODES.LOCAL_PARAM
-        carriers = {p.device_mesh for p in model.blocks.parameters()}
-        assert len(carriers) == 1
-        assert {p.device_mesh for p in model.parameters()} == carriers  # one mesh for all of a root
-        assert carriers.pop().mesh_dim_names == ("tp", "dp")
+        meshes = {p.device_mesh for p in model.blocks.parameters()}
+        assert len(meshes) == 1
+        assert {p.device_mesh for p in model.parameters()} == meshes  # one mesh for all of a root
+        assert meshes.pop().mesh_dim_names == ("tp", "dp")
         assert model.blocks[0].up.weight.placements == (Shard(0), Shard(0))
         assert model.blocks[0].down.weight.placements == (Shard(1), Shard(0))
         assert model.head.weight.placements == (Replicate(), Shard(0))
@@ -717,7 +717,7 @@ def test_dtensors_on_the_whole_mesh_are_split_over_a_slice_of_it(ctx):
     mesh = mesh_of(ctx, 2, 2, names=("dp", "tp"))
 
     def unified(model):
-        assert {mode for mode, _ in homes(model).values()} == {MODES.DTENSOR_UNIFIED}
+        assert {mode for mode, _ in placements_of(model).values()} == {MODES.DTENSOR_UNIFIED}
         assert model.up.device_mesh.mesh_dim_names == ("tp", "dp")
         assert model.up.placements == (Shard(0), Shard(0))
         assert model.bias.placements == (Replicate(), Shard(0))
@@ -911,7 +911,7 @@ def test_dtensors_that_only_some_ranks_use(ctx, further):
         assert model.c.grad is None
 
 
-# -- a smaller world between forward and backward ----------------------------------------------------------------------
+# -- a smaller mesh between forward and backward ----------------------------------------------------------------------
 
 
 def around(use_reentrant):

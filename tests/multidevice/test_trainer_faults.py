@@ -572,7 +572,7 @@ def test_a_host_goes_and_comes(tmp_path: Path, comes: bool) -> None:
     command = (*command, f"last_call_timeout={1 if comes else 25}", "--max-restarts", "3", "faults.py", *FOREVER)
     log, out = tmp_path / "log.jsonl", tmp_path / "out"
     env = {"FAULT": json.dumps(("none", "all", "none"))}
-    if comes:  # else torch 2.13 does not tell a newcomer where its store is
+    if comes:  # else torch 2.13 does not tell a new process where its store is
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     options = {"folder": tmp_path, "env": env}
 

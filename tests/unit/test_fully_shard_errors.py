@@ -570,7 +570,7 @@ def test_what_is_no_mistake():
     assert sim.run(rank, 2) == [nn.Parameter] * 2
 
 
-# -- the other face ----------------------------------------------------------------------------------------------------
+# -- the other API -----------------------------------------------------------------------------------------------------
 
 
 FACES = {
@@ -686,8 +686,8 @@ def test_parameters_that_come_after_wrapping():
         model[0].lora = nn.Parameter(torch.ones(2))
         model(torch.ones(1, 2))
 
-    newcomers = r"came into HSDPSequential after .*: 1.weight, 1.bias\n  seen: .*\n  try: "
-    fails_on_every_rank(another_block, RuntimeError, newcomers, communicates=True)
+    unmanaged = r"came into HSDPSequential after .*: 1.weight, 1.bias\n  seen: .*\n  try: "
+    fails_on_every_rank(another_block, RuntimeError, unmanaged, communicates=True)
     fails_on_every_rank(an_adapter, RuntimeError, r"came into HSDPSequential after .*: 0.lora\n")
 
     def fine():

@@ -60,7 +60,7 @@ few = settings(max_examples=40, deadline=None, print_blob=True)
 shapes = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 
 
-def home(ranks, rank, dim):
+def placement(ranks, rank, dim):
     """Where a plain parameter lives that is split along `dim`, without any process group."""
     data = DataParallelMesh(None, None, ranks, rank, None, 1, get_platform("cpu"), 1)
     return ParameterPlacement(FullyShardParamMode.LOCAL_PARAM, None, (Shard(0 if dim is None else dim),), dim, data)
@@ -103,7 +103,7 @@ def test_parts_are_those_of_torch_chunk(split):
     wanted = parts_by_torch(whole.detach(), dim, ranks)
     padded = set()
     for rank in range(ranks):
-        param = ManagedParam("p", [], whole, home(ranks, rank, dim))
+        param = ManagedParam("p", [], whole, placement(ranks, rank, dim))
         assert torch.equal(param.shard_of(whole.detach()), wanted[rank])
         assert param.local_shape == wanted[rank].shape
         assert param.local_numel == wanted[rank].numel() <= param.chunk
@@ -117,7 +117,7 @@ def test_parts_are_those_of_torch_chunk(split):
 @given(shapes)
 def test_a_parameter_that_is_whole_is_one_part(shape):
     for whole in (numbered(shape), numbered([])):
-        param = ManagedParam("p", [], whole, home(4, 3, None))
+        param = ManagedParam("p", [], whole, placement(4, 3, None))
         assert param.shard_of(whole) is whole
         assert (param.ranks, param.chunk, param.local_shape, param.contiguous_on_dim_0) == (
             1,
@@ -132,7 +132,7 @@ def test_a_parameter_that_is_whole_is_one_part(shape):
 def test_rows_cover_the_whole_exactly_once(split):
     shape, dim, ranks = split
     whole = numbered(shape)
-    param = ManagedParam("p", [], whole, home(ranks, 0, dim))
+    param = ManagedParam("p", [], whole, placement(ranks, 0, dim))
     wanted = parts_by_torch(whole.detach(), dim, ranks)
     room = max(ranks * param.chunk, param.numel) if param.contiguous_on_dim_0 else param.numel
     flat = torch.full((room,), -1.0)
@@ -185,7 +185,7 @@ def brute_row(params, dims, gradients, ranks, rank):
 def test_gradients_are_packed_row_by_row_and_padded_with_zeros(members, ranks, dtype, has_place):
     wholes = [numbered(shape) for (shape, _, _), _ in members]
     dims = [dim for (_, dim, _), _ in members]
-    params = [ManagedParam("p", [], whole, home(ranks, 0, dim)) for whole, dim in zip(wholes, dims, strict=True)]
+    params = [ManagedParam("p", [], whole, placement(ranks, 0, dim)) for whole, dim in zip(wholes, dims, strict=True)]
     gradients = [whole.detach().to(dtype) if used else None for whole, (_, used) in zip(wholes, members, strict=True)]
     held = [None if gradient is None else gradient.reshape(-1) for gradient in gradients]
     reducer = reducer_of(params, ranks)
@@ -198,7 +198,7 @@ def test_gradients_are_packed_row_by_row_and_padded_with_zeros(members, ranks, d
 
 
 def test_gradients_that_are_not_split_are_packed_as_one_row():
-    params = [ManagedParam("p", [], numbered(shape), home(2, 0, None)) for shape in ([2, 3], [], [4])]
+    params = [ManagedParam("p", [], numbered(shape), placement(2, 0, None)) for shape in ([2, 3], [], [4])]
     held = [torch.arange(6.0), torch.tensor([9.0]), None]
     got = GradientReducer._packed(reducer_of(params, None), held, [True, True, False], torch.full((14,), 7.0))
     assert got.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 9.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]

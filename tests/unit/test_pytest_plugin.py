@@ -538,7 +538,8 @@ def test_a_method():
             def test_body(self, ctx): ...
 
     assert str(found.value) == (
-        "test_a_method.<locals>.TestBodies.test_body is a method; the processes of a backend could not find it\n"
+        "cannot make ranks of test_a_method.<locals>.TestBodies.test_body: it is a method, which the processes of a "
+        "backend could not find\n"
         "  backends: gloo start processes\n"
         "  try: backends=('sim',), or a function of the module: def test_body(ctx): ..."
     )

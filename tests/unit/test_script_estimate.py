@@ -260,7 +260,7 @@ def test_what_is_compiled_is_eager_and_workers_are_not_started(
         (4, ["--steps", "0"], 2, "--warmup 1 --steps 2"),
         (4, ["--ranks", "7"], 2, "ranks go from 0 to 1"),
         (4, ["--hardware", "h101"], 2, "h100"),
-        (4, ["--nproc", "0"], 2, "expected 1 to"),
+        (4, ["--nproc", "0"], 2, "--nproc must be from 1 to"),
         (4, ["--trace", "/proc/trace.json"], 2, "cannot write '/proc/trace.json'"),
         (4, ["--plot", "/tmp"], 2, "cannot write '/tmp': it is a folder"),
     ],

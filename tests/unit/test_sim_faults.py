@@ -839,14 +839,14 @@ def test_the_others_go_on_under_new_ranks():
         (
             lambda me: 0,
             2,
-            "init_process_group was asked for rank 0 of 2 by two ranks\n  seen: simulated ranks {} and {}\n"
+            "cannot init_process_group: two ranks ask to be rank 0 of 2\n  seen: simulated ranks {} and {}\n"
             "  try: rank=survivors.index(sim.current_rank()), with the same survivors on each of them",
         ),
         (
             lambda me: me,
             2,
-            "init_process_group was asked for rank 2 of 2 by one of the 3 simulated ranks\n"
-            "  rank, world_size: the ranks that are left, numbered from 0\n"
+            "cannot init_process_group: ranks that are left are numbered from 0\n"
+            "  seen: rank 2 of 2, and the world began with 3\n"
             "  try: rank=survivors.index(sim.current_rank()), world_size=len(survivors)",
         ),
     ],

@@ -146,9 +146,9 @@ def test_what_says_nothing_of_its_copies_is_refused(made, seen):
     with pytest.raises(TypeError) as caught:
         sim.run(body, 2)
     assert str(caught.value.__cause__).splitlines() == [
-        "cannot compare the copies of 'head': nothing in it says who holds copies",
+        "cannot compare the copies of 'head': nothing in it says who holds copies: without group=, DTensors and "
+        "DistributedDataParallel do",
         f"  seen: {seen}",
-        "  group: None, and only DTensors and DistributedDataParallel know theirs",
         "  try: check_replicas(x, group=dist.group.WORLD), or group=mesh['dp']",
     ]
 
@@ -303,9 +303,14 @@ def test_outside_of_a_world_it_does_nothing():
     ("arguments", "options", "kind", "message"),
     [
         (({"x": torch.ones(2)},), {}, TypeError, "cannot compare the copies of 'x': a plain tensor does not say"),
-        ((3,), {}, TypeError, "cannot compare the copies of 'argument 0'\n  seen: int"),
-        ((), {"rtol": -1.0}, ValueError, r"cannot compare replicas within rtol=-1\.0, atol=0\.0"),
-        ((), {"group": "tp"}, TypeError, "cannot compare replicas over a str"),
+        ((3,), {}, TypeError, "cannot compare the copies of 'argument 0': it holds no tensors\n  seen: int"),
+        ((), {"rtol": -1.0}, ValueError, "cannot compare the copies: rtol must be a finite number of at least 0"),
+        (
+            (),
+            {"group": "tp"},
+            TypeError,
+            "cannot compare the copies: group is a str, not a process group or a DeviceMesh",
+        ),
     ],
 )
 def test_mistakes_in_the_call(arguments, options, kind, message):
@@ -321,7 +326,7 @@ def test_a_group_that_the_rank_is_not_in():
     def mesh_without_me() -> Any:
         return torch.distributed.device_mesh.DeviceMesh("cpu", [0])
 
-    with pytest.raises(ValueError, match="cannot compare replicas over a group that rank 1 is not in"):
+    with pytest.raises(ValueError, match="cannot compare the copies: rank 1 is not in the group"):
         sim.run(body, 2)
 
 

@@ -121,7 +121,7 @@ def test_a_failure_names_its_mesh():
         sim.swarm(body, 8, seeds=range(50), mesh_axes=3)
     assert caught.value.mesh in {(2, 1, 4), (1, 2, 4)}
     assert f"\n  mesh: {caught.value.mesh}, the first argument\n  try: fix that first" in str(caught.value)
-    with pytest.raises(ValueError, match="cannot draw a mesh of -1 axes"):
+    with pytest.raises(ValueError, match="cannot run a swarm: mesh_axes must be a finite number of at least 0"):
         sim.swarm(body, 8, mesh_axes=-1)
 
 
@@ -148,24 +148,19 @@ def test_faults_drawn_for_a_swarm():
 
 
 @pytest.mark.parametrize(
-    ("options", "numbers"),
+    ("options", "blame"),
     [
-        ({"seeds": []}, "0 seeds on [2] ranks with up to 2 faults of 3 kinds"),
-        ({"world_size": ()}, "100 seeds on [] ranks with up to 2 faults of 3 kinds"),
-        ({"kinds": ()}, "100 seeds on [2] ranks with up to 2 faults of 0 kinds"),
-        ({"kinds": (int,)}, "100 seeds on [2] ranks with up to 2 faults of 1 kinds"),
-        ({"max_faults": -1}, "100 seeds on [2] ranks with up to -1 faults of 3 kinds"),
+        ({"seeds": []}, "there is no run to make\n  seeds: 0, world_size: (2,)\n  try: "),
+        ({"world_size": ()}, "there is no run to make\n  seeds: 100, world_size: ()\n  try: "),
+        ({"kinds": ()}, "kinds: [] are no kinds of fault\n  known: sim.faults.Kill, sim.faults.Freeze, "),
+        ({"kinds": (int,)}, "kinds: [<class 'int'>] are no kinds of fault\n  known: sim.faults.Kill, "),
+        ({"max_faults": -1}, "max_faults must be a finite number of at least 0\n  max_faults: -1\n  try: max_faults=0"),
     ],
 )
-def test_swarms_that_cannot_be(options, numbers):
+def test_swarms_that_cannot_be(options, blame):
     with pytest.raises(ValueError) as caught:
         sim.swarm(total, **{"world_size": 2, **options})
-    assert str(caught.value) == (
-        f"cannot run a swarm of {numbers}\n"
-        "  kinds: of sim.faults.Kill, sim.faults.Freeze, sim.faults.Slow, sim.faults.SlowLink, sim.faults.Corrupt, "
-        "sim.faults.Drop\n"
-        "  try: seeds=range(100), world_size=(2, 4), kinds=[sim.faults.Kill]"
-    )
+    assert str(caught.value).startswith(f"cannot run a swarm: {blame}")
 
 
 # -- strategies ------------------------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ def test_plot_of_what_is_stuck_of_nothing_and_of_many_ranks(tmp_path):
 
 
 def test_plot_refuses_what_it_cannot_do(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="cannot colour a plot by 'rank'\n  color: 'op' or 'axis'\n  try:"):
+    with pytest.raises(ValueError, match="cannot plot a trace: there is no kind of color 'rank'\n  color: 'rank'"):
         Trace(2).plot(tmp_path / "x.png", color="rank")
     with pytest.raises(
         ValueError, match=r"x\.foo': 'foo' is no format of a picture\n  path: .*\.png.*\n  try: '.*x\.png'"

@@ -11,6 +11,7 @@ import os
 from functools import partial
 from typing import NoReturn
 
+from hyper_parallel.core.common.errors import explain
 from sim.comm.collectives import Call
 from sim.comm.endpoint import Endpoint
 from sim.comm.group import Group, Message, Network, Slot
@@ -20,6 +21,8 @@ from sim.kernel.waiting import RankThread, Waitable
 from sim.observers.faults.triggers import Happening
 
 __all__ = ["DETECTION_S", "TIMEOUT_S", "Losses", "Reform"]
+
+_ASKED = "cannot init_process_group"
 
 DETECTION_S = 1.0  # until a rank knows that another one is dead; so waits that are older than that time out first
 TIMEOUT_S = 1800.0  # of what belongs to no group; torch's own default
@@ -282,21 +285,17 @@ class Reform:
         """
         rank = int(os.environ["RANK"]) if rank == -1 else rank
         size = int(os.environ["WORLD_SIZE"]) if size == -1 else size
-        whole = self._network.world_size
-        if not 0 <= rank < size <= whole:
-            raise ValueError(
-                f"init_process_group was asked for rank {rank} of {size} by one of the {whole} simulated ranks\n"
-                f"  rank, world_size: the ranks that are left, numbered from 0\n"
-                "  try: rank=survivors.index(sim.current_rank()), world_size=len(survivors)"
-            )
+        began = self._network.world_size
+        if not 0 <= rank < size <= began:
+            hint = "rank=survivors.index(sim.current_rank()), world_size=len(survivors)"
+            seen = f"seen: rank {rank} of {size}, and the world began with {began}"
+            raise ValueError(explain(_ASKED, "ranks that are left are numbered from 0", seen, hint))
         gathering = self._gatherings.setdefault(size, Gathering(size))
         taken = gathering.members.setdefault(rank, endpoint.rank)
         if taken != endpoint.rank:
-            raise ValueError(
-                f"init_process_group was asked for rank {rank} of {size} by two ranks\n"
-                f"  seen: simulated ranks {taken} and {endpoint.rank}\n"
-                "  try: rank=survivors.index(sim.current_rank()), with the same survivors on each of them"
-            )
+            hint = "rank=survivors.index(sim.current_rank()), with the same survivors on each of them"
+            seen = f"seen: simulated ranks {taken} and {endpoint.rank}"
+            raise ValueError(explain(_ASKED, f"two ranks ask to be rank {rank} of {size}", seen, hint))
         if len(gathering.members) == size:
             self._made += 1
             gathering.generation = self._made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TypeAlias
 
@@ -11,6 +12,7 @@ from hyper_parallel.core.common.errors import explain
 from sim.explain.errors import ranks_phrase
 
 __all__ = [
+    "FAULT_KINDS",
     "At",
     "AtTime",
     "Corrupt",
@@ -21,6 +23,7 @@ __all__ = [
     "Slow",
     "SlowLink",
     "at_time",
+    "check_kinds",
     "check_ranks",
 ]
 
@@ -190,6 +193,10 @@ class Drop(_OfTwoRanks):
         _check_at(self, self.at)
 
 
+FAULT_KINDS: tuple[type[Fault], ...] = (Kill, Freeze, Slow, SlowLink, Corrupt, Drop)
+"""What can go wrong in a world."""
+
+
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +228,15 @@ def _check_at(fault: Fault, at: object) -> None:
         "probability (a float between 0 and 1)"
     )
     raise ValueError(explain(_asked(fault), blame, f"at: {at!r}", "at=3, at='backward', at=0.01"))
+
+
+def check_kinds(asked: str, kinds: Sequence[type[Fault]]) -> None:
+    """Refuse what is no kind of fault, and no kind at all."""
+    if not kinds or not set(kinds) <= set(FAULT_KINDS):
+        known = ", ".join(f"sim.faults.{kind.__name__}" for kind in FAULT_KINDS)
+        raise ValueError(
+            explain(asked, f"kinds: {list(kinds)!r} are no kinds of fault", f"known: {known}", "[sim.faults.Kill]")
+        )
 
 
 def check_ranks(fault: object, world_size: int) -> None:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
 
+from hyper_parallel.core.common.checks import check_least
+from hyper_parallel.core.common.errors import explain
 from sim.explain.callables import check_call
 from sim.explain.errors import RankLost, SimError
-from sim.observers.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink
+from sim.observers.faults.plan import Corrupt, Drop, Fault, Freeze, Kill, Slow, SlowLink, check_kinds
 from sim.world import World, world
 
 __all__ = ["SwarmFailed", "swarm"]
 
-KINDS: tuple[type[Fault], ...] = (Kill, Freeze, Slow, SlowLink, Corrupt, Drop)
 Draw = Callable[[Random, int], Sequence[Any]]
 
 
@@ -87,15 +88,13 @@ def swarm(
     """
     sizes = (world_size,) if isinstance(world_size, int) else tuple(world_size)
     chosen = list(seeds)
-    if mesh_axes < 0:
-        raise ValueError(f"cannot draw a mesh of {mesh_axes} axes\n  mesh_axes: an int from 0 up\n  try: mesh_axes=2")
-    if not chosen or not sizes or max_faults < 0 or not set(kinds) <= set(KINDS) or (max_faults and not kinds):
-        raise ValueError(
-            f"cannot run a swarm of {len(chosen)} seeds on {list(sizes)} ranks with up to {max_faults} faults of "
-            f"{len(kinds)} kinds\n"
-            f"  kinds: of {', '.join(f'sim.faults.{kind.__name__}' for kind in KINDS)}\n"
-            "  try: seeds=range(100), world_size=(2, 4), kinds=[sim.faults.Kill]"
-        )
+    asked = "cannot run a swarm"
+    check_least(asked, 0, mesh_axes=mesh_axes, max_faults=max_faults)
+    if not chosen or not sizes:
+        seen = f"seeds: {len(chosen)}, world_size: {sizes}"
+        raise ValueError(explain(asked, "there is no run to make", seen, "seeds=range(100), world_size=(2, 4)"))
+    if max_faults or kinds:
+        check_kinds(asked, kinds)
 
     def run(seed: int, size: int, given: Sequence[Any], faults: Sequence[Fault]) -> tuple[World, Exception | None]:
         with world(size, seed=seed, faults=faults, **options) as w:

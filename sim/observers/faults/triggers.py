@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from hyper_parallel.core.common.checks import check
 from sim.comm.collectives import Call, Problem, execute
 from sim.explain.errors import ranks_phrase
 from sim.kernel.context import current_context
@@ -127,11 +128,7 @@ def region(name: str) -> Iterator[None]:
     Raises:
         TypeError: A name that is no string.
     """
-    if not isinstance(name, str):
-        raise TypeError(
-            f"cannot name a region {name!r}\n  name: a str, not {type(name).__name__}\n"
-            "  try: with sim.region('backward')"
-        )
+    check("cannot name a region", "str", "with sim.region('backward')", name=name)
     context = current_context()
     if context is None:
         yield
