@@ -30,7 +30,8 @@ check: venv lint ## while editing, under a minute: ruff and every test of less t
 test: venv lint ## minutes: also the simulated ranks, processes, and drawn inputs with few examples
 	$(PYTEST) --tier test
 
-full: venv lint types docs ## everything that needs no accelerator, with all examples: what CI runs
+full: venv lint ## everything that needs no accelerator, with all examples: what CI runs
+	$(MAKE) --no-print-directory --jobs 2 types docs
 	$(PYTEST) --tier full
 	$(PYTEST) --tier full -m npu --sim-backend hccl tests/multidevice  # what hccl does not reduce is refused
 

@@ -21,6 +21,7 @@ from hyper_parallel.cli.kit import (
     mistakes_as_messages,
     print_wide,
     say_error,
+    sigterm_as_ctrl_c,
     stderr_console,
     stdout_console,
 )
@@ -201,7 +202,7 @@ def search(
 
     hyper-parallel search run.toml --hardware h100-sxm --devices 64 --write best.toml
 
-    Ctrl-C ends it: what it has found so far is printed. The exit code is 3 if nothing fits.
+    Ctrl-C or SIGTERM ends it: what it has found so far is printed. The exit code is 3 if nothing fits.
     """
     with _mistakes_as_messages():
         from sim.mesh.searching.explore import NothingFits
@@ -222,7 +223,7 @@ def search(
         found_model, recipes = _recipes(run, spec, stays, _settings(settings))
         degrees = {name: getattr(run.parallel, name) for name in stays & set(_DEGREES)}
         try:
-            with SearchBar(stderr_console()) as bar:
+            with SearchBar(stderr_console()) as bar, sigterm_as_ctrl_c():
                 result = search_ways(
                     found_model,
                     hardware,
@@ -284,11 +285,11 @@ def _said(file: Path | None, given: Given) -> set[str]:
     from hyper_parallel.trainer.config import tomllib
 
     table = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
-    told = {**table.get("parallel", {}), **given["parallel"]}
-    told.update(
+    keys = {**table.get("parallel", {}), **given["parallel"]}
+    keys.update(
         {key: 1 for section in (table.get("train", {}), given["train"]) for key in section if key == "accumulate"}
     )
-    return set(told)
+    return set(keys)
 
 
 def _recipes(run: Config, spec: Any, stays: set[str], settings: dict[str, Any]) -> tuple[Any, list[Any]]:

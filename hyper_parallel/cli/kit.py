@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ __all__ = [
     "mistakes_as_messages",
     "print_wide",
     "say_error",
+    "sigterm_as_ctrl_c",
     "stderr_console",
     "stdout_console",
 ]
@@ -51,6 +53,16 @@ def mistakes_as_messages() -> Iterator[None]:
         raise typer.Exit(USER_ERROR) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM interrupt the block as Ctrl-C does: batch systems send it some time before they kill."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_in_what_was_asked(error: Exception) -> bool:

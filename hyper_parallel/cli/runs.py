@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 MEASURED = Path("out/hardware.toml")
-"""Where `hyper-parallel hardware measure` writes, unless it is told otherwise."""
+"""Where `hyper-parallel hardware measure` writes, by default."""
 
 
 # -- running ---------------------------------------------------------------------------------------------------------

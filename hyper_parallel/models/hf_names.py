@@ -16,7 +16,7 @@ from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.models.moe import MoEConfig, MoELlama
 
 __all__ = [
-    "Place",
+    "CheckpointPlace",
     "config_from_json",
     "config_to_json",
     "empty_tensors",
@@ -54,7 +54,7 @@ _LAYER = (
 )
 
 
-class Place(NamedTuple):
+class CheckpointPlace(NamedTuple):
     """Where a tensor of ours is in a Hugging Face folder.
 
     Args:
@@ -66,11 +66,11 @@ class Place(NamedTuple):
     is_stacked: bool
 
 
-def place_of(name: str, shape: tuple[int, ...]) -> Place:
+def place_of(name: str, shape: tuple[int, ...]) -> CheckpointPlace:
     """Return where one of our tensors is.
 
     >>> place_of("layers.3.attention.wq.weight", (8, 8))
-    Place(names=('model.layers.3.self_attn.q_proj.weight',), is_stacked=False)
+    CheckpointPlace(names=('model.layers.3.self_attn.q_proj.weight',), is_stacked=False)
     >>> place_of("layers.3.mlp.experts.w2", (2, 8, 4)).names
     ('model.layers.3.mlp.experts.0.down_proj.weight', 'model.layers.3.mlp.experts.1.down_proj.weight')
 
@@ -80,11 +80,11 @@ def place_of(name: str, shape: tuple[int, ...]) -> Place:
     """
     found = re.fullmatch(r"layers\.([0-9]+)\.(.+)", name)
     if found is None:
-        return Place((dict(_MODEL)[name],), False)
+        return CheckpointPlace((dict(_MODEL)[name],), False)
     theirs = f"model.layers.{found[1]}.{dict(_LAYER)[found[2]]}"
     if "{}" not in theirs:
-        return Place((theirs,), False)
-    return Place(tuple(theirs.format(expert) for expert in range(shape[0])), True)
+        return CheckpointPlace((theirs,), False)
+    return CheckpointPlace(tuple(theirs.format(expert) for expert in range(shape[0])), True)
 
 
 def model_tensors(config: LlamaConfig) -> dict[str, torch.Tensor]:

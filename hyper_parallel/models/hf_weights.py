@@ -25,7 +25,7 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute import full_tensor
 from hyper_parallel.models.hf_names import (
-    Place,
+    CheckpointPlace,
     config_from_json,
     config_to_json,
     empty_tensors,
@@ -102,7 +102,7 @@ def export_huggingface(
             del full
     if writer is not None:
         for name, shape in empty.items():
-            writer.try_to(partial(writer.add, Place((name,), False), torch.empty(shape), kept["norm.weight"]))
+            writer.try_to(partial(writer.add, CheckpointPlace((name,), False), torch.empty(shape), kept["norm.weight"]))
     _agree(asked, None if writer is None else writer.try_to(partial(writer.finish, settings)))
 
 
@@ -171,7 +171,7 @@ class _Writer:
             self.waiting.clear()
         return self.error
 
-    def add(self, place: Place, full: Tensor, dtype: torch.dtype) -> None:
+    def add(self, place: CheckpointPlace, full: Tensor, dtype: torch.dtype) -> None:
         """Take a full tensor, and write the files that are complete with it."""
         for index, name in enumerate(place.names):
             part = full[index] if place.is_stacked else full
@@ -303,7 +303,7 @@ def load_huggingface(state: Mapping[str, Tensor], folder: str | Path) -> None:
             raise ValueError(explain(asked, "a file is damaged", f"seen: {error}", "another copy of it")) from None
 
 
-def _source(name: str, tensor: Tensor, files: Mapping[str, Path]) -> Place:
+def _source(name: str, tensor: Tensor, files: Mapping[str, Path]) -> CheckpointPlace:
     place = place_of(name, tuple(tensor.shape))
     is_tied = name == "head.weight" and place.names[0] not in files
     return place_of("embed.weight", tuple(tensor.shape)) if is_tied else place

@@ -2,7 +2,7 @@
 
     loop -> preflight, saving, optimizer, watchdog, metrics, report
     loop -> parallelize_llama -> parallelize -> data, config
-    preflight -> saving, report
+    preflight -> saving, report, metrics
     saving -> parallelize, guards
     optimizer -> parallelize
     watchdog -> guards

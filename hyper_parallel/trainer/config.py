@@ -116,7 +116,8 @@ class TrainConfig:
         eval_sequences: sequences per validation over all ranks together.
         log: JSONL file with a line per step, written anew unless the run goes on; the command's default:
             "out/train.jsonl". None writes none.
-        memory_limit_gb: refuse to start when the estimate is above this (GiB); None: what the machine has free.
+        memory_limit_gb: refuse to start when the ranks of a machine need more than this at least (GiB); None: what the
+            machine has free.
         start_from: folder of transformers with the weights to start with, of the model that [model] describes; None:
             fresh ones.
         predict: predict step time and memory before the first step, and write them beside what is measured.

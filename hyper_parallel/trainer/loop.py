@@ -29,7 +29,7 @@ from hyper_parallel.trainer.config import STUCK_AFTER_S, Config
 from hyper_parallel.trainer.data import IGNORED, load_corpus, rank_part, samples, valid_samples
 from hyper_parallel.trainer.guards import NonFinitePolicy, StopRequest, dump_nonfinite, nonfinite_error
 from hyper_parallel.trainer.metrics import flops_per_token, memory_bytes, model_flops_utilisation
-from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate
+from hyper_parallel.trainer.optimizer import build_optimizer, clip_gradients, learning_rate, update
 from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLoss, describe_axes
 from hyper_parallel.trainer.parallelize_llama import parallelize_llama, parallelize_moe
 from hyper_parallel.trainer.preflight import check_precision, plan_run
@@ -393,9 +393,7 @@ def finish_step(
     loss = groups.over_shares(share_of_loss)
     grad_norm = clip_gradients(model, max_grad_norm)
     taken = accepts(loss, grad_norm)
-    if taken:
-        optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer, taken)
     model.after_step(taken)
     return StepOutcome(loss, grad_norm, taken)
 

@@ -1,4 +1,4 @@
-"""Hardware utilisation: FLOPs of the model, peak FLOPs of the device, and memory."""
+"""Hardware utilisation: FLOPs of the model, peak FLOPs of the device, memory taken, and the least that is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from torch import Tensor
 from hyper_parallel.models.llama import Llama, LlamaConfig
 from hyper_parallel.platform import Platform
 
-__all__ = ["count_flops", "flops_per_token", "memory_bytes", "model_flops_utilisation", "peak_flops"]
+__all__ = [
+    "count_flops",
+    "flops_per_token",
+    "least_kept",
+    "memory_bytes",
+    "model_flops_utilisation",
+    "peak_flops",
+]
 
 _PEAKS = (  # the first that is found in the device's name counts
     (r"A[18]00\b", 312e12),
@@ -80,6 +87,25 @@ def memory_bytes(platform: Platform) -> int:
         platform: of the calling rank.
     """
     return platform.memory_stats().peak_allocated
+
+
+def least_kept(checkpointing: str, hidden: float, attention: float, inner: float) -> float:
+    """Return what a block keeps of a token for its backward at least, whichever kernels compute it.
+
+    >>> least_kept("full", 128, 384, 384), least_kept("none", 128, 384, 384)
+    (128, 1280)
+
+    A block keeps its input. One that is not checkpointed also keeps what attention reads and returns, and the two
+    factors of the gated product; a selectively checkpointed one what attention reads and returns, or a part of it.
+
+    Args:
+        checkpointing: of the block, as in `ParallelConfig`.
+        hidden: width of the residual stream, in any unit; the result is in the same.
+        attention: joint width of queries, keys, values and the result.
+        inner: width of the feed-forward that the token goes through.
+    """
+    at_least = {"none": hidden + attention + 2 * inner, "selective": hidden + attention, "full": hidden}
+    return at_least.get(checkpointing, hidden + attention / 4)
 
 
 # -- FLOPs -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""AdamW and its learning rate over time."""
+"""AdamW, its learning rate over time, and the update that ends a step."""
 
 from __future__ import annotations
 
@@ -55,6 +55,18 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     progress = (step + 1 - config.warmup_steps) / max(steps - config.warmup_steps, 1)
     shape = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape[config.schedule])
+
+
+def update(optimizer: torch.optim.Optimizer, accepted: bool = True) -> None:
+    """Update the parameters and clear their gradients: the end of a step of the trainer, and of a proof's.
+
+    Args:
+        optimizer: of the calling rank.
+        accepted: False clears the gradients of a step that is left out.
+    """
+    if accepted:
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 def clip_gradients(model: Parallelized, max_norm: float) -> float:

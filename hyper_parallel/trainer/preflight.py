@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +18,8 @@ from hyper_parallel.core.pipeline.split import split_layers, stages_of_rank
 from hyper_parallel.platform import Platform
 from hyper_parallel.trainer.config import Config
 from hyper_parallel.trainer.data import check_length, load_corpus
+from hyper_parallel.trainer.metrics import least_kept
+from hyper_parallel.trainer.parallelize import WEIGHTS
 from hyper_parallel.trainer.report import check_tensorboard
 from hyper_parallel.trainer.saving import run_to_go_on_from
 
@@ -199,79 +200,67 @@ def check_machine(config: Config, dims: ParallelDims, local_ranks: int, on_host:
         check_memory(config, dims, local_ranks)
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes that one rank needs, by what they are for.
+def least_memory(config: Config, dims: ParallelDims) -> int:
+    """Return bytes that a rank needs at least, the mean over the stages of a pipeline; no run needs less.
 
-    Args:
-        gathered: unsharded weights of two blocks, and of what is outside of blocks, with their gradients; of all blocks
-            where they are not freed after forward. Weights that are not split need no such copy. Micro-batches whose
-            gradients are reduced together add up unsharded ones.
-        state: shards of weights, gradients and two AdamW moments, 16 bytes per parameter.
-        activations: what a backward pass keeps of its forward.
-    """
+    >>> least_memory(Config(), ParallelDims(world_size=1)) > 16 * Config().shape().num_parameters()
+    True
 
-    gathered: int
-    state: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return self.gathered + self.state + self.activations
-
-
-def estimate_memory(config: Config, dims: ParallelDims) -> MemoryEstimate:
-    """Estimate what one rank needs, to about a factor of two.
-
-    Per token and block a backward pass keeps about 14 vectors of hidden_size and 5 of intermediate_size, plus three
-    rows of logits; counted from the operations in `models/llama.py`, at 4 bytes each. Checkpointed blocks keep one
-    vector. A pipeline stage keeps what as many micro-batches need as there are stages.
+    Counted are weights, gradients and two moments of AdamW, and of one micro-batch what backward cannot do without.
+    What a step needs beyond that depends on kernels and allocators: `hyper-parallel estimate` replays it.
 
     Args:
         config: the run.
         dims: its degrees.
     """
-    model, train, parallel = config.shape(), config.train, config.parallel
-    layers, hidden = model.num_hidden_layers, model.hidden_size
-    here = -(-model.num_parameters() // (dims.tp * dims.pp))  # on all ranks that split parameters together
-    shards = dims.token_ranks // dims.dp_replicate
-    outside = 2 * model.vocab_size * hidden // dims.tp
-    blocks = min(2 * dims.pp / layers, 1.0) if parallel.reshard_after_forward and not dims.pp_enabled else 1.0
-    gathered = 0 if shards == 1 else int(8 * (outside + max(here - outside, 0) / dims.ep * blocks))
-    if shards > 1 and train.accumulate > 1 and not parallel.reduce_each:
-        gathered += 4 * (outside + max(here - outside, 0) // dims.ep)
+    state, gradients, activations = _least_parts(config, dims)
+    # The gradients of the only micro-batch come as its activations go.
+    together = max(gradients, activations) if config.train.accumulate == 1 else gradients + activations
+    return state + together
 
-    tokens = train.batch_size * train.seq_len // (dims.token_ranks * dims.tp * train.accumulate)
-    width = hidden if parallel.checkpointing == "full" else 14 * hidden + 5 * _inner_width(config)
-    in_flight = min(train.accumulate, dims.pp)
-    per_token = -(-layers // dims.pp) * in_flight * width + 3 * model.vocab_size
-    return MemoryEstimate(gathered, state=-(-16 * here // shards), activations=4 * tokens * per_token)
+
+def _least_parts(config: Config, dims: ParallelDims) -> tuple[int, int, int]:
+    """Bytes of weights and moments, of gradients, and of activations."""
+    shape, train, parallel = config.shape(), config.train, config.parallel
+    kept, computed = WEIGHTS[parallel.param_dtype].itemsize, {"fp64": 8, "fp32": 4, "bf16": 2}[parallel.param_dtype]
+    here = shape.num_parameters() / (dims.tp * dims.pp)
+    shards = dims.token_ranks // dims.dp_replicate
+    state = here * 3 * kept / shards
+    if shards > 1 and not parallel.reshard_after_forward:
+        state += here * computed  # gathered in forward, and there until backward
+    tokens = train.batch_size * train.seq_len / (dims.token_ranks * train.accumulate)
+    attention = 2 * (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
+    of_block = least_kept(parallel.checkpointing, shape.hidden_size, attention, _inner_width(config))
+    # 1F1B, of which no schedule needs less: a stage has as many micro-batches under way as stages are left with it.
+    under_way = sum(min(left, train.accumulate) for left in range(1, dims.pp + 1)) / dims.pp
+    of_token = shape.num_hidden_layers * of_block * under_way + shape.vocab_size  # the row of logits
+    return int(state), int(here * kept / shards), int(tokens * of_token * computed / (dims.tp * dims.pp))
 
 
 def _inner_width(config: Config) -> int:
-    """Width of what a token's feed-forward computes."""
+    """Width of what a token's feed-forward computes, in the layers where it is least."""
     dense, experts = config.model.intermediate_size, config.experts
     if config.train.model != "moe":
         return dense
-    return max(dense, (experts.experts_per_token + experts.num_shared_experts) * experts.expert_intermediate_size)
+    width = (experts.experts_per_token + experts.num_shared_experts) * experts.expert_intermediate_size
+    return min(dense, width) if experts.num_dense_layers else width
 
 
 def check_memory(config: Config, dims: ParallelDims, local_ranks: int) -> None:
-    """Raise ValueError when the ranks of this machine need more memory than the limit, or than is free."""
+    """Raise ValueError when the ranks of this machine cannot do with the limit, or with what is free."""
     limit, what = available_memory(), "free on this machine"
     if config.train.memory_limit_gb is not None:
         limit, what = int(config.train.memory_limit_gb * GB), "allowed by memory_limit_gb"
-    one = estimate_memory(config, dims)
-    if limit is not None and one.total * local_ranks > limit:
-        parameters = config.shape().num_parameters()
-        raise ValueError(
-            f"this run needs about {_size(one.total * local_ranks)}, but {_size(limit)} are {what}\n"
-            f"  {parameters:,} parameters on {local_ranks} rank(s) in this machine, each with {_size(one.state)} "
-            f"weights with gradients and AdamW state, {_size(one.gathered)} gathered weights, "
-            f"{_size(one.activations)} activations\n"
-            "  try: fewer ranks, a smaller [model] hidden_size or num_hidden_layers, a smaller batch_size or seq_len"
+    least = least_memory(config, dims)
+    if limit is not None and least * local_ranks > limit:
+        state, gradients, activations = map(_size, _least_parts(config, dims))
+        asked = f"cannot run in {_size(limit)}, which are {what}"
+        seen = (
+            f"{config.shape().num_parameters():,} parameters   ranks on this machine: {local_ranks}, of which each has "
+            f"{state} of weights and AdamW moments, {gradients} of gradients, {activations} of activations"
         )
+        hint = "fewer ranks, a smaller hidden_size, num_hidden_layers, batch_size or seq_len, or checkpointing='full'"
+        raise ValueError(explain(asked, f"it needs at least {_size(least * local_ranks)}", seen, hint))
 
 
 def available_memory() -> int | None:

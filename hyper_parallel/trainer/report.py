@@ -646,12 +646,12 @@ def _plot_predicted(panels: Sequence[Any], records: Sequence[StepRecord], color:
     known = [(record.step, record.grown_bytes / MIB) for record in records if record.grown_bytes is not None]
     if known:
         memory.plot(*zip(*known, strict=True), color=color)
-    told = [(record.step, record.predicted) for record in records if record.predicted is not None]
-    steps = [step for step, _ in told]
+    given = [(record.step, record.predicted) for record in records if record.predicted is not None]
+    steps = [step for step, _ in given]
     for axes, values in (
-        (speeds, [predicted.tokens_per_s for _, predicted in told]),
-        (times, [predicted.seconds * 1e3 for _, predicted in told]),
-        (memory, [predicted.memory_bytes / MIB for _, predicted in told]),
+        (speeds, [predicted.tokens_per_s for _, predicted in given]),
+        (times, [predicted.seconds * 1e3 for _, predicted in given]),
+        (memory, [predicted.memory_bytes / MIB for _, predicted in given]),
     ):
         axes.plot(steps, values, "--", color=color)
 

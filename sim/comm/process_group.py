@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.platform import reductions_of
 from sim.comm.collectives import Call, Contract, reduce_op_name
 from sim.comm.dispatcher import Dispatched, seen_by_modes
@@ -267,35 +268,30 @@ class SimProcessGroup(Dispatched):
         """Ask again under which name the group is reported."""
         self._label = None
 
+    def _refusal(self, op: str, blame: str, hint: str) -> str:
+        return explain(f"cannot {op}", blame, f"group: {self._title()}", hint)
+
     def _root(self, op: str, root: int) -> int:
         if not 0 <= root < self._size:
-            raise ValueError(
-                f"{op}: there is no member {root} in the group, which has {self._size}; group: {self._title()}; "
-                "try: the rank of a member"
-            )
+            blame = f"there is no member {root} in the group, which has {self._size}"
+            raise ValueError(self._refusal(op, blame, "the rank of a member"))
         return root
 
     def _check_list(self, op: str, which: str, tensors: Tensors, like: torch.Tensor, *, uneven: bool = True) -> None:
         """One tensor per member, all of the dtype of `like`, and of its size if they have to be even."""
         if len(tensors) != self._size:
-            raise ValueError(
-                f"{op}: the {which} list has {len(tensors)} tensors, expected one for each of {self._size} ranks; "
-                f"group: {self._title()}; try: a list of {self._size} tensors"
-            )
+            blame = f"the {which} list has {len(tensors)} tensors, expected one for each of {self._size} ranks"
+            raise ValueError(self._refusal(op, blame, f"a list of {self._size} tensors"))
         for place, tensor in enumerate(tensors):
             self._check_dtype(op, f"{which} {place}", tensor, like)
             if not uneven and tensor.numel() != like.numel():
-                raise ValueError(
-                    f"{op}: {which} {place} has {tensor.numel()} elements, expected {like.numel()}; "
-                    f"group: {self._title()}; try: tensors of one size"
-                )
+                blame = f"{which} {place} has {tensor.numel()} elements, expected {like.numel()}"
+                raise ValueError(self._refusal(op, blame, "tensors of one size"))
 
     def _check_dtype(self, op: str, which: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
         if tensor.dtype != like.dtype:
-            raise TypeError(
-                f"{op}: the {which} is {_dtype(tensor)}, but the other side of the transfer is {_dtype(like)}; "
-                f"group: {self._title()}; try: one dtype for both"
-            )
+            blame = f"the {which} is {_dtype(tensor)}, but the other side of the transfer is {_dtype(like)}"
+            raise TypeError(self._refusal(op, blame, "one dtype for both"))
 
     def _check_reduces(self, op: str, reduce_op: str, tensors: Tensors) -> None:
         """Refuse what the backend that the world stands for does not reduce; groups under another name take all."""
@@ -313,38 +309,36 @@ class SimProcessGroup(Dispatched):
         """Refuse what nccl refuses, and where gloo writes into the elements between: it moves plain memory."""
         for tensor in tensors:
             if tensor.layout is torch.strided and not tensor.is_contiguous() and not _fills_its_memory(tensor):
-                raise ValueError(
-                    f"{op}: a tensor of shape {list(tensor.shape)} does not fill its memory without gaps or overlaps "
-                    f"(strides {list(tensor.stride())}); group: {self._title()}; try: a .contiguous() copy of it"
+                blame = (
+                    f"a tensor of shape {list(tensor.shape)} does not fill its memory without gaps or overlaps "
+                    f"(strides {list(tensor.stride())})"
                 )
+                raise ValueError(self._refusal(op, blame, "a .contiguous() copy of it"))
 
     def _check_dense(self, op: str, which: str, tensor: torch.Tensor) -> None:
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{op}: the {which} of shape {list(tensor.shape)} is not contiguous (strides "
-                f"{list(tensor.stride())}); group: {self._title()}; try: .contiguous()"
-            )
+            blame = f"the {which} of shape {list(tensor.shape)} is not contiguous (strides {list(tensor.stride())})"
+            raise ValueError(self._refusal(op, blame, ".contiguous()"))
 
-    def _check_wholes(self, op: str, wholes: Tensors, which: str, parts: Tensors, other: str) -> None:
-        """Coalesced: each whole holds one part of every rank."""
-        size = self._size
-        if len(wholes) != len(parts) or not wholes:
-            raise ValueError(
-                f"{op}: {len(wholes)} {which}s and {len(parts)} {other}s; group: {self._title()}; "
-                f"try: one {which} for each {other}"
+    def _check_unsharded(self, op: str, which: str, unsharded: torch.Tensor, shard: torch.Tensor) -> None:
+        """One contiguous tensor that has room for the shards of all ranks."""
+        self._check_dtype(op, which, unsharded, shard)
+        self._check_dense(op, which, unsharded)
+        expected = shard.numel() * self._size
+        if unsharded.numel() != expected:
+            blame = (
+                f"the {which} has {unsharded.numel()} elements, expected {shard.numel()} * {self._size} ranks = "
+                f"{expected}"
             )
-        for whole, part in zip(wholes, parts, strict=True):
-            if whole.dtype != part.dtype:
-                self._check_dtype(op, which, whole, part)
-            if not whole.is_contiguous():
-                self._check_dense(op, which, whole)
-            if not part.is_contiguous():
-                self._check_dense(op, other, part)
-            if whole.numel() != part.numel() * size:
-                raise ValueError(
-                    f"{op}: the {which} has {whole.numel()} elements, expected {part.numel()} * {size} ranks = "
-                    f"{part.numel() * size}; group: {self._title()}; try: an {which} of that size"
-                )
+            raise ValueError(self._refusal(op, blame, f"an {which} of that size"))
+
+    def _check_coalesced(self, op: str, unsharded: Tensors, which: str, shards: Tensors, other: str) -> None:
+        if len(unsharded) != len(shards) or not unsharded:
+            blame = f"{len(unsharded)} {which}s and {len(shards)} {other}s"
+            raise ValueError(self._refusal(op, blame, f"one {which} for each {other}"))
+        for one, shard in zip(unsharded, shards, strict=True):
+            self._check_unsharded(op, which, one, shard)
+            self._check_dense(op, other, shard)
 
     def _issue(self, call: Call, outputs: Tensors = ()) -> SimWork:
         endpoint = self._endpoint
@@ -405,10 +399,8 @@ class SimProcessGroup(Dispatched):
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         self._check_reduces("all_reduce", name, tensors)
         if name != "SUM" and any(tensor.is_sparse for tensor in tensors):
-            raise ValueError(
-                f"all_reduce: sparse tensors can be added up only, but the reduce op is {name}; "
-                f"group: {self._title()}; try: ReduceOp.SUM, or .to_dense()"
-            )
+            blame = f"sparse tensors can be added up only, but the reduce op is {name}"
+            raise ValueError(self._refusal("all_reduce", blame, "ReduceOp.SUM, or .to_dense()"))
         moved = moved_by_all_reduce(_nbytes(tensors), self._size, self._member)
         call = Call(
             Contract("all_reduce", name, None, _dtypes(tensors), _shapes(tensors)),
@@ -444,22 +436,17 @@ class SimProcessGroup(Dispatched):
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         self._check_reduces("reduce_scatter", name, inputs)
         if single:
-            self._check_dtype("reduce_scatter", "input", inputs[0], output)
-            self._check_dense("reduce_scatter", "input", inputs[0])
-            if inputs[0].numel() != output.numel() * self._size:
-                raise ValueError(
-                    f"reduce_scatter: the input has {inputs[0].numel()} elements, expected {output.numel()} * "
-                    f"{self._size} ranks; group: {self._title()}; try: an input of that size"
-                )
+            self._check_unsharded("reduce_scatter", "input", inputs[0], output)
             sizes = str(inputs[0].numel())
         else:
             self._check_list("reduce_scatter", "input", inputs, output)
             if inputs[self._member].numel() != output.numel():
-                raise ValueError(
-                    f"reduce_scatter: rank {self._group.ranks[self._member]} receives {output.numel()} elements, but "
-                    f"its input list has {inputs[self._member].numel()} at that place; group: {self._title()}; "
-                    "try: one input per rank, of the size of that rank's output"
+                blame = (
+                    f"rank {self._group.ranks[self._member]} receives {output.numel()} elements, but its input list "
+                    f"has {inputs[self._member].numel()} at that place"
                 )
+                hint = "one input per rank, of the size of that rank's output"
+                raise ValueError(self._refusal("reduce_scatter", blame, hint))
             sizes = str([t.numel() for t in inputs])
         own = _nbytes([output])
         call = Call(
@@ -486,7 +473,7 @@ class SimProcessGroup(Dispatched):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
         name, factor = reduce_op_name(opts.reduceOp if opts is not None else dist.ReduceOp.SUM)
         self._check_reduces("reduce_scatter", name, inputs)
-        self._check_wholes("reduce_scatter", inputs, "input", outputs, "output")
+        self._check_coalesced("reduce_scatter", inputs, "input", outputs, "output")
         own = _nbytes(outputs)
         call = Call(
             Contract("reduce_scatter", name, None, _dtypes(outputs), _numels(inputs)),
@@ -516,32 +503,24 @@ class SimProcessGroup(Dispatched):
         return self._issue(call, tensors)
 
     def _all_gather(self, outputs: Tensors, input: torch.Tensor, *, single: bool) -> SimWork:
-        size = self._size
         if single:
-            self._check_dtype("all_gather", "output", outputs[0], input)
-            self._check_dense("all_gather", "output", outputs[0])
+            self._check_unsharded("all_gather", "output", outputs[0], input)
             sizes = str(input.numel())
-            expected = input.numel() * size
-            if outputs[0].numel() != expected:
-                raise ValueError(
-                    f"all_gather: the output has {outputs[0].numel()} elements, expected {input.numel()} * {size} "
-                    f"ranks = {expected}; group: {self._title()}; try: an output of that size"
-                )
         else:
             self._check_list("all_gather", "output", outputs, input)
             sizes = str([t.numel() for t in outputs])
             if outputs[self._member].numel() != input.numel():
-                raise ValueError(
-                    f"all_gather: rank {self._group.ranks[self._member]} gives {input.numel()} elements, but its "
-                    f"output list has {outputs[self._member].numel()} at that place; group: {self._title()}; "
-                    "try: one output per rank, of that rank's size"
+                blame = (
+                    f"rank {self._group.ranks[self._member]} gives {input.numel()} elements, but its output list "
+                    f"has {outputs[self._member].numel()} at that place"
                 )
+                raise ValueError(self._refusal("all_gather", blame, "one output per rank, of that rank's size"))
         own = _nbytes([input])
         call = Call(
             Contract("all_gather", "-", None, _dtype(input), sizes),
             [input],
             outputs,
-            send_bytes=(size - 1) * own,
+            send_bytes=(self._size - 1) * own,
             recv_bytes=_nbytes(outputs) - own,
         )
         return self._issue(call, outputs)
@@ -561,7 +540,7 @@ class SimProcessGroup(Dispatched):
     @seen_by_modes("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SimWork:
         del opts
-        self._check_wholes("all_gather", outputs, "output", inputs, "input")
+        self._check_coalesced("all_gather", outputs, "output", inputs, "input")
         own = _nbytes(inputs)
         call = Call(
             Contract("all_gather", "-", None, _dtypes(inputs), _numels(inputs)),
@@ -578,11 +557,12 @@ class SimProcessGroup(Dispatched):
     def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> SimWork:
         del opts
         if len(output_lists) != self._size or any(len(outputs) != len(inputs) for outputs in output_lists):
-            raise ValueError(
-                f"all_gather_coalesced: the output lists have {[len(outputs) for outputs in output_lists]} tensors, "
-                f"expected {len(inputs)}, one for each input, from each of {self._size} ranks; group: {self._title()}; "
-                f"try: {self._size} lists of {len(inputs)} tensors"
+            blame = (
+                f"the output lists have {[len(outputs) for outputs in output_lists]} tensors, expected {len(inputs)}, "
+                f"one for each input, from each of {self._size} ranks"
             )
+            hint = f"{self._size} lists of {len(inputs)} tensors"
+            raise ValueError(self._refusal("all_gather_coalesced", blame, hint))
         by_input = zip(*output_lists, strict=True)
         works = [self._all_gather(outputs, i, single=False) for outputs, i in zip(by_input, inputs, strict=True)]
         return self._together(works, [t for outputs in output_lists for t in outputs])
@@ -603,16 +583,11 @@ class SimProcessGroup(Dispatched):
         return self._issue(call, call.outputs)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> SimWork:
-        pieces: Tensors = ()
+        shards: Tensors = ()
         if self._root("gather", opts.rootRank) == self._member:
-            self._check_dense("gather", "output", output)
-            if output.numel() != input.numel() * self._size:
-                raise ValueError(
-                    f"gather: the output has {output.numel()} elements, expected {input.numel()} * {self._size} "
-                    f"ranks; group: {self._title()}; try: an output of that size"
-                )
-            pieces = output.view(self._size, *input.shape).unbind(0)
-        return self.gather([pieces], [input], opts)
+            self._check_unsharded("gather", "output", output, input)
+            shards = output.view(self._size, *input.shape).unbind(0)
+        return self.gather([shards], [input], opts)
 
     gather_into_tensor = gather_single
 
@@ -679,24 +654,25 @@ class SimProcessGroup(Dispatched):
     alltoall_base = all_to_all_single
 
     def _split_of(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
+        op, blame = "all_to_all_single", ""
+        rows = tensor.shape[0] if tensor.dim() else 0
         if not tensor.dim():
-            raise ValueError(
-                f"all_to_all_single: the {which} has no dim 0 to split over {self._size} ranks: it is a scalar; "
-                f"group: {self._title()}; try: a tensor with one row or more for each rank"
+            blame = f"the {which} has no dim 0 to split over {self._size} ranks: it is a scalar"
+            hint = "a tensor with one row or more for each rank"
+        elif splits is None or not len(splits):
+            if rows % self._size == 0:
+                return [rows // self._size] * self._size
+            blame = f"dim 0 of the {which} has {rows} rows, not divisible by {self._size} ranks"
+            hint = f"pass {which}_split_sizes"
+        elif len(splits) != self._size or sum(splits) != rows:
+            blame = (
+                f"{which}_split_sizes {list(splits)} must be {self._size} numbers that add up to the {rows} rows of "
+                f"the {which}"
             )
-        rows = tensor.shape[0]
-        if splits is None or not len(splits):
-            if rows % self._size:
-                raise ValueError(
-                    f"all_to_all_single: dim 0 of the {which} has {rows} rows, not divisible by {self._size} ranks; "
-                    f"group: {self._title()}; try: pass {which}_split_sizes"
-                )
-            return [rows // self._size] * self._size
-        if len(splits) != self._size or sum(splits) != rows:
-            raise ValueError(
-                f"all_to_all_single: {which}_split_sizes {list(splits)} must be {self._size} numbers that add up to "
-                f"the {rows} rows of the {which}; group: {self._title()}; try: one size per rank"
-            )
+            hint = "one size per rank"
+        if blame:
+            raise ValueError(self._refusal(op, blame, hint))
+        assert splits is not None
         return list(splits)
 
     @seen_by_modes("barrier")

@@ -24,7 +24,6 @@ from sim.mesh.pricing.comm_cost import (
     COLLECTIVES,
     Links,
     NodeSpread,
-    Placement,
     collective_seconds,
     message_seconds,
     spread_of,
@@ -33,7 +32,7 @@ from sim.mesh.pricing.compute_cost import Price, attention_seconds, matmul_secon
 from sim.mesh.pricing.hardware_file import GRADES
 from sim.mesh.program import Comm, CommGroup, Event, Op
 
-__all__ = ["Placement", "Price", "Pricing", "UnknownOperation", "weakest"]
+__all__ = ["Price", "Pricing", "UnknownOperation", "weakest"]
 
 _ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "tf32": 4, "fp64": 8, "fp8": 1}
 _STREAMED = {"memory": "stream", "random": "random", "optimizer": "optimizer", "fused": "fused"}
@@ -70,7 +69,6 @@ class Pricing:
         graphs: whether the host replays captured graphs, instead of issuing each operation.
         tp_overlap: whether communication along `tp` is cut in parts that go along with the matmuls beside it; then
             only a share of its seconds is counted (`hidden` of `[overlap]` is the rest).
-        placement: which slot of the cluster a rank has; None: ranks are counted node by node.
         posts_early: whether receives of a pipeline's messages are issued before what is computed meanwhile, so that a
             message goes as soon as it is sent; else after what the receiver has queued before.
     """
@@ -83,13 +81,11 @@ class Pricing:
         attention: str | None = None,
         graphs: bool = False,
         tp_overlap: bool = False,
-        placement: Placement | None = None,
         posts_early: bool = False,
     ) -> None:
         self.posts_early = posts_early
         self.hardware = hardware
         self.calibration = calibration or load_calibration()
-        self.placement = placement
         self.graphs = graphs
         overlap = self.calibration.of(hardware, "overlap", hardware.family)
         self._tp_counted = 1.0 - float(overlap.get("hidden", 0.0)) if tp_overlap else 1.0
@@ -249,12 +245,12 @@ class Pricing:
     def _same_node(self, rank: int | None, peer: int | None) -> bool:
         if rank is None or peer is None:
             return self.hardware.devices_per_node > 8  # a SuperPoD: all are neighbours
-        return spread_of((rank, peer), self.hardware.devices_per_node, self.placement).nodes == 1
+        return spread_of((rank, peer), self.hardware.devices_per_node).nodes == 1
 
     def _spread(self, ranks: Sequence[int]) -> NodeSpread:
         known = self._spreads.get(id(ranks))
         if known is None or known[0] is not ranks:
-            known = (ranks, spread_of(ranks, self.hardware.devices_per_node, self.placement))
+            known = (ranks, spread_of(ranks, self.hardware.devices_per_node))
             self._spreads[id(ranks)] = known
         return known[1]
 

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hyper_parallel.trainer.config import Config
 from sim.mesh.cost import Pricing, weakest
 from sim.mesh.explain import explain as explain_estimate
 from sim.mesh.hardware import Hardware, find_hardware
-from sim.mesh.job import PLACEMENT, Job
+from sim.mesh.job import Job
 from sim.mesh.memory import ClassMemory, replay_memory
 from sim.mesh.models import find_model
 from sim.mesh.pricing.calibration import Calibration, load_calibration
@@ -232,7 +232,6 @@ def estimate(
     hardware: str | Path | Hardware,
     recipe: Recipe | None = None,
     *,
-    placement: Sequence[str] = PLACEMENT,
     layers_per_stage: Sequence[int] | None = None,
     calibration: Calibration | None = None,
 ) -> Estimate:
@@ -253,9 +252,6 @@ def estimate(
         seq_len: tokens of a sequence.
         hardware: a name (`sim.mesh.hardware_names`), the path of a TOML file, or a `sim.mesh.Hardware`.
         recipe: precision, recomputation, sharding, schedule.
-        placement: axes from the outermost to the innermost: how ranks are numbered over the devices of the nodes. By
-            default tp neighbours share a node and pipelines reach over nodes, as launchers of large runs place them;
-            the mesh of `ParallelDims` itself counts along pp first.
         layers_per_stage: of a pipeline; None: balanced.
         calibration: figures to price with; None: those of the package.
 
@@ -263,10 +259,9 @@ def estimate(
         ValueError: degrees, sizes or names that do not fit; sizes in the model that depend on values.
         UnknownOperation: an operation that there is no price for.
     """
-    axes = tuple(placement)
     sizes = None if layers_per_stage is None else tuple(layers_per_stage)
-    find_hardware(hardware)  # a name that is not there is told first
-    job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, axes, sizes)
+    find_hardware(hardware)  # an unknown name is reported first
+    job = Job(find_model(model), dims, batch, seq_len, Recipe() if recipe is None else recipe, sizes)
     return estimate_job(job, hardware, calibration)
 
 
@@ -276,7 +271,6 @@ def estimate_run(
     hardware: str | Path | Hardware,
     *,
     routing: Routing | None = None,
-    placement: Sequence[str] = PLACEMENT,
     calibration: Calibration | None = None,
 ) -> Estimate:
     """Estimate memory and time of a step of a training run, as `hyper-parallel estimate run.toml` does.
@@ -292,7 +286,6 @@ def estimate_run(
         devices: that it would run on, a rank on each.
         hardware: a name of `hardware_names()`, the path of a file, or a `Hardware`.
         routing: how tokens go to experts; None: evenly.
-        placement: see `estimate`.
         calibration: figures to price with; None: those of the package.
 
     Raises:
@@ -301,8 +294,7 @@ def estimate_run(
         UnknownOperation: an operation that there is no price for.
     """
     check("cannot estimate the run", Config, run=run)
-    job = replace(Job.of_run(run, devices, routing=routing), placement=tuple(placement))
-    return estimate_job(job, hardware, calibration)
+    return estimate_job(Job.of_run(run, devices, routing=routing), hardware, calibration)
 
 
 def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibration | None = None) -> Estimate:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from hyper_parallel.core.common.checks import check, read_int
-from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.arguments import split_over
-from hyper_parallel.core.mesh.parallel_dims import AXIS_ORDER, ParallelDims
+from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
 from hyper_parallel.trainer.config import Config
@@ -19,10 +16,7 @@ from sim.mesh.models import Model, find_model
 from sim.mesh.recipe import Recipe, Routing
 from sim.mesh.spec import ModelSpec
 
-__all__ = ["PLACEMENT", "Job", "StagePart"]
-
-PLACEMENT = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-"""Axes from the outermost to the innermost: neighbours along tp sit on one node, and pipelines reach over nodes."""
+__all__ = ["Job", "StagePart"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,6 @@ class Job:
         batch: sequences per step on each rank that reads its own: the global batch over dp_replicate * dp_shard * ep.
         seq_len: tokens of a sequence.
         recipe: precision, what is kept and what is sharded.
-        placement: axes from the outermost to the innermost: how ranks are numbered over the devices.
         layers_per_stage: of each pipeline stage; None: balanced, embedding and head counted as layers.
         run: the training run that this is a step of, see `of_run`: its own functions build what is recorded, and what
             it reads of a step is recorded, too. None: the recipe says how it is built, and nobody reads numbers.
@@ -68,7 +61,6 @@ class Job:
     batch: int
     seq_len: int
     recipe: Recipe = field(default_factory=Recipe)
-    placement: tuple[str, ...] = PLACEMENT
     layers_per_stage: tuple[int, ...] | None = None
     run: Config | None = None
 
@@ -78,11 +70,6 @@ class Job:
         check(asked, Recipe, "recipe=Recipe(...)", recipe=self.recipe)
         for name in ("batch", "seq_len"):
             read_int(asked, name, getattr(self, name), 1)
-        if sorted(self.placement) != sorted(PLACEMENT):
-            odd = [axis for axis in self.placement if axis not in PLACEMENT]
-            hint = nearest(odd[0], PLACEMENT) if odd else f"placement={PLACEMENT}"
-            blame = "placement does not name each axis once"
-            raise ValueError(explain(asked, blame, f"placement: {self.placement}", hint))
         if self.dims.pp_enabled and not self.model.has_stages:
             blame = "this model cannot be cut into stages: it has no `keep(layers, embed=, head=)`"
             raise ValueError(explain(asked, blame, f"pp: {self.dims.pp}", "pp=1, or a model that has it"))
@@ -198,27 +185,18 @@ class Job:
             for index, layers in enumerate(ranges)
         ]
 
-    def device_of(self, ranks: Sequence[int]) -> list[int]:
-        """Return the device that each rank of the mesh sits on.
-
-        >>> from sim.mesh.models import find_model
-        >>> job = Job(find_model("llama-tiny"), ParallelDims(tp=2, pp=2, world_size=4), batch=2, seq_len=16)
-        >>> job.device_of([0, 1, 2, 3])  # the mesh counts along pp first, the devices along tp
-        [0, 2, 1, 3]
-
-        Args:
-            ranks: of the mesh.
-        """
-        sizes = [getattr(self.dims, axis) for axis in AXIS_ORDER]
-        places = np.unravel_index(np.asarray(list(ranks), dtype=np.int64), sizes)
-        by_axis = dict(zip(AXIS_ORDER, places, strict=True))
-        outer = [by_axis[axis] for axis in self.placement]
-        return [int(n) for n in np.ravel_multi_index(outer, [getattr(self.dims, axis) for axis in self.placement])]
+    @property
+    def tied_ranks(self) -> tuple[int, int] | None:
+        """Who has the embedding and who the head, along the pipeline, where both are one weight; else None."""
+        config = getattr(self.model, "config", None)
+        if not self.dims.pp_enabled or not getattr(config, "tie_embeddings", False):
+            return None
+        parts = self.stages()
+        return parts[0].rank, parts[-1].rank
 
     def rank_of_stage_rank(self, pp_rank: int) -> int:
-        """Return the rank of the mesh that stands for all at this place of the pipeline: the first along most axes."""
-        inner = self.dims.cp * self.dims.tp * self.dims.pp
-        return self._ep_rank() * inner + pp_rank  # pp is the innermost axis of the mesh, ep the next but two
+        """Return the rank that stands for all at this place of the pipeline: the first along most axes."""
+        return pp_rank * (self.dims.world_size // self.dims.pp) + self._ep_rank() * self.dims.cp * self.dims.tp
 
     @property
     def is_skewed(self) -> bool:

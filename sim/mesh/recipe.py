@@ -483,10 +483,10 @@ class Recipe:
             words.append(f"{self.checkpointing} checkpointing{some}")
         words.append(self.optimizer)
         usual = {field.name: field.default for field in dataclasses.fields(self)}
-        told = ("param_dtype", "reduce_dtype", "master", "checkpointing", "checkpoint_layers", "optimizer", "zero")
+        shown = ("param_dtype", "reduce_dtype", "master", "checkpointing", "checkpoint_layers", "optimizer", "zero")
         for name, default in usual.items():
             value = getattr(self, name)
-            if name in told or value == default:
+            if name in shown or value == default:
                 continue
             word = name.replace("_", " ")
             if isinstance(value, bool):

@@ -232,9 +232,11 @@ class _Session:
                 if not step:
                     self._keep_gradients()
                 if optimizer is not None:
+                    # Imported here: whoever imports `sim`, or proves a plan without an optimizer, needs no trainer.
+                    from hyper_parallel.trainer.optimizer import update
+
                     with _disable_current_modes() if _is_elementwise(optimizer) else nullcontext():
-                        optimizer.step()
-                    optimizer.zero_grad()
+                        update(optimizer)
                     self.run.updates.append({name: local_of(leaf).clone() for name, leaf in self._leaves().items()})
 
     def _differentiate(

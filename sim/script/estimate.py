@@ -109,21 +109,21 @@ class ScriptEstimate:
     def _values_view(self) -> list[Text]:
         if not self.stand_ins:
             return []
-        told = [
+        lines = [
             f"  {each.line}: {each.asked}, was given {each.given}"
             + (f" ({each.count} times)" if each.count > 1 else "")
             for each in self.stand_ins[:_MOST_LINES]
         ]
-        left = len(self.stand_ins) - len(told)
-        told += [f"  and {left} more"] if left else []
+        left = len(self.stand_ins) - len(lines)
+        lines += [f"  and {left} more"] if left else []
         heading = "Values that depend on data, at which the host waits for the device"
-        return [Text(), Text(heading, style="bold"), Text("\n".join(told))]
+        return [Text(), Text(heading, style="bold"), Text("\n".join(lines))]
 
     def _changes_view(self) -> list[Text]:
         if not self.changes:
             return []
-        told = [f"  {line}: {what}" for line, what in self.changes]
-        return [Text(), Text("Run otherwise than the script says", style="bold"), Text("\n".join(told))]
+        lines = [f"  {line}: {what}" for line, what in self.changes]
+        return [Text(), Text("Run otherwise than the script says", style="bold"), Text("\n".join(lines))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as data for JSON: bytes, seconds, and intervals."""
@@ -239,15 +239,15 @@ def _ranks(asked: str, nproc: int) -> tuple[int, ...]:
     parts = [part.strip() for part in asked.split(",")]
     if all(part.isdecimal() and int(part) < nproc for part in parts):
         return tuple(sorted({int(part) for part in parts}))
-    told, hint = f"--ranks: {asked}", "--ranks 0, --ranks 0,3 or --ranks all"
-    raise ValueError(explain("cannot choose the ranks to run", f"ranks go from 0 to {nproc - 1}", told, hint))
+    seen, hint = f"--ranks: {asked}", "--ranks 0, --ranks 0,3 or --ranks all"
+    raise ValueError(explain("cannot choose the ranks to run", f"ranks go from 0 to {nproc - 1}", seen, hint))
 
 
 def _check_steps(warmup: int, steps: int) -> None:
     if warmup < 0 or steps < 1:
         blame = "it takes one step or more, after none or more"
-        told = f"--warmup {warmup} --steps {steps}"
-        raise ValueError(explain("cannot record the steps of a script", blame, told, "--warmup 1 --steps 2"))
+        seen = f"--warmup {warmup} --steps {steps}"
+        raise ValueError(explain("cannot record the steps of a script", blame, seen, "--warmup 1 --steps 2"))
 
 
 # -- running -------------------------------------------------------------------------------------------------------
@@ -337,10 +337,10 @@ def _too_few(launch: Launch, recorder: ScriptRecorder) -> str:
     wanted = recorder.warmup + recorder.steps
     made = "no step of an optimizer" if not recorder.done else f"{recorder.done} of {wanted} steps of an optimizer"
     blame = f"rank {recorder.rank} has made {made} when it ended"
-    told = f"--warmup {recorder.warmup} --steps {recorder.steps}; a step is a call of torch.optim.Optimizer.step"
+    seen = f"--warmup {recorder.warmup} --steps {recorder.steps}; a step is a call of torch.optim.Optimizer.step"
     fewer = recorder.done - recorder.warmup
     hint = f"--warmup {recorder.warmup} --steps {fewer}" if fewer > 0 else "a script that trains for longer"
-    return explain(f"cannot estimate a step of {launch.script}", blame, told, hint)
+    return explain(f"cannot estimate a step of {launch.script}", blame, seen, hint)
 
 
 # -- pricing -------------------------------------------------------------------------------------------------------

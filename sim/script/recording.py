@@ -88,7 +88,7 @@ class ScriptRecorder(Recorder):
         stand_ins: by line, what it asked for and what it got: how often.
         changes: by line, what is run otherwise than the script says, in the order in which it was come to.
         unpriced: operations of no known kind, priced by the bytes that they read and write.
-        needs: told of each rank that it sends to or receives from; may end the run.
+        needs: called with each rank that it sends to or receives from; may end the run.
         program: what the rank does in the recorded steps, once it has made them.
         count_events: says how many collectives and messages the rank has issued so far.
         traced: the numbers of the first one in the recorded steps, and of the first one after them.

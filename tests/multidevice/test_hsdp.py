@@ -133,7 +133,7 @@ def assert_freed(model):
     for module in model.modules():
         unit = unit_of(module)
         for bucket in unit.buckets if unit else ():
-            assert bucket.unsharded_pointer == 0, type(module)
+            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0, type(module)
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from sim.mesh.job import Job
 from sim.mesh.program import Alloc, Comm, Event, Free, Op, Program
 from sim.mesh.tracing.kinds import attention_shape, kind_of, matmul_shape
 from sim.trace import Event as TraceEvent
@@ -41,34 +40,23 @@ def events_of(program: Program) -> Iterator[Event]:
 
 
 def sent_by_program(program: Program) -> list[Sent]:
-    """What a program communicates in a step.
-
-    Of a rank with several stages, the norm of gradients counts once.
-    """
+    """What a program communicates in a step."""
     found: list[Sent] = []
-    norms: set[Sent] = set()
-    for segment, _ in program.segments_in_order():
-        for event in segment.events:
-            if not isinstance(event, Comm):
-                continue
+    for event in events_of(program):
+        if isinstance(event, Comm):
             group = program.groups[event.group]
             devices = () if event.op in ("send", "recv") else tuple(sorted(group.ranks))
-            sent = Sent(event.op, group.axis, devices, event.peer, event.size, event.moved, event.dtype)
-            is_norm = segment.name == "optimizer" and event.op == "all_reduce" and event.size == 4
-            if len(program.stages) == 1 or not is_norm or sent not in norms:
-                found.append(sent)
-            if is_norm:
-                norms.add(sent)
+            found.append(Sent(event.op, group.axis, devices, event.peer, event.size, event.moved, event.dtype))
     return found
 
 
-def sent_in_reality(job: Job, events: list[TraceEvent]) -> list[Sent]:
+def sent_in_reality(events: list[TraceEvent]) -> list[Sent]:
     """The same of events of the real world."""
     found = []
     for event in events:
         is_message = event.op in ("send", "recv")
-        devices = () if is_message else tuple(sorted(job.device_of(event.group)))
-        peer = job.device_of([event.peer])[0] if is_message and event.peer is not None else None
+        devices = () if is_message else tuple(sorted(event.group))
+        peer = event.peer if is_message else None
         size = max(_bytes(event.input_shapes, event.dtype), _bytes(event.output_shapes, event.dtype))
         moved = max(event.send_bytes, event.recv_bytes)
         found.append(Sent(event.op, event.axis, devices, peer, size, moved, event.dtype))

@@ -206,7 +206,8 @@ def one_step(
     if numbers:
         ranks.over_tokens((targets != IGNORED).sum())
     share.counted = float(train.batch_size * train.seq_len)
-    loss = forward_backward(model, inputs, targets, share, ranks.dtype, train.accumulate)
+    each = config.parallel.reduce_each
+    loss = forward_backward(model, inputs, targets, share, ranks.dtype, train.accumulate, each)
     if numbers:
         total = loss.detach().to(ranks.dtype, copy=True)
         if ranks.stages is not None:
@@ -248,6 +249,7 @@ def read_step(
         share=share,
         groups=ranks,
         accumulate=accumulate,
+        reduce_each=config.parallel.reduce_each,
         max_grad_norm=limit,
         accepts=accepts,
     )

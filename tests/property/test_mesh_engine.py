@@ -21,7 +21,7 @@ from hyper_parallel.core.hsdp.api import hsdp_sync_stream
 pytestmark = pytest.mark.sim
 
 many = settings(
-    max_examples=max(settings.default.max_examples // 2, 1),
+    max_examples=max(settings.default.max_examples // 4, 1),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -26,7 +26,7 @@ from sim.mesh.tracing.trace import trace
 pytestmark = pytest.mark.sim
 
 few = settings(
-    max_examples=max(settings.default.max_examples // 25, 1),
+    max_examples=max(settings.default.max_examples // 50, 1),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -161,7 +161,7 @@ class At(Job):
     further: int = 0
 
     def rank_of_stage_rank(self, pp_rank: int) -> int:
-        return pp_rank + self.further * self.dims.pp
+        return super().rank_of_stage_rank(pp_rank) + self.further
 
 
 def said(job: Job, further: int) -> list[list[Any]]:

@@ -27,7 +27,7 @@ from sim.strategies import layouts, meshes, shapes
 pytestmark = pytest.mark.sim
 
 many = settings(
-    max_examples=settings.default.max_examples,
+    max_examples=settings.default.max_examples // 2,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -24,7 +24,7 @@ from sim.mesh.recipe import Routing
 pytestmark = pytest.mark.sim
 
 some = settings(
-    max_examples=max(settings.default.max_examples // 10, 1),
+    max_examples=max(settings.default.max_examples // 20, 1),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -20,6 +20,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 pytestmark = pytest.mark.sim
 
 ORDER = ["dp_replicate", "dp_shard", "ep", "cp", "tp", "pp"]
+RANKS = ["pp", "dp_replicate", "dp_shard", "ep", "cp", "tp"]  # outermost first
 
 
 @st.composite
@@ -87,7 +88,8 @@ def test_flattened_names_follow_the_table(dims: ParallelDims) -> None:
 def test_built_mesh_cuts_the_ranks_as_the_table_says(dims: ParallelDims, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, dims.world_size - 1), label="rank")
     axes = dims.mesh_axes
-    ranks = np.arange(dims.world_size).reshape(tuple(axes.values()))
+    ranks = np.arange(dims.world_size).reshape([getattr(dims, axis) for axis in RANKS])
+    ranks = ranks.transpose([RANKS.index(axis) for axis in ORDER]).reshape(tuple(axes.values()))
     place = dict(zip(axes, np.argwhere(ranks == rank)[0], strict=True))
     with world_of(dims.world_size, rank):
         mesh = dims.build_mesh("cpu")
@@ -97,6 +99,8 @@ def test_built_mesh_cuts_the_ranks_as_the_table_says(dims: ParallelDims, data: s
             assert dims.get_mesh(name).mesh.tolist() == mine
             assert dist.get_process_group_ranks(dims.get_mesh(name).get_group()) == mine
             assert dims.get_mesh(name).size() == math.prod(axes[axis] for axis in parts)
+        stage = [mesh[tuple(axis for axis in axes if axis != "pp")].mesh] if 1 < dims.pp < dims.world_size else []
+        assert all(ranks.max() - ranks.min() + 1 == dims.world_size // dims.pp for ranks in stage), "in a row"
 
 
 @settings(deadline=None, max_examples=settings.default.max_examples // 10)

@@ -73,7 +73,7 @@ def seen(problem: Problem, arrangement: Arrangement) -> None:
 # -- as on one device --------------------------------------------------------------------------------------------------
 
 
-@examples(1)
+@examples(0.5)
 @given(st.data(), problems)
 def test_any_ranks_train_as_one_device(data, problem):
     arrangement = data.draw(arrangements(problem))

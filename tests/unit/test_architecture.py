@@ -563,6 +563,17 @@ def test_the_house_keeps(rule: str) -> None:
         ("private imports", {"sim/a.py": "from sim.b import _f"}),
         ("class names", {"sim/a.py": "class A: ...", "sim/b/c.py": "class A: ..."}),
         ("one of each", {"sim/a.py": "import matplotlib", "sim/b.py": "def f():\n    from matplotlib import figure"}),
+        (
+            "one of each",
+            {
+                "sim/a.py": "def f(self):\n    self.optimizer.step()",
+                "hyper_parallel/b.py": "def g(optimizer):\n    optimizer.step()",
+            },
+        ),
+        (
+            "one of each",
+            {"sim/a.py": "class MemoryEstimate: ...", "hyper_parallel/b.py": "class RankMemoryEstimate: ..."},
+        ),
         ("layers of sim", {"sim/kernel/scheduler.py": "def f():\n    import torch.distributed"}),
         ("layers of sim", {"sim/kernel/clock.py": "from sim.comm.group import Group"}),
         ("layers of sim", {"sim/comm/store.py": "if TYPE_CHECKING:\n    from sim.world import World"}),
@@ -594,6 +605,13 @@ def test_a_break_of_the_house_is_found(rule: str, files: dict[str, str]) -> None
             {"sim/a.py": "class A: ...", "hyper_parallel/c.py": "class A: ...", "sim/b.py": "class B: ..."},
         ),
         ("one of each", {"sim/a.py": "import matplotlib", "sim/b.py": "# import matplotlib\n'import matplotlib'"}),
+        (
+            "one of each",
+            {
+                "sim/a.py": "def f(optimizer):\n    '''Example:\n\n    optimizer.step()\n    '''",
+                "sim/b.py": "def g(optimizer):\n    optimizer.step()",
+            },
+        ),
         ("others' frameworks", {"sim/a.py": "# Source: the paper on Megatron"}),
         (
             "layers of sim",

@@ -120,7 +120,10 @@ def invoke(*arguments: str) -> tuple[int, str]:
         ),
         pytest.param(
             ("--device", "cpu", "--memory-limit-gb", "0.001"),
-            ["error: this run needs about", "1.0 MiB are allowed by memory_limit_gb", "try: fewer ranks"],
+            [
+                "error: cannot run in 1.0 MiB, which are allowed by memory_limit_gb: it needs at least",
+                "try: fewer ranks",
+            ],
             id="too large",
         ),
         pytest.param(

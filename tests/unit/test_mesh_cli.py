@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -370,19 +371,23 @@ def test_nothing_fits(asked: list[dict[str, Any]]) -> None:
     assert "\n  try: about " in output
 
 
-def test_an_interrupted_search_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_search_prints_what_it_has(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def interrupted(**given: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return fake_estimate(**given)
 
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys.modules["sim.mesh.estimate"], "estimate", interrupted)
     monkeypatch.setattr(importlib.import_module("sim.mesh.searching.search"), "Floors", lambda *given: None)
     code, output = invoke("search", *SEARCH)
     assert code == cli.INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) == before
     assert "Fastest first" in output
     assert "the search was interrupted: this is the best so far" in output
 

@@ -376,7 +376,11 @@ def test_mesh_has_the_axes_and_names_of_the_table(
     assert type(mesh) is DeviceMesh
     assert (mesh.mesh_dim_names, tuple(mesh.shape)) == (tuple(axes), tuple(axes.values()))
     assert mesh.device_type == "cpu"
-    everything = torch.arange(world_size).reshape(tuple(axes.values()))
+    if "pp" in axes:  # the last axis of the mesh, and the outermost of the ranks
+        *others_of_stage, stages = axes.values()
+        everything = torch.arange(world_size).reshape(stages, *others_of_stage).movedim(0, -1)
+    else:
+        everything = torch.arange(world_size).reshape(tuple(axes.values()))
     for name, parts in (("fsdp", fsdp), ("dp", dp), ("loss", loss)):
         if parts is None:
             assert name not in dims.flattened_axes

@@ -384,7 +384,7 @@ def test_a_sum_that_torch_cannot_compute():
         ),
         (
             lambda: dist.all_to_all_single(torch.ones(()), torch.ones(())),
-            "all_to_all_single: the input has no dim 0 to split over 4 ranks: it is a scalar; group: world",
+            "all_to_all_single: the input has no dim 0 to split over 4 ranks: it is a scalar\n  group: world",
         ),
         (
             lambda: dist.all_reduce(torch.ones(4, 4)[:, 1:3]),
@@ -392,12 +392,12 @@ def test_a_sum_that_torch_cannot_compute():
         ),
         (
             lambda: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
-            "all_reduce: sparse tensors can be added up only, but the reduce op is MAX; group: world",
+            "all_reduce: sparse tensors can be added up only, but the reduce op is MAX\n  group: world",
         ),
         (
             lambda: dist.group.WORLD.allgather_coalesced([[torch.ones(2)]] * 3, [torch.ones(2)]),
             "all_gather_coalesced: the output lists have [1, 1, 1] tensors, expected 1, one for each input, "
-            "from each of 4 ranks; group: world",
+            "from each of 4 ranks\n  group: world",
         ),
         (lambda: dist.split_group(None, [[0, 0]]), "split_group: cannot split a group into [[0, 0]]"),
     ],

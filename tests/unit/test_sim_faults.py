@@ -83,48 +83,49 @@ def test_how_a_fault_prints():
     )
 
 
-AT = (
-    "\n  at: an operation's number (an int from 0 up), a region's name, (name, number), sim.at_time(seconds), or a "
-    "probability (a float between 0 and 1)\n  try: at=3, at='backward', at=0.01"
+NOT_AT = (
+    "at is none of an operation's number (from 0), a region's name, (name, number), sim.at_time(seconds), or a "
+    "probability (a float between 0 and 1)\n  at: {!r}\n  try: at=3, at='backward', at=0.01"
 )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Kill(-1), "Kill: there is no rank -1\n  rank: an int from 0 up\n  try: rank=0"),
-        (lambda: Freeze(True), "Freeze: there is no rank True\n  rank: an int from 0 up\n  try: rank=0"),
-        (lambda: Kill(0, at=-1), f"Kill: nothing happens at -1{AT}"),
-        (lambda: Kill(0, at=1.0), f"Kill: nothing happens at 1.0{AT}"),
-        (lambda: Freeze(0, at=0.0), f"Freeze: nothing happens at 0.0{AT}"),
-        (lambda: Drop(0, 1, at=""), f"Drop: nothing happens at ''{AT}"),
-        (lambda: Corrupt(0, at=("step", -1)), f"Corrupt: nothing happens at ('step', -1){AT}"),
-        (lambda: Kill(0, at=None), f"Kill: nothing happens at None{AT}"),
-        (lambda: Corrupt(0, bits=0), "Corrupt: cannot flip 0 bits\n  bits: an int from 1 up\n  try: bits=1"),
+        (lambda: Kill(-1), "cannot make a fault Kill: rank must be at least 0\n  rank: -1\n  try: rank=0"),
+        (lambda: Kill(0, at=-1), f"cannot make a fault Kill: {NOT_AT.format(-1)}"),
+        (lambda: Kill(0, at=1.0), f"cannot make a fault Kill: {NOT_AT.format(1.0)}"),
+        (lambda: Freeze(0, at=0.0), f"cannot make a fault Freeze: {NOT_AT.format(0.0)}"),
+        (lambda: Drop(0, 1, at=""), f"cannot make a fault Drop: {NOT_AT.format('')}"),
+        (lambda: Corrupt(0, at=("step", -1)), f"cannot make a fault Corrupt: {NOT_AT.format(('step', -1))}"),
+        (lambda: Kill(0, at=None), f"cannot make a fault Kill: {NOT_AT.format(None)}"),
+        (lambda: Corrupt(0, bits=0), "cannot make a fault Corrupt: bits must be at least 1\n  bits: 0\n  try: bits=1"),
         (
             lambda: Slow(0, 0),
-            "Slow: nothing can take 0 times as long\n  factor: a number above 0\n  try: factor=2.0",
+            "cannot make a fault Slow: factor must be a finite number above 0\n  factor: 0\n  try: factor=2.0",
         ),
         (
             lambda: SlowLink(0, 1, float("inf")),
-            "SlowLink: nothing can take inf times as long\n  factor: a number above 0\n  try: factor=2.0",
+            "cannot make a fault SlowLink: factor must be a finite number above 0\n  factor: inf\n  try: factor=2.0",
         ),
         (
             lambda: Drop(1, 1),
-            "Drop: both ends are rank 1\n  sender, receiver: two different ranks\n  try: sim.faults.Drop(0, 1, ...)",
+            "cannot make a fault Drop: it takes two different ranks\n  seen: sim.faults.Drop(1, 1, at=0)\n"
+            "  try: sim.faults.Drop(0, 1, ...)",
         ),
         (
             lambda: sim.at_time(-1),
-            "cannot use -1 as a moment of virtual time\n  seconds: a number from 0 up\n  try: sim.at_time(0.5)",
+            "cannot name a moment of virtual time: seconds must be a finite number of at least 0\n"
+            "  seconds: -1\n  try: seconds=0",
         ),
         (
             lambda: sim.world(2, faults=[Kill(2)]),
-            "sim.faults.Kill(2, at=0) cannot happen: there is no rank 2\n"
+            "cannot inject sim.faults.Kill(2, at=0): there is no rank 2\n"
             "  world: ranks 0 to 1\n  try: one of the world's ranks, or a larger world_size",
         ),
         (
             lambda: sim.run(dist.barrier, 2, faults=[SlowLink(0, 5, 2.0)]),
-            "sim.faults.SlowLink(0, 5, 2.0) cannot happen: there is no rank 5\n"
+            "cannot inject sim.faults.SlowLink(0, 5, 2.0): there is no rank 5\n"
             "  world: ranks 0 to 1\n  try: one of the world's ranks, or a larger world_size",
         ),
     ],
@@ -135,13 +136,28 @@ def test_what_cannot_be_is_refused_before_anything_runs(make, message):
     assert str(caught.value) == message
 
 
-def test_only_faults_can_happen():
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Freeze(True), "cannot make a fault Freeze: rank is a bool, not an int\n  rank: True\n  try: rank=1"),
+        (
+            lambda: Slow(0, "2"),
+            "cannot make a fault Slow: factor is a str, not a number\n  factor: '2'\n  try: factor=1.0",
+        ),
+        (
+            lambda: sim.at_time("1"),
+            "cannot name a moment of virtual time: seconds is a str, not a number\n  seconds: '1'\n  try: seconds=1.0",
+        ),
+        (
+            lambda: sim.world(2, faults=["kill"]),
+            "cannot inject a fault: fault is a str, not a Fault\n  fault: 'kill'\n  try: sim.faults.Kill(1, at=3)",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(make, message):
     with pytest.raises(TypeError) as caught:
-        sim.world(2, faults=["kill"])
-    assert str(caught.value) == (
-        "cannot use 'kill' as a fault\n  faults: sim.faults.Kill, Freeze, Slow, SlowLink, Corrupt or Drop\n"
-        "  try: faults=[sim.faults.Kill(1, at=3)]"
-    )
+        make()
+    assert str(caught.value) == message
 
 
 def test_the_verbs_of_a_world_add_the_values():

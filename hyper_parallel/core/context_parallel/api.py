@@ -25,8 +25,8 @@ from hyper_parallel.core.context_parallel.arguments import (
     split_over,
 )
 from hyper_parallel.core.context_parallel.attention import (
+    AttentionCall,
     Ring,
-    Task,
     ring_attention,
     shared_heads,
     to_heads,
@@ -164,7 +164,7 @@ class ContextParallel:
             q, k, v = to_heads((q, k, v), self._heads, degree)
         scale = default_scale(q.shape[-1]) if scale is None else scale
         if self.ring_degree > 1:
-            out = ring_attention(q, k, v, Task(self._ring, is_causal, scale, ids))
+            out = ring_attention(q, k, v, AttentionCall(self._ring, is_causal, scale, ids))
         else:
             out = _attention(q, k, v, is_causal, scale, None if ids is None else ids[0])
         return to_sequence(out, self._heads, degree) if degree > 1 else out

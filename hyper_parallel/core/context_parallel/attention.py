@@ -237,7 +237,7 @@ def shared_heads(heads: int, degree: int) -> int:
 # more, and the gradients of keys travel with them, one step behind, gathering each rank's share, until they are home.
 
 
-class Flight:
+class RingShift:
     """A tensor on its way to the next rank, and the previous rank's on its way here."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup, before: int, after: int) -> None:
@@ -270,10 +270,10 @@ class Ring:
     rank: int
     split: SequenceSplit
 
-    def send(self, x: Tensor) -> Flight:
+    def send(self, x: Tensor) -> RingShift:
         """Send a contiguous tensor to the next rank, and receive the previous one's."""
         size = len(self.ranks)
-        return Flight(x, self.group, self.ranks[(self.rank - 1) % size], self.ranks[(self.rank + 1) % size])
+        return RingShift(x, self.group, self.ranks[(self.rank - 1) % size], self.ranks[(self.rank + 1) % size])
 
     def travel(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield every rank's tensor with that rank's place, beginning with the own one; each is sent on before that."""
@@ -285,7 +285,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Task:
+class AttentionCall:
     """One attention: what all blocks have in common.
 
     Attributes:
@@ -314,7 +314,7 @@ class Task:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: AttentionCall) -> Tensor:
         dtype = accumulator(q.dtype)
         joined: Joined | None = None
         with _as_they_are(q.device):
@@ -345,13 +345,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _gradients(
-    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+    task: AttentionCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries, and of keys and values stacked, in the dtype that sums are kept in."""
     dtype = accumulator(q.dtype)
     grad_q = torch.zeros_like(q, dtype=dtype)
     own: Tensor | None = None
-    flight: Flight | None = None
+    flight: RingShift | None = None
     for source, (keys, values) in task.ring.travel(torch.stack((k, v))):
         share = torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
         found = task.block(source, q, keys, values)
@@ -375,7 +375,7 @@ def _as_they_are(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, task: AttentionCall) -> Tensor:
     """Return the attention of a part's queries to the keys of all parts.
 
     Communication, with R ring ranks: R - 1 times the keys and values forward; the same and R - 1 times their gradients,

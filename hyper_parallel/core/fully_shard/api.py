@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
-    Found,
+    FoundParameter,
     Grouping,
     check_modules,
     check_parameters,
@@ -264,7 +264,7 @@ def _check_reshard(reshard_after_forward: Any) -> None:
         )
 
 
-def _data_mesh(mesh: DeviceMesh | None, found: list[Found]) -> tuple[DataParallelMesh | None, Platform]:
+def _data_mesh(mesh: DeviceMesh | None, found: list[FoundParameter]) -> tuple[DataParallelMesh | None, Platform]:
     """The mesh to split over, None where there is nothing to split; and the device under it or the DTensors."""
     plain = [item for item in found if not is_dtensor(item)]
     if mesh is None and found and not plain:
@@ -277,14 +277,14 @@ def _data_mesh(mesh: DeviceMesh | None, found: list[Found]) -> tuple[DataParalle
 
 def _placed(
     roots: list[nn.Module],
-    found: list[Found],
+    found: list[FoundParameter],
     mesh: DeviceMesh | None,
     data: DataParallelMesh | None,
     placement_fn: PlacementFn | None,
     replicated: set[int],
     *,
     fused: bool,
-) -> list[tuple[Found, ParameterPlacement]]:
+) -> list[tuple[FoundParameter, ParameterPlacement]]:
     placements: dict[int, ParameterPlacement] = {}
     for item in found:
         parameter = item.parameter

@@ -315,11 +315,6 @@ class Bucket:
         """Whether memory that starts at `pointer` is the buffer's, which will be freed."""
         return pointer == self.unsharded_buffer.untyped_storage().data_ptr()
 
-    @property
-    def unsharded_pointer(self) -> int:
-        """Where the unsharded parameters' memory starts; 0 while freed."""
-        return self.unsharded_buffer.untyped_storage().data_ptr()
-
     def allocate(self) -> None:
         """Give the unsharded parameters their memory back."""
         self._memory.resize_(self.unsharded_bytes)

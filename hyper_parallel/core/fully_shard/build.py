@@ -26,11 +26,11 @@ from hyper_parallel.core.fully_shard.param import ManagedParam, Slot
 from hyper_parallel.core.fully_shard.placement import DataParallelMesh, ParameterPlacement, has_extension, unpackable
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
-from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
+from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units
 from hyper_parallel.platform import Platform
 
 __all__ = [
-    "Found",
+    "FoundParameter",
     "Grouping",
     "check_modules",
     "check_parameter",
@@ -136,6 +136,7 @@ def check_parameters(
 def _listed(name: str, given: Any) -> list[Any]:
     if given is None:
         return []
+    # A tensor is iterable too: each of its rows would be refused as an argument that nobody has passed.
     if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise (ValueError if name == "ignored_params" else TypeError)(
             explain(
@@ -233,6 +234,8 @@ def _is_extended(parameter: nn.Parameter, name: str) -> bool:
             f"  seen: {type(local).__name__}.fsdp_pre_all_gather{signature}\n"
             "  try: (self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
         )
+    # Tried on no rows at all, now and on every rank: a class that one of these operations drops would show at the first
+    # gather, and on some ranks alone where shards are uneven.
     with torch.no_grad():
         shard = local.detach()
         shard = shard.narrow(0, 0, 0).new_zeros((0, *shard.shape[1:])) if shard.dim() else shard
@@ -255,7 +258,7 @@ def together(api: str) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundParameter:
     """A parameter to be managed.
 
     Attributes:
@@ -282,7 +285,7 @@ class Grouping:
     unsharded_gradients: bool = False
 
 
-def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list[Found]:
+def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list[FoundParameter]:
     """The parameters of this unit with their names and places, tied ones once; nested units' are left out.
 
     Raises:
@@ -297,11 +300,12 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list
             check_parameter(parameter, full_name, api)
             found.setdefault(id(parameter), (parameter, full_name, []))[2].append(Slot(owner, name))
     check_same_data([(parameter, name) for parameter, name, _ in found.values()])
-    return [Found(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
+    return [FoundParameter(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
 
 
 def own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules of this unit with the paths to them; what nested units contain is left out."""
+    # Not `named_modules()`, which goes on into units inside: their parameters would be in two units.
     seen: set[nn.Module] = set()
     own: list[tuple[str, nn.Module]] = []
 
@@ -321,7 +325,7 @@ def own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 def make_unit(
     roots: list[nn.Module],
-    placed: Sequence[tuple[Found, ParameterPlacement]],
+    placed: Sequence[tuple[FoundParameter, ParameterPlacement]],
     storage: Storage,
     options: UnitOptions,
     grouping: Grouping,
@@ -334,20 +338,23 @@ def make_unit(
 
 
 def make_buckets(
-    placed: Sequence[tuple[Found, ParameterPlacement]],
+    placed: Sequence[tuple[FoundParameter, ParameterPlacement]],
     storage: Storage,
     mp_policy: MixedPrecisionPolicy,
     grouping: Grouping,
 ) -> tuple[list[Bucket], list[GradientReducer]]:
     """Shard parameters and let their modules show the shards: the buckets that they are in, and who reduces them."""
     platform = storage.platform
+    # Replicated parameters are used where they are: a flat buffer would only be a second copy of them.
     not_flat = Storage(platform, on_host=storage.on_host, pinned=storage.pinned)
-    groups: dict[Any, list[tuple[Found, ParameterPlacement]]] = {}
+    groups: dict[Any, list[tuple[FoundParameter, ParameterPlacement]]] = {}
     for found, placement in placed:
         split = placement.shard_dim is not None
         dtype = found.parameter.dtype
         if not storage.flat:  # converted when they are packed
             dtype = computed_in(dtype, mp_policy.param_dtype)
+        # What may share a message: the same ranks, one dtype, and one way to give what is gathered. By first use in
+        # registration order, which is the same on all ranks.
         key = (split, placement.data if split else placement.reduce_groups, dtype, has_extension(found.parameter))
         groups.setdefault(key, []).append((found, placement))
     buckets: list[Bucket] = []
@@ -355,6 +362,8 @@ def make_buckets(
     for (split, *_, extended), members in groups.items():
         params = []
         for found, placement in members:
+            # Before `ManagedParam` copies the attributes: the sharded parameter carries the name on, by which optimizer
+            # steps are counted, and a second wrap is refused.
             found.parameter._hyper_parallel_unit_name = found.name  # type: ignore[attr-defined]
             params.append(ManagedParam(found.name, list(found.slots), found.parameter, placement))
         placement = members[0][1]
@@ -364,7 +373,7 @@ def make_buckets(
             bucket: Bucket = ExtensionBucket(params, values, group, storage, mp_policy)
         else:
             bucket = Bucket(params, values, group, storage if split else not_flat, mp_policy.param_dtype)
-        bucket.show_shards()
+        bucket.show_shards()  # now: an optimizer that is made before the first forward takes what modules show
         buckets.append(bucket)
         for some in _portions(params, grouping.reduce_bytes):
             reducers.append(
@@ -425,10 +434,11 @@ def _reducer(
 
 
 def install(
-    unit: Unit, placed: Sequence[tuple[Found, ParameterPlacement]], make_class: Callable[[Any], Any], api: str
+    unit: Unit, placed: Sequence[tuple[FoundParameter, ParameterPlacement]], make_class: Callable[[Any], Any], api: str
 ) -> None:
     """Give the modules their new class, and let state dicts and stale parameters know of the unit."""
     for root in unit.modules:
+        # Past `__setattr__`, which modules override, to register or to refuse what they do not know.
         root.__dict__["_hyper_parallel_unit"] = unit
         object.__setattr__(root, "__class__", make_class(type(root)))
     register_state(unit)
@@ -438,7 +448,7 @@ def install(
         refuse_gradients(found, api)
 
 
-def refuse_gradients(found: Found, api: str) -> None:
+def refuse_gradients(found: FoundParameter, api: str) -> None:
     """Let a gradient for the parameter as it was be an error: whoever still uses it trains a copy."""
     if not found.parameter.requires_grad:
         return
@@ -470,9 +480,9 @@ def move_buffers(roots: list[nn.Module], platform: Platform) -> None:
 
 def move_plain(roots: Iterable[nn.Module], data: DataParallelMesh, spmd_mesh: DeviceMesh) -> None:
     """Put plain parameters of units inside, that were wrapped before there was a spmd_mesh, onto it."""
-    units = dict.fromkeys(u for root in roots for child in root.modules() if (u := unit_of(child)) is not None)
-    for unit in units:
-        for param in [param for bucket in unit.buckets for param in bucket.params]:
+    # Optimizers update many parameters at once, which torch does for DTensors of one mesh alone.
+    for unit in nested_units(*roots):
+        for param in unit.params:
             placement = param.placement
             if placement.data is not None and placement.data.mesh == data.mesh and placement.mesh == data.mesh:
                 before = [Replicate() for _ in range(spmd_mesh.ndim - data.axes)]
@@ -481,11 +491,10 @@ def move_plain(roots: Iterable[nn.Module], data: DataParallelMesh, spmd_mesh: De
 
 def nested_placements(roots: Iterable[nn.Module]) -> list[ParameterPlacement]:
     """The placements of the parameters of units inside these modules."""
-    units = dict.fromkeys(u for root in roots for child in root.modules() if (u := unit_of(child)) is not None)
-    return [param.placement for unit in units for bucket in unit.buckets for param in bucket.params]
+    return [param.placement for unit in nested_units(*roots) for param in unit.params]
 
 
-def is_dtensor(found: Found) -> bool:
+def is_dtensor(found: FoundParameter) -> bool:
     """Whether the parameter is a DTensor already."""
     return isinstance(found.parameter, DTensor)
 
@@ -503,7 +512,7 @@ def copy_wrapped(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         TypeError: A unit for `torch.compile` to trace.
         ValueError: A unit has modules outside of this one.
     """
-    units = list(nested_units(module))
+    units = nested_units(module)
     _check(module, units)
     for unit in units:
         unit.reshard()
@@ -541,12 +550,8 @@ def _check(module: nn.Module, units: list[Unit]) -> None:
             )
 
 
-def _params(unit: Unit) -> list[ManagedParam]:
-    return [param for bucket in unit.buckets for param in bucket.params]
-
-
 def _slots(unit: Unit) -> list[Slot]:
-    return [slot for param in _params(unit) for slot in param.slots]
+    return [slot for param in unit.params for slot in param.slots]
 
 
 @contextmanager
@@ -556,13 +561,14 @@ def _unwrapped(module: nn.Module, units: list[Unit]) -> Iterator[dict[int, nn.Pa
     stand_ins: dict[int, nn.Parameter] = {}
     try:
         for unit in units:
-            for param in _params(unit):
+            for param in unit.params:
                 empty = torch.empty(param.shape, dtype=param.local.dtype, device="meta")
                 stand_ins[id(param)] = nn.Parameter(empty, requires_grad=param.sharded.requires_grad)
                 for slot in param.slots:
                     slot.module._parameters[slot.name] = stand_ins[id(param)]
             for root in unit.modules:
                 object.__setattr__(root, "__class__", unit.wrapping.original_classes[id(root)])
+                # Of forward methods the instance has wrappers, which would gather the unit that is copied.
                 for name in (*OF_A_UNIT, *unit.wrapping.forward_methods.get(id(root), ())):
                     root.__dict__.pop(name, None)
         for child, *_ in before:
@@ -585,8 +591,8 @@ def _is_of_a_unit(hook: Any) -> bool:
 
 
 def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, Any]) -> Unit:
-    params = _params(unit)
-    placed: list[tuple[Found, ParameterPlacement]] = []
+    params = unit.params
+    placed: list[tuple[FoundParameter, ParameterPlacement]] = []
     device = unit.wrapping.storage.device
     for param in params:
         empty = memo[id(stand_ins[id(param)])]
@@ -598,10 +604,10 @@ def _copy_unit(unit: Unit, stand_ins: dict[int, nn.Parameter], memo: dict[int, A
             unsharded = _as_dtensor(unsharded, param)
         unsharded.__dict__.update(copy.deepcopy(param.attributes | param.sharded.__dict__, memo))
         slots = tuple(Slot(memo[id(slot.module)], slot.name) for slot in param.slots)
-        placed.append((Found(unsharded, param.name, slots), param.placement))
+        placed.append((FoundParameter(unsharded, param.name, slots), param.placement))
     roots = [memo[id(root)] for root in unit.modules]
     made = make_unit(roots, placed, unit.wrapping.storage, replace(unit.options), unit.wrapping.grouping)
-    for param, twin in zip(params, _params(made), strict=True):  # the same keys, hence the same buckets
+    for param, twin in zip(params, made.params, strict=True):  # the same keys, hence the same buckets
         memo[id(param.sharded)] = twin.sharded
         with torch.no_grad():
             twin.local.copy_(param.local)

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-class Listener(Protocol):
+class CallListener(Protocol):
     """What a forward call reports to: its unit."""
 
     def pre_backward(self, call: ForwardCall) -> None:
@@ -55,7 +55,7 @@ class ForwardCall:
         "version",
     )
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: CallListener) -> None:
         self.listener = listener
         self.pre_backward_in = -1
         self.post_backward_in = -1

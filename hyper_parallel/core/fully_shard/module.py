@@ -733,10 +733,9 @@ class ParamGroup:
     @property
     def fsdp_params(self) -> list[Any]:
         """Sharded and unsharded parameters, by torch's names."""
-        params = [param for bucket in self._unit.buckets for param in bucket.params]
         return [
             SimpleNamespace(sharded_param=p.sharded, unsharded_param=p.unsharded, _unsharded_param=p.unsharded)
-            for p in params
+            for p in self._unit.params
         ]
 
 

@@ -93,6 +93,7 @@ class DataParallelMesh:
     @property
     def domain_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups over which to reduce, one after the other, to have reduced over all ranks of the mesh."""
+        # One all_reduce instead of one per axis, where these are all ranks anyway.
         world = dist.group.WORLD
         if world is not None and self.size == world.size():
             return (world,)
@@ -205,6 +206,7 @@ def data_axes(mesh: Any, dims: Any) -> DeviceMesh:
             f"  mesh: {describe_mesh(mesh)}\n"
             f"  try: DataParallelMeshDims(shard={mesh.mesh_dim_names[0]!r})"
         )
+    # All ranks make these meshes in one order: where an axis is flattened, its groups are made, by all together.
     lines = [_one_axis(mesh, names) for names in (replicate, shard) if names]
     if len(lines) == 1:
         return lines[0]
@@ -371,6 +373,7 @@ def kept_placement(parameter: DTensor, name: str, *, fused: bool, api: str = "fu
         check_fusion(name, f"it is a DTensor that keeps its layout, {parameter.placements}")
     _check_placements(parameter, name, api)
     mesh = parameter.device_mesh
+    # Along the other axes ranks hold different shards, of which each has a gradient of its own.
     axes = tuple(axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
     groups = tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
     world = dist.group.WORLD
@@ -400,6 +403,7 @@ def unified_placement(
     """
     _check_placements(parameter, name, "fully_shard")
     spmd_mesh = spmd_mesh_of(parameter.device_mesh, data.mesh)
+    # Meshes may share axes along which the DTensor is replicated: these are the engine's, the others stay its own.
     for axis in spmd_mesh.shared:
         if not parameter.placements[axis].is_replicate():
             raise ValueError(
@@ -423,6 +427,7 @@ def unified_placement(
 
 def common_spmd_mesh(placements: Sequence[ParameterPlacement], data: DataParallelMesh) -> DeviceMesh | None:
     """The one SPMD mesh of the DTensor parameters among these, if there is exactly one over this data mesh."""
+    # Of several, nobody has said on which one plain parameters should be: they stay on the data mesh.
     found: list[DeviceMesh] = []
     for placement in placements:
         is_over_data = placement.data is not None and placement.data.mesh == data.mesh

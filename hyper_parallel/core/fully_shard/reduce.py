@@ -370,10 +370,9 @@ class GradientReducer:
 
     def reduce(self, options: UnitOptions, fused_all_reduces: FusedAllReduces) -> Reduction | None:
         """Start to reduce what was collected; None when there is nothing."""
+        # Nothing trainable, on all ranks alike. A rank without gradients has a list of Nones, and takes part.
         if self.pending is None:
-            return (
-                None  # nothing trainable: on all ranks alike. Without gradients it is a list of Nones, and takes part
-            )
+            return None
         pending, self.pending = self.pending, None
         params, width = self._plan_for, self._starts[-1] + len(self._plan_for)
         used = [options.zeros or gradient is not None for gradient in pending]

@@ -87,7 +87,7 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     options = torchs.StateDictOptions() if options is None else options
     _check_get(model, options, torchs.StateDictOptions)
     for unit in nested_units(model):
-        unit.reshard()
+        unit.reshard()  # torch reads what modules show, which after an `unshard()` are no shards
     sharded_only = replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
     sharded: dict[str, Any] = torchs.get_model_state_dict(model, options=sharded_only)
     if options.ignore_frozen_params:
@@ -199,8 +199,11 @@ def load_into(
             "load_state_dict(assign=True): sharded parameters keep their storage; values are copied", stacklevel=3
         )
     state_dict = _under_own_names(module, state_dict)
+    # All before the first is brought into its layout, for which ranks communicate: one that raised half way would leave
+    # the others waiting, and the model with some values of each.
     _check_all(module, state_dict)
 
+    # Hooks, called as torch walks the modules, instead of a second state dict: one converted value at a time is alive.
     def bring_into_layout(owner: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, target in _tensors_of(owner):
             key = prefix + name

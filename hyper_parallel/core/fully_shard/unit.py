@@ -33,13 +33,13 @@ from hyper_parallel.core.fully_shard.hooks import (
     tensors_in,
     watch_outputs,
 )
+from hyper_parallel.core.fully_shard.param import ManagedParam
 from hyper_parallel.core.fully_shard.policy import UnitOptions
 from hyper_parallel.core.fully_shard.reduce import GradientReducer
 from hyper_parallel.core.fully_shard.schedule import Schedule, Structure
 from hyper_parallel.platform import Platform
 
 __all__ = [
-    "Counts",
     "ShardedState",
     "StepControl",
     "Unit",
@@ -130,23 +130,6 @@ class Wrapping:
     copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
 
 
-@dataclass
-class Counts:
-    """How often a unit has been through each of its states.
-
-    Attributes:
-        forwards: Forwards of its modules, without recomputations.
-        recomputations: Forwards inside of a backward, that activation checkpointing repeats.
-        backwards: Backwards that have reached it.
-        finishes: How often its gradients were finished: at least once per backward that reached it.
-    """
-
-    forwards: int = 0
-    recomputations: int = 0
-    backwards: int = 0
-    finishes: int = 0
-
-
 class Unit:
     """The parameters of one call of `fully_shard` or `hsdp`, and the modules whose forward they serve."""
 
@@ -163,7 +146,6 @@ class Unit:
         self.reducers = reducers
         self.platform = platform
         self.options = options
-        self.counts = Counts()
         self.wrapping = Wrapping({id(module): type(module) for module in self.modules})
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
@@ -176,6 +158,7 @@ class Unit:
         self.shows_unsharded = False
         self.control = StepControl.HOOKS
         self.backward = BackwardRecord()
+        self.was_in_backward = False  # at any time
         self._gather = GatherRecord()
         self._asked_for = False  # by `unshard()`, until `reshard()`
         self._calls: list[ForwardCall | None] = []  # running, one inside the other; None: a recomputation
@@ -183,10 +166,9 @@ class Unit:
         self._calls_ahead = 0  # forward calls that no backward has left since the last end of one
         self._past_calls: list[weakref.ref[ForwardCall]] = []  # whose graph may still be there
         self._structure = Structure(self.modules)
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.on_gradient = self._check_reached
-                param.watch()
+        for param in self.params:
+            param.on_gradient = self._check_reached
+            param.watch()
         for module in self.modules:
             # Around the hooks that users have registered before: these see what the module sees, not shards.
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -197,9 +179,19 @@ class Unit:
     # -- gather and free -----------------------------------------------------------------------------------------
 
     @property
+    def params(self) -> list[ManagedParam]:
+        """The parameters of all buckets."""
+        return [param for bucket in self.buckets for param in bucket.params]
+
+    @property
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters have their data."""
         return self.state is ShardedState.UNSHARDED
+
+    @property
+    def _has_data(self) -> bool:
+        """Whether the unsharded parameters have their data, or will once the gather under way is through."""
+        return self.state is ShardedState.UNSHARDED or self.state is ShardedState.UNSHARDING
 
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Start to gather the shards as they are now, unless that is done or under way.
@@ -225,7 +217,7 @@ class Unit:
         # FSDP2 gathers nothing while it is unsharded. But what is there may have been kept (by `unshard()`, after
         # backward, for a backward to come), or prefetched for a forward that never came, and an optimizer may have
         # stepped since: stale weights would be silent.
-        has_data = self.state is ShardedState.UNSHARDED or self.state is ShardedState.UNSHARDING
+        has_data = self._has_data
         # number + 1: gathered by hand, for the forward that comes next.
         is_left_over = has_data and not in_backward and gather.forward_number not in (number, number + 1)
         if version != gather.version or (is_left_over and not self._is_still_good()):
@@ -241,8 +233,8 @@ class Unit:
 
     def gather_by_hand(self) -> None:
         """Start to gather for the forward to come."""
-        has_data = self.state is ShardedState.UNSHARDED or self.state is ShardedState.UNSHARDING
-        if has_data and not self._gather.kept_after_backward and (self._gather.may_change or self._holds_gradients()):
+        gather = self._gather
+        if self._has_data and not gather.kept_after_backward and (gather.may_change or self._holds_gradients()):
             self._free()
         self.start_gather()
         # After it, as a gather begins a new record. The number is that of the forward to come: this one takes what it
@@ -371,7 +363,7 @@ class Unit:
         """Gather, unless that was done ahead, and arrange to hear of the backward of this call."""
         if self.control is StepControl.UNSHARDED_FOR_STEP:
             self.finish_gather()
-            return self._count_and_cast(args, kwargs)
+            return self._cast_inputs(args, kwargs)
         schedule = self.schedule or self._become_root()
         # Before anything is read: a backward that raised has left `under_way`, and this forward would be taken for a
         # recomputation inside of it, which nothing ever frees.
@@ -383,7 +375,7 @@ class Unit:
             self.unshard(in_backward=True)  # the module calls itself
         else:
             self._enter_forward(module, schedule)
-        args, kwargs = self._count_and_cast(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
         # A recomputation by activation checkpointing is a part of the backward under way: it has no backward of its own
         # to wait for, and would free the parameters that the backward around it needs.
         call = None if recomputing else ForwardCall(self)
@@ -394,11 +386,7 @@ class Unit:
         self._calls.append(call)  # last: if anything above raises, `post_forward` finds no call and leaves all alone
         return args, kwargs
 
-    def _count_and_cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if torch._C._current_graph_task_id() != -1:  # autograd is running a backward, in which forwards are repeated
-            self.counts.recomputations += 1
-        else:
-            self.counts.forwards += 1
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         policy = self.options.mp_policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
@@ -444,7 +432,7 @@ class Unit:
             unit, traced = unit_of(child), traced_unit_of(child)
             if unit is not None:
                 yield from unit.wrapping.ignored
-                for param in (param for bucket in unit.buckets for param in bucket.params):
+                for param in unit.params:
                     yield param.sharded
                     yield param.unsharded
             if traced is not None:
@@ -538,7 +526,7 @@ class Unit:
 
     def _become_root(self) -> Schedule[Unit]:
         """The first unit whose forward runs is the root of all units below it; so far they may have had their own."""
-        units = list(dict.fromkeys(u for m in self.modules for child in m.modules() if (u := unit_of(child))))
+        units = nested_units(*self.modules)
         earlier = list(dict.fromkeys(u.schedule for u in units if u.schedule is not None))
         for schedule in earlier:
             schedule.forget_failed_backward()
@@ -583,7 +571,7 @@ class Unit:
         if backward.number != number:
             backward = self.backward = BackwardRecord(number)
         backward.open_calls += 1
-        self.counts.backwards += 1
+        self.was_in_backward = True
         if backward.under_way:
             return  # another call of the unit: the parameters are there
         backward.under_way = True
@@ -602,7 +590,7 @@ class Unit:
         for unit in schedule.next_in_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
             # In its first backward a unit is not gathered ahead: if something uses its parameters before it is
             # reached, their memory is still empty, and torch says so.
-            if unit.counts.backwards > 0 and unit.options.unshard_in_backward:
+            if unit.was_in_backward and unit.options.unshard_in_backward:
                 unit.start_gather(in_backward=True)
 
     def _check_reached(self, gradient: torch.Tensor) -> None:
@@ -662,7 +650,6 @@ class Unit:
 
     def _reshard_and_reduce(self, schedule: Schedule[Unit]) -> None:
         self.backward.under_way = False
-        self.counts.finishes += 1
         options = self.options
         # The order is that of memory, and of the wire. Freed before packed: the peak is one of the two, not both.
         # Received before packed: what the unit before has sent goes back to the allocator, and comes again as this
@@ -718,8 +705,8 @@ class Unit:
         self._structure.check(self._known_parameters)
         below = schedule.units
         if below[0] is not self:  # it has run inside of a larger root
-            below = [u for m in self.modules for child in m.modules() if (u := unit_of(child)) is not None]
-        return list(dict.fromkeys(below))
+            return nested_units(*self.modules)
+        return list(below)
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups over which parameters are gathered and gradients reduced."""
@@ -791,9 +778,8 @@ class Unit:
             self.schedule.finish_reductions()
         for reducer in self.reducers:
             reducer.clear()
-        for bucket in self.buckets:
-            for param in bucket.params:
-                param.clear_gradient(set_to_none=set_to_none)
+        for param in self.params:
+            param.clear_gradient(set_to_none=set_to_none)
 
 
 def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
@@ -833,14 +819,10 @@ def is_wrapped(module: nn.Module) -> bool:
     return unit_of(module) is not None or traced_unit_of(module) is not None
 
 
-def nested_units(module: nn.Module) -> Iterator[Unit]:
-    """All units in `module` and its submodules, each once, in module order."""
-    seen: list[Unit] = []
-    for child in module.modules():
-        unit = unit_of(child)
-        if unit is not None and unit not in seen:
-            seen.append(unit)
-            yield unit
+def nested_units(*modules: nn.Module) -> list[Unit]:
+    """All units in `modules` and their submodules, each once, in module order."""
+    found = (unit_of(child) for module in modules for child in module.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 def nested_traced_units(module: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
-    Found,
+    FoundParameter,
     Grouping,
     check_modules,
     copy_wrapped,
@@ -323,7 +323,7 @@ def _wrong(name: str, value: Any, expected: str, hint: str) -> ValueError:
 # -- where parameters go ---------------------------------------------------------------------------------------------
 
 
-def _platform(found: list[Found], cell: nn.Module) -> Platform:
+def _platform(found: list[FoundParameter], cell: nn.Module) -> Platform:
     if not dist.is_initialized():
         raise ValueError(
             explain(
@@ -343,15 +343,15 @@ def _platform(found: list[Found], cell: nn.Module) -> Platform:
                 "cell.to(device) first",
             )
         )
-    nested = next(nested_units(cell), None)
-    if not found and nested is not None:
-        return nested.platform
+    nested = nested_units(cell)
+    if not found and nested:
+        return nested[0].platform
     return get_platform(known[0] if known else None)
 
 
 def _placed(
-    found: list[Found], platform: Platform, shard_size: int, threshold: int
-) -> list[tuple[Found, ParameterPlacement]]:
+    found: list[FoundParameter], platform: Platform, shard_size: int, threshold: int
+) -> list[tuple[FoundParameter, ParameterPlacement]]:
     """Where each parameter goes; one data mesh per shard size, so that what can be gathered together is."""
     _check_alike(found)
     wanted = [_wanted(item, shard_size, threshold) for item in found]  # what is wrong is found before a group is made
@@ -370,7 +370,7 @@ def _placed(
     return placed
 
 
-def _check_alike(found: list[Found]) -> None:
+def _check_alike(found: list[FoundParameter]) -> None:
     """Reject plain parameters next to sharded DTensors: the group to reduce their gradients over is ambiguous."""
     plain = [item.name for item in found if not is_dtensor(item)]
     for item in found:
@@ -390,7 +390,7 @@ def _check_alike(found: list[Found]) -> None:
             )
 
 
-def _refuse_dtensors(found: list[Found]) -> None:
+def _refuse_dtensors(found: list[FoundParameter]) -> None:
     """Refuse parameters whose modules are to see DTensors, before anything is done to any of them."""
     for item in found:
         if isinstance(item.parameter, DTensor):
@@ -404,7 +404,7 @@ def _refuse_dtensors(found: list[Found]) -> None:
             )
 
 
-def _wanted(item: Found, shard_size: int, threshold: int) -> tuple[int, ParameterPlacement | None]:
+def _wanted(item: FoundParameter, shard_size: int, threshold: int) -> tuple[int, ParameterPlacement | None]:
     """Over how many ranks a parameter is split; of a DTensor, also where it is if it is not split further."""
     parameter = item.parameter
     own = getattr(parameter, "hsdp_shard_size", None)

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Storage
-from hyper_parallel.core.fully_shard.build import Found, Grouping, make_buckets, own_modules
+from hyper_parallel.core.fully_shard.build import FoundParameter, Grouping, make_buckets, own_modules
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement
 from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy, UnitOptions
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer
@@ -43,7 +43,7 @@ __all__ = ["TracedUnit", "install"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TracedCollectives:
     """How to gather one parameter and reduce its gradient: constants that fit into a graph, so groups go by name.
 
     Attributes:
@@ -65,7 +65,7 @@ class Recipe:
     dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, reducer: GradientReducer, options: UnitOptions) -> Recipe:
+    def of(cls, reducer: GradientReducer, options: UnitOptions) -> TracedCollectives:
         """What `reducer` would do, for a graph to do it."""
         placement = reducer.params[0].placement
         size, group = placement.shard_size, reducer.bucket.group
@@ -86,13 +86,13 @@ def _run(collective: str, tensor: torch.Tensor, *arguments: Any) -> torch.Tensor
     return result
 
 
-def _all_gather(rows: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def _all_gather(rows: torch.Tensor, recipe: TracedCollectives) -> torch.Tensor:
     if recipe.shard is None:
         return rows.view_as(rows)
     return _run("all_gather_into_tensor", rows, recipe.size, recipe.shard)
 
 
-def _reduced(gradient: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def _reduced(gradient: torch.Tensor, recipe: TracedCollectives) -> torch.Tensor:
     scale = recipe.scale
     if recipe.dtype is not None and gradient.is_floating_point():
         gradient = gradient.to(recipe.dtype)
@@ -118,7 +118,7 @@ class _Unsharded(torch.autograd.Function):
     """`unsharded`; its gradient is reduced and goes to `source`: the rows that it was gathered from, or a sink."""
 
     @staticmethod
-    def forward(ctx: Any, unsharded: torch.Tensor, source: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    def forward(ctx: Any, unsharded: torch.Tensor, source: torch.Tensor, recipe: TracedCollectives) -> torch.Tensor:
         ctx.recipe = recipe
         ctx.dtype = source.dtype
         return unsharded.view_as(unsharded)
@@ -154,7 +154,7 @@ class TracedUnit:
         self.options = options
         self.synced = True
         self.uses_sinks = options.show_sums
-        self.sums = [_Sum(self, reducer) for reducer in reducers]
+        self.sums = [_AccumulatedGradient(self, reducer) for reducer in reducers]
         self.params = [total.param for total in self.sums]
         self._ends_backward: int | None = None  # the backward at whose end sums will be reduced
 
@@ -252,11 +252,11 @@ class TracedUnit:
 
 
 @torch.no_grad()
-def _gathered_again(rows: torch.Tensor, recipe: Recipe, geometry: Any) -> torch.Tensor:
+def _gathered_again(rows: torch.Tensor, recipe: TracedCollectives, geometry: Any) -> torch.Tensor:
     return _all_gather(rows, recipe).as_strided(*geometry)
 
 
-class _Sum:
+class _AccumulatedGradient:
     """One parameter's gradient over micro-steps: where autograd adds it up, and the reducer that takes it from there.
 
     The sink is a leaf without memory of its own (all elements are one zero). Autograd adds to its `.grad` and then
@@ -267,7 +267,7 @@ class _Sum:
     def __init__(self, unit: TracedUnit, reducer: GradientReducer) -> None:
         self.unit, self.reducer = unit, reducer
         (self.param,) = reducer.params
-        full = self.full = Recipe.of(reducer, unit.options)
+        full = self.full = TracedCollectives.of(reducer, unit.options)
         self.is_scattered = full.scatter and unit.options.show_sums
         dtype = full.dtype if self.is_scattered else None
         self.recipe = replace(full, scatter=self.is_scattered, groups=(), scale=None, dtype=dtype)
@@ -326,7 +326,7 @@ class _Sum:
 
 def install(
     cell: nn.Module,
-    placed: Sequence[tuple[Found, ParameterPlacement]],
+    placed: Sequence[tuple[FoundParameter, ParameterPlacement]],
     storage: Storage,
     options: UnitOptions,
     grouping: Grouping,

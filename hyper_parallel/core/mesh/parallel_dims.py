@@ -27,7 +27,10 @@ from hyper_parallel.platform import get_platform
 
 __all__ = ["ParallelDims"]
 
-AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")  # outermost first: neighbours in rank order come last
+AXIS_ORDER = ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp")  # of the mesh's names
+# Of the ranks, outermost first. Launchers number ranks node by node, so that ranks of tp, which communicate most, are
+# neighbours on one node, and stages, which communicate least, reach over nodes.
+RANK_ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 RESERVED_NAMES = ("efsdp", "etp", "batch")
 _STANDS_FOR = (
     ("fsdp", ("dp_shard",)),
@@ -174,7 +177,7 @@ class ParallelDims:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The mesh's axes and their sizes, outermost first: every degree above 1, or `dp_shard` alone when all are 1.
+        """The mesh's axes and their sizes, in its order: every degree above 1, or `dp_shard` alone when all are 1.
 
         >>> ParallelDims(tp=2, pp=2, world_size=4).mesh_axes
         {'tp': 2, 'pp': 2}
@@ -194,20 +197,24 @@ class ParallelDims:
         return {name: axes for name, axes in flattened.items() if axes}
 
     def summary(self) -> str:
-        """Return one line with every degree, the data-parallel size and the world size.
+        """Return one line with every degree, the data-parallel size, the world size, and how stages take ranks.
 
         >>> ParallelDims(dp_shard=2, world_size=2).summary()
         'dp_replicate=1 dp_shard=2 cp=1 tp=1 pp=1 ep=1 etp=1 ulysses_degree=None | dp=2 world=2'
+        >>> ParallelDims(tp=4, pp=2, world_size=8).summary().split(" | ")[1]
+        'dp=1 world=8, stages of 4 consecutive ranks'
         """
         degrees = " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "world_size")
-        return f"{degrees} | dp={self.dp_size} world={self.world_size}"
+        stage = f", stages of {self.world_size // self.pp} consecutive ranks" if 1 < self.pp < self.world_size else ""
+        return f"{degrees} | dp={self.dp_size} world={self.world_size}{stage}"
 
     # The mesh
 
     def build_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Return the mesh of these degrees; a second call returns the same object.
 
-        The axes are those of `mesh_axes`; the names of `flattened_axes` can be looked up like an axis, as in
+        The axes are those of `mesh_axes`. Ranks are numbered with pp outermost and tp innermost: a stage has
+        consecutive ranks, and so has a group of tp. The names of `flattened_axes` can be looked up like an axis, as in
         `mesh["fsdp"]`. torch (2.11 to 2.15) warns then that such lookups may go one day, and up to 2.12 it cannot do
         them where `ep` lies between the flattened axes. `get_mesh` has neither limit, and says why a name is absent.
 
@@ -263,7 +270,7 @@ class ParallelDims:
         Communication: the first call for several axes makes process groups.
 
         Args:
-            axes: names of axes, outermost first.
+            axes: names of axes.
 
         Raises:
             ValueError: no such axis, or the mesh is not built yet.
@@ -362,7 +369,13 @@ class ParallelDims:
 
     def _build(self, device_type: str) -> _Built:
         axes = self.mesh_axes
-        root = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        order = [axis for axis in RANK_ORDER if axis in axes]
+        if order == list(axes):
+            root = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        else:
+            ranks = torch.arange(self.world_size).view([axes[axis] for axis in order])
+            ranks = ranks.permute([order.index(axis) for axis in axes])
+            root = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(axes))
         by_name = {axis: root[axis] for axis in axes}
         by_axes: dict[tuple[str, ...], DeviceMesh] = {(axis,): by_name[axis] for axis in axes}
         for name, flattened in self.flattened_axes.items():

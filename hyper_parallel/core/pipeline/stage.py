@@ -94,7 +94,7 @@ class Stage(PipelineStage):
         outputs = tuple(meta.on_meta() for meta in sent) or (Meta((), torch.float32).on_meta(),)
         self.wrapped = module
         super().__init__(
-            module if next(nested_units(module), None) is None else _Plain(module),
+            _Plain(module) if nested_units(module) else module,
             place.index,
             place.count,
             place.device,

@@ -59,9 +59,8 @@ class TiedWeights:
         self._group = pipeline.group
         self._first = _Owned(pipeline.stages[0], first) if pipeline.has_first else None
         self._last = _Owned(pipeline.stages[-1], last) if pipeline.has_last else None
-        mine = tuple(None if owned is None else owned.describe() for owned in (self._first, self._last))
-        gathered: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(gathered, mine, group=self._group)
+        first_seen, last_seen = (None if owned is None else owned.describe() for owned in (self._first, self._last))
+        gathered = self._gather((first_seen, last_seen))
         self._ranks = tuple(
             next(rank for rank, both in enumerate(gathered) if both[place] is not None) for place in (0, 1)
         )
@@ -72,6 +71,12 @@ class TiedWeights:
             seen = f"{first!r}: {one[1]}\n  {last!r}: {other[1]}"
             hint = "names of two parameters of one shape, split alike: embedding='vocabulary' with a split head"
             raise ValueError(explain(_ASKED, blame, seen, hint))
+
+    def _gather(self, mine: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+        """What each rank along the axis has to say of both parameters."""
+        gathered: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(gathered, mine, group=self._group)
+        return gathered
 
     @property
     def copies(self) -> list[nn.Parameter]:

@@ -186,7 +186,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Program:
+class RankExchange:
     """What one rank does in one exchange.
 
     Attributes:
@@ -211,7 +211,7 @@ class Program:
 
 
 @lru_cache(maxsize=4096)
-def program(step: Step, rank: int, round_: int = 0) -> Program:
+def program(step: Step, rank: int, round_: int = 0) -> RankExchange:
     """Return what a rank does in a step that exchanges parts, or in one of its rounds."""
     group = step.group_of(rank)
     view = _view(step, group, round_ if step.reduces else 0)
@@ -222,7 +222,7 @@ def program(step: Step, rank: int, round_: int = 0) -> Program:
     if not step.reduces:
         sends, receives = _in_round(sends, step.rounds, round_), _in_round(receives, step.rounds, round_)
         own = own if round_ == 0 else []
-    return Program(group, me, view.copies, view.have[me], view.need[me], tuple(sends), tuple(receives), tuple(own))
+    return RankExchange(group, me, view.copies, view.have[me], view.need[me], tuple(sends), tuple(receives), tuple(own))
 
 
 def count_sent(step: Step) -> Counts:
@@ -493,7 +493,7 @@ def _by_peer(pieces: Iterable[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: piece.peer)
 
 
-def _travels(work: Program, own: Piece) -> bool:
+def _travels(work: RankExchange, own: Piece) -> bool:
     """Return whether with the own piece among them, what is sent or what arrives lies in order already."""
     return _in_order(_by_peer([*work.sends, own]), work.have) or _in_order(_by_peer([*work.receives, own]), work.need)
 

@@ -39,7 +39,7 @@ from hyper_parallel.core.redistribute.gradients import FromLocal, back_to, cotan
 from hyper_parallel.core.redistribute.plan import plan
 
 __all__ = [
-    "Mark",
+    "LayoutMark",
     "agreed_shape",
     "cross",
     "enter",
@@ -344,26 +344,26 @@ def _all_shapes(local: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
 _NAME = "_hyper_parallel_layout"
 
 
-class Mark(NamedTuple):
+class LayoutMark(NamedTuple):
     """What a plain tensor is a shard of: a layout and the whole tensor's sizes, in elements."""
 
     layout: Layout
     shape: torch.Size
 
 
-def mark_of(shard: torch.Tensor) -> Mark | None:
+def mark_of(shard: torch.Tensor) -> LayoutMark | None:
     """Return the mark of a plain tensor; what an operation returns has none."""
-    return cast("Mark | None", shard.__dict__.get(_NAME))
+    return cast("LayoutMark | None", shard.__dict__.get(_NAME))
 
 
 def marked(shard: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
     """Mark a plain tensor, and return it."""
-    shard.__dict__[_NAME] = Mark(layout, shape)
+    shard.__dict__[_NAME] = LayoutMark(layout, shape)
     return shard
 
 
 @runs_eagerly
-def cross(shard: torch.Tensor, mark: Mark, target: Layout, grad_layout: Layout | None) -> torch.Tensor:
+def cross(shard: torch.Tensor, mark: LayoutMark, target: Layout, grad_layout: Layout | None) -> torch.Tensor:
     """Return this rank's shard in another layout.
 
     Forward: as `redistribute`. Backward: one redistribution, from `grad_layout` to the layout of the shard; where
@@ -387,7 +387,7 @@ def cross(shard: torch.Tensor, mark: Mark, target: Layout, grad_layout: Layout |
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, mark: Mark, target: Layout, given: Layout) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, mark: LayoutMark, target: Layout, given: Layout) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.mark, ctx.given = mark, given
         held = waited_for(shard.detach())
@@ -400,5 +400,5 @@ class _Cross(torch.autograd.Function):
             return None, None, None, None
         layout, shape = ctx.mark
         if torch.is_grad_enabled():  # someone differentiates what happens here
-            return cross(grad, Mark(ctx.given, shape), layout.reset_partial(), None), None, None, None
+            return cross(grad, LayoutMark(ctx.given, shape), layout.reset_partial(), None), None, None, None
         return local_redistributed(waited_for(grad), ctx.given, layout.reset_partial(), shape), None, None, None

@@ -23,7 +23,16 @@ from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.boundaries import Arguments, Inputs, remade, spread
-from hyper_parallel.core.shard.entry_exit import Mark, agreed_shape, cross, enter, leave, mark_of, marked, shard_shape
+from hyper_parallel.core.shard.entry_exit import (
+    LayoutMark,
+    agreed_shape,
+    cross,
+    enter,
+    leave,
+    mark_of,
+    marked,
+    shard_shape,
+)
 from hyper_parallel.core.shard.region import LocalParameters, Region, hide
 from hyper_parallel.core.shard.spelling import LayoutTree, describe, leaves
 
@@ -199,7 +208,7 @@ class LocalModule:
             return x
         split = any(layout.splits(x.dim()))
         shape = agreed_shape(f"cannot take an input of {self.where}", x, layout) if split else tuple(x.shape)
-        return cross(x, Mark(layout, torch.Size(shape)), layout, grad_layout)
+        return cross(x, LayoutMark(layout, torch.Size(shape)), layout, grad_layout)
 
     def _enter_as_it_is(self, x: DTensor) -> torch.Tensor:
         spec = x._spec
@@ -265,7 +274,7 @@ class LocalModule:
         shape = torch.Size(self._shape(call, what, shard, layout, path))
         if not self.is_inner:
             return leave(shard, layout, shape, target)
-        moved = shard if target is None else cross(shard, Mark(layout, shape), target, None)
+        moved = shard if target is None else cross(shard, LayoutMark(layout, shape), target, None)
         return marked(moved, layout if target is None else target, shape)
 
     def _shape(

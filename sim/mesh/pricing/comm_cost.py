@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["COLLECTIVES", "Links", "Placement", "NodeSpread", "collective_seconds", "message_seconds", "spread_of"]
+__all__ = ["COLLECTIVES", "Links", "NodeSpread", "collective_seconds", "message_seconds", "spread_of"]
 
 COLLECTIVES = {
     "all_gather": "gather",
@@ -63,44 +63,15 @@ class NodeSpread(NamedTuple):
     most: int
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Which slot of the cluster a rank has; slots are counted node by node.
-
-    >>> place = Placement((("dp", 2), ("tp", 4), ("pp", 2)), ("pp", "dp", "tp"))
-    >>> [place.slot(rank) for rank in range(8)]  # tp lies within a node: its ranks are neighbours
-    [0, 8, 1, 9, 2, 10, 3, 11]
-
-    Attributes:
-        axes: of the mesh with their sizes, the outermost first: a rank is the number that its coordinates spell.
-        order: the same axes as they lie on the cluster, the last within a node.
-    """
-
-    axes: tuple[tuple[str, int], ...] = ()
-    order: tuple[str, ...] = ()
-
-    def slot(self, rank: int) -> int:
-        """Return the slot of a rank."""
-        if not self.order:
-            return rank
-        at: dict[str, int] = {}
-        for name, size in reversed(self.axes):
-            rank, at[name] = divmod(rank, size)
-        slot, sizes = rank, dict(self.axes)
-        for name in self.order:
-            slot = slot * sizes[name] + at[name]
-        return slot
-
-
-def spread_of(ranks: Sequence[int], devices_per_node: int, placement: Placement | None = None) -> NodeSpread:
-    """Count the nodes that a group lies on.
+def spread_of(ranks: Sequence[int], devices_per_node: int) -> NodeSpread:
+    """Count the nodes that a group lies on: launchers number ranks node by node.
 
     >>> spread_of(range(0, 64, 8), 8), spread_of(range(16), 8)
     (NodeSpread(ranks=8, nodes=8, most=1), NodeSpread(ranks=16, nodes=2, most=8))
     """
     counts: dict[int, int] = {}
     for rank in ranks:
-        node = (placement.slot(rank) if placement else rank) // devices_per_node
+        node = rank // devices_per_node
         counts[node] = counts.get(node, 0) + 1
     return NodeSpread(len(ranks), max(len(counts), 1), max(counts.values(), default=1))
 

@@ -283,7 +283,7 @@ def _spans_of(
     if kernels:
         ops, comms = _on_device(kernels, tree)
     else:
-        ops = [_span(event, *told) for event, told in _outermost([e for e in tree if e["tid"] == thread])]
+        ops = [_span(event, *names) for event, names in _outermost([e for e in tree if e["tid"] == thread])]
         comms = [
             _span(event, op, str(event["name"]))
             for event in whole
@@ -306,10 +306,10 @@ def _on_device(
     kernels: Sequence[Mapping[str, Any]], tree: Sequence[Mapping[str, Any]]
 ) -> tuple[list[TimedSpan], list[TimedSpan]]:
     """Attribute kernels to the operations that launched them, which they name by `External id`."""
-    told: dict[Any, tuple[str, str]] = {}
+    names: dict[Any, tuple[str, str]] = {}
     for thread in {event["tid"] for event in tree}:
         for event, what in _outermost([e for e in tree if e["tid"] == thread], inside=True):
-            told[event.get("args", {}).get("External id")] = what
+            names[event.get("args", {}).get("External id")] = what
     ops: list[TimedSpan] = []
     comms: list[TimedSpan] = []
     for kernel in kernels:
@@ -319,7 +319,7 @@ def _on_device(
             comms.append(_span(kernel, op, name))
             continue
         other = ("other", name) if kernel["cat"] == "kernel" else ("copies", name)
-        ops.append(_span(kernel, *told.get(kernel.get("args", {}).get("External id"), other)))
+        ops.append(_span(kernel, *names.get(kernel.get("args", {}).get("External id"), other)))
     return ops, comms
 
 

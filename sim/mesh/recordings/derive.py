@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hyper_parallel.core.mesh.parallel_dims import AXIS_ORDER
+from hyper_parallel.core.mesh.parallel_dims import RANK_ORDER
 from sim.comm.process_group import moved_by_all_reduce
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import Alloc, Comm, CommGroup, Event, Op, Touch
@@ -232,7 +232,7 @@ def _without_numbers(event: Any) -> Any:
 
 
 def _check_logits(anchor: Anchor, recording: Recording, job: Job) -> None:
-    """Refuse a block that is as large as the logits in one of two recordings only: its category is told by that."""
+    """Refuse a block that is as large as the logits in one of two recordings only: its category follows from that."""
     before, now = logit_sizes(anchor.job), logit_sizes(job)
     old = anchor.recording.sizes
     if any((old[block] in before) != (size in now) for block, size in recording.sizes.items()):
@@ -295,7 +295,7 @@ class _Move:
         varied, inner = self.old.parts_of((self.old.rank, rank))
         if not varied:
             return self.new.rank_at(inner[1])
-        for name in ("before", "after"):
+        for name in ("before", "after", "first", "last"):
             if rank == getattr(self.old, name):
                 return int(getattr(self.new, name))
         raise _DifferentError
@@ -305,13 +305,14 @@ class _Seat:
     """Where in the mesh a recording was made."""
 
     def __init__(self, job: Job, part: StagePart) -> None:
-        self.sizes = [getattr(job.dims, axis) for axis in AXIS_ORDER]
+        self.sizes = [getattr(job.dims, axis) for axis in RANK_ORDER]
         self.rank = job.rank_of_stage_rank(part.rank)
         by_index = {each.index: each.rank for each in job.stages()}
         before, after = by_index.get(part.index - 1), by_index.get(part.index + 1)
         self.before = -1 if before is None else job.rank_of_stage_rank(before)
         self.after = -1 if after is None else job.rank_of_stage_rank(after)
-        self.own = dict(zip(AXIS_ORDER, self._places((self.rank,))[:, 0].tolist(), strict=True))
+        self.first, self.last = [job.rank_of_stage_rank(rank) for rank in job.tied_ranks or ()] or (-1, -1)
+        self.own = dict(zip(RANK_ORDER, self._places((self.rank,))[:, 0].tolist(), strict=True))
 
     def _places(self, ranks: Sequence[int]) -> Any:
         return np.array(np.unravel_index(np.asarray(ranks, dtype=np.int64), self.sizes))
@@ -319,22 +320,22 @@ class _Seat:
     def parts_of(self, ranks: Sequence[int]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
         """Return the counted axes along which ranks differ, and their places along the others, each once."""
         places = self._places(ranks)
-        counted = [axis in _COUNTED for axis in AXIS_ORDER]
+        counted = [axis in _COUNTED for axis in RANK_ORDER]
         varied = tuple(
-            axis for at, axis in enumerate(AXIS_ORDER) if counted[at] and (places[at] != places[at][0]).any()
+            axis for at, axis in enumerate(RANK_ORDER) if counted[at] and (places[at] != places[at][0]).any()
         )
         rest = places[[at for at, is_counted in enumerate(counted) if not is_counted]]
         return varied, tuple(dict.fromkeys(map(tuple, rest.T.tolist())))
 
     def ranks_of(self, varied: Sequence[str], inner: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Return the ranks of all places along some axes, at some places along the axes that are not counted."""
-        sizes = dict(zip(AXIS_ORDER, self.sizes, strict=True))
+        sizes = dict(zip(RANK_ORDER, self.sizes, strict=True))
         strides = self._strides()
         found = np.zeros(1, dtype=np.int64)
         for axis in _COUNTED:
             along = np.arange(sizes[axis]) if axis in varied else np.array([self.own[axis]])
             found = np.add.outer(found, along * strides[axis]).ravel()
-        others = [axis for axis in AXIS_ORDER if axis not in _COUNTED]
+        others = [axis for axis in RANK_ORDER if axis not in _COUNTED]
         offsets = [sum(n * strides[axis] for n, axis in zip(place, others, strict=True)) for place in inner]
         return tuple(np.sort(np.add.outer(found, np.array(offsets)).ravel()).tolist())
 
@@ -344,7 +345,7 @@ class _Seat:
 
     def _strides(self) -> dict[str, int]:
         strides, stride = {}, 1
-        for axis, size in zip(reversed(AXIS_ORDER), reversed(self.sizes), strict=True):
+        for axis, size in zip(reversed(RANK_ORDER), reversed(self.sizes), strict=True):
             strides[axis] = stride
             stride *= size
         return strides

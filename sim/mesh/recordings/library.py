@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from hyper_parallel.core.pipeline.schedules import find_schedule
 from sim.mesh.job import Job, StagePart
 from sim.mesh.models import ConfigSpec
 from sim.mesh.recipe import Recipe
@@ -106,6 +107,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         return (job, part, tuple(kept))
     ranks = {each.index: each.rank for each in job.stages()}
     near = [ranks.get(part.index + step) for step in (-1, 1)]
+    ends = job.tied_ranks
     changed: dict[str, Any] = {name: _DEFAULT[name] for name in _LATER}
     if dims.pp > 1:
         changed |= {"schedule": _DEFAULT["schedule"], "stages_per_rank": None}
@@ -120,6 +122,8 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
         # Fewer experts than ranks are split on another dim.
         _few_experts(job),
+        dims.pp > 1 and find_schedule(recipe.schedule).splits_backward,
+        (dims.pp, ends) if ends is not None and (part.is_first or part.is_last) else None,
         (part.is_first, part.is_last, tuple(rank == part.rank for rank in near)),
         tuple(kinds[layer] for layer in kept),
         len(part.layers) if recipe.checkpoint_layers is not None else None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.split import split_layers
+from hyper_parallel.trainer.metrics import least_kept
 from sim.mesh.hardware import Hardware
 from sim.mesh.searching.space import Candidate, Shape
 
@@ -128,8 +129,8 @@ def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     checkpointed = 0 if recipe.checkpointing == "none" else checkpointed
     small = shape.hidden * width / split
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim * width / dims.tp
-    kept = small + attention + 2 * shape.intermediate * width / dims.tp
-    per_layer = {"full": small, "selective": small + attention}.get(recipe.checkpointing, small + attention / 4)
+    inner = shape.intermediate * width / dims.tp
+    kept, per_layer = (least_kept(how, small, attention, inner) for how in ("none", recipe.checkpointing))
     under_way = _under_way(candidate)
     bytes_ = tokens * under_way * (checkpointed * per_layer + (layers - checkpointed) * kept)
     if dims.pp == 1 and not recipe.fused_loss:

@@ -61,7 +61,7 @@ def _choices(space: Space, name: str, most: int) -> list[int]:
 def _model_degrees(space: Space) -> Iterator[dict[str, int] | Rejected]:
     """Yield degrees of tp, pp, cp and ep, with dp for what they leave."""
     shape, devices = space.shape, space.num_devices
-    most_tp = 2 * space.devices_per_node if shape.splits else 1  # the first one too many is told
+    most_tp = 2 * space.devices_per_node if shape.splits else 1  # the first one too many is reported
     for tp in _choices(space, "tp", most_tp):
         if tp > space.devices_per_node and "tp" not in space.fixed:
             detail = f"tp={tp} ranks would not fit into a node of {space.devices_per_node}"

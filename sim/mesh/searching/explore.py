@@ -232,7 +232,7 @@ class Exploration:
         space = self.space
         asked = f"cannot train {self.title}"
         counts = Counter(entry.reason for entry in self.rejected).most_common(3)
-        told = "; ".join(f"{count} x {reason}" for reason, count in counts)
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in counts)
         if not complete:
             seen = f"estimated so far: {len(self.too_large)}   left: {len(left)}"
             return ValueError(explain(asked, "the search was interrupted before anything fitted", seen, "more time"))
@@ -240,7 +240,7 @@ class Exploration:
         if not self.too_large and not bounded:
             detail = self.rejected[-1].detail if self.rejected else "no degrees multiply to the devices"
             hint = f"another number of devices than {space.num_devices:,}, or a global batch that they divide"
-            return ValueError(explain(asked, "no degrees can be placed", f"{told or detail}: {detail}", hint))
+            return ValueError(explain(asked, "no degrees can be placed", f"{reasons or detail}: {detail}", hint))
         if self.too_large:
             closest = min(self.too_large, key=lambda one: one.bytes)
             needed, what, by = closest.bytes, str(closest.candidate), "is estimated to need"
@@ -250,7 +250,7 @@ class Exploration:
         over = needed - self.limit_bytes
         blame = f"nothing fits into {gib(self.limit_bytes)}"
         seen = f"closest: {what} {by} {gib(needed)}, {gib(over)} too much"
-        seen += f"\n  estimated: {len(self.too_large)}   not estimated: {told or 'none'}"
+        seen += f"\n  estimated: {len(self.too_large)}   not estimated: {reasons or 'none'}"
         more = math.ceil(space.num_devices * needed / self.limit_bytes)
         hint = f"about {_next_multiple(more, space.num_devices):,} devices, or shorter sequences"
         if left:

@@ -49,13 +49,13 @@ def limit_of(result: Any) -> Limit:
     losses = [
         f"{name} {percent(share)}" for name, share in shares.items() if share >= _WORTH_A_WORD and name != "memory"
     ]
-    told = {
+    limited_by = {
         "kernels": "kernels, which reach less than the peak of the device",
         "bubble": "the bubble of its pipeline",
         "host": "the host, which issues operations too late",
         "memory": "memory",
     }.get(by, f"exposed {by}")
-    text = f"The best is limited by {told}; of its step is lost: {', '.join(losses) or 'nothing'}."
+    text = f"The best is limited by {limited_by}; of its step is lost: {', '.join(losses) or 'nothing'}."
     if faster is not None and saved >= _WORTH_A_WORD:
         beside = max(one.context_bytes for one in faster.estimate.memory.classes)
         over = gib(faster.bytes + beside - result.limit_bytes)

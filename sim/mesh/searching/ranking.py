@@ -259,13 +259,13 @@ class SearchResult:
         """How many candidates were estimated, how many were bounded, and what those left out could save."""
         estimated, bounded = len(self.found) + len(self.too_large), len(self.slower)
         bounded += sum(entry.candidate is not None and "cannot fit" in entry.reason for entry in self.rejected)
-        told = f"looked at {estimated + bounded:,} candidates: {estimated:,} estimated, {bounded:,} bounded"
+        text = f"looked at {estimated + bounded:,} candidates: {estimated:,} estimated, {bounded:,} bounded"
         if not self.left_out:
-            return f"{told}, of which none can be faster than the best and fit"
-        told += f"; {len(self.left_out):,} left out"
+            return f"{text}, of which none can be faster than the best and fit"
+        text += f"; {len(self.left_out):,} left out"
         if self.gain is None:
-            return told
-        return f"{told}, of which the best could be at most {percent(self.gain)} faster than the best found"
+            return text
+        return f"{text}, of which the best could be at most {percent(self.gain)} faster than the best found"
 
     @property
     def pareto(self) -> tuple[Found, ...]:

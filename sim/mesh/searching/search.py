@@ -58,7 +58,7 @@ def search(
         fixed: degrees that are given, such as `{"tp": 8}`; also `etp` and `ulysses_degree`.
         layers_per_stage: of every pipeline that is tried; None: even in layers, time or memory.
         limit: most estimates; None: as many as it takes to look at every candidate.
-        progress: told how far the search is.
+        progress: called with how far the search is.
         estimator: what estimates one candidate, called as `estimate` is; None: that.
         accepts: called with a candidate before it is estimated; a ValueError rejects it. None: all are accepted.
 
@@ -114,7 +114,7 @@ def search(
 
 
 def _silent(done: int, total: int, now: str) -> None:
-    """Nobody is told."""
+    """The progress callback that does nothing."""
 
 
 def _check(**counts: int) -> None:

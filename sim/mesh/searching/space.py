@@ -37,13 +37,13 @@ class Candidate:
         >>> Candidate(ParallelDims(dp_shard=8, tp=2, world_size=16), Recipe(), 1).degrees
         'dp_shard=8 tp=2'
         """
-        told = [f"{name}={size}" for name in _DEGREES if (size := getattr(self.dims, name)) > 1]
+        texts = [f"{name}={size}" for name in _DEGREES if (size := getattr(self.dims, name)) > 1]
         if self.dims.cp > 1:
             parts = {1: "ring", self.dims.cp: "ulysses"}
-            told.append(f"({parts.get(self.dims.ulysses_degree or 1, f'ulysses={self.dims.ulysses_degree}')})")
+            texts.append(f"({parts.get(self.dims.ulysses_degree or 1, f'ulysses={self.dims.ulysses_degree}')})")
         if self.dims.ep > 1 and self.dims.tp > 1:
-            told.append(f"etp={self.dims.etp}")
-        return " ".join(told) or "one device"
+            texts.append(f"etp={self.dims.etp}")
+        return " ".join(texts) or "one device"
 
     @property
     def parts(self) -> int:
@@ -53,20 +53,20 @@ class Candidate:
     @property
     def how(self) -> str:
         """What the recipe adds to the degrees, such as `ZeRO-3, full checkpointing, 1f1b of 16 x 1`."""
-        told = [f"ZeRO-{self.recipe.zero}" if self.recipe.zero else "replicated"]
+        texts = [f"ZeRO-{self.recipe.zero}" if self.recipe.zero else "replicated"]
         if self.recipe.checkpointing != "none":
             some = self.recipe.checkpoint_layers
-            told.append(f"{self.recipe.checkpointing} ckpt" + ("" if some is None else f" of {some}"))
+            texts.append(f"{self.recipe.checkpointing} ckpt" + ("" if some is None else f" of {some}"))
         if self.dims.pp > 1:
-            told.append(f"{self.recipe.schedule} of {self.parts} x {self.batch // self.parts}")
+            texts.append(f"{self.recipe.schedule} of {self.parts} x {self.batch // self.parts}")
             if self.layers_per_stage is not None:
-                told.append(f"layers {','.join(map(str, self.layers_per_stage))}")
+                texts.append(f"layers {','.join(map(str, self.layers_per_stage))}")
         elif self.parts > 1:
-            told.append(f"{self.parts} x {self.batch // self.parts} sequences")
+            texts.append(f"{self.parts} x {self.batch // self.parts} sequences")
         if self.recipe.reduce_each and self.parts > 1:
-            told.append("reduced in each")
-        told += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
-        return ", ".join(told)
+            texts.append("reduced in each")
+        texts += [word for word in ("compile", "float8", "fused_loss") if getattr(self.recipe, word)]
+        return ", ".join(texts)
 
     def __str__(self) -> str:
         return f"{self.degrees}; {self.how}"

@@ -22,7 +22,7 @@ __all__ = [
 
 # Fusion groups: the operations of a traced graph that a compiler makes one kernel of ----------------------------------
 #
-# The rules are those by which TorchInductor does it (`torch/_inductor/ir.py`, `scheduler.py`), told in a few words:
+# The rules are those by which TorchInductor does it (`torch/_inductor/ir.py`, `scheduler.py`), in short:
 #
 # 1. What works element by element is computed where its result is read, again for each reader, and is not written,
 #    unless a product of matrices or the graph's caller needs it, or it has several readers and reads much itself.

@@ -262,7 +262,7 @@ class LoneWorld(World):
     Args:
         world_size: ranks, up to 1,048,576.
         rank: the one that lives.
-        listener: told of what it communicates.
+        listener: called with what it communicates.
 
     Raises:
         ValueError: No such world, or no such rank in it.

@@ -36,7 +36,7 @@ class Replicated:
             optimizer is split over dp_shard x ep x cp, that of experts over dp_shard x cp.
         recipe: dtypes, `zero` 0 or 1, what overlaps.
         layers: the layer of parameters, by their identity; those of none are not there.
-        before: told of the layer whose buffers are worked on next.
+        before: called with the layer whose buffers are worked on next.
 
     Attributes:
         last: whether the micro-batch under way is the step's last one.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -401,6 +402,7 @@ def _made(event: Event) -> tuple[str, int] | None:
 # Put the programs of all ranks of a pipeline together, from the recordings of the kinds of their stages ---------------
 
 _BEFORE, _AFTER = ("count", "begin"), ("reduce", "numbers", "optimizer")
+_BYTES_OF_NORM = {"float32": 4, "float64": 8}
 _OF_A_RANK = ("count", "numbers")
 """Segments that a rank with several stages has once: what it tells and reads of the global batch."""
 
@@ -427,17 +429,32 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
     actions = orders(job.recipe.schedule, job.dims.pp, job.recipe.stages_per_rank, job.microbatches)
     programs = []
     for rank in range(job.dims.pp):
-        device = job.device_of([job.rank_of_stage_rank(rank)])[0]
+        device = job.rank_of_stage_rank(rank)
         program = Program(device, like, job.dims.world_size)
         own = [part for part in parts if part.rank == rank]
         adder = _Adder(job, program)
+        sums = {part.index: _sums_of_norm(recordings[part.index]) for part in own}
+        whole = max(sums, key=lambda index: len(sums[index]))
         for part in own:
-            adder.add(part, recordings[part.index])
+            known = sums[whole].values() if part.index != whole else ()
+            again = {handle for handle, group in sums[part.index].items() if group in known}
+            adder.add(part, recordings[part.index], again)
         program.stages = tuple(part.index for part in own)
         program.order = _order(job, program, actions[rank])
         programs.append(program)
     _tie(job, programs)
     return programs
+
+
+def _sums_of_norm(recording: Recording) -> dict[int, Any]:
+    """Return the handles of sums of the norm of gradients, and over what; a rank takes one over all its stages."""
+    return {
+        event.handle: (recording.groups[event.group], event.dtype)
+        for (name, _, _), chunks in recording.segments.items()
+        if name == "optimizer"
+        for event in _flat(chunks)
+        if isinstance(event, Comm) and event.op == "all_reduce" and event.size == _BYTES_OF_NORM.get(event.dtype)
+    }
 
 
 def _variant(number: int, count: int) -> str:
@@ -449,14 +466,29 @@ def _variant(number: int, count: int) -> str:
 
 
 def _order(job: Job, program: Program, actions: Sequence[Action]) -> list[tuple[Key, int]]:
-    count = job.microbatches
     order: list[tuple[Key, int]] = [(key, -1) for name in _BEFORE for key in program.segments if key[0] == name]
+    variants = _variants(actions, job.microbatches)
     for action in actions:
-        key = (action.kind, action.stage, _variant(action.batch, count))
+        key = (action.kind, action.stage, variants[action.stage, action.batch])
         if key not in program.segments:
             _split_backward(job, program, action.stage, key[2])
         order.append((key, action.batch))
     return order + [(key, -1) for name in _AFTER for key in program.segments if key[0] == name]
+
+
+def _variants(actions: Sequence[Action], count: int) -> dict[tuple[int, int], str]:
+    """Return as which of the recorded micro-batches each stage runs each one.
+
+    Gradients are taken by the backward that runs first and reduced after the one that runs last, which some schedules
+    run in falling order. Forwards are alike.
+    """
+    found: dict[tuple[int, int], str] = {}
+    done: Counter[int] = Counter()
+    for action in actions:
+        if action.kind in ("backward", "backward_weight"):
+            found[action.stage, action.batch] = _variant(done[action.stage], count)
+            done[action.stage] += 1
+    return found
 
 
 def _split_backward(job: Job, program: Program, stage: int, variant: str) -> None:
@@ -486,8 +518,8 @@ class _Adder:
         self.blocks = self.handles = self.events = 0
         self.by_rank = {part.index: part.rank for part in job.stages()}
 
-    def add(self, part: StagePart, recording: Recording) -> None:
-        """Add a stage."""
+    def add(self, part: StagePart, recording: Recording, left_out: Container[int] = ()) -> None:
+        """Add a stage, without the collectives that have some handles."""
         program = self.program
         shift_group, shift_place = len(program.groups), len(program.places)
         program.groups += recording.groups
@@ -536,19 +568,21 @@ class _Adder:
             key = (name, part.index, variant)
             if name in _OF_A_RANK and any(other[0] == name for other in program.segments):
                 continue
-            program.segments[key] = Segment(name, part.index, variant, [moved(e) for e in _flat(chunks)])
+            known = [event for event in _flat(chunks) if getattr(event, "handle", 0) not in left_out]
+            program.segments[key] = Segment(name, part.index, variant, [moved(e) for e in known])
         program.categories.update({block + blocks: name for block, name in recording.categories.items()})
         self.blocks, self.handles, self.events = top
 
     def _peer(self, part: StagePart, event: Comm, recording: Recording) -> int | None:
         """The device on the other side of a message: between stages, that of the stage before or after this one."""
-        if event.op not in ("send", "recv") or recording.groups[event.group].axis != "pp":
-            return None if event.peer is None else self.job.device_of([event.peer])[0]
         place = recording.places[event.place]
+        is_message = event.op in ("send", "recv") and recording.groups[event.group].axis == "pp"
+        if not is_message or place.phase == "optimizer":  # of a tied weight: there is one stage of each kind
+            return event.peer
         forward = place.phase in ("forward", "loss")
         step = 1 if forward == (event.op == "send") else -1
         rank = self.by_rank[part.index + step]
-        return self.job.device_of([self.job.rank_of_stage_rank(rank)])[0]
+        return self.job.rank_of_stage_rank(rank)
 
 
 def _flat(chunks: list[Chunk]) -> list[Event]:
@@ -556,17 +590,15 @@ def _flat(chunks: list[Chunk]) -> list[Event]:
 
 
 def _tie(job: Job, programs: list[Program]) -> None:
-    """Where embedding and head are one weight on two stages, their gradients are added up before the update."""
-    if not getattr(job.model.config, "tie_embeddings", False):
-        return
-    first, last = programs[0], programs[-1]
-    if first is last or 0 in last.stages:
+    """Exchange the gradient of a weight that two stages share, where an engine of whole weights adds it up itself."""
+    ends = job.tied_ranks
+    if ends is None or ends[0] == ends[1] or job.recipe.zero >= 2:
         return
     vocab, width = job.model.vocab_size or 0, job.model.hidden_size or 0
-    shards = job.dims.tp * (job.dims.token_ranks // job.dims.dp_replicate if job.recipe.zero >= 2 else 1)
     width_of = {"fp32": 4}.get(job.recipe.reduce_dtype, 2)
-    size = -(-vocab * width // shards) * width_of
-    devices = (programs[0].rank, programs[-1].rank)
+    size = -(-vocab * width // job.dims.tp) * width_of
+    first, last = (programs[rank] for rank in ends)
+    devices = (first.rank, last.rank)
     for program in (first, last):
         program.groups.append(CommGroup("pp", devices))
         program.places.append(Place("optimizer", None, "tied weights"))

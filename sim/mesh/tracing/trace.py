@@ -6,12 +6,10 @@ of all ranks of a pipeline are put together from these, in the order of the real
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,8 +21,11 @@ from hyper_parallel.core.expert_parallel.router import Router, update_expert_bia
 from hyper_parallel.core.fully_shard.comm import all_gather
 from hyper_parallel.core.fully_shard.module import hold_parameters, reduce_gradients, release_parameters
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from hyper_parallel.core.pipeline.api import Pipeline
 from hyper_parallel.core.pipeline.boundary import Boundary, Meta
+from hyper_parallel.core.pipeline.schedules import find_schedule
 from hyper_parallel.core.pipeline.stage import Stage, StagePosition
+from hyper_parallel.core.pipeline.tied import TiedWeights
 from hyper_parallel.trainer.config import OptimizerConfig
 from hyper_parallel.trainer.loop import RunGroups, communicate_gradients, finish_step, training_step
 from hyper_parallel.trainer.optimizer import build_optimizer
@@ -32,6 +33,7 @@ from hyper_parallel.trainer.parallelize import WEIGHTS, Parallelized, ShareOfLos
 from sim.mesh.job import Job, StagePart
 from sim.mesh.program import COMPUTE, HostWait, Place, Program
 from sim.mesh.recipe import Routing
+from sim.mesh.recordings.derive import Anchor, derive
 from sim.mesh.recordings.library import recordings
 from sim.mesh.tracing.build import Built, build_of_run, build_stage
 from sim.mesh.tracing.categories import find_categories, standing_blocks
@@ -58,13 +60,15 @@ def trace(job: Job, *, every_layer: bool = False) -> list[Program]:
         job: what is estimated.
         every_layer: record every layer, rather than a few and repeat what the middle ones do.
     """
-    by_kind: dict[Any, Recording] = {}
+    by_kind: dict[Any, Anchor] = {}
     parts = job.stages()
+    ready: dict[int, Recording] = {}
     for part in parts:
-        kind = _kind(job, part)
-        if kind not in by_kind:
-            by_kind[kind] = record_stage(job, part, every_layer=every_layer)
-    ready: dict[int, Recording] = {part.index: by_kind[_kind(job, part)] for part in parts}
+        kind, layers = _kind(job, part), list(part.layers)
+        # What stages of one kind do is the same; who they do it with, and which layers these are, is not.
+        known = derive([by_kind[kind]], job, part, layers) if kind in by_kind else None
+        ready[part.index] = known or record_stage(job, part, every_layer=every_layer)
+        by_kind.setdefault(kind, Anchor(job, part, tuple(layers), ready[part.index]))
     programs = [fuse(program) for program in stitch(job, parts, ready)]
     conventions = job.recipe.conventions
     return programs if conventions is None else [conventions.rewrite(job, program) for program in programs]
@@ -100,8 +104,7 @@ def record_stage(job: Job, part: StagePart, *, every_layer: bool = False) -> Rec
             return world.run_alone(_Run(job, part, kept, recorder).record)
 
     recording = recordings.get(job, part, kept, record, fresh=every_layer)
-    groups = [group._replace(ranks=tuple(job.device_of(group.ranks))) for group in recording.groups]
-    return expand(dataclasses.replace(recording, groups=groups), list(part.layers), kept)
+    return expand(recording, list(part.layers), kept)
 
 
 class _Run:
@@ -180,7 +183,7 @@ class _Run:
     def _step(self, built: Built, optimizer: Any, groups: _Numbers) -> None:
         """Take a step as `Trainer.step` does."""
         job, recorder = self.job, self.recorder
-        model = Parallelized([built.module], self._pipeline(built), after_step=self._balance)
+        model = self._parallelized(built)
         recorder.place = Place("forward")
         (tokens,) = job.model.inputs(job.batch, job.local_seq_len)
         inputs = tokens[: self.count * job.micro_batch]
@@ -224,7 +227,9 @@ class _Run:
     def end_backwards(self) -> None:
         """All gradients are there: what comes next are numbers, and the update."""
         recorder = self.recorder
-        if not self.job.dims.pp_enabled:
+        if self.job.dims.pp_enabled:
+            self.close("reduce", "only")
+        else:
             self.close("backward", self._variant(self.count - 1))
         self._note_gradients()
         recorder.answer = _LARGE  # a norm that is above every limit: gradients are scaled down
@@ -294,17 +299,22 @@ class _Run:
 
     # -- a step of a stage ---------------------------------------------------------------------------------------
 
-    def _pipeline(self, built: Built) -> Any:
-        """What stands for the trainer's `Pipeline`, of this stage alone."""
+    def _parallelized(self, built: Built) -> Parallelized:
+        """The model as the trainer has it, of this stage alone."""
         if not self.job.dims.pp_enabled:
-            return None
+            return Parallelized([built.module], after_step=self._balance)
+        pipeline = _LonePipeline(self.job, self.part, built.module, lambda *batch: self._run_batch(built, *batch))
+        ends = self.job.tied_ranks
+        tied = None
+        if ends is not None and (self.part.is_last or (self.part.is_first and ends[0] != ends[1])):
+            tied = _LoneTiedWeights(pipeline, ends, self.recorder)
+        return Parallelized([built.module], pipeline, tied=tied, after_step=self._balance)
 
-        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            pairs = zip(inputs.chunk(self.count), targets.chunk(self.count), strict=True)
-            batches = (((some,), expected) for some, expected in pairs)
-            return self._run_stage(built, lambda: next(batches))
-
-        return SimpleNamespace(step=step, group=self.job.dims.get_mesh("pp").get_group())
+    def _run_batch(self, built: Built, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Take the pipeline's step with the micro-batches of a batch."""
+        pairs = zip(inputs.chunk(self.count), targets.chunk(self.count), strict=True)
+        batches = (((some,), expected) for some, expected in pairs)
+        return self._run_stage(built, lambda: next(batches))
 
     def _run_stage(self, built: Built, next_batch: Callable[[], tuple[Any, Any]]) -> torch.Tensor:
         """All forwards, then all backwards, of a stage as torch's schedules run it; they change the order only."""
@@ -342,7 +352,7 @@ class _Run:
     def _stage(self, built: Built) -> RecordedStage:
         job, part = self.job, self.part
         spec, dims = job.model, job.dims
-        group = dims.get_mesh("pp").get_group()
+        group, kind = dims.get_mesh("pp").get_group(), find_schedule(job.recipe.schedule)
         boundary: Layout | None = None
         batch, seq, width = job.micro_batch, job.local_seq_len, spec.hidden_size
         assert width is not None, "a model with stages has a width"
@@ -359,7 +369,7 @@ class _Run:
         tokens = Meta((batch, seq), torch.int64)
         stage = RecordedStage(
             built.module,
-            StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, False),
+            StagePosition(part.index, len(job.stages()), torch.device("cpu"), group, kind.splits_backward),
             Boundary(boundary),
             [tokens if part.is_first else between],
             [] if part.is_last else [between],
@@ -423,7 +433,9 @@ class _Run:
             built.replicated.step()
             self._balance(True)
         else:
-            model = Parallelized([built.module], self._pipeline(built), after_step=self._balance)
+            model = self._parallelized(built)
+            if model.tied is not None:
+                model.tied.add_gradients()
             limit = float(job.recipe.clipping)
             finish_step(model, optimizer, torch.zeros(()), groups=groups, max_grad_norm=limit)
             del model
@@ -465,6 +477,62 @@ class _Numbers(RunGroups):
         loss = super().over_shares(share)
         owner.close("numbers", "only")
         return loss
+
+
+class _LonePipeline(Pipeline):
+    """The trainer's pipeline, of one stage that is run for itself.
+
+    Args:
+        job: what is estimated; its mesh is built.
+        part: the stage.
+        module: it.
+        run: takes the step of a batch.
+    """
+
+    def __init__(self, job: Job, part: StagePart, module: nn.Module, run: Callable[..., torch.Tensor]) -> None:
+        self.stages = [module]
+        self.group = job.dims.get_mesh("pp").get_group()
+        self.stage_indices, self.num_stages = (part.index,), len(job.stages())
+        self._step = run
+
+    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Run forward and backward of a batch."""
+        return self._step(inputs, targets)
+
+
+class _LoneTiedWeights(TiedWeights):
+    """A weight that two stages share, of which one is there; the other one is taken to be like it.
+
+    Args:
+        pipeline: of the stage.
+        ends: ranks along the pipeline of the first stage and of the last.
+        recorder: is told where its operations belong.
+    """
+
+    def __init__(self, pipeline: Pipeline, ends: tuple[int, int], recorder: Recorder) -> None:
+        self._ends, self._recorder = ends, recorder
+        super().__init__(pipeline)
+        if ends[0] == ends[1]:  # one rank has both, which are recorded apart: the last stage stands for the first
+            self._first = self._last
+
+    @property
+    def _is_one(self) -> bool:
+        return False
+
+    def _gather(self, mine: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+        known = mine[0] or mine[1]
+        return [
+            (known if rank == self._ends[0] else None, known if rank == self._ends[1] else None)
+            for rank in range(self._group.size())
+        ]
+
+    def add_gradients(self) -> None:
+        """Add up both gradients, of which the other one has the same shape."""
+        before = self._recorder.place
+        self._recorder.begin(None)
+        self._recorder.place = Place("optimizer", None, "tied weights")
+        super().add_gradients()
+        self._recorder.place = before
 
 
 class RecordedStage(Stage):

@@ -6,6 +6,8 @@ import math
 from dataclasses import MISSING, dataclass, fields
 from typing import TypeAlias
 
+from hyper_parallel.core.common.checks import check, check_int, check_least, read_int
+from hyper_parallel.core.common.errors import explain
 from sim.explain.errors import ranks_phrase
 
 __all__ = [
@@ -30,12 +32,9 @@ class AtTime:
     seconds: float
 
     def __post_init__(self) -> None:
-        seconds = self.seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
-            raise ValueError(
-                f"cannot use {seconds!r} as a moment of virtual time\n  seconds: a number from 0 up\n"
-                "  try: sim.at_time(0.5)"
-            )
+        asked = "cannot name a moment of virtual time"
+        check(asked, "float", seconds=self.seconds)
+        check_least(asked, 0, seconds=self.seconds)
 
     def __repr__(self) -> str:
         return f"sim.at_time({self.seconds!r})"
@@ -74,7 +73,7 @@ class _RankFault(Fault):
     rank: int
 
     def __post_init__(self) -> None:
-        _check_rank(self, "rank", self.rank)
+        read_int(_asked(self), "rank", self.rank, 0)
 
     def involved(self) -> tuple[int, ...]:
         return (self.rank,)
@@ -129,8 +128,7 @@ class Corrupt(_RankFault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or self.bits < 1:
-            raise ValueError(f"{_what(self)}: cannot flip {self.bits!r} bits\n  bits: an int from 1 up\n  try: bits=1")
+        read_int(_asked(self), "bits", self.bits, 1)
         _check_at(self, self.at)
 
 
@@ -150,12 +148,10 @@ class _OfTwoRanks(Fault):
     def __post_init__(self) -> None:
         names = [f.name for f in fields(self)][:2]
         for name in names:
-            _check_rank(self, name, getattr(self, name))
+            read_int(_asked(self), name, getattr(self, name), 0)
         if len(set(self.involved())) == 1:
-            raise ValueError(
-                f"{_what(self)}: both ends are rank {self.involved()[0]}\n  {', '.join(names)}: two different ranks\n"
-                f"  try: sim.faults.{_what(self)}(0, 1, ...)"
-            )
+            hint = f"sim.faults.{type(self).__name__}(0, 1, ...)"
+            raise ValueError(explain(_asked(self), "it takes two different ranks", f"seen: {self!r}", hint))
 
     def involved(self) -> tuple[int, ...]:
         one, other = (getattr(self, f.name) for f in fields(self)[:2])
@@ -197,51 +193,41 @@ class Drop(_OfTwoRanks):
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
-def _what(fault: Fault) -> str:
-    return type(fault).__name__
+def _asked(fault: Fault) -> str:
+    return f"cannot make a fault {type(fault).__name__}"
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: object) -> bool:
+    number = check_int(value)
+    return number is not None and number >= 0
 
 
-def _check_rank(fault: Fault, name: str, rank: object) -> None:
-    if not _is_whole(rank, 0):
-        raise ValueError(f"{_what(fault)}: there is no rank {rank!r}\n  {name}: an int from 0 up\n  try: {name}=0")
-
-
-def _check_factor(fault: Fault, factor: object) -> None:
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        raise ValueError(
-            f"{_what(fault)}: nothing can take {factor!r} times as long\n  factor: a number above 0\n  try: factor=2.0"
-        )
+def _check_factor(fault: Fault, factor: float) -> None:
+    check(_asked(fault), "float", factor=factor)
+    if not 0 < factor < math.inf:
+        blame = "factor must be a finite number above 0"
+        raise ValueError(explain(_asked(fault), blame, f"factor: {factor!r}", "factor=2.0"))
 
 
 def _check_at(fault: Fault, at: object) -> None:
-    if isinstance(at, AtTime) or _is_whole(at, 0) or (isinstance(at, str) and at):
+    if isinstance(at, AtTime) or _is_count(at) or (isinstance(at, str) and at):
         return
     if isinstance(at, float) and 0 < at < 1:
         return
-    if isinstance(at, tuple) and len(at) == 2 and isinstance(at[0], str) and at[0] and _is_whole(at[1], 0):
+    if isinstance(at, tuple) and len(at) == 2 and isinstance(at[0], str) and at[0] and _is_count(at[1]):
         return
-    raise ValueError(
-        f"{_what(fault)}: nothing happens at {at!r}\n"
-        "  at: an operation's number (an int from 0 up), a region's name, (name, number), sim.at_time(seconds), or a "
-        "probability (a float between 0 and 1)\n"
-        "  try: at=3, at='backward', at=0.01"
+    blame = (
+        "at is none of an operation's number (from 0), a region's name, (name, number), sim.at_time(seconds), or a "
+        "probability (a float between 0 and 1)"
     )
+    raise ValueError(explain(_asked(fault), blame, f"at: {at!r}", "at=3, at='backward', at=0.01"))
 
 
 def check_ranks(fault: object, world_size: int) -> None:
     """Refuse what is no fault, and a fault of a rank that a world of this size does not have."""
-    if not isinstance(fault, Fault):
-        raise TypeError(
-            f"cannot use {fault!r} as a fault\n  faults: sim.faults.Kill, Freeze, Slow, SlowLink, Corrupt or Drop\n"
-            "  try: faults=[sim.faults.Kill(1, at=3)]"
-        )
+    check("cannot inject a fault", Fault, "sim.faults.Kill(1, at=3)", fault=fault)
+    assert isinstance(fault, Fault)
     unknown = [rank for rank in fault.involved() if rank >= world_size]
     if unknown:
-        raise ValueError(
-            f"{fault!r} cannot happen: there is no {ranks_phrase(unknown)}\n"
-            f"  world: ranks 0 to {world_size - 1}\n  try: one of the world's ranks, or a larger world_size"
-        )
+        blame, hint = f"there is no {ranks_phrase(unknown)}", "one of the world's ranks, or a larger world_size"
+        raise ValueError(explain(f"cannot inject {fault!r}", blame, f"world: ranks 0 to {world_size - 1}", hint))
