@@ -243,6 +243,7 @@ class _Expansion:
         self.moved_places: dict[tuple[int, int], int] = {}
         self.categories: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
+        self.referred: dict[tuple[str, int], int] = {}  # of the chunk in hand: most blocks are named several times
         self._name_all()
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -284,7 +285,15 @@ class _Expansion:
             here: the layer of the new chunk; None: it is around layers.
             chunk: the recorded layer that the chunk is a copy of, or is.
         """
-        name = self.names.get((space, old))
+        key = (space, old)
+        found = self.referred.get(key)
+        if found is None:
+            found = self.referred[key] = self._find(key, here, chunk)
+        return found
+
+    def _find(self, key: tuple[str, int], here: int | None, chunk: int | None) -> int:
+        space, old = key
+        name = self.names.get(key)
         if name is None:  # made before the step, and gone in it
             name = _Name(space, "before", ("around", 0), old)
         scope = name.scope
@@ -292,13 +301,13 @@ class _Expansion:
             distance = self.index[scope] - self.index[chunk]
             if abs(distance) <= _REACH:
                 scope = self.layers[self.order[here] + distance]
-        return self._number(name._replace(scope=scope), old)
+        return self._number(_Name(space, name.segment, scope, name.number) if scope != name.scope else name, old)
 
     def _copies_of(self, space: str, old: int) -> list[int]:
         """What stands for something of the repeated layer in all its copies, itself first; else itself alone."""
         name = self.names.get((space, old))
         if name is None or name.scope != self.template:
-            return [self._refer(space, old, None, None)]
+            return [self._find((space, old), None, None)]
         return [self._number(name._replace(scope=layer), old) for layer in (self.template, *self.copies)]
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -328,6 +337,7 @@ class _Expansion:
     def _chunk(self, events: list[Event], here: int | None, chunk: int | None) -> list[Event]:
         if here not in self.order or chunk not in self.index:
             here = chunk = None
+        self.referred = {}
         made: list[Event] = []
         for event in events:
             made.extend(self._event(event, here, chunk))
@@ -337,9 +347,10 @@ class _Expansion:
         around = here is None
         if isinstance(event, Op):
             reads, writes = self._touches(event.reads, here, chunk), self._touches(event.writes, here, chunk)
-            return [event._replace(reads=reads, writes=writes, place=self._place(event.place, here, chunk))]
+            place = self._place(event.place, here, chunk)
+            return [Op(*event[:3], reads, writes, *event[5:8], place)]
         if isinstance(event, Alloc):
-            return [event._replace(block=self._refer("block", event.block, here, chunk))]
+            return [Alloc(self._refer("block", event.block, here, chunk), event.bytes, event.stream)]
         if isinstance(event, Free):
             if around:
                 return [Free(number) for number in self._copies_of("block", event.block)]
