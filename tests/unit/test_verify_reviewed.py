@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from zoo_kit import Enter, Leave, Net, axis, draw, tokens
 
 import sim
+from sim.prove import faults
 from sim.prove.record import ModuleRecorder
 from sim.prove.runs import converted
 
@@ -286,3 +287,32 @@ def test_proofs_leave_no_tensors_behind():
     assert verify(Two, nothing).ok
     assert not verify(Two, lambda m, mesh: m.up.register_forward_hook(lambda a, b, y: y * 2) and None).ok
     assert alive() == before
+
+
+# -- no failing diagnosis loses the report -----------------------------------------------------------------------------
+
+
+def _uneven():
+    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
+
+
+def _uneven_with_fault(model, mesh):
+    with torch.no_grad():
+        model[0].weight.mul_(1 + 0.5 * mesh.get_local_rank())
+    return fully_shard(model, mesh=mesh)
+
+
+def test_uneven_shards_with_a_fault_are_reported():
+    report = verify(_uneven, _uneven_with_fault, "dp=2", inputs=(draw(4, 7),))
+    assert report.first.place == "0.weight"
+    assert verify(_uneven, lambda model, mesh: fully_shard(model, mesh=mesh), "dp=2", inputs=(draw(4, 7),)).ok
+
+
+def test_a_diagnosis_that_fails_leaves_the_place(monkeypatch):
+    def fails(evidence, splits):
+        raise RuntimeError("of its own")
+
+    monkeypatch.setattr(faults, "_CHECKS", (fails,))
+    with pytest.warns(UserWarning, match=r"'fails' failed, and was left out: RuntimeError\('of its own'\)"):
+        report = verify(_uneven, _uneven_with_fault, "dp=2", inputs=(draw(4, 7),))
+    assert report.first.place == "0.weight"
