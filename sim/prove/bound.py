@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel.core.common.errors import explain
 from sim.prove.evidence import gap, unit_roundoff
 
-__all__ = ["AtenCall", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
+__all__ = ["AtenCall", "DoubleGroupedProducts", "Perturbed", "Rounding", "SAFETY", "deviation", "rounding_of"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -41,12 +41,12 @@ _EXACT = _words(
     _foreach_copy _local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias amax amin arange argmax argmin
     argsort as_strided as_strided_scatter bitwise_and bitwise_not bitwise_or bucketize cat ceil clamp clamp_max
     clamp_min clone complex conj constant_pad_nd contiguous copy copysign detach diag_embed diagonal_scatter embedding
-    empty_like eq equal erase fill flip floor full_like gather ge glu_jvp gt hardtanh hardtanh_backward heaviside index
-    index_copy index_fill index_select isfinite isinf isnan isneginf isposinf kthvalue le lift lift_fresh logical_and
-    logical_not logical_or logical_xor lt masked_fill masked_scatter masked_select max max_pool2d_with_indices
-    max_pool2d_with_indices_backward maximum median min minimum mode nan_to_num narrow_copy ne neg new_empty
-    new_empty_strided new_full new_ones new_zeros nonzero ones_like permute_copy relu repeat repeat_interleave resize
-    roll round scalar_tensor searchsorted select_backward select_scatter set sgn sign signbit slice_backward
+    empty_like eq equal erase fill flip floor full_like gather ge glu_jvp gt hardtanh hardtanh_backward heaviside histc
+    index index_copy index_fill index_select isfinite isinf isnan isneginf isposinf kthvalue le lift lift_fresh
+    logical_and logical_not logical_or logical_xor lt masked_fill masked_scatter masked_select max
+    max_pool2d_with_indices max_pool2d_with_indices_backward maximum median min minimum mode nan_to_num narrow_copy ne
+    neg new_empty new_empty_strided new_full new_ones new_zeros nonzero ones_like permute_copy relu repeat
+    repeat_interleave resize roll round scalar_tensor searchsorted select_backward select_scatter set sgn sign signbit slice_backward
     slice_scatter sort split_copy split_with_sizes_copy stack take t_copy threshold threshold_backward topk
     transpose_copy tril triu trunc unique_consecutive unsafe_split unsafe_split_with_sizes view_copy where zero
     zeros_like
@@ -55,7 +55,7 @@ _EXACT = _words(
 """Ops that move, choose or compare numbers, or change their sign, and round nothing."""
 
 _CONTRACTIONS = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "linear", "matmul", "inner"), 0),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "linear", "matmul", "inner", "_grouped_mm"), 0),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation"), 1),
 }
 """Matrix products, and which argument's last dim is summed over."""
@@ -66,6 +66,14 @@ _ALONG_DIM = _words(
     _softmax_backward_data _log_softmax_backward_data
     """
 )
+
+_WHOLE = _words(
+    """
+    add sub rsub mul div sum nansum cumsum prod cumprod pow square floor_divide remainder fmod mm bmm addmm mv dot
+    linear matmul scatter_add index_add index_put _index_put_impl scatter_reduce addcmul
+    """
+)
+"""Ops that round nothing where what they take and what they return is whole numbers, such as counts in floats."""
 
 _SOFTMAX = _words("_softmax _log_softmax _safe_softmax")
 
@@ -227,15 +235,16 @@ T = TypeVar("T")
 class Perturbed(TorchDispatchMode):
     """Run ATen ops with inputs and results changed at random by as much as their rounding can; a context manager.
 
-    >>> x = torch.ones(4, dtype=torch.float64)
+    >>> x = torch.full((4,), 0.5, dtype=torch.float64)
     >>> with Perturbed(u_floor=2**-24, seed=0):  # as if float64 had float32's roundings
-    ...     moved = (x * 3 - 3).abs().max().item()
+    ...     moved = (x * 3 - 1.5).abs().max().item()
     >>> 0 < moved < 1e-6
     True
 
     Forward and backward (on CPU it runs on the calling thread), optimizer steps, in-place ops, `out=` and lists of
     tensors are covered. What only moves, chooses or compares numbers is exact and stays so, and so do random numbers,
-    whole numbers and single-element counters with a whole value. Arguments are never changed, but for those that the
+    whole numbers, sums and products of whole numbers that floats hold, such as counts, and single-element counters
+    with a whole value. Arguments are never changed, but for those that the
     op itself writes. An op known to take sums of n terms has its inputs changed by n units, a basic one its results by
     2, an unknown one its inputs by the size of its largest dim (`sim.prove.bound`). Sums of 16-bit numbers are
     taken in float32, as kernels do, and rounded to 16 bits at the end.
@@ -275,6 +284,8 @@ class Perturbed(TorchDispatchMode):
         rounding = rounding_of(func, op) if any(map(_is_real, op.tensors())) else None
         if rounding is None:
             return func(*args, **named)
+        if op.name in _WHOLE and self._are_whole(op.tensors()):
+            return self._of_whole(func, args, named, written, rounding)
         if rounding.inputs:
             changed = {
                 name: value if name in written else self._inputs(value, rounding.inputs)
@@ -282,12 +293,43 @@ class Perturbed(TorchDispatchMode):
             }
             args = tuple(changed[argument.name] for argument in func._schema.arguments[: len(args)])
             named = {name: changed[name] for name in named}
-        result = func(*args, **named)
+        return self._finished(func(*args, **named), written, rounding)
+
+    def _finished(self, result: Any, written: Mapping[str, Any], rounding: Rounding) -> Any:
+        """Change what an op has returned or written."""
         for value in written.values():
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if _is_real(tensor) and not _is_counter(tensor):
                     tensor.copy_(self._moved(tensor, rounding.results))
         return result if written else self._results(result, rounding.results)
+
+    def _of_whole(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        named: Mapping[str, Any],
+        written: Mapping[str, Any],
+        rounding: Rounding,
+    ) -> Any:
+        """Run an op on whole numbers; a count that moved would flip the comparison that follows."""
+        result = func(*args, **named)
+        results = [result, *written.values()]
+        if self._are_whole([each for each in results if isinstance(each, torch.Tensor)]):
+            return result
+        return self._finished(result, written, rounding)
+
+    def _are_whole(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all are whole numbers, and their sum in any order too, so that no order of an op rounds."""
+        for tensor in filter(_is_real, tensors):
+            if tensor.is_complex() or not tensor.numel():
+                return False
+            flat = tensor.detach().flatten()
+            if float(flat[0]) % 1:  # most tensors are told by one number
+                return False
+            most = 1 / max(unit_roundoff(tensor.dtype), self._floor)
+            if not bool((flat == flat.round()).all()) or not float(flat.abs().sum(dtype=torch.float64)) <= most:
+                return False
+        return True
 
     def _inputs(self, value: Any, units: float) -> Any:
         """Change inputs; a tensor without dims may stand for a Python number, and those are exact."""
@@ -328,6 +370,53 @@ class Perturbed(TorchDispatchMode):
             self._noise[real] = row
         start = self._draw.randrange(len(row) - count + 1)
         return row[start : start + count].view(tensor.shape)
+
+
+class DoubleGroupedProducts(TorchDispatchMode):
+    """Take grouped matrix products in float64, for which torch has no kernel, group by group; a context manager.
+
+    >>> tokens, experts = torch.randn(5, 8).double(), torch.randn(2, 8, 8).double()
+    >>> with DoubleGroupedProducts():
+    ...     made = torch._grouped_mm(tokens, experts, offs=torch.tensor([2, 5], dtype=torch.int32))
+    >>> torch.equal(made[2:], tokens[2:] @ experts[1])
+    True
+
+    Backward takes grouped products too, and has to run within. Plain tensors only.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an op."""
+        named = dict(kwargs or {})
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **named)
+        given = _read(func, args, named)[0].arguments
+        left, right = given["self"], given["mat2"]
+        if left.dtype != torch.float64 or type(left) not in (torch.Tensor, torch.nn.Parameter) or left.is_meta:
+            return func(*args, **named)
+        made = _grouped_product(left, right, given.get("offs"))
+        return made if given.get("bias") is None else made + given["bias"]
+
+
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+    """Multiply the groups of rows, columns or summed elements that end at the offsets; zero after the last one."""
+    if offs is None:
+        return torch.bmm(left, right)
+    ends = offs.tolist()
+    groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if left.ndim == right.ndim == 2:
+        return torch.stack([left[:, group] @ right[group] for group in groups])
+    if left.ndim == 2:
+        parts = [left[group] @ right[at] for at, group in enumerate(groups)]
+        rest = left.new_zeros(len(left) - ends[-1], right.shape[-1])
+        return torch.cat([*parts, rest])
+    parts = [left[at] @ right[:, group] for at, group in enumerate(groups)]
+    return torch.cat([*parts, left.new_zeros(left.shape[1], right.shape[1] - ends[-1])], 1)
 
 
 @overload
@@ -431,7 +520,7 @@ def _is_counter(tensor: torch.Tensor) -> bool:
     """Whether this is one whole number, such as an optimizer's step count: those are exact."""
     if tensor.numel() != 1 or tensor.is_complex() or tensor.is_meta:
         return False
-    return float(tensor).is_integer()
+    return float(tensor.detach()).is_integer()
 
 
 def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> str:

@@ -199,7 +199,7 @@ class Comparison:
                 if layout is not None
                 else self.judge.undeclared(parts, full, bound, addends)
             )
-            self._memo[memo] = replace(found, is_zero=largest(full) <= bound)
+            self._memo[memo] = replace(found, is_zero=largest(full) <= bound, is_coarse=self.bounds.is_coarse(full))
         return self._memo[memo]
 
     @cached_property
@@ -329,6 +329,7 @@ class Comparison:
                 if found.status == "right":
                     return found
         found = self._judge(grads, full, bound, said, None)
+        found = replace(found, is_coarse=self.bounds.is_coarse(entry.grad)) if scale != 1 else found
         if found.status == "unexplained" and entry.key in self._private:  # as its value was
             return replace(found, status="private")
         return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -262,6 +264,7 @@ def _order(case: SuspectedSplit, position: int, dim: int, count: int) -> tuple[i
     order = []
     for place, piece in enumerate(held):
         likely = [place, *(other for other in range(count) if other != place)]
+        likely = [at for at in likely if want[at].shape == piece.shape]  # parts of uneven splits have other sizes
         order.append(next((at for at in likely if bool((gap(piece, want[at]) <= limit).all())), -1))
     return tuple(order) if sorted(order) == list(range(count)) else None
 
@@ -670,13 +673,22 @@ def diagnose(
 def _first(evidence: Evidence, likely: list[Splits], addends: Mapping[str, torch.Tensor]) -> Diagnosis | None:
     for check in _CHECKS:
         for splits in likely:
-            found = check(evidence, splits)
+            found = _tried(check, evidence, splits)
             if found is not None:
                 return found
         if check is blocks:
             for name, addend in addends.items():
                 for splits in likely:
-                    found = added_known(evidence, splits, name, addend)
+                    found = _tried(added_known, evidence, splits, name, addend)
                     if found is not None:
                         return found
     return None
+
+
+def _tried(check: Callable[..., Diagnosis | None], *args: Any) -> Diagnosis | None:
+    """Run one check; one that fails says so in a warning, as the place of a fault is worth more than its cause."""
+    try:
+        return check(*args)
+    except Exception as error:
+        warnings.warn(f"the check for {check.__name__!r} failed, and was left out: {error!r}", stacklevel=2)
+        return None

@@ -61,6 +61,7 @@ class Finding:
         suggestion: what would be right.
         alike: the axes along which all ranks hold the same, to the last bit; looked for where something is odd.
         is_zero: rounding may make all of the tensor.
+        is_coarse: the bound is so wide beside the tensor that it proves nothing.
     """
 
     status: str
@@ -73,6 +74,7 @@ class Finding:
     suggestion: str = ""
     alike: tuple[str, ...] = ()
     is_zero: bool = False
+    is_coarse: bool = False
 
 
 class Judge:
@@ -424,6 +426,9 @@ def row_of(event: Judged) -> ReportRow:
     verdict = _VERDICTS.get(found.status) or ("exact" if found.error == 0 else "rounding")
     if found.status == "pending" and event.final:
         verdict = "bug"
+    sentence = found.sentence
+    if found.is_coarse and verdict in ("rounding", "exact"):
+        verdict, sentence = "not proved", "its bound is so wide beside its values that a fault could hide below it"
     return ReportRow(
         event.module,
         event.tensor,
@@ -434,7 +439,7 @@ def row_of(event: Judged) -> ReportRow:
         found.bound,
         found.ratio,
         verdict,
-        found.sentence,
+        sentence,
         found.suggestion,
     )
 

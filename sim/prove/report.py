@@ -11,7 +11,7 @@ __all__ = ["Report", "ReportRow"]
 
 _WIDTH = 120
 _HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
-_LIMITS = (56, 9, 30, 30, 8, 8, 8)  # how wide a column may get, in letters
+_LIMITS = (56, 9, 30, 30, 8, 8, 10)  # how wide a column may get, in letters
 
 Verdict: TypeAlias = str
 
@@ -32,7 +32,7 @@ class ReportRow:
         ratio: error / bound at the worst element; rounding explains the difference up to 1.
         verdict: "exact", "rounding", "pending" (parts of a sum that was taken later), "private" (no layout explains
             it, and what was computed from it is right; or a parameter in an order of its own), "skipped" (some ranks
-            did not compute it) or "bug".
+            did not compute it), "not proved" (within a bound so wide that a fault could hide below it) or "bug".
         sentence: what is the matter, in words.
         suggestion: what would be true or right.
     """
@@ -84,8 +84,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the ranks compute what one device computes."""
-        return self.first is None
+        """Whether the ranks compute what one device computes, and that is proved of every tensor compared."""
+        return self.first is None and not self.not_proved
+
+    @property
+    def not_proved(self) -> tuple[ReportRow, ...]:
+        """The tensors whose bounds are too wide to prove anything."""
+        return tuple(row for row in self.rows if row.verdict == "not proved")
 
     def table(self, verbose: bool = False) -> str:
         """Return the report as text, at most 120 letters wide.
@@ -96,14 +101,14 @@ class Report:
         lines = [self._headline()]
         if self.first is not None:
             lines += ["", textwrap.indent(str(self.first), "  "), ""]
-        shown = [row for row in self.rows if verbose or row.verdict == "bug"]
+        shown = [row for row in self.rows if verbose or row.verdict in ("bug", "not proved")]
         if not verbose and len(shown) > 20:
             shown = shown[:20]
         if shown:
             lines += _table(shown)
-            left = sum(row.verdict == "bug" for row in self.rows) - len(shown)
+            left = sum(row.verdict in ("bug", "not proved") for row in self.rows) - len(shown)
             if not verbose and left > 0:
-                lines.append(f"... and {left} more that are wrong")
+                lines.append(f"... and {left} more that are wrong" + (" or not proved" if self.not_proved else ""))
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(_wrapped(line, _WIDTH) for text in lines for line in text.split("\n"))
 
@@ -114,9 +119,9 @@ class Report:
         """Return the report, if all is well.
 
         Raises:
-            AssertionError: it is not; the message is the report.
+            AssertionError: it is not, or not proved; the message is the report.
         """
-        if self.first is not None:
+        if not self.ok:
             raise AssertionError(self.table())
         return self
 
@@ -130,6 +135,8 @@ class Report:
                 f"{counts} of {len(self.rows)} tensors"
                 + (f"; the worst rounding is {worst:.2g} of its bound" if worst else "")
             )
+        if self.first is None:
+            return f"it is not proved that the model on {self.mesh} computes what it computes on one device ({counts})"
         return f"the model on {self.mesh} does not compute what it computes on one device ({counts})"
 
 

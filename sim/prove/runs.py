@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.spelling import LayoutTree, leaves
 from sim.explain.errors import RankFailed, SimError
-from sim.prove.bound import SAFETY
+from sim.prove.bound import SAFETY, DoubleGroupedProducts
 from sim.prove.evidence import gap, unit_roundoff
 from sim.prove.infer import order_said
 from sim.prove.randomness import Draw, NoRandomness
@@ -182,7 +182,7 @@ class _Session:
 
     def forward(self) -> None:
         """Compute the outputs, and the loss if there is a function for it."""
-        with self.quiet:
+        with DoubleGroupedProducts(), self.quiet:
             with self.run.recorder:
                 output = self._output()
                 self.run.draws = self.quiet.draws[:]
@@ -224,7 +224,7 @@ class _Session:
     def backward(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Differentiate, and take the optimizer's steps."""
         optimizer, outputs, loss = self.optimizer, self.run.outputs, self.run.loss
-        with self.quiet:
+        with DoubleGroupedProducts(), self.quiet:
             for step in range(self.task.steps):
                 if step:
                     outputs, loss = self._finish(self.model(*self.args, **self.kwargs))
@@ -490,6 +490,8 @@ def _averages(model: nn.Module) -> bool:
 
 
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
+_COARSE = 2.0**-7  # a bound that is larger than that, beside the tensor, hides what people call an error
+_TINY, _MANY = 1e-5, 1024.0  # beside the largest tensor of its kind; and in units of rounding
 _STEP = 16.0  # those of an optimizer's step; Adam's chain from gradient to parameter has 12
 
 
@@ -509,6 +511,8 @@ class Bounds:
         self._unit = unit_roundoff(dtype)
         self._moves: dict[Any, float] = {}
         self._sizes: dict[int, float] = {}
+        self._scales: dict[str, float] = {}
+        self._coarse: set[int] = set()
         others = [dict(_tensors(run)) for run in perturbed]
         seen: dict[tuple[int, ...], float] = {}  # one tensor may stand at several boundaries
         for name, tensor in _tensors(reference):
@@ -517,6 +521,7 @@ class Bounds:
             if key not in seen:
                 seen[key] = max((_furthest(other, tensor) for other in again), default=0.0)
             self._moves[name] = seen[key]
+            self._scales[name[0]] = max(self._scales.get(name[0], 0.0), largest(tensor))
 
     def of(self, name: Any, full: torch.Tensor) -> float:
         """Return the bound for one tensor."""
@@ -525,7 +530,16 @@ class Bounds:
             size = self._sizes[id(full)] = largest(full)
         tiny = torch.finfo(torch.float64).tiny
         few = _STEP * (name[1] + 1) if name[0] == "update" else _FEW
-        return max(SAFETY * self._moves.get(name, 0.0), few * self._unit * size, tiny)
+        bound = max(SAFETY * self._moves.get(name, 0.0), few * self._unit * size, tiny)
+        # What is zero but for rounding has a bound above its own size, and one that is tiny beside its like.
+        least = max(_TINY, _MANY * self._unit) * self._scales.get(name[0], 0.0)
+        if bound > max(_COARSE * size, least):
+            self._coarse.add(id(full))
+        return bound
+
+    def is_coarse(self, full: torch.Tensor) -> bool:
+        """Whether a tensor that was asked for may be wrong by so much within its bound that it is not proved."""
+        return id(full) in self._coarse
 
 
 def _tensors(run: Run) -> Iterator[tuple[Any, torch.Tensor]]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sim.prove.bound import SAFETY, Perturbed, deviation
+from sim.prove.bound import SAFETY, DoubleGroupedProducts, Perturbed, deviation
 
 pytestmark = pytest.mark.sim
 
@@ -201,6 +201,50 @@ def test_exact_ops_are_left_alone():
     assert set(deviation(run)[1].values()) == {0.0}
 
 
+def test_whole_numbers_in_floats_stay_whole():
+    ids, shared = torch.tensor([2.0, 0.0, 1.0, 1.0, 2.0, 2.0]), torch.randn(6)
+    one_hot = F.one_hot(ids.long(), 3).float()
+
+    def run():
+        counts = torch.histc(ids, bins=3, min=0, max=2)
+        places = one_hot.cumsum(0) * one_hot - 1
+        return {
+            "counts": counts,
+            "places": places,
+            "product": one_hot.t() @ one_hot,
+            "fitting": (places < 2).float().sum(0),
+            "share": counts / counts.sum(),
+            "load": one_hot.t() @ shared,
+        }
+
+    moved = deviation(run)[1]
+    assert {name for name, move in moved.items() if move} == {"share", "load"}
+
+
+def test_whole_numbers_too_large_for_their_dtype_are_perturbed():
+    ones = torch.ones(300, dtype=torch.bfloat16)
+    assert deviation(lambda: {"sum": (ones.cumsum(0))})[1]["sum"] > 0
+
+
+@pytest.mark.parametrize("shapes", [((5, 8), (2, 8, 8)), ((2, 8, 8), (8, 5)), ((8, 5), (5, 8)), ((2, 3, 8), (2, 8, 8))])
+def test_grouped_products_in_float64_are_those_of_float32(shapes):
+    left, right = (torch.randn(shape) for shape in shapes)
+    groups = len(shapes[0]) == len(shapes[1]) == 3
+    ends = None if groups else torch.tensor([2, 5], dtype=torch.int32)
+    with DoubleGroupedProducts():
+        found = torch._grouped_mm(left.double(), right.double(), offs=ends)
+    parts = [slice(0, 2), slice(2, 5)]
+    if groups:
+        want = left @ right
+    elif left.ndim == right.ndim:
+        want = torch.stack([left[:, part] @ right[part] for part in parts])
+    elif left.ndim == 2:
+        want = torch.cat([left[part] @ right[at] for at, part in enumerate(parts)])
+    else:
+        want = torch.cat([left[at] @ right[:, part] for at, part in enumerate(parts)], 1)
+    torch.testing.assert_close(found.float(), want)
+
+
 def test_random_numbers_are_the_same_in_every_run_and_the_generator_goes_on_as_after_one():
     def run():
         return {"noise": torch.rand(5), "normal": torch.empty(5).normal_(), "dropped": F.dropout(torch.ones(50)) != 0}
@@ -261,9 +305,9 @@ def test_the_seed_fixes_the_changes():
 
 
 def test_elementwise_deviations_have_the_shape_of_the_results():
-    x = torch.tensor([1.0, 1000.0, 0.0])
+    x = torch.tensor([1.5, 1000.0, 0.0])
     base, moved = deviation(lambda: {"y": x * 3}, elementwise=True)
-    assert base["y"].tolist() == [3.0, 3000.0, 0.0]
+    assert base["y"].tolist() == [4.5, 3000.0, 0.0]
     assert moved["y"].shape == (3,)
     assert 0 < moved["y"][0] < 1e-5
     assert moved["y"][2] == 0

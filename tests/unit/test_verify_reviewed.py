@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from zoo_kit import Enter, Leave, Net, axis, draw, tokens
 
 import sim
+from sim.prove import faults
 from sim.prove.record import ModuleRecorder
 from sim.prove.runs import converted
 
@@ -286,3 +288,105 @@ def test_proofs_leave_no_tensors_behind():
     assert verify(Two, nothing).ok
     assert not verify(Two, lambda m, mesh: m.up.register_forward_hook(lambda a, b, y: y * 2) and None).ok
     assert alive() == before
+
+
+# -- no failing diagnosis loses the report -----------------------------------------------------------------------------
+
+
+def _uneven():
+    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
+
+
+def _uneven_with_fault(model, mesh):
+    with torch.no_grad():
+        model[0].weight.mul_(1 + 0.5 * mesh.get_local_rank())
+    return fully_shard(model, mesh=mesh)
+
+
+def test_uneven_shards_with_a_fault_are_reported():
+    report = verify(_uneven, _uneven_with_fault, "dp=2", inputs=(draw(4, 7),))
+    assert report.first.place == "0.weight"
+    assert verify(_uneven, lambda model, mesh: fully_shard(model, mesh=mesh), "dp=2", inputs=(draw(4, 7),)).ok
+
+
+def test_a_diagnosis_that_fails_leaves_the_place(monkeypatch):
+    def fails(evidence, splits):
+        raise RuntimeError("of its own")
+
+    monkeypatch.setattr(faults, "_CHECKS", (fails,))
+    with pytest.warns(UserWarning, match=r"'fails' failed, and was left out: RuntimeError\('of its own'\)"):
+        report = verify(_uneven, _uneven_with_fault, "dp=2", inputs=(draw(4, 7),))
+    assert report.first.place == "0.weight"
+
+
+# -- bounds that are too wide prove nothing ----------------------------------------------------------------------------
+
+
+class Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x / 2
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Counted(nn.Module):
+    """Grouped products of counted tokens, and an auxiliary loss of shares and probabilities."""
+
+    group = None
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.weight = nn.Linear(8, 4, bias=False), nn.Parameter(torch.randn(4, 8, 8) / 3)
+
+    def forward(self, x):
+        chances = self.router(x).softmax(-1)
+        best, ids = chances.topk(2, -1)
+        order = ids.flatten().argsort(stable=True)
+        counts = torch.histc(ids.flatten().float(), bins=4, min=0, max=3)
+        ends = counts.cumsum(0).to(torch.int32)
+        made = torch._grouped_mm(x.repeat_interleave(2, 0)[order], self.weight, offs=ends)
+        made = torch.zeros_like(made).index_copy(0, order, made).view(-1, 2, 8)
+        share, chance = counts / ids.numel(), chances.mean(0)
+        if self.group is not None:
+            share, chance = Mean.apply(share, self.group), Mean.apply(chance, self.group)
+        return (made * best[..., None]).sum(1).square().mean() + 0.04 * (share * chance).sum()
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["of all tokens", "of local tokens"])
+def test_an_auxiliary_loss_of_local_tokens_is_found(is_local):
+    def parallel(model, mesh):
+        model.group = None if is_local else mesh.get_group()
+        return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+
+    report = verify(Counted, parallel, "dp=2", inputs=(draw(24, 8),), **ROWS)
+    assert report.ok is not is_local
+    if is_local:
+        assert report.first.tensor == "output"
+        assert report.first.bound < 1e-7 < 1e-3 < report.first.error
+
+
+class Tied(nn.Module):
+    """Two scores that rounding alone tells apart, and a large difference by which is chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        scores = self.up(x)
+        return torch.where(scores * 3 / 3 > scores, 1.0, -1.0).to(x.dtype) * scores
+
+
+def test_a_bound_that_is_as_large_as_the_values_proves_nothing():
+    report = verify(Tied, nothing, inputs=(draw(64, 8),))
+    assert report.first is None
+    assert not report.ok
+    assert report.not_proved[0].place == "the model's output"
+    assert str(report).startswith("it is not proved that the model on tp=2 computes")
+    with pytest.raises(AssertionError, match="it is not proved that"):
+        report.raise_if_bug()
