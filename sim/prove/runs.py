@@ -531,7 +531,8 @@ class Bounds:
         measured = SAFETY * self._moves.get(name, 0.0)
         # What is zero but for rounding has a bound above its own size, and one that is tiny beside its like.
         least = max(_TINY, _MANY * self._unit) * self._scales.get(name[0], 0.0)
-        if measured > max(_COARSE * size, least):
+        # Adam steps by the sign of a gradient, also of one that is zero but for rounding: the gradient's bound tells.
+        if name[0] != "update" and measured > max(_COARSE * size, least):
             self._coarse.add(id(full))
         return max(measured, few * self._unit * size, tiny)
 
