@@ -47,7 +47,8 @@ _EXACT = _words(
     max_pool2d_with_indices max_pool2d_with_indices_backward maximum median min minimum mode nan_to_num narrow_copy ne
     neg new_empty new_empty_strided new_full new_ones new_zeros nonzero ones_like permute_copy relu repeat
     repeat_interleave resize roll round scalar_tensor searchsorted select_backward select_scatter set sgn sign signbit
-    slice_backward slice_scatter sort split_copy split_with_sizes_copy stack take t_copy threshold threshold_backward topk
+    slice_backward slice_scatter sort split_copy split_with_sizes_copy stack take t_copy threshold threshold_backward
+    topk
     transpose_copy tril triu trunc unique_consecutive unsafe_split unsafe_split_with_sizes view_copy where zero
     zeros_like
     """

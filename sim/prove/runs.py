@@ -530,12 +530,13 @@ class Bounds:
             size = self._sizes[id(full)] = largest(full)
         tiny = torch.finfo(torch.float64).tiny
         few = _STEP * (name[1] + 1) if name[0] == "update" else _FEW
-        bound = max(SAFETY * self._moves.get(name, 0.0), few * self._unit * size, tiny)
+        measured = SAFETY * self._moves.get(name, 0.0)
         # What is zero but for rounding has a bound above its own size, and one that is tiny beside its like.
         least = max(_TINY, _MANY * self._unit) * self._scales.get(name[0], 0.0)
-        if bound > max(_COARSE * size, least):
+        # Adam steps by the sign of a gradient, also of one that is zero but for rounding: the gradient's bound tells.
+        if name[0] != "update" and measured > max(_COARSE * size, least):
             self._coarse.add(id(full))
-        return bound
+        return max(measured, few * self._unit * size, tiny)
 
     def is_coarse(self, full: torch.Tensor) -> bool:
         """Whether a tensor that was asked for may be wrong by so much within its bound that it is not proved."""
