@@ -312,8 +312,8 @@ def named_object(option: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def verify_subject(console: Console, subject: Subject, everything: bool) -> bool:
-    """Compare the ranks with one device, and print the report; return whether all is well."""
+def verify_subject(console: Console, subject: Subject, everything: bool, steps: int = 1) -> bool:
+    """Compare the ranks with one device over some optimizer steps, and print the report; return whether all is well."""
     from sim import SimError, verify_plan
 
     console.print("\n".join(subject.lines()))
@@ -331,6 +331,7 @@ def verify_subject(console: Console, subject: Subject, everything: bool) -> bool
                 input_layouts=subject.input_layouts,
                 dtype=subject.dtype,
                 seed=subject.seed,
+                steps=steps,
             )
     except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
         say_failed(error)

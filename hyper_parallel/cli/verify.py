@@ -84,7 +84,7 @@ def verify(
     named = [name for name, value in of_plan.items() if value is not None]
     sizes = {name: value for name, value in given["sizes"].items() if value is not None}
     run_options = {name: value for section in given for name, value in given[section].items() if section != "sizes"}
-    only_of_run = [name for name in run_options if name not in ("seq_len", "seed")]
+    only_of_run = [name for name in run_options if name not in ("seq_len", "seed", "steps")]
     if config is not None or devices is not None or start_from is not None or only_of_run:
         with mistakes_as_messages():
             if named or sizes:
@@ -137,7 +137,7 @@ def verify(
         if show_plan:
             stdout_console().file.write(plan_text(subject.shown_plan(), subject.mesh))
             raise typer.Exit()
-        correct = verify_subject(stdout_console(), subject, everything)
+        correct = verify_subject(stdout_console(), subject, everything, steps=int(run_options.get("steps", 1)))
     raise typer.Exit(0 if correct else FAILURE)
 
 

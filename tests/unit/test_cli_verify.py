@@ -134,6 +134,16 @@ def test_a_model_of_one_s_own(own):
     assert "parts of a sum over tp" in output
 
 
+def test_a_plan_is_compared_over_as_many_steps_as_asked(own):
+    words = ("--model", f"{own}:build", "--input", "3,4", "--mesh", "tp=2", "--parallelize", f"{own}:tensor_parallel")
+    code, output = invoke(*words, "--steps", "2", "--all")
+    assert code == 0, output
+    assert "0.weight after step 2" in output
+    code, output = invoke(*words, "--steps", "0")
+    assert code == 2, output
+    assert "steps" in output
+
+
 def test_a_model_of_one_s_own_with_a_plan(own, tmp_path):
     (tmp_path / "plan.toml").write_text(
         '[plan]\n"0.weight" = "tp,None"\n"0.bias" = "tp"\n"2.weight" = "None,tp"\n"2.bias" = "None"\n'
