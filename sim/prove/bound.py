@@ -68,6 +68,9 @@ _ALONG_DIM = _words(
     """
 )
 
+# The running statistics of batch norm: the schema of the older operator does not say that it writes them.
+_WRITTEN_UNSAID = {("native_batch_norm", "running_mean"), ("native_batch_norm", "running_var")}
+
 _WHOLE = _words(
     """
     add sub rsub mul div sum nansum cumsum prod cumprod pow square floor_divide remainder fmod mm bmm addmm mv dot
@@ -302,7 +305,8 @@ class Perturbed(TorchDispatchMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if _is_real(tensor) and not _is_counter(tensor):
                     tensor.copy_(self._moved(tensor, rounding.results))
-        return result if written else self._results(result, rounding.results)
+        own = not written or any(map(_is_real, _tensors_beside(result, written)))
+        return self._results(result, rounding.results) if own else result
 
     def _of_whole(
         self,
@@ -500,14 +504,21 @@ def _read(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Name the arguments of a call, and pick those that it writes."""
     schema = func._schema.arguments
     given = {**{each.name: value for each, value in zip(schema, args, strict=False)}, **kwargs}
+    name = func._schema.name.partition("::")[2]
     written = {
         each.name: given[each.name]
         for each in schema
-        if each.alias_info is not None and each.alias_info.is_write and given.get(each.name) is not None
+        if (each.alias_info is not None and each.alias_info.is_write) or (name, each.name) in _WRITTEN_UNSAID
+        if given.get(each.name) is not None
     }
-    name = func._schema.name.partition("::")[2]
     plain = name if name.startswith("__") else name.removeprefix("_foreach_").rstrip("_")
     return AtenCall(plain, given), written
+
+
+def _tensors_beside(result: Any, written: Mapping[str, Any]) -> list[Any]:
+    """The tensors that an op returns, unless they are those that it has written."""
+    results = result if isinstance(result, (list, tuple)) else (result,)
+    return [each for each in results if not any(each is other for other in written.values())]
 
 
 def _is_real(value: Any) -> bool:
