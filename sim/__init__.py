@@ -31,6 +31,7 @@ from sim.observers.faults.swarm import SwarmFailed, swarm
 from sim.observers.faults.triggers import region
 from sim.observers.replicas import check_replicas
 from sim.prove.infer import infer_layout
+from sim.prove.steps.api import verify_step
 from sim.prove.verify import verify_plan
 from sim.testing.oracle import gather_full, scatter_full
 from sim.trace import Event, Row, Span, Trace
@@ -54,6 +55,7 @@ __all__ = [
     "gather_full",
     "infer_layout",
     "verify_plan",
+    "verify_step",
     "check_determinism",
     "check_replicas",
     # What goes wrong around them

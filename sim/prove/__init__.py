@@ -5,8 +5,10 @@
     runs -> bound
     judge -> report
     training -> judge, bound
+    steps -> judge, infer, record, bound
+    verify, runs -> steps.mutants
 
 `runs` has both runs, `record` what goes through their modules, `bound` how far rounding can move it. `infer`
 finds the layouts that explain the local tensors, `faults` the causes where none does, `judge` the verdict and its
-place. `training` does the same for a run of the trainer.
+place. `training` does the same for a run of the trainer, `steps` for a training step of one's own.
 """

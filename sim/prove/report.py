@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["Report", "ReportRow"]
+from hyper_parallel.core.common.checks import read_int
+from hyper_parallel.core.common.errors import explain
+
+__all__ = ["MutantRow", "Report", "ReportRow", "Sensitivity"]
 
 _WIDTH = 120
 _HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
@@ -67,6 +71,52 @@ class ReportRow:
 
 
 @dataclass(frozen=True)
+class MutantRow:
+    """A fault that was put into the program.
+
+    Args:
+        kind: "missing reduction", "twice", "wrong scale", "wrong part", "wrong order" or "one rank".
+        place: the operation, with its axis and line; or the parameter.
+        outcome: "found", "missed", or "none" where it changes nothing, such as a sum of zeros that is missing.
+        said: what the report said first.
+    """
+
+    kind: str
+    place: str
+    outcome: str
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Which faults of a list, put into this very program, its proof finds.
+
+    Args:
+        rows: one per fault.
+        possible: how many there are, of which `rows` may be some.
+    """
+
+    rows: tuple[MutantRow, ...]
+    possible: int
+
+    @property
+    def missed(self) -> tuple[MutantRow, ...]:
+        """The faults that change something and are not found."""
+        return tuple(row for row in self.rows if row.outcome == "missed")
+
+    def __str__(self) -> str:
+        counts: dict[str, Counter[str]] = {}
+        for row in self.rows:
+            counts.setdefault(row.kind, Counter())[row.outcome] += 1
+        lines = [f"{len(self.rows)} of {self.possible} faults were put in", f"{'fault':20} found  missed  no effect"]
+        lines += [
+            f"{kind:20} {count['found']:5}  {count['missed']:6}  {count['none']:9}" for kind, count in counts.items()
+        ]
+        lines += [f"missed: {row.kind}, {row.place}" for row in self.missed]
+        return "\n".join(_wrapped(line, _WIDTH) for line in lines)
+
+
+@dataclass(frozen=True)
 class Report:
     """The outcome of `sim.verify_plan`; printing it shows the first divergence and what surrounds it.
 
@@ -75,12 +125,14 @@ class Report:
         first: the row to look at first; None when all is well.
         mesh: the axes, such as "dp=2, tp=4".
         notes: what was not compared, and why.
+        mutants: proves again with faults put in, as many at most; see `sensitivity`.
     """
 
     rows: tuple[ReportRow, ...]
     first: ReportRow | None
     mesh: str
     notes: tuple[str, ...] = ()
+    mutants: Callable[[int], Sensitivity] | None = field(default=None, compare=False, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -124,6 +176,27 @@ class Report:
         if not self.ok:
             raise AssertionError(self.table())
         return self
+
+    def sensitivity(self, most: int = 60) -> Sensitivity:
+        """Put faults into this very program, prove it again with each, and return which are found.
+
+        Each line that communicates has a reduction that is missing, taken twice or scaled, a part or an order that is
+        another rank's, and one rank alone that does so; a few parameters and gradients are wrong, too.
+
+        Args:
+            most: how many faults, evenly chosen from all.
+
+        Raises:
+            ValueError: something is wrong already, or the report is of no program that can be run again.
+        """
+        asked = "cannot say how sensitive the proof is"
+        read_int(asked, "most", most, 1)
+        if self.first is not None or self.mutants is None:
+            blame = "the program is wrong already" if self.first is not None else "this report is of one run"
+            raise ValueError(
+                explain(asked, blame, self._headline(), "a report of verify_plan or verify_step that is ok")
+            )
+        return self.mutants(most)
 
     def _headline(self) -> str:
         verdicts = Counter(row.verdict for row in self.rows)

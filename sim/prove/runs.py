@@ -34,6 +34,7 @@ from sim.prove.record import (
     spread_layout,
     tensors_in,
 )
+from sim.prove.steps.mutants import Mutant, put_into_model
 from sim.world import World
 
 __all__ = ["ASKED", "Bounds", "Ranks", "Run", "Task", "cotangents", "cut", "largest", "run_reference"]
@@ -319,10 +320,11 @@ class Ranks:
     Args:
         task: what to compute.
         world: where.
+        mutant: a fault that is put into a parameter or its gradient.
     """
 
-    def __init__(self, task: Task, world: World) -> None:
-        self.task, self.world = task, world
+    def __init__(self, task: Task, world: World, mutant: Mutant | None = None) -> None:
+        self.task, self.world, self.mutant = task, world, mutant
         self._sessions: dict[int, _Session] = {}
 
     def forward(self) -> list[Run]:
@@ -361,6 +363,7 @@ class Ranks:
             blame = f"parallelize returned a {type(made).__name__}, not a module"
             raise TypeError(explain(ASKED, blame, f"returned: {made!r:.80}", "return the parallel model, or None"))
         model = model if made is None else made
+        put_into_model(self.mutant, [model], rank)
         given = {}
         for name, value in task.inputs.items():
             wrapped = name in task.wrapped and mesh.size() > 1  # `shard_module` leaves a model on one rank as it is

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
-from sim.prove.report import Report
+from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, largest, run_reference
+from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
 
 __all__ = ["verify_plan"]
@@ -133,12 +135,12 @@ def verify_plan(
         reference.recorder.forget()
 
 
-def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations) -> Report:
-    """Compute on the ranks, and compare."""
+def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations, mutant: Mutant | None = None) -> Report:
+    """Compute on the ranks, with a fault put in or without, and compare."""
     mesh = task.mesh
     judge = Judge(mesh)
-    with world(math.prod(mesh.mesh_shape), seed=task.seed) as w:
-        ranks = Ranks(task, w)
+    with world(math.prod(mesh.mesh_shape), seed=task.seed) as w, put_in(w, mutant):
+        ranks = Ranks(task, w, mutant)
         try:
             ranks.forward()
         except (RankFailed, SimError) as error:
@@ -152,8 +154,19 @@ def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations) ->
         if grads is not None:
             _backward(ranks, grads, compared)
         report = compared.report()
-        unused = _unused_axes(mesh, report, {event.group for event in w.trace.kept()})
-        return replace(report, notes=(*report.notes, *unused))
+        events = list(w.trace.kept())
+        unused = _unused_axes(mesh, report, {event.group for event in events})
+        mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
+        return replace(report, notes=(*report.notes, *unused), mutants=mutants)
+
+
+def _mutated(task: Task, said: Declarations, mutants: Sequence[Mutant], most: int) -> Sensitivity:
+    """Prove the same with each of some faults put in."""
+    reference, bounds = _references(task, _make(task.model_fn, task.seed))
+    try:
+        return run_mutants(mutants, lambda mutant: _compared(task, reference, bounds, said, mutant), most)
+    finally:
+        reference.recorder.forget()
 
 
 def _unused_axes(mesh: Layout, report: Report, groups: Iterable[Sequence[int]]) -> list[str]:

@@ -98,6 +98,7 @@ SIM_API = [
     "scatter_full",
     "swarm",
     "verify_plan",
+    "verify_step",
     "world",
 ]
 

@@ -1,0 +1,9 @@
+"""Training loops of the user's own, compared step by step with one device.
+
+    api -> compare -> names, watch
+    mutants
+
+`watch` records what a loop does: calls of modules, losses, gradients, updates. `names` finds which parameter of one
+device each parameter of a rank stands for, `compare` judges them, and `api` is for step functions. `mutants` puts
+faults into the communication of a program.
+"""

@@ -1,0 +1,309 @@
+"""Proofs of step functions: the user's own forward, backward and communication, on ranks and on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hyper_parallel.core.common.checks import check, read_int
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.dtensor.layout import Layout
+from sim.prove.bound import Perturbed
+from sim.prove.evidence import read_mesh
+from sim.prove.record import tensors_in
+from sim.prove.report import Report, Sensitivity
+from sim.prove.runs import converted
+from sim.prove.steps.compare import LoopComparison, Permutation
+from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
+from sim.prove.steps.names import read_names
+from sim.prove.steps.watch import LoopRecord, LoopWatch
+from sim.world import world
+
+__all__ = ["verify_step"]
+
+_ASKED = "cannot verify a step"
+_RUNS = 3
+_DEPTH = 3  # attributes of attributes in which modules are looked for, such as those of a pipeline's schedule
+
+
+def verify_step(
+    step: Callable[[Any, Any], Any],
+    model_fn: Callable[[], nn.Module],
+    batch: Any,
+    mesh_shape: Mapping[str, int] | str | Layout,
+    *,
+    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None = None,
+    rank_step: Callable[[Any, Any], Any] | None = None,
+    shard_batch: Callable[[Any, DeviceMesh], Any] | None = None,
+    names: Mapping[str, str | Sequence[str]] | None = None,
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool | None = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    steps: int = 1,
+) -> Report:
+    """Compare a training step of one's own, on simulated ranks, with the same step on one device.
+
+    >>> import torch.nn.functional as F
+    >>> def model():
+    ...     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    >>> def step(model, batch):
+    ...     loss = F.mse_loss(model(batch), torch.zeros_like(batch))
+    ...     loss.backward()
+    ...     return loss
+    >>> def averaged(model, batch):
+    ...     loss = step(model, batch)
+    ...     for param in model.parameters():
+    ...         dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+    ...     return loss
+    >>> x = torch.randn(4, 4)
+    >>> def rows(batch, mesh):
+    ...     return batch.chunk(mesh.size())[mesh.get_rank()]
+    >>> verify_step(step, model, x, "dp=2", rank_step=averaged, shard_batch=rows).ok
+    True
+    >>> wrong = verify_step(step, model, x, "dp=2", shard_batch=rows)  # nothing averages the gradients
+    >>> print(wrong.first.place, "|", wrong.first.sentence)
+    the gradient of 2.bias | the ranks hold parts of an average over dp, and nothing reduced it
+
+    The step does what it does in training: micro-batches, collectives of its own, a pipeline's sends and receives. It
+    has to leave gradients in the parameters; if it has not called backward, its loss is differentiated here. Then the
+    optimizer steps, unless the step has done so itself. Compared are the parameters, what goes into and comes out of
+    modules, the loss, the gradients that the optimizer takes, each parameter after it, and the buffers. Where losses,
+    gradients and updates are right, tensors between modules may be what they like.
+
+    The ranks' parameters may have other names, or be several of one device's behind each other (q, k and v in one):
+    values tell which, or `names`. The loss of a rank may be a part of the sum or the mean.
+
+    Args:
+        step: called with the model and the batch, returns the loss.
+        model_fn: makes the model for one device.
+        batch: what one device is given: a tensor, or containers of them.
+        mesh_shape: as for `verify_plan`.
+        parallelize: called with the model and the mesh on each rank, returns what the step is called with: the
+            parallel model, one of its own making, a stage, or an object that holds modules, such as a schedule of
+            torch's pipelining. None: the same model, or what it returns where that is None.
+        rank_step: what ranks call in place of `step`.
+        shard_batch: called with the batch and the mesh on each rank, returns the rank's batch. From what it does with
+            numbered elements, the prover knows in which order the ranks hold the batch, zig-zag or interleaved too.
+            None: all of it.
+        names: names of parameters on the ranks -> names on one device, several for a fused one; `*` stands for one
+            part of a path, the same on both sides.
+        optimizer_fn: called with a list of parameters. True: AdamW with lr=1e-3; None or False: none.
+        dtype: what floating-point parameters, buffers and batches are converted to.
+        seed: of the model, and of what follows.
+        steps: how many.
+
+    Returns:
+        The report, as of `verify_plan`.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, or names that there are not.
+        RankFailed: a rank raised, or ranks did not come together.
+    """
+    mesh = read_mesh(_ASKED, mesh_shape)
+    mesh = Layout(mesh.mesh_shape, mesh.alias_name)
+    for name, value in (("step", step), ("model_fn", model_fn)):
+        if isinstance(value, nn.Module) or not callable(value):
+            blame = f"{name} is a {type(value).__name__}, not a function"
+            raise TypeError(
+                explain(_ASKED, blame, f"{name}: {value!r:.80}", "verify_step(step, lambda: Model(), x, ...")
+            )
+    check(_ASKED, "callable | None", parallelize=parallelize, rank_step=rank_step, shard_batch=shard_batch)
+    check(_ASKED, "callable | bool | None", "lambda params: SGD(params, lr=0.1)", optimizer_fn=optimizer_fn)
+    check(_ASKED, "mapping | None", '{"blocks.*.qkv.weight": ["blocks.*.q.weight", ...]}', names=names)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(explain(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
+    read_int(_ASKED, "seed", seed, hint="seed=0")
+    read_int(_ASKED, "steps", steps, 1)
+    optimizer = _adamw if optimizer_fn is True else optimizer_fn or None
+    task = _StepTask(
+        step,
+        model_fn,
+        batch,
+        mesh,
+        parallelize,
+        rank_step or step,
+        shard_batch,
+        names or {},
+        optimizer,
+        dtype,
+        seed,
+        steps,
+    )
+    return task.compared(*task.references())
+
+
+@dataclass(frozen=True)
+class _StepTask:
+    """What is computed, on one device and on the ranks."""
+
+    step: Callable[[Any, Any], Any]
+    model_fn: Callable[[], nn.Module]
+    batch: Any
+    mesh: Layout
+    parallelize: Callable[[nn.Module, DeviceMesh], Any] | None
+    rank_step: Callable[[Any, Any], Any]
+    shard_batch: Callable[[Any, DeviceMesh], Any] | None
+    names: Mapping[str, Any]
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
+    dtype: torch.dtype
+    seed: int
+    steps: int
+
+    def references(self) -> tuple[LoopRecord, list[LoopRecord]]:
+        """Take the steps on one device, plainly and perturbed."""
+        expected = self._on_one()
+        bad = next((name for step in expected.steps for name, grad in step.gradients.items() if _is_nan(grad)), None)
+        if bad is not None:
+            blame = "one device computes nan, and nan cannot be compared"
+            raise ValueError(explain(_ASKED, blame, f"nan in the gradient of {bad}", "a batch with finite results"))
+        floor = None if self.dtype == torch.float64 else torch.finfo(self.dtype).eps / 2
+        return expected, [self._on_one(Perturbed(floor, seed=number)) for number in range(_RUNS)]
+
+    def _on_one(self, around: AbstractContextManager[Any] | None = None) -> LoopRecord:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = converted(self.model_fn(), self.dtype)
+            torch.manual_seed(self.seed + 1)
+            with around or nullcontext():
+                return self._take(model, [model], self.step, _copied(self.batch, self.dtype))
+
+    def _take(self, model: Any, roots: list[nn.Module], step: Callable[[Any, Any], Any], batch: Any) -> LoopRecord:
+        watch = LoopWatch(roots, self.steps)
+        watch.note_initial()
+        chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
+        optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
+        with watch:
+            for _ in range(self.steps):
+                loss = step(model, batch)
+                there = [parameter.grad is not None for parameter in watch.parameters().values()]
+                if isinstance(loss, torch.Tensor) and loss.requires_grad and not any(there) and not watch.has_updated:
+                    loss.backward()
+                watch.note_result(loss)
+                if not watch.has_updated and optimizer is not None:
+                    # Imported here: whoever imports `sim` needs no trainer.
+                    from hyper_parallel.trainer.optimizer import update
+
+                    with _disable_current_modes():
+                        update(optimizer)
+                elif not watch.has_updated:
+                    watch.note_gradients()
+                    watch.note_updates()
+                for parameter in watch.parameters().values():
+                    parameter.grad = None
+                watch.end_step()
+        return watch.record
+
+    def compared(self, expected: LoopRecord, moved: Sequence[LoopRecord], mutant: Mutant | None = None) -> Report:
+        """Take the steps on the ranks, with a fault put in or without, and compare."""
+        found: dict[int, LoopRecord] = {}
+        orders: dict[int, list[torch.Tensor]] = {}
+
+        def body() -> None:
+            rank = dist.get_rank()
+            mesh = init_device_mesh("cpu", self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
+            torch.manual_seed(self.seed)
+            model = converted(self.model_fn(), self.dtype)
+            torch.manual_seed(self.seed + 1)
+            made = self.parallelize(model, mesh) if self.parallelize is not None else model
+            made = model if made is None else made
+            batch = _copied(self.batch, self.dtype)
+            if self.shard_batch is not None:
+                batch = _copied(self.shard_batch(batch, mesh), self.dtype)
+                orders[rank] = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
+            roots = list(_modules_in(made))
+            put_into_model(mutant, roots, rank)
+            found[rank] = self._take(made, roots, self.rank_step, batch)
+
+        with world(math.prod(self.mesh.mesh_shape), seed=self.seed) as ranks:
+            with put_in(ranks, mutant):
+                ranks.run(body)
+            events = list(ranks.trace.kept())
+        records = [found[rank] for rank in sorted(found)]
+        of_ranks = list(dict.fromkeys(name for record in records for name in record.initial))
+        names = read_names(_ASKED, self.names, of_ranks, list(expected.initial))
+        comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
+        report = comparison.report()
+        return (
+            report
+            if mutant is not None
+            else replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
+        )
+
+    def _mutated(self, events: Sequence[Any], names: Sequence[str], most: int) -> Sensitivity:
+        expected, moved = self.references()
+        return run_mutants(mutants_of(events, names), lambda mutant: self.compared(expected, moved, mutant), most)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def _is_nan(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and bool(tensor.isnan().any())
+
+
+def _modules_in(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:
+    """Yield the outermost modules in an object, its containers and attributes."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _modules_in(each, depth)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _modules_in(each, depth)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor, dist.ProcessGroup)):
+        seen = set()
+        for each in vars(value).values():
+            if not callable(each) or isinstance(each, nn.Module):
+                for module in _modules_in(each, depth - 1):
+                    if id(module) not in seen:
+                        seen.add(id(module))
+                        yield module
+
+
+def _copied(value: Any, dtype: torch.dtype) -> Any:
+    """Copy a batch, floating values in a dtype."""
+    return _mapped(value, lambda tensor: tensor.detach().clone().to(dtype if tensor.is_floating_point() else None))
+
+
+def _numbered(value: Any) -> Any:
+    """Return a batch whose elements are their own numbers."""
+    return _mapped(value, lambda tensor: torch.arange(tensor.numel()).reshape(tensor.shape))
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(each, change) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_mapped(each, change) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def _permutations(batch: Any, orders: Mapping[int, Sequence[torch.Tensor]]) -> Iterator[Permutation]:
+    """Yield in which order the ranks hold a batch, along each of its dims and flattened, where it is not its own."""
+    for number, (_, full) in enumerate(tensors_in(batch)):
+        held = [parts[number] for parts in orders.values() if number < len(parts)]
+        for dim in range(full.dim()):
+            stride = math.prod(full.shape[dim + 1 :])
+            lists = {tuple(dict.fromkeys((part // stride % full.shape[dim]).flatten().tolist())): None for part in held}
+            yield from _joined_order(lists, full.shape[dim])
+        yield from _joined_order({tuple(part.flatten().tolist()): None for part in held}, full.numel())
+
+
+def _joined_order(lists: Mapping[Permutation, Any], size: int) -> Iterator[Permutation]:
+    order = tuple(place for places in lists for place in places)
+    if order != tuple(range(size)) and sorted(order) == list(range(size)):
+        yield order

@@ -1,0 +1,339 @@
+"""Verdicts on a training loop: every tensor of every step, put together from the ranks and held against one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hyper_parallel.core.dtensor.layout import Layout
+from sim.explain.errors import ranks_phrase
+from sim.prove.bound import SAFETY
+from sim.prove.evidence import gap, top, unit_roundoff
+from sim.prove.judge import Finding, Judge, pending_words, short
+from sim.prove.report import Report, ReportRow
+from sim.prove.runs import largest
+from sim.prove.steps.names import find_names, submesh
+from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
+
+__all__ = ["LoopComparison"]
+
+_FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
+_STEP = 16.0  # those of an optimizer's step, each
+_COARSE = 1e-3  # a bound that is larger than that, relative to its tensor, proves little
+_MOST_SAID = 6
+
+Permutation = tuple[int, ...]
+
+
+class LoopComparison:
+    """Compares what the ranks recorded with what one device did.
+
+    Calls of a module within a step are put one behind the other, on both sides: micro-batches on the ranks are rows of
+    the batch on one device. Losses, gradients, updates and buffers have to be right. Where they are, tensors between
+    modules may be what they like; where they are not, the first of those that is wrong tells where to look.
+
+    Args:
+        expected: of one device.
+        moved: of one device again, perturbed.
+        ranks: of each rank.
+        mesh: the axes.
+        names: a map of names that was given.
+        orders: permutations of the batch in which the ranks hold it, where they are known.
+    """
+
+    def __init__(
+        self,
+        expected: LoopRecord,
+        moved: Sequence[LoopRecord],
+        ranks: Sequence[LoopRecord],
+        mesh: Layout,
+        names: Mapping[str, Any],
+        orders: Sequence[Permutation] = (),
+    ) -> None:
+        self.expected, self.moved, self.ranks, self.mesh = expected, moved, ranks, mesh
+        self.names = find_names(expected.initial, [rank.initial for rank in ranks], mesh, names)
+        self.notes: list[str] = []
+        self._orders = list(dict.fromkeys(orders))
+        self._judges: dict[tuple[int, ...], Judge] = {}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in expected.initial.items()}
+        paths = [rank.paths for rank in ranks]
+        self._paths = [self.names.paths(path, expected.paths) for path in paths]
+        self._split = len({frozenset(path) for path in paths}) > 1  # stages of a pipeline
+        self._left: dict[str, None] = {}
+
+    def report(self) -> Report:
+        """Judge everything, in the order in which things happen."""
+        rows = list(self._parameters())
+        for number in range(len(self.expected.steps)):
+            rows += self._of_step(number)
+        counts = {len(self.expected.steps), *(len(rank.steps) for rank in self.ranks)}
+        if len(counts) > 1:
+            counted = ", ".join(str(len(rank.steps)) for rank in self.ranks[:_MOST_SAID])
+            sentence = f"one device takes {len(self.expected.steps)} steps, the ranks {counted}"
+            rows.append(ReportRow("", "steps", "update", verdict="bug", sentence=sentence))
+        first = next((row for row in rows if row.verdict == "bug"), None)
+        if first is not None:
+            first = _blamed(rows, first)
+            rows = [first if row.place == first.place and row.kind == first.kind else row for row in rows]
+        self.notes += [f"by their values, {text}" for text in self._said(self.names.found)]
+        if self._left:
+            self.notes.append(f"not compared, as no rank has them by a name that is known: {self._some(self._left)}")
+        mesh = ", ".join(
+            f"{name}={size}" for name, size in zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)
+        )
+        return Report(tuple(rows), first, mesh, tuple(self.notes))
+
+    def _said(self, texts: Sequence[str]) -> list[str]:
+        return [self._some(texts)] if texts else []
+
+    def _some(self, names: Any) -> str:
+        listed = list(names)
+        more = f" and {len(listed) - _MOST_SAID} more" if len(listed) > _MOST_SAID else ""
+        return ", ".join(listed[:_MOST_SAID]) + more
+
+    # -- what is compared --------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[ReportRow]:
+        held = [self.names.translated(rank.initial, self._shapes) for rank in self.ranks]
+        for name, full in self.expected.initial.items():
+            parts = {rank: tensors[name] for rank, tensors in enumerate(held) if name in tensors}
+            module, _, leaf = name.rpartition(".")
+            row = ReportRow(module, leaf, "parameter")
+            if not parts:
+                hint = 'names={"<name on the ranks>": "' + name + '"}'
+                missing = f"; the ranks' {self._some(self.names.missing)} stand for none" if self.names.missing else ""
+                yield replace(row, verdict="bug", sentence=f"no rank has it{missing}", suggestion=hint)
+                continue
+            yield self._row(row, self._find(parts, full, self._bound(full, ())))
+
+    def _of_step(self, number: int) -> list[ReportRow]:
+        mine = self.expected.steps[number]
+        others = [each.steps[number] for each in self.moved if number < len(each.steps)]
+        theirs = {rank: each.steps[number] for rank, each in enumerate(self.ranks) if number < len(each.steps)}
+        rows = [*self._forward(mine, others, theirs), *self._loss(mine, others, theirs)]
+        for kind, title in (("gradients", "gradient"), ("updates", "update"), ("buffers", "buffer")):
+            rows += self._named(kind, title, number, mine, others, theirs)
+        trained = any(row.verdict == "bug" and row.kind != "forward" for row in rows)
+        losses = [row for row in rows if row.tensor == "loss" and not row.module]
+        if losses and losses[0].verdict == "bug" and not trained and mine.gradients:
+            self.notes.append("the ranks' losses are neither equal nor parts of a mean or a sum; gradients are right")
+        if not trained or (losses and losses[0].verdict != "bug"):  # between modules, code may keep what it likes
+            rows = [_as_private(row) if row.kind == "forward" else row for row in rows]
+        step = f" of step {number + 1}" if len(self.expected.steps) > 1 else ""
+        return [replace(row, tensor=f"{row.tensor}{step}") for row in rows]
+
+    def _forward(
+        self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
+    ) -> Iterator[ReportRow]:
+        calls = {rank: self._calls(step, self._paths[rank]) for rank, step in theirs.items()}
+        for key, values in mine.calls.items():
+            path, side, way = key
+            if self._split and not path:
+                continue  # every stage has a model of its own
+            there = {rank: each[key] for rank, each in calls.items() if key in each}
+            alike = len({len(values), *map(len, there.values())}) > 1 and all(map(_are_equal, there.values()))
+            parts = {
+                rank: each[0] if alike else joined
+                for rank, each in there.items()
+                if (joined := _joined(each)) is not None
+            }
+            full = values[0] if alike and _are_equal(values) else _joined(values)
+            if full is None or not parts:
+                self._left.update({path: None} if path and not parts else {})
+                continue
+            moved = [joined for other in others if (joined := _joined(other.calls.get(key, []))) is not None]
+            title = (
+                f"{side} {way}".strip().removesuffix(" 0") if side == "input" else f"{side} {way.lstrip('.')}".strip()
+            )
+            found = self._find(parts, full, self._bound(full, moved), may_reorder=True)
+            yield self._row(ReportRow(path, title, "forward"), found)
+
+    def _calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, list[torch.Tensor]]:
+        named = ((path, side, way, values) for (path, side, way), values in step.calls.items())
+        return {(paths[path], side, way): values for path, side, way, values in named if path in paths}
+
+    def _loss(
+        self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
+    ) -> Iterator[ReportRow]:
+        if not mine.losses:
+            return
+        full = torch.stack([loss.double() for loss in mine.losses]).sum()
+        moved = [torch.stack([loss.double() for loss in other.losses]).sum() for other in others if other.losses]
+        parts = {
+            rank: torch.stack([loss.double() for loss in step.losses]).sum()
+            for rank, step in theirs.items()
+            if step.losses
+        }
+        if parts:
+            found = self._find(parts, full, self._bound(full, moved, mine.losses[0].dtype))
+            found = replace(found, status="right") if found.status == "pending" else found
+            yield self._row(ReportRow("", "loss", "forward"), found)
+
+    def _named(
+        self,
+        kind: str,
+        title: str,
+        number: int,
+        mine: RecordedStep,
+        others: Sequence[RecordedStep],
+        theirs: Mapping[int, RecordedStep],
+    ) -> Iterator[ReportRow]:
+        full_by_name: dict[str, Any] = getattr(mine, kind)
+        named = {rank: self.names.translated(getattr(step, kind), self._shapes) for rank, step in theirs.items()}
+        order = reversed(full_by_name) if kind == "gradients" else iter(full_by_name)
+        for name in list(order):
+            full, module, leaf = full_by_name[name], *_split(name)
+            parts = {rank: tensors[name] for rank, tensors in named.items() if tensors.get(name) is not None}
+            row = ReportRow(module, leaf, title)
+            if full is None:
+                if any(bool(part.count_nonzero()) for part in parts.values()):
+                    yield replace(row, verdict="bug", sentence=f"only {ranks_phrase(parts)} have one")
+                continue
+            having = [rank for rank, tensors in named.items() if name in tensors]
+            if not parts:
+                if kind != "buffers" and having and bool(full.count_nonzero()):
+                    yield replace(row, verdict="bug", sentence="no rank has one, and one device has")
+                continue
+            if len(parts) < len(having):
+                sentence = f"{ranks_phrase(rank for rank in having if rank not in parts)} has none"
+                yield replace(row, verdict="bug", sentence=sentence)
+                continue
+            moved = [getattr(other, kind)[name] for other in others if getattr(other, kind).get(name) is not None]
+            floor = _STEP * (number + 1) if kind == "updates" else _FEW
+            found = self._find(parts, full, self._bound(full, moved, floor=floor))
+            if kind == "buffers" and found.status != "right":
+                found = replace(found, status="private")
+            yield self._row(row, found)
+
+    # -- one tensor --------------------------------------------------------------------------------------------------
+
+    def _bound(
+        self,
+        full: torch.Tensor,
+        moved: Sequence[torch.Tensor],
+        dtype: torch.dtype | None = None,
+        floor: float = _FEW,
+    ) -> float:
+        moves = [top(gap(other, full)) for other in moved if other.shape == full.shape and full.is_floating_point()]
+        finite = [move for move in moves if math.isfinite(move)]
+        unit = unit_roundoff(dtype or full.dtype)
+        return max(SAFETY * max(finite, default=0.0), floor * unit * largest(full), torch.finfo(torch.float64).tiny)
+
+    def _find(
+        self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False
+    ) -> Finding:
+        """Judge a tensor as it is, then in the orders in which ranks are known, or found, to hold the batch."""
+        here = tuple(sorted(parts))
+        judge = self._judges.setdefault(here, Judge(submesh(self.mesh, here)))
+        if any(part.dtype.is_floating_point != full.dtype.is_floating_point for part in parts.values()):
+            full = full.double()
+        found = judge.undeclared(parts, full, bound)
+        if found.status != "unexplained" or not may_reorder:
+            return found
+        for other in self._reordered(full):
+            again = judge.undeclared(parts, other, bound)
+            if again.status != "unexplained":
+                return again
+        order = _order_of_rows(parts, full, bound)
+        if order is None:
+            return found
+        dim, places = order
+        self._orders.append(places)
+        return judge.undeclared(parts, full.index_select(dim, torch.tensor(places)), bound)
+
+    def _reordered(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
+        for places in self._orders:
+            for dim in range(min(full.dim(), 3)):
+                if full.shape[dim] == len(places):
+                    turned = full.index_select(dim, torch.tensor(places))
+                    yield turned
+                    for more in self._orders:
+                        if dim == 0 and full.dim() > 1 and full.shape[1] == len(more) and more != places:
+                            yield turned.index_select(1, torch.tensor(more))
+
+    def _row(self, row: ReportRow, found: Finding) -> ReportRow:
+        verdict = {"right": "rounding" if found.error else "exact", "pending": "pending", "private": "private"}
+        kind = verdict.get(found.status, "bug")
+        sentence, hint = (found.sentence, "") if kind in ("bug", "pending") else ("", "")
+        if row.kind in ("gradient", "update", "parameter") and kind == "pending":
+            kind, over = "bug", " and ".join(found.found.partial) if found.found is not None else ""
+            words = pending_words(found.found) if found.found is not None else ""
+            sentence, hint = f"the ranks hold {words}, and nothing reduced it", f"all_reduce over {over}"
+        return replace(
+            row,
+            found=short(found.found),
+            error=found.error,
+            bound=found.bound,
+            ratio=found.ratio,
+            verdict=kind,
+            sentence=sentence,
+            suggestion=found.suggestion or hint,
+        )
+
+
+def _blamed(rows: Sequence[ReportRow], first: ReportRow) -> ReportRow:
+    """Return the row to look at first: where parts of a sum went into what is wrong, it is those."""
+    if first.kind != "forward":
+        return first
+    at, found = rows.index(first), first
+    for row in reversed(rows[:at]):
+        if row.verdict == "pending":
+            sentence = f"{row.sentence}, and nothing reduced it before {first.place}"
+            over = row.found.rpartition(" over ")[2]
+            found = replace(row, verdict="bug", sentence=sentence, suggestion=f"all_reduce over {over}")
+        elif row.kind != "forward" or row.tensor.startswith("output"):
+            break
+    return found
+
+
+def _as_private(row: ReportRow) -> ReportRow:
+    return replace(row, verdict="private", sentence="") if row.verdict == "bug" else row
+
+
+def _are_equal(values: Sequence[torch.Tensor]) -> bool:
+    """Whether all calls of a step had the same, such as positions in each micro-batch."""
+    return all(torch.equal(value, values[0]) for value in values[1:])
+
+
+def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Put the calls of a step one behind the other; None where they have no rows."""
+    if len(values) < 2:
+        return values[0] if values else None
+    if values[0].dim() == 0 or any(value.shape[1:] != values[0].shape[1:] for value in values):
+        return None
+    return torch.cat(list(values))
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
+
+
+def _order_of_rows(
+    parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float
+) -> tuple[int, Permutation] | None:
+    """Return along which dim, and where in the full tensor, the ranks' slices are, one rank behind the other."""
+    for dim in range(min(full.dim(), 2)):
+        size, lists = full.shape[dim], dict[Permutation, None]()
+        rest = [length for at, length in enumerate(full.shape) if at != dim]
+        if size < 2 or any([n for at, n in enumerate(part.shape) if at != dim] != rest for part in parts.values()):
+            continue
+        for part in parts.values():
+            places: list[int] = []
+            for row in part.unbind(dim):
+                near = (
+                    at
+                    for at in range(size)
+                    if at not in places
+                    and top(gap(row, full.select(dim, at))) <= (bound if row.is_floating_point() else 0)
+                )
+                places.append(next(near, -1))
+            lists[tuple(places)] = None
+        whole = tuple(place for places in lists for place in places)
+        if sorted(whole) == list(range(size)):
+            return dim, whole
+    return None

@@ -1,0 +1,239 @@
+"""Names of parallel parameters on one device: the same, given by a map, or found by values, fused ones too."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hyper_parallel.core.common.errors import explain, nearest
+from hyper_parallel.core.dtensor.layout import Layout
+from sim.prove.infer import explanations
+
+__all__ = ["NameMap", "find_names", "read_names", "submesh"]
+
+
+@dataclass
+class NameMap:
+    """Which parameter of one device each parameter of the ranks stands for.
+
+    Attributes:
+        parts: for a name on the ranks, the names on one device, in the order in which they are fused, and the dim.
+        found: what the values told, in words.
+        missing: names on the ranks that stand for nothing.
+    """
+
+    parts: dict[str, tuple[tuple[str, ...], int]] = field(default_factory=dict)
+    found: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def translated(self, tensors: Mapping[str, Any], sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return a rank's tensors by the names of one device, fused ones cut apart.
+
+        Args:
+            tensors: by the rank's names.
+            sizes: shapes on one device, which say in what proportion a fused tensor is cut.
+        """
+        result: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            names, dim = self.parts.get(name, ((name,), 0))
+            if len(names) == 1 or tensor is None:
+                result.update(dict.fromkeys(names, tensor))
+                continue
+            each = [sizes[part][dim] for part in names]
+            held, total = tensor.shape[dim], sum(each)
+            cut = [held * size // total for size in each]
+            result.update(zip(names, tensor.split([*cut[:-1], held - sum(cut[:-1])], dim), strict=True))
+        return result
+
+    def paths(self, of_ranks: Sequence[str], of_one: Sequence[str]) -> dict[str, str]:
+        """Return which module of one device each module of the ranks stands for, as far as parameters tell."""
+        there, found = set(of_one), dict[str, set[str]]()
+        for name, (names, _) in self.parts.items():
+            one, other = name.rpartition(".")[0], names[0].rpartition(".")[0]
+            while len(names) == 1 and one and other:
+                found.setdefault(one, set()).add(other)
+                one, other = one.rpartition(".")[0], other.rpartition(".")[0]
+        mapped = {path: next(iter(those)) for path, those in found.items() if len(those) == 1}
+        taken = list(mapped.values())
+        result = {path: path for path in of_ranks if path in there and path not in mapped}
+        result.update({path: other for path, other in mapped.items() if taken.count(other) == 1})
+        return result
+
+
+def read_names(asked: str, given: Mapping[str, Any], ranks: Sequence[str], one: Sequence[str]) -> dict[str, Any]:
+    """Return a map of names, with its `*` filled in.
+
+    >>> read_names("cannot", {"h.*.qkv": ["l.*.q", "l.*.k"]}, ["h.0.qkv", "x"], ["l.0.q", "l.0.k"])
+    {'h.0.qkv': ('l.0.q', 'l.0.k')}
+    """
+    result: dict[str, Any] = {}
+    for pattern, value in given.items():
+        values = (value,) if isinstance(value, str) else tuple(value)
+        form = re.compile(re.escape(pattern).replace(r"\*", "([^.]+)"))
+        fits = [(name, match) for name in ranks if (match := form.fullmatch(name))]
+        if not fits:
+            hint = nearest(pattern, list(ranks))
+            raise ValueError(explain(asked, f"no rank has a parameter {pattern!r}", f"names: {list(ranks)[:8]}", hint))
+        for name, match in fits:
+            filled = []
+            for each in values:
+                stars = iter(match.groups())
+                filled.append("".join(next(stars, "*") if part == "*" else part for part in re.split(r"(\*)", each)))
+            unknown = [each for each in filled if each not in one]
+            if unknown:
+                blame = f"one device has no parameter {unknown[0]!r}, which names[{pattern!r}] asks for"
+                raise ValueError(explain(asked, blame, f"names: {list(one)[:8]}", nearest(unknown[0], list(one))))
+            result[name] = tuple(filled)
+    return result
+
+
+def submesh(mesh: Layout, ranks: Sequence[int]) -> Layout:
+    """Return the mesh of some of its ranks: the axes that they span; one axis where they span no block.
+
+    >>> submesh(Layout((2, 2), ("pp", "tp")), [2, 3])
+    Layout((2,), ('tp',), range(2, 4))
+    """
+    ranks = sorted(ranks)
+    if len(ranks) == len(mesh.rank_list):
+        return mesh
+    places = dict(zip(mesh.rank_list, itertools.product(*map(range, mesh.mesh_shape)), strict=True))
+    spans = [sorted({places[rank][axis] for rank in ranks}) for axis in range(len(mesh.mesh_shape))]
+    if math.prod(map(len, spans)) != len(ranks):
+        return Layout((len(ranks),), ("ranks",), rank_list=tuple(ranks))
+    axes = [(name, len(span)) for name, span in zip(mesh.alias_name, spans, strict=True) if len(span) > 1]
+    axes = axes or [("ranks", 1)]
+    return Layout(tuple(size for _, size in axes), tuple(name for name, _ in axes), rank_list=tuple(ranks))
+
+
+def find_names(
+    one: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, torch.Tensor]], mesh: Layout, given: Mapping[str, Any]
+) -> NameMap:
+    """Return which parameters of one device those of the ranks stand for.
+
+    Names that both have stand for each other; then what `given` says; then values are compared: a parameter that is
+    another one on every rank, sharded or not, or several of them one behind the other.
+
+    Args:
+        one: the parameters of one device as they were made.
+        ranks: those of each rank.
+        mesh: the axes.
+        given: a map that was read.
+    """
+    result = NameMap()
+    theirs = list(dict.fromkeys(name for rank in ranks for name in rank))
+    for name in theirs:
+        if name in given:
+            names = given[name]
+            result.parts[name] = (names, _fused_dim([one[each].shape for each in names]))
+        elif name in one:
+            result.parts[name] = ((name,), 0)
+    left = {name for names, _ in result.parts.values() for name in names}
+    free = {name: tensor for name, tensor in one.items() if name not in left}
+    late = []
+    for name in theirs:
+        if name in result.parts:
+            continue
+        parts = {rank: held[name] for rank, held in enumerate(ranks) if name in held}
+        likely = list(_candidates(parts, free, mesh))
+        if len(likely) == 1 or (likely and not _is_constant(free[likely[0]])):
+            _take(result, free, name, (likely[0],), 0)
+            continue
+        fused = _fused(parts, free) if not likely else None
+        if fused is not None:
+            _take(result, free, name, *fused)
+        else:
+            late.append((name, likely))
+    for name, likely in late:  # constants: by the module whose other parameters have told, else in order
+        module, _, leaf = name.rpartition(".")
+        of = {names[0].rpartition(".")[0] for other, (names, _) in result.parts.items() if _module(other) == module}
+        known = [each for each in likely if each in free and _module(each) in of and each.endswith(leaf)]
+        rest = known or [each for each in likely if each in free]
+        siblings = [names for other, (names, _) in result.parts.items() if _module(other) == module and len(names) > 1]
+        beside = [f"{_module(each)}.{leaf}" for each in siblings[0]] if siblings else []
+        if beside and all(each in free for each in beside):
+            _take(result, free, name, tuple(beside), 0)
+        elif rest:
+            _take(result, free, name, (rest[0],), 0)
+        else:
+            result.missing.append(name)
+    return result
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _take(result: NameMap, free: dict[str, torch.Tensor], name: str, names: tuple[str, ...], dim: int) -> None:
+    result.parts[name] = (names, dim)
+    result.found.append(f"{name} is {' + '.join(names)}")
+    for each in names:
+        free.pop(each, None)
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    return not tensor.numel() or bool((tensor == tensor.flatten()[0]).all())
+
+
+def _candidates(parts: Mapping[int, torch.Tensor], free: Mapping[str, torch.Tensor], mesh: Layout) -> Iterator[str]:
+    """Yield the names whose values the ranks hold, exactly."""
+    here = submesh(mesh, list(parts))
+    first = next(iter(parts.values()))
+    for name, full in free.items():
+        if full.dim() != first.dim() or any(
+            -(-a // max(b, 1)) > len(parts) for a, b in zip(full.shape, first.shape, strict=True)
+        ):
+            continue
+        try:
+            fits = explanations(parts, full, here, 0.0)
+        except ValueError:
+            continue
+        if any(not fit.layout.is_partial() for fit in fits):
+            yield name
+
+
+def _fused(parts: Mapping[int, torch.Tensor], free: Mapping[str, torch.Tensor]) -> tuple[tuple[str, ...], int] | None:
+    """Return the names whose parts a tensor holds one behind the other, and the dim; None: no such names."""
+    first = next(iter(parts.values()))
+    for dim in range(first.dim()):
+        at, names = 0, list[str]()
+        while at < first.shape[dim]:
+            fits = (
+                (name, length)
+                for name, full in free.items()
+                if name not in names and full.dim() == first.dim()
+                for length in _lengths(full.shape[dim], len(parts))
+                if at + length <= first.shape[dim] and _holds(full, first.narrow(dim, at, length), dim)
+            )
+            name, length = next(fits, ("", 0))
+            if not length:
+                break
+            names.append(name)
+            at += length
+        if at == first.shape[dim] and len(names) > 1:
+            return tuple(names), dim
+    return None
+
+
+def _lengths(size: int, most: int) -> list[int]:
+    return [size // count for count in range(1, most + 1) if size % count == 0]
+
+
+def _holds(full: torch.Tensor, part: torch.Tensor, dim: int) -> bool:
+    """Whether a part is one of the equal pieces of a tensor along a dim; constants tell nothing."""
+    if _is_constant(part) or any(
+        a != b for at, (a, b) in enumerate(zip(full.shape, part.shape, strict=True)) if at != dim
+    ):
+        return False
+    return any(torch.equal(piece, part) for piece in full.split(part.shape[dim], dim))
+
+
+def _fused_dim(shapes: Sequence[Sequence[int]]) -> int:
+    """Return the dim along which tensors are fused: the one in which they may differ."""
+    differ = [dim for dim in range(len(shapes[0])) if len({shape[dim] for shape in shapes}) > 1]
+    return differ[0] if differ else 0

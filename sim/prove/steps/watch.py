@@ -1,0 +1,280 @@
+"""Recorder of a training loop: calls of modules, losses, gradients and updates, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.overrides import TorchFunctionMode
+
+from sim.kernel.context import current_rank
+from sim.prove.randomness import NoRandomness
+from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
+
+__all__ = ["CallKey", "LoopRecord", "LoopWatch", "RecordedStep"]
+
+CallKey = tuple[str, str, str]
+"""A tensor at a module's boundary: the module's path, "input" or "output", and the way to the tensor."""
+
+
+@dataclass
+class RecordedStep:
+    """What one step of a loop did.
+
+    Attributes:
+        calls: what stood at each boundary, one tensor per call of the module, in the order of first calls.
+        losses: the scalars that were differentiated, or what the step returned.
+        gradients: of each parameter when its optimizer took it.
+        updates: each parameter after that.
+        buffers: after the step.
+    """
+
+    calls: dict[CallKey, list[torch.Tensor]] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    updates: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class LoopRecord:
+    """What a loop did: the parameters that it began with, and its steps."""
+
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps: list[RecordedStep] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+
+
+class LoopWatch:
+    """Records the calling thread's training loop while it is the target of a `with` statement.
+
+    Modules are named from the outermost one that is called. Calls without gradients, such as a validation's, and those
+    that a checkpoint repeats in backward are left out. Random numbers in modules are taken at their mean, so that one
+    device and many ranks compute the same.
+
+    Args:
+        roots: the modules that names start from, where they are known before the first call.
+        most: steps to record; what comes after is not.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module] = (), most: int | None = None) -> None:
+        self.record = LoopRecord()
+        self._most = most
+        self._roots: list[tuple[str, nn.Module]] = []
+        self._paths: dict[int, str] = {}
+        self._kept: list[nn.Module] = []  # so that no other module gets the id of one that has a name
+        self._inside: list[int] = []
+        self._taken: set[int] = set()  # optimizers that have stepped in the current step
+        self._is_over = True
+        self._rank: int | None = None
+        self._stack = ExitStack()
+        for root in roots:
+            self._name(root)
+
+    @property
+    def where(self) -> str:
+        """The path of the innermost module that is running; "" for none."""
+        return self._paths.get(self._inside[-1], "") if self._inside else ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a module is running."""
+        return bool(self._inside)
+
+    def __enter__(self) -> LoopWatch:
+        self._rank = current_rank()
+        hooks = [
+            module_hooks.register_module_forward_pre_hook(self._enter_module),
+            module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
+            optimizer_hooks.register_optimizer_step_pre_hook(self._before_update),
+            optimizer_hooks.register_optimizer_step_post_hook(self._after_update),
+        ]
+        for hook in hooks:
+            self._stack.callback(hook.remove)
+        self._stack.enter_context(_CalmInModules(self))
+        self._stack.enter_context(_Losses(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    def _name(self, root: nn.Module) -> None:
+        """Name the modules of an outermost one; the first has no prefix, others that of their class."""
+        found = named_modules(root)
+        known = [self._paths[id(module)] for module in found.values() if id(module) in self._paths]
+        first = not self._roots or all(not any(each.parameters()) for _, each in self._roots)
+        prefix = "" if first or (known and "" in known) else type(root).__name__
+        self._roots.append((prefix, root))
+        for path, module in found.items():
+            if id(module) not in self._paths:
+                self._kept.append(module)
+                self._paths[id(module)] = ".".join(part for part in (prefix, path) if part)
+                self.record.paths.append(self._paths[id(module)])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters as they are now, by name; shared ones under their first."""
+        return dict(_first_names(self._roots, named_parameters))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers as they are now, by name."""
+        return dict(_first_names(self._roots, named_buffers))
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> RecordedStep | None:
+        """Return the record of the current step; None where no more are asked for."""
+        if self._is_over:
+            if not self.record.steps:
+                self.note_initial()
+            self._is_over, self._taken = False, set()
+            self.record.steps.append(RecordedStep())
+        return None if self._most is not None and len(self.record.steps) > self._most else self.record.steps[-1]
+
+    def note_initial(self) -> None:
+        """Copy parameters that have not been seen before."""
+        for name, parameter in self.parameters().items():
+            if name not in self.record.initial and not parameter.is_meta:
+                self.record.initial[name] = local_of(parameter).clone()
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._inside and id(module) not in self._paths:
+            self._name(module)
+        self._inside.append(id(module))
+        for index, value in enumerate(args):
+            self._note(module, "input", str(index), value)
+
+    def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        del args
+        while self._inside and self._inside.pop() != id(module):
+            pass  # a module that an exception has ended, caught on the way
+        self._note(module, "output", "", output)
+
+    def _note(self, module: nn.Module, side: str, place: str, value: Any) -> None:
+        path = self._paths.get(id(module))
+        repeated = torch._C._current_graph_task_id() != -1  # a checkpoint's
+        if path is None or repeated or not torch.is_grad_enabled():
+            return
+        self._is_over = self._is_over or bool(self._taken)  # an optimizer has ended the step before
+        step = self._step()
+        if step is not None:
+            for way, tensor in tensors_in(value):
+                if tensor.is_meta:
+                    continue  # a schedule that asks for shapes
+                step.calls.setdefault((path, side, place + way), []).append(local_of(tensor).clone())
+
+    # -- backward and updates ----------------------------------------------------------------------------------------
+
+    def note_loss(self, value: Any) -> None:
+        """Keep a scalar."""
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            return
+        step = self._step()
+        if step is not None:
+            step.losses.append(local_of(value).clone().reshape(()))
+
+    def on_backward(self, loss: torch.Tensor) -> None:
+        """Keep a scalar that is differentiated."""
+        self._is_over = self._is_over or bool(self._taken)
+        self.note_loss(loss)
+
+    def note_result(self, value: Any) -> None:
+        """Keep what the step returned in place of what it differentiated."""
+        step = self._step()
+        if step is not None:
+            step.losses = []
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                value = torch.tensor(float(value), dtype=torch.float64)
+            self.note_loss(value)
+
+    def note_gradients(self, chosen: set[int] | None = None) -> None:
+        """Copy the gradients of some parameters, or of all."""
+        step = self._step()
+        if step is not None:
+            for name, parameter in self.parameters().items():
+                if chosen is None or id(parameter) in chosen:
+                    step.gradients[name] = None if parameter.grad is None else local_of(parameter.grad).clone()
+
+    def note_updates(self, chosen: set[int] | None = None) -> None:
+        """Copy some parameters as they are after the update, or all, and the buffers; the step is over."""
+        step = self._step()
+        if step is not None:
+            for name, parameter in self.parameters().items():
+                if chosen is None or id(parameter) in chosen:
+                    step.updates[name] = local_of(parameter).clone()
+            step.buffers = {name: local_of(buffer).clone() for name, buffer in self.buffers().items()}
+
+    def end_step(self) -> None:
+        """Let what comes belong to the next step."""
+        self._is_over = True
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if current_rank() != self._rank:
+            return  # torch has one table of these hooks for all ranks
+        if id(optimizer) in self._taken:
+            self._is_over = True
+        self._step()
+        self.note_gradients(_params_of(optimizer))
+
+    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if current_rank() != self._rank:
+            return
+        self.note_updates(_params_of(optimizer))
+        self._taken.add(id(optimizer))
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether an optimizer has stepped in the current step."""
+        return bool(self._taken)
+
+
+def _params_of(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _first_names(roots: Sequence[tuple[str, nn.Module]], find: Any) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for prefix, root in roots:
+        found: Mapping[str, torch.Tensor] = find(root)
+        for name, tensor in found.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+class _CalmInModules(NoRandomness):
+    """Takes random numbers at their mean within modules, and leaves those that make weights and batches."""
+
+    def __init__(self, watch: LoopWatch) -> None:
+        super().__init__(lambda: watch.where)
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carry out an operation."""
+        backward = torch._C._current_graph_task_id() != -1
+        if not self._watch.is_inside and not backward:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Losses(TorchFunctionMode):
+    """Sees which scalars are differentiated."""
+
+    def __init__(self, watch: LoopWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`."""
+        if func is torch.Tensor.backward and args[0].numel() == 1:
+            self._watch.on_backward(args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,471 @@
+"""Step functions that are proved: accumulation, fused weights, pipelines by hand and torch's, orders of tokens."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import sim
+
+WIDTH, HEADS, LENGTH, ROWS = 8, 4, 8, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batch(rows=ROWS, length=LENGTH):
+    ids = torch.randint(0, 16, (rows, length + 1), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1], ids[:, 1:]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + torch.tanh(self.mlp(x))
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(16, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.place(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def step(model, batch):
+    loss = loss_of(model(batch[0]), batch[1])
+    loss.backward()
+    return loss
+
+
+def verify(mesh, model=Gpt, **options):
+    return sim.verify_step(options.pop("step", step), model, options.pop("batch", batch()), mesh, **options)
+
+
+def rows(batch, mesh):
+    return tuple(each.chunk(mesh.size())[mesh.get_rank()] for each in batch)
+
+
+# -- accumulation, and gradients that the user averages ----------------------------------------------------------------
+
+
+def accumulating(model, batch, share=True, average=True, count=2):
+    total = 0.0
+    for ids, labels in zip(batch[0].chunk(count), batch[1].chunk(count), strict=True):
+        loss = loss_of(model(ids), labels) / (count if share else 1)
+        loss.backward()
+        total = total + loss.detach()
+    for parameter in model.parameters() if average else ():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    return total
+
+
+def test_micro_batches_and_averaged_gradients_are_right_for_two_steps():
+    report = verify("dp=2", shard_batch=rows, rank_step=accumulating, steps=2)
+    assert report.ok, str(report)
+    kinds = {(row.kind, row.tensor) for row in report.rows if row.module == "head"}
+    assert ("gradient", "weight of step 2") in kinds
+    assert ("forward", "output of step 1") in kinds
+    assert {row.verdict for row in report.rows} <= {"exact", "rounding"}
+
+
+def test_micro_batches_whose_gradients_are_added_up_whole():
+    report = verify("dp=2", shard_batch=rows, rank_step=lambda *given: accumulating(*given, share=False))
+    assert report.first.tensor == "loss"
+    assert re.search("[24] times what it should be", report.first.sentence)  # the mean over ranks, or their sum
+
+
+def test_gradients_that_nobody_averages():
+    report = verify("dp=2", shard_batch=rows, rank_step=lambda *given: accumulating(*given, average=False))
+    assert report.first.place == "the gradient of head.bias"
+    assert "parts of an average over dp" in report.first.sentence
+
+
+def test_a_step_may_have_an_optimizer_of_its_own():
+    def own(rate):
+        def take(model, batch):
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            loss = accumulating(model, batch) if dist.is_initialized() else step(model, batch)
+            optimizer.step()
+            return loss
+
+        return take
+
+    report = verify("dp=2", step=own(0.1), shard_batch=rows, optimizer_fn=None)
+    assert report.ok, str(report)
+    wrong = verify("dp=2", step=own(0.1), rank_step=own(0.2), shard_batch=rows, optimizer_fn=None)
+    assert wrong.first.kind == "update"
+
+
+# -- parameters that are renamed, fused, or split by a constructor of their own ----------------------------------------
+
+
+class Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class FusedAttention(nn.Module):
+    """Splits itself by heads, and has q, k and v in one weight."""
+
+    def __init__(self, attention, group, leave=True):
+        super().__init__()
+        size, rank = group.size(), group.rank()
+        parts = [getattr(attention, name) for name in "qkv"]
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH // size, dtype=torch.float64)
+        with torch.no_grad():
+            self.qkv.weight.copy_(torch.cat([part.weight.chunk(size)[rank] for part in parts]))
+            self.qkv.bias.copy_(torch.cat([part.bias.chunk(size)[rank] for part in parts]))
+        self.out = nn.Linear(WIDTH // size, WIDTH, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.out.weight.copy_(attention.o.weight.chunk(size, 1)[rank])
+        self.group, self.leave = group, leave
+
+    def forward(self, x):
+        given = self.qkv(Enter.apply(x, self.group)).chunk(3, -1)
+        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in given)
+        y = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return Leave.apply(y, self.group) if self.leave else y
+
+
+def fused(model, mesh, leave=True):
+    for block in model.blocks:
+        block.attn = FusedAttention(block.attn, mesh.get_group("tp"), leave)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        None,
+        {
+            **{
+                f"blocks.*.attn.qkv.{kind}": [f"blocks.*.attn.{each}.{kind}" for each in "qkv"]
+                for kind in ("weight", "bias")
+            },
+            "blocks.*.attn.out.weight": "blocks.*.attn.o.weight",
+        },
+    ],
+    ids=["by values", "by a map"],
+)
+def test_fused_and_renamed_weights_are_right(names):
+    report = verify("tp=2", parallelize=fused, names=names)
+    assert report.ok, str(report)
+    compared = {(row.kind, row.module) for row in report.rows}
+    assert {("gradient", "blocks.1.attn.k"), ("update", "blocks.0.attn.o"), ("forward", "blocks.0.attn.o")} <= compared
+    assert any("blocks.0.attn.qkv.weight is" in note for note in report.notes) == (names is None)
+
+
+def test_fused_weights_whose_outputs_nobody_adds_up():
+    report = verify("tp=2", parallelize=lambda model, mesh: fused(model, mesh, leave=False))
+    assert (report.first.module, report.first.tensor) == ("blocks.0.attn.o", "output")
+    assert "parts of a sum over tp" in report.first.sentence
+
+
+def test_a_weight_that_no_rank_has():
+    def without(model, mesh):
+        model.head = nn.Linear(WIDTH, 16, dtype=torch.float64)
+
+    report = verify("tp=2", parallelize=without)
+    assert (report.first.kind, report.first.place) == ("parameter", "head.weight")
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """Half of the model, under the names of the whole one."""
+
+    def __init__(self, model, rank):
+        super().__init__()
+        self.first = rank == 0
+        if self.first:
+            self.embed, self.place = model.embed, model.place
+        else:
+            self.head = model.head
+        self.blocks = nn.ModuleDict({str(rank): model.blocks[rank]})
+
+    def forward(self, x):
+        if self.first:
+            x = self.embed(x) + self.place(torch.arange(x.shape[1]))
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.first else self.head(x)
+
+
+def staged(model, mesh):
+    return Stage(model, mesh.get_local_rank("pp"))
+
+
+def by_hand(scale=2, received=lambda grad: grad):
+    """Two micro-batches forward, then backward, over sends and receives."""
+
+    def take(stage, batch):
+        kept, total = [], 0.0
+        for ids, labels in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            if stage.first:
+                y = stage(ids)
+                dist.send(y.detach(), 1)
+                kept.append((None, y))
+            else:
+                x = torch.empty(*ids.shape, WIDTH, dtype=torch.float64)
+                dist.recv(x, 0)
+                loss = loss_of(stage(x.requires_grad_()), labels) / scale
+                kept.append((x, loss))
+                total = total + loss.detach()
+        for x, y in kept:
+            if stage.first:
+                grad = torch.empty_like(y)
+                dist.recv(grad, 1)
+                y.backward(received(grad))
+            else:
+                y.backward()
+                dist.send(x.grad, 0)
+        return None if stage.first else total
+
+    return take
+
+
+def test_a_pipeline_by_hand_is_right():
+    report = verify("pp=2", parallelize=staged, rank_step=by_hand())
+    assert report.ok, str(report)
+    compared = {(row.kind, row.module) for row in report.rows}
+    assert {
+        ("forward", "blocks.0.attn"),
+        ("forward", "blocks.1.attn"),
+        ("gradient", "embed"),
+        ("update", "head"),
+    } <= compared
+
+
+def test_a_pipeline_that_forgets_the_number_of_micro_batches():
+    report = verify("pp=2", parallelize=staged, rank_step=by_hand(scale=1))
+    assert report.first.tensor == "loss"
+    assert "2 times" in report.first.sentence
+    assert not any(row.verdict == "bug" and row.module == "blocks.0" and row.kind == "forward" for row in report.rows)
+
+
+def test_a_pipeline_that_scales_what_it_receives():
+    report = verify("pp=2", parallelize=staged, rank_step=by_hand(received=lambda grad: grad / 2))
+    assert report.first.place == "the gradient of blocks.0.mlp.bias"
+    assert "1/2 of what it should be" in report.first.sentence
+
+
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("scales", [True, False])
+def test_schedules_of_torch(kind, scales):
+    def scheduled(model, mesh):
+        rank = mesh.get_local_rank("pp")
+        stage = PipelineStage(Stage(model, rank), rank, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        return kind(stage, 2, loss_fn=loss_of, scale_grads=scales)
+
+    def take(schedule, batch):
+        losses = []
+        if dist.get_rank():
+            schedule.step(target=batch[1], losses=losses)
+            return torch.stack(losses).mean()
+        return schedule.step(batch[0])
+
+    report = verify("pp=2", parallelize=scheduled, rank_step=take)
+    if scales:
+        assert report.ok, str(report)
+    else:
+        assert report.first.place == "the gradient of head.bias", str(report)
+
+
+# -- context parallelism: the ranks hold tokens in an order of their own -----------------------------------------------
+
+
+def zigzag(batch, mesh):
+    """Each rank has a piece from the front and one from the back."""
+    size, rank = mesh.size(), mesh.get_rank()
+    both = [each.chunk(2 * size, 1) for each in batch]
+    return tuple(torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], 1) for pieces in both)
+
+
+def interleaved(batch, mesh):
+    return tuple(each[:, mesh.get_rank() :: mesh.size()] for each in batch)
+
+
+class Gathered(torch.autograd.Function):
+    """All ranks' tokens; backward adds up what the ranks give."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+
+
+class ContextAttention(nn.Module):
+    def __init__(self, attention, places):
+        super().__init__()
+        self.q, self.k, self.v, self.o = attention.q, attention.k, attention.v, attention.o
+        self.places = places
+
+    def forward(self, x):
+        q, k, v = self.q(x), Gathered.apply(self.k(x)), Gathered.apply(self.v(x))
+        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (q, k, v))
+        every = torch.cat(self.places)
+        seen = self.places[dist.get_rank()][:, None] >= every
+        return self.o(F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2))
+
+
+def contextual(cut, shifted=False):
+    """Context parallelism over tokens that `cut` gives out."""
+
+    def parallelize(model, mesh):
+        class At:
+            def __init__(self, rank):
+                self.rank = rank
+
+            def size(self):
+                return mesh.size()
+
+            def get_rank(self):
+                return self.rank
+
+        numbers = (torch.arange(LENGTH)[None],)
+        places = [cut(numbers, At(rank))[0][0] for rank in range(mesh.size())]
+        for block in model.blocks:
+            block.attn = ContextAttention(block.attn, places)
+        mine = places[mesh.get_rank()]
+        own = torch.arange(len(mine)) if shifted else mine
+
+        def forward(ids):
+            x = model.embed(ids) + model.place(own)
+            for block in model.blocks:
+                x = block(x)
+            return model.head(x)
+
+        model.forward = forward
+
+    return parallelize
+
+
+def averaged(model, batch):
+    loss = step(model, batch)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    return loss
+
+
+@pytest.mark.parametrize("cut", [zigzag, interleaved])
+def test_context_parallelism_in_any_order_is_right(cut):
+    report = verify("cp=2", parallelize=contextual(cut), rank_step=averaged, shard_batch=cut)
+    assert report.ok, str(report)
+    verdicts = {
+        row.verdict for row in report.rows if row.module in ("embed", "blocks.0", "head") and row.tensor == "output"
+    }
+    assert verdicts <= {"exact", "rounding"}, report.table(verbose=True)
+
+
+@pytest.mark.parametrize("cut", [zigzag, interleaved])
+def test_positions_that_every_rank_counts_from_0(cut):
+    report = verify("cp=2", parallelize=contextual(cut, shifted=True), rank_step=averaged, shard_batch=cut)
+    assert (report.first.module, report.first.tensor) == ("place", "input"), str(report)
+
+
+# -- how sure a proof is -----------------------------------------------------------------------------------------------
+
+
+def test_faults_that_are_put_in_are_found():
+    found = verify("tp=2", parallelize=fused).sensitivity(most=12)
+    assert len(found.rows) == 12 < found.possible
+    assert not found.missed, str(found)
+    assert {"missing reduction", "one rank"} <= {row.kind for row in found.rows if row.outcome == "found"}
+
+
+def test_a_fault_that_changes_nothing_counts_as_neither():
+    def idle(model, batch):
+        loss = step(model, batch)
+        dist.all_reduce(torch.zeros(3))
+        return loss
+
+    found = verify("tp=2", rank_step=idle).sensitivity(most=4)
+    assert {row.outcome for row in found.rows if row.place.startswith("all_reduce")} == {"none"}
+
+
+def test_a_report_that_is_wrong_already_has_no_sensitivity():
+    report = verify("dp=2", shard_batch=rows)
+    with pytest.raises(ValueError, match="the program is wrong already"):
+        report.sensitivity()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"step": 3}, TypeError, "step is a int, not a function"),
+        ({"model": Gpt()}, TypeError, "model_fn is a Gpt, not a function"),
+        ({"names": {"head.wieght": "head.weight"}}, sim.RankFailed, ""),
+        ({"dtype": torch.int64}, TypeError, "no floating-point dtype"),
+        ({"steps": 0}, ValueError, "steps"),
+    ],
+)
+def test_bad_arguments(options, kind, text):
+    if kind is sim.RankFailed:
+        kind, text = ValueError, "no rank has a parameter 'head.wieght'"
+    with pytest.raises(kind, match=text):
+        verify("dp=2", **options)
