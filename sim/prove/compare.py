@@ -426,7 +426,7 @@ class Comparison:
         """Judge buffers as they were made; ranks may have their own where their module's forward is right."""
         bug = first_bug(self.forward_rows)
         for name, mine in self.reference.buffers.items():
-            found = self._buffer("buffer", name, mine, [run.buffers for run in self.runs])
+            found = self._buffer(("buffer", name), mine, [run.buffers for run in self.runs])
             if found is not None:
                 self._buffers[name] = found
                 row = row_of(Judged(*_split_name(name), "buffer", found))
@@ -441,18 +441,41 @@ class Comparison:
             made = self._buffers.get(name)
             if not changed or made is None or made.status != "right":
                 continue
-            found = self._buffer("changed buffer", name, mine, [run.changed_buffers for run in self.runs])
+            found = self._buffer(("changed buffer", name), mine, [run.changed_buffers for run in self.runs])
             if found is not None:
                 module, tensor = _split_name(name)
                 yield row_of(Judged(module, f"{tensor} after forward", "buffer", found))
 
+    def stepped_buffer_rows(self) -> Iterator[ReportRow]:
+        """Judge buffers that a step has changed, such as moving averages, if they were right before the first one."""
+        for step, buffers in enumerate(self.reference.stepped_buffers):
+            for name, mine in buffers.items():
+                made = self._buffers.get(name)
+                if made is None or made.status != "right" or not self._stepped(name, step):
+                    continue
+                held = [run.stepped_buffers[step] for run in self.runs]
+                found = self._buffer(("stepped buffer", step, name), mine, held)
+                if found is not None:
+                    module, tensor = _split_name(name)
+                    yield row_of(Judged(module, f"{tensor} after step {step + 1}", "buffer", found))
+
+    def _stepped(self, name: str, step: int) -> bool:
+        """Whether one device or a rank has changed a buffer since the step before, or since the first forward."""
+        for run in (self.reference, *self.runs):
+            before = run.stepped_buffers[step - 1] if step else run.changed_buffers
+            one, other = before.get(name), run.stepped_buffers[step].get(name)
+            if one is not None and other is not None and not torch.equal(one, other):
+                return True
+        return False
+
     def _buffer(
-        self, kind: str, name: str, mine: torch.Tensor, runs: Sequence[Mapping[str, torch.Tensor]]
+        self, key: tuple[Any, ...], mine: torch.Tensor, runs: Sequence[Mapping[str, torch.Tensor]]
     ) -> Finding | None:
+        name = key[-1]
         parts = {rank: buffers[name] for rank, buffers in enumerate(runs) if name in buffers}
         if len(parts) < len(runs):
             return None
-        return self._judge(parts, mine, self.bounds.of((kind, name), mine), {}, None)
+        return self._judge(parts, mine, self.bounds.of(key, mine), {}, None)
 
     def _made(self, name: str, mine: torch.Tensor) -> Finding:
         parts = {rank: self._held(run, run.initial, name) for rank, run in enumerate(self.runs)}
@@ -573,6 +596,7 @@ class Comparison:
         if all(run.gradients for run in self.runs):
             rows += settle(self.gradient_events(), self._graph.backward)
             rows += [row_of(event) for event in self.update_events()]
+            rows += self.stepped_buffer_rows()
         axes = zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True)
         rows = advised(rows)
         self._note_calls()

@@ -27,8 +27,8 @@ class ReportRow:
     Args:
         module: path of the module, or of the one that holds the parameter; "" is the model.
         tensor: "input x", "output", or the name of a parameter or buffer.
-        kind: "parameter", "buffer" (as they were made; "size after forward" is a buffer after the first), "forward",
-            "random", "gradient" or "update".
+        kind: "parameter", "buffer" (as they were made; "size after forward" is a buffer after the first forward,
+            "size after step 1" after a step), "forward", "random", "gradient" or "update".
         declared: the layout that it should have; "" where nobody said.
         found: the layout that explains what the ranks hold; "" where none does.
         error: worst |difference| from the full tensor on one device, in that layout.

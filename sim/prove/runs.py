@@ -109,6 +109,7 @@ class Run:
         updates: parameters after each step.
         buffers: as they were made.
         changed_buffers: after the first forward.
+        stepped_buffers: after each step.
         places: where the rank's elements are, of parameters that are DTensors on axes which the mesh does not have.
         averages: some wrapper takes the mean of gradients over ranks.
     """
@@ -126,6 +127,7 @@ class Run:
     updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     changed_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    stepped_buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
     places: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: bool = False
 
@@ -239,6 +241,7 @@ class _Session:
                     with _disable_current_modes() if _is_elementwise(optimizer) else nullcontext():
                         update(optimizer)
                     self.run.updates.append({name: local_of(leaf).clone() for name, leaf in self._leaves().items()})
+                self.run.stepped_buffers.append(self._buffers())
 
     def _differentiate(
         self, outputs: Sequence[tuple[str, torch.Tensor]], loss: torch.Tensor | None, grads: Mapping[str, torch.Tensor]
@@ -532,12 +535,12 @@ class Bounds:
         if size is None:
             size = self._sizes[id(full)] = largest(full)
         tiny = torch.finfo(torch.float64).tiny
-        few = _STEP * (name[1] + 1) if name[0] == "update" else _FEW
+        few = _STEP * (name[1] + 1) if name[0] in ("update", "stepped buffer") else _FEW
         measured = SAFETY * self._moves.get(name, 0.0)
         # What is zero but for rounding has a bound above its own size, and one that is tiny beside its like.
         least = max(_TINY, _MANY * self._unit) * self._scales.get(name[0], 0.0)
         # Adam steps by the sign of a gradient, also of one that is zero but for rounding: the gradient's bound tells.
-        if name[0] != "update" and measured > max(_COARSE * size, least):
+        if name[0] not in ("update", "stepped buffer") and measured > max(_COARSE * size, least):
             self._coarse.add(id(full))
         return max(measured, few * self._unit * size, tiny)
 
@@ -561,6 +564,9 @@ def _tensors(run: Run) -> Iterator[tuple[Any, torch.Tensor]]:
     for step, update in enumerate(run.updates):
         for name, tensor in update.items():
             yield ("update", step, name), tensor
+    for step, buffers in enumerate(run.stepped_buffers):
+        for name, tensor in buffers.items():
+            yield ("stepped buffer", step, name), tensor
 
 
 def _furthest(one: torch.Tensor, other: torch.Tensor) -> float:

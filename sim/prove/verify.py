@@ -74,8 +74,8 @@ def verify_plan(
     ('2', 'output', "the ranks hold parts of a sum over tp, and nothing reduced it before the model's output")
 
     Compared are the parameters and buffers as they are made, what goes into and comes out of every module, buffers
-    that forward has changed, the gradients of activations and parameters, and the parameters after each optimizer
-    step. What a DTensor declares must be true.
+    that forward or a step has changed, the gradients of activations and parameters, and the parameters after each
+    optimizer step. What a DTensor declares must be true.
     Plain tensors declare nothing, so that any layout that explains them will do; parts of a sum may be passed on from
     module to module, as long as they are added up before something else is computed from them. Dropout does nothing
     here; instead, the ranks' generators are compared where they are used.

@@ -390,3 +390,37 @@ def test_a_bound_that_is_as_large_as_the_values_proves_nothing():
     assert str(report).startswith("it is not proved that the model on tp=2 computes")
     with pytest.raises(AssertionError, match="it is not proved that"):
         report.raise_if_bug()
+
+
+# -- buffers that a step changes ---------------------------------------------------------------------------------------
+
+
+class Averaged(nn.Module):
+    """A layer with a moving average of its weight, taken when the step before it has changed the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(16, 4)
+        self.register_buffer("average", self.inp.weight.detach().clone())
+        self.inp.weight.register_post_accumulate_grad_hook(self.follow)
+        self.active = True
+
+    def follow(self, weight):
+        if self.active:
+            self.average.lerp_(weight.detach() - weight.grad, 0.5)
+
+    def forward(self, x):
+        return self.inp(x)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_buffers_are_compared_after_the_step(everywhere):
+    def alone(model, mesh):
+        model.active = everywhere or mesh.get_local_rank() == 0
+
+    report = verify(Averaged, alone, optimizer_fn=True)
+    assert report.ok is everywhere, str(report)
+    rows = {row.tensor: row.verdict for row in report.rows if row.kind == "buffer"}
+    assert rows.keys() == {"average", "average after step 1"}
+    if not everywhere:
+        assert report.first.place == "average after step 1"
