@@ -20,6 +20,7 @@ from sim.prove.report import ReportRow
 
 __all__ = [
     "AutogradGraph",
+    "COARSE",
     "CUT_OFF",
     "Finding",
     "Judge",
@@ -36,6 +37,8 @@ __all__ = [
     "title_of",
     "use_of",
 ]
+
+COARSE = "its bound is so wide beside its values that a fault could hide below it"
 
 _WORDS = {
     "sum": "parts of a sum",
@@ -428,7 +431,7 @@ def row_of(event: Judged) -> ReportRow:
         verdict = "bug"
     sentence = found.sentence
     if found.is_coarse and verdict in ("rounding", "exact"):
-        verdict, sentence = "not proved", "its bound is so wide beside its values that a fault could hide below it"
+        verdict, sentence = "not proved", COARSE
     return ReportRow(
         event.module,
         event.tensor,

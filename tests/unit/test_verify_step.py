@@ -431,6 +431,26 @@ def test_positions_that_every_rank_counts_from_0(cut):
 # -- how sure a proof is -----------------------------------------------------------------------------------------------
 
 
+def by_a_sign(model, batch):
+    """Rounding decides the sign of zero, and that the direction of all gradients."""
+    total = sum(parameter.square().sum() for parameter in model.parameters())
+    noise = sum(parameter.sum() for parameter in model.parameters())
+    again = sum(parameter.sum() for parameter in reversed(list(model.parameters())))
+    loss = total * torch.sign(noise - again).detach()
+    loss.backward()
+    return total
+
+
+@pytest.mark.parametrize(
+    "step", [by_a_sign, lambda model, batch: sum(each.square().sum() for each in model.parameters())]
+)
+def test_what_rounding_decides_is_not_proved(step):
+    report = sim.verify_step(step, lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), torch.zeros(2), "dp=2")
+    assert report.first is None
+    assert report.ok is (step is not by_a_sign)
+    assert {row.kind for row in report.not_proved} == (set() if report.ok else {"gradient"})
+
+
 def test_faults_that_are_put_in_are_found():
     found = verify("tp=2", parallelize=fused).sensitivity(most=12)
     assert len(found.rows) == 12 < found.possible

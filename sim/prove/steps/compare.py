@@ -13,7 +13,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, top, unit_roundoff
-from sim.prove.judge import Finding, Judge, pending_words, short
+from sim.prove.judge import COARSE, Finding, Judge, pending_words, short
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
 from sim.prove.steps.names import find_names, submesh
@@ -23,7 +23,7 @@ __all__ = ["LoopComparison"]
 
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
 _STEP = 16.0  # those of an optimizer's step, each
-_COARSE = 1e-3  # a bound that is larger than that, relative to its tensor, proves little
+_COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its tensor, and beside all of its kind
 _MOST_SAID = 6
 
 Permutation = tuple[int, ...]
@@ -171,7 +171,7 @@ class LoopComparison:
         if parts:
             found = self._find(parts, full, self._bound(full, moved, mine.losses[0].dtype))
             found = replace(found, status="right") if found.status == "pending" else found
-            yield self._row(ReportRow("", "loss", "forward"), found)
+            yield self._row(ReportRow("", "loss", "forward"), replace(found, is_coarse=_is_coarse(found, full)))
 
     def _named(
         self,
@@ -185,6 +185,7 @@ class LoopComparison:
         full_by_name: dict[str, Any] = getattr(mine, kind)
         named = {rank: self.names.translated(getattr(step, kind), self._shapes) for rank, step in theirs.items()}
         order = reversed(full_by_name) if kind == "gradients" else iter(full_by_name)
+        scale = max((largest(full) for full in full_by_name.values() if full is not None), default=0.0)
         for name in list(order):
             full, module, leaf = full_by_name[name], *_split(name)
             parts = {rank: tensors[name] for rank, tensors in named.items() if tensors.get(name) is not None}
@@ -207,6 +208,8 @@ class LoopComparison:
             found = self._find(parts, full, self._bound(full, moved, floor=floor))
             if kind == "buffers" and found.status != "right":
                 found = replace(found, status="private")
+            if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
+                found = replace(found, is_coarse=_is_coarse(found, full, scale))
             yield self._row(row, found)
 
     # -- one tensor --------------------------------------------------------------------------------------------------
@@ -259,6 +262,8 @@ class LoopComparison:
         verdict = {"right": "rounding" if found.error else "exact", "pending": "pending", "private": "private"}
         kind = verdict.get(found.status, "bug")
         sentence, hint = (found.sentence, "") if kind in ("bug", "pending") else ("", "")
+        if found.is_coarse and kind in ("rounding", "exact"):
+            kind, sentence = "not proved", COARSE
         if row.kind in ("gradient", "update", "parameter") and kind == "pending":
             kind, over = "bug", " and ".join(found.found.partial) if found.found is not None else ""
             words = pending_words(found.found) if found.found is not None else ""
@@ -273,6 +278,11 @@ class LoopComparison:
             sentence=sentence,
             suggestion=found.suggestion or hint,
         )
+
+
+def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:
+    """Whether a bound is so wide that a fault could hide below it; `scale`: of the largest tensor of the kind."""
+    return found.bound > max(_COARSE * largest(full), _TINY * scale)
 
 
 def _blamed(rows: Sequence[ReportRow], first: ReportRow) -> ReportRow:
