@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv ## train a small Llama on 8 simulated ranks, compare with one device
 	$(BIN)/hyper-parallel demo
 
-check: venv lint ## while editing, under a minute: ruff and every test of less than 0.1 CPU seconds
+check: venv lint ## while editing, a minute or two: ruff and every test of less than 0.1 CPU seconds
 	$(PYTEST) --tier check
 
 test: venv lint ## minutes: also the simulated ranks, processes, and drawn inputs with few examples
