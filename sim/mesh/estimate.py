@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from sim.mesh.replay.allocator import PLAIN, AllocatorRules
 from sim.mesh.replay.pieces import PriceBasis
 from sim.mesh.replay.player import RankTime
 from sim.mesh.timeline import Timeline, replay_time
-from sim.mesh.tracing.trace import trace
+from sim.mesh.tracing.trace import collector_paused, trace
 
 __all__ = [
     "Estimate",
@@ -308,23 +306,8 @@ def estimate_job(job: Job, hardware: str | Path | Hardware, calibration: Calibra
     found = find_hardware(hardware)
     if found.family == "cpu":  # torch has a kernel of RMSNorm for accelerators alone
         job = dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, norm="eager"))
-    with _uncollected():
+    with collector_paused():
         return price(trace(job), job, found, calibration)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep Python's collector from walking over the program, again and again, while it is made and replayed.
-
-    Almost all that is made meanwhile lives on, in the recording or in the estimate, or goes with its last reference.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Calibration | None = None) -> Estimate:

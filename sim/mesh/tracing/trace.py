@@ -6,6 +6,7 @@ of all ranks of a pipeline are put together from these, in the order of the real
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ from sim.mesh.tracing.losses import Loss
 from sim.mesh.tracing.record import Recorder
 from sim.mesh.tracing.stitch import Recording, expand, kept_layers, stitch
 
-__all__ = ["RecordedStage", "record_stage", "trace"]
+__all__ = ["RecordedStage", "collector_paused", "record_stage", "trace"]
 
 Key = tuple[str, int, str]
 _LARGE = float(2**60)
@@ -648,15 +649,24 @@ def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def _collecting() -> Iterator[None]:
-    """Let memory go when its last reference does, and not when Python's collector happens to run."""
-    import gc
+def collector_paused() -> Iterator[None]:
+    """Let memory go when its last reference does, and not when Python's collector happens to run.
 
+    Almost all that an estimate makes lives on, in the recording or in the result: the collector would walk over it
+    again and again.
+    """
     enabled = gc.isenabled()
-    gc.collect(1)  # what the recording before has left; a walk over all that a process has takes longer than to record
     gc.disable()
     try:
         yield
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _collecting() -> Iterator[None]:
+    """Collect what the recording before has left, and nothing during this one."""
+    gc.collect(1)  # a walk over all that a process has takes longer than to record
+    with collector_paused():
+        yield
