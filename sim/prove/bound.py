@@ -248,10 +248,10 @@ class Perturbed(TorchDispatchMode):
     Forward and backward (on CPU it runs on the calling thread), optimizer steps, in-place ops, `out=` and lists of
     tensors are covered. What only moves, chooses or compares numbers is exact and stays so, and so do random numbers,
     whole numbers, sums and products of whole numbers that floats hold, such as counts, and single-element counters
-    with a whole value. Arguments are never changed, but for those that the
-    op itself writes. An op known to take sums of n terms has its inputs changed by n units, a basic one its results by
-    2, an unknown one its inputs by the size of its largest dim (`sim.prove.bound`). Sums of 16-bit numbers are
-    taken in float32, as kernels do, and rounded to 16 bits at the end.
+    with a whole value. Arguments are never changed, but for those that the op itself writes. An op known to take sums
+    of n terms has its inputs changed by n units, a basic one its results by 2, an unknown one its inputs by the size of
+    its largest dim (`sim.prove.bound`). Sums of 16-bit numbers are taken in float32, as kernels do, and rounded to 16
+    bits at the end.
 
     Plain tensors only: what other tensor types do inside is not seen.
 
@@ -318,8 +318,8 @@ class Perturbed(TorchDispatchMode):
     ) -> Any:
         """Run an op on whole numbers; a count that moved would flip the comparison that follows."""
         result = func(*args, **named)
-        results = [result, *written.values()]
-        if self._are_whole([each for each in results if isinstance(each, torch.Tensor)]):
+        listed = [each if isinstance(each, (list, tuple)) else (each,) for each in (result, *written.values())]
+        if self._are_whole([each for several in listed for each in several if isinstance(each, torch.Tensor)]):
             return result
         return self._finished(result, written, rounding)
 
@@ -329,7 +329,7 @@ class Perturbed(TorchDispatchMode):
             if tensor.is_complex() or not tensor.numel():
                 return False
             flat = tensor.detach().flatten()
-            if float(flat[0]) % 1:  # most tensors are told by one number
+            if float(flat[0]) % 1:  # one number tells of most tensors
                 return False
             most = 1 / max(unit_roundoff(tensor.dtype), self._floor)
             if not bool((flat == flat.round()).all()) or not float(flat.abs().sum(dtype=torch.float64)) <= most:

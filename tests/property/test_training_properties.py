@@ -113,8 +113,7 @@ def test_bounds_are_far_below_what_is_trained(problem):
     assert all(bounds[f"loss of step {step}"][0] < most * values[f"loss of step {step}"] for step in (1, 2, 3))
     moments = [name for name, value in values.items() if name.endswith("exp_avg") and value.numel() >= 64]
     assert len(moments) > 10
-    # In bf16 the largest of them follows the draws: 0.4 to 1.1 over nine seeds, for the weights of a shared expert.
-    most = {"fp64": 1e-8, "fp32": 0.02, "bf16": 1.5}[problem.precision]
+    most = {"fp64": 1e-8, "fp32": 0.02, "bf16": 0.8}[problem.precision]
     assert all(bounds[name][1] < most * values[name].norm() for name in moments)
     assert values["loss of step 3"] < values["loss of step 1"]
 

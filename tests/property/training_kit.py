@@ -39,7 +39,8 @@ from hyper_parallel.trainer.report import StepRecord, TrainResult
 from sim.prove.bound import SAFETY, Perturbed
 
 STEPS, LAYERS, BATCH, SEQ = 3, 2, 8, 8
-RUNS = 3
+# Draws whose bounds are narrow: in bf16, one moment's differs threefold between draws, and the narrower finds more.
+PERTURBATIONS = range(200, 203)
 SAFETY_OF_NORMS = 8.0
 """As `SAFETY`, for the norm of a whole tensor's difference: of many roundings, some up and some down."""
 STEP_ROUNDINGS = 16.0  # that an update is granted, in units of a tensor's largest element; Adam's chain has 12
@@ -293,7 +294,7 @@ def reference(problem: Problem) -> Reference:
     with folder() as keep:
         values = run(config, 1, keep)
     moved = dict.fromkeys(values, (0.0, 0.0))
-    for seed in range(RUNS):
+    for seed in PERTURBATIONS:
         with folder() as keep, mock.patch("hyper_parallel.trainer.loop.Trainer", perturbed(seed)):
             again = run(config, 1, keep)
         for name, value in values.items():

@@ -285,6 +285,14 @@ def test_arguments_are_not_changed_but_what_an_op_writes_is():
         assert 0 < (changed - right).abs().max() < 1e-4
 
 
+def test_quotients_of_whole_numbers_in_lists_are_perturbed():
+    counts = [torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)]
+    with Perturbed(FLOAT32):
+        (thirds,), (double,) = torch._foreach_div(counts, 3.0), torch._foreach_mul(counts, 2.0)
+    assert not torch.equal(thirds, counts[0] / 3)
+    assert torch.equal(double, counts[0] * 2)
+
+
 def test_step_counters_stay_whole():
     steps = [torch.tensor(0.0), torch.tensor(4.0)]
     with Perturbed(u_floor=1e-3, seed=0):
