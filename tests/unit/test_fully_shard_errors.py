@@ -167,23 +167,11 @@ def unknown_device():
 CALLS = {
     "no module": (lambda: fully_shard(3), r"fully_shard cannot wrap its argument: module is an int, not a module"),
     "empty": (lambda: fully_shard([]), r"fully_shard cannot wrap its argument: the list is empty"),
-    "list item": (
-        lambda: fully_shard([nn.Linear(1, 1), "x"]),
-        r"fully_shard cannot wrap its argument: item 1 of the list is a str, not a module",
-    ),
-    "twice": (
-        lambda: fully_shard(wrapped(), mesh=mesh()),
-        r"fully_shard cannot wrap a HSDPLinear: it is wrapped already",
-    ),
+    "list item": (lambda: fully_shard([nn.Linear(1, 1), "x"]), r"item 1 of the list is a str, not a module"),
+    "twice": (lambda: fully_shard(wrapped(), mesh=mesh()), r"it is wrapped already"),
     "twice in a list": (lambda: fully_shard((wrapped(),), mesh=mesh()), r"wrapped already"),
-    "container": (
-        lambda: fully_shard(nn.ModuleList([nn.Linear(1, 1)])),
-        r"it has no forward of its own, before which its parameters could be gathered",
-    ),
-    "parameter list": (
-        lambda: fully_shard(nn.ParameterList([torch.ones(2)])),
-        r"it has no forward of its own, before which its parameters could be gathered",
-    ),
+    "container": (lambda: fully_shard(nn.ModuleList([nn.Linear(1, 1)])), r"it has no forward of its own, before which"),
+    "parameter list": (lambda: fully_shard(nn.ParameterList([torch.ones(2)])), r"it has no forward of its own, before"),
     "empty tuple": (lambda: fully_shard(()), r"fully_shard cannot wrap its argument: the list is empty"),
     "nested list": (lambda: fully_shard([nn.Linear(1, 1), [nn.Linear(1, 1)]]), r"item 1 of the list is a list"),
     "class": (lambda: fully_shard(nn.Linear), r"fully_shard cannot wrap its argument: module is a type, not a module"),
@@ -191,18 +179,9 @@ CALLS = {
         lambda: fully_shard([nn.Linear(1, 1), nn.ModuleDict()]),
         r"it has no forward of its own, before which its parameters could be gathered",
     ),
-    "inside twice": (
-        lambda: fully_shard([nn.Linear(4, 4), wrapped()], mesh=mesh()),
-        r"fully_shard cannot wrap a HSDPLinear: it is wrapped already",
-    ),
-    "reshard 0": (
-        lambda: one(reshard_after_forward=0),
-        r"fully_shard cannot split a module: reshard_after_forward must be at least 1\n  reshard_after_forward:",
-    ),
-    "reshard -1": (
-        lambda: one(reshard_after_forward=-1),
-        r"fully_shard cannot split a module: reshard_after_forward must be at least 1",
-    ),
+    "inside twice": (lambda: fully_shard([nn.Linear(4, 4), wrapped()], mesh=mesh()), r"it is wrapped already"),
+    "reshard 0": (lambda: one(reshard_after_forward=0), r"reshard_after_forward must be at least 1\n  reshard_after_f"),
+    "reshard -1": (lambda: one(reshard_after_forward=-1), r"reshard_after_forward must be at least 1"),
     "reshard 3": (
         lambda: one(reshard_after_forward=3),
         r"reshard_after_forward=3: it does not divide the shard axis\n  seen: .* of 2 ranks\n  try: one of 1, 2$",
@@ -212,74 +191,26 @@ CALLS = {
         lambda: fully_shard(nn.Linear(4, 4), mesh=mesh(2, 1), reshard_after_forward=2),
         r"reshard_after_forward=2: it does not divide the shard axis\n  seen: .* of 1 rank.*\n  try: .*1$",
     ),
-    "reshard float": (
-        lambda: one(reshard_after_forward=2.0),
-        r"fully_shard cannot split a module: reshard_after_forward is a float, not an int",
-    ),
-    "reshard text": (
-        lambda: one(reshard_after_forward="2"),
-        r"fully_shard cannot split a module: reshard_after_forward is a str, not an int",
-    ),
-    "placement": (
-        lambda: one(shard_placement_fn=Shard(0)),
-        r"shard_placement_fn is a Shard, not something to call or None",
-    ),
-    "placement int": (
-        lambda: one(shard_placement_fn=lambda p: 1),
-        r"fully_shard cannot split parameter 'weight': shard_placement_fn returned 1\n  expected: Shard\(dim\), ",
-    ),
-    "placement class": (
-        lambda: one(shard_placement_fn=lambda p: Shard),
-        r"shard_placement_fn returned <class 'torch\.distributed\.tensor\.placement_types\.Shard'>",
-    ),
+    "reshard float": (lambda: one(reshard_after_forward=2.0), r"reshard_after_forward is a float, not an int"),
+    "reshard text": (lambda: one(reshard_after_forward="2"), r"reshard_after_forward is a str, not an int"),
+    "placement": (lambda: one(shard_placement_fn=Shard(0)), r"shard_placement_fn is a Shard, not something to call or"),
+    "placement int": (lambda: one(shard_placement_fn=lambda p: 1), r"shard_placement_fn returned 1\n  expected: Shard"),
+    "placement class": (lambda: one(shard_placement_fn=lambda p: Shard), r"shard_placement_fn returned <class 'torch"),
     "placement Replicate": (
         lambda: one(shard_placement_fn=lambda p: Replicate()),
         r"fully_shard cannot split parameter 'weight': shard_placement_fn returned Replicate\(\)",
     ),
-    "placement Partial": (
-        lambda: one(shard_placement_fn=lambda p: Partial()),
-        r"shard_placement_fn returned Partial\(sum\)",
-    ),
-    "placement of one": (
-        lambda: one(shard_placement_fn=lambda p: Shard(1)),
-        r"shard_placement_fn returned Shard\(dim=1\), and it has no such dim\n  seen: shape \(4,\)\n  try: a dim fro",
-    ),
-    "placement dim": (
-        lambda: one(shard_placement_fn=lambda p: Shard(2)),
-        r"shard_placement_fn returned Shard\(dim=2\), and it has no such dim",
-    ),
-    "placement below": (
-        lambda: one(shard_placement_fn=lambda p: Shard(-3)),
-        r"shard_placement_fn returned Shard\(dim=-3\), and it has no such dim",
-    ),
-    "offload": (
-        lambda: one(offload_policy="cpu"),
-        r"fully_shard cannot split a module: offload_policy is a str, not an OffloadPolicy\n  offload_policy: 'cpu'\n ",
-    ),
-    "offload flag": (
-        lambda: one(offload_policy=True),
-        r"fully_shard cannot split a module: offload_policy is a bool, not an OffloadPolicy",
-    ),
-    "offload class": (
-        lambda: one(offload_policy=CPUOffloadPolicy),
-        r"fully_shard cannot split a module: offload_policy is a type, not an OffloadPolicy",
-    ),
-    "fusion": (
-        lambda: one(comm_fusion=1),
-        r"fully_shard cannot split a module: comm_fusion is an int, not a bool\n  comm_fusion: 1\n  try: comm_fusion",
-    ),
-    "fusion None": (
-        lambda: one(comm_fusion=None),
-        r"fully_shard cannot split a module: comm_fusion is None, not a bool\n  comm_fusion: None",
-    ),
-    "zero copy": (
-        lambda: one(comm_fusion=True, comm_fusion_zero_copy=0),
-        r"comm_fusion_zero_copy is an int, not a bool or None\n  comm_fusion_zero_copy: 0",
-    ),
-    "zero copy only": (
-        lambda: one(comm_fusion_zero_copy=True),
-        r"comm_fusion_zero_copy=True is about fused communication\n  comm_fusion: False\n  try: comm_fusion=True",
-    ),
+    "placement Partial": (lambda: one(shard_placement_fn=lambda p: Partial()), r"shard_placement_fn returned Partial"),
+    "placement of one": (lambda: one(shard_placement_fn=lambda p: Shard(1)), r"shard_placement_fn returned Shard\(dim"),
+    "placement dim": (lambda: one(shard_placement_fn=lambda p: Shard(2)), r"shard_placement_fn returned Shard\(dim=2"),
+    "placement below": (lambda: one(shard_placement_fn=lambda p: Shard(-3)), r"shard_placement_fn returned Shard\(dim"),
+    "offload": (lambda: one(offload_policy="cpu"), r"offload_policy is a str, not an OffloadPolicy\n  offload_policy:"),
+    "offload flag": (lambda: one(offload_policy=True), r"offload_policy is a bool, not an OffloadPolicy"),
+    "offload class": (lambda: one(offload_policy=CPUOffloadPolicy), r"offload_policy is a type, not an OffloadPolicy"),
+    "fusion": (lambda: one(comm_fusion=1), r"comm_fusion is an int, not a bool\n  comm_fusion: 1\n  try: comm_fusion"),
+    "fusion None": (lambda: one(comm_fusion=None), r"comm_fusion is None, not a bool\n  comm_fusion: None"),
+    "zero copy": (lambda: one(comm_fusion=True, comm_fusion_zero_copy=0), r"comm_fusion_zero_copy is an int, not a bo"),
+    "zero copy only": (lambda: one(comm_fusion_zero_copy=True), r"comm_fusion_zero_copy=True is about fused communica"),
     "fused DTensor": (
         lambda: with_weight(lambda: laid_out(mesh(), Shard(0)), comm_fusion=True),
         r"comm_fusion cannot take parameter 'weight': it is a DTensor that keeps its layout, \(Shard\(dim=0\),\)\n",
@@ -312,10 +243,7 @@ CALLS = {
         lambda: with_weight(lambda: extended(Both), wrap_mesh=mesh(), shard_placement_fn=lambda p: Shard(p.dim() - 1)),
         r"shard_placement_fn returned Shard\(dim=1\)\n  seen: fsdp_pre_all_gather, whose results fsdp_post_all_g.*\n  ",
     ),
-    "extension and hsdp": (
-        lambda: cell_with(lambda: extended(Both)),
-        r"it is gathered in its own way, by fsdp_pre_all_gather\n  seen: Both, torch\.strided\n  try: a plain tensor",
-    ),
+    "extension and hsdp": (lambda: cell_with(lambda: extended(Both)), r"it is gathered in its own way, by fsdp_pre_al"),
     "sparse": (
         lambda: with_weight(lambda: torch.eye(4).to_sparse(), wrap_mesh=mesh()),
         r"fully_shard cannot manage parameter 'weight': it is sparse\n  seen: Parameter, torch\.sparse_coo",
@@ -326,23 +254,11 @@ CALLS = {
     ),
     "replicate nested": (nested_replicas, r"shape \(4, 4\): it is not in the module"),
     "replicate sharded": (nested_sharded_replicas, r"'0.weight': a unit inside the module manages it already\n"),
-    "ignored int": (
-        lambda: one(ignored_params=3),
-        r"ignored_params is an int, not an iterable or None\n  ignored_params: 3",
-    ),
+    "ignored int": (lambda: one(ignored_params=3), r"ignored_params is an int, not an iterable or None\n  ignored_par"),
     "ignored one": (lambda: one(ignored_params=torch.ones(2)), r"ignored_params is a Tensor, not an iterable or None"),
-    "gradient": (
-        after_a_backward,
-        r"fully_shard cannot manage parameter 'weight': it has a gradient, which would be lost\n  seen: a backward bef",
-    ),
-    "hook": (
-        lambda: with_hooks("register_hook"),
-        r"it has hooks, which would be lost: the parameter is replaced by a sharded one",
-    ),
-    "post hook": (
-        lambda: with_hooks("register_post_accumulate_grad_hook"),
-        r"it has hooks, which would be lost: the parameter is replaced by a sharded one",
-    ),
+    "gradient": (after_a_backward, r"it has a gradient, which would be lost\n  seen: a backward bef"),
+    "hook": (lambda: with_hooks("register_hook"), r"the parameter is replaced by a sharded one"),
+    "post hook": (lambda: with_hooks("register_post_accumulate_grad_hook"), r"the parameter is replaced by a sharded "),
     "partial": (
         lambda: with_weight(lambda: partial(mesh())),
         r"cannot manage parameter 'weight', a DTensor with placement P.*\n  layout: .*mesh|axis 0=2\n  try: .*redistri",
@@ -351,10 +267,7 @@ CALLS = {
         lambda: with_weight(lambda: partial(dp_tp()["tp"]), wrap_mesh=dp_tp()["dp"]),
         r"fully_shard cannot manage parameter 'weight': it is a DTensor with placement P\(sum\)",
     ),
-    "strided": (
-        lambda: with_weight(lambda: strided(dp_tp())),
-        r"it is a DTensor with placement _S\(0, 2\)",
-    ),
+    "strided": (lambda: with_weight(lambda: strided(dp_tp())), r"it is a DTensor with placement _S\(0, 2\)"),
     "split already": (
         lambda: with_weight(lambda: laid_out(mesh(), Shard(0)), wrap_mesh=mesh()),
         r"cannot split parameter 'weight' .*: it is split over these ranks already\n  layout: \(Shard\(dim=0\),\)",
@@ -363,18 +276,9 @@ CALLS = {
         lambda: fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [1, 0])),
         r"fully_shard cannot use its mesh: ranks along the shard axis have to ascend\n  mesh: axis 0=2   ranks",
     ),
-    "policy": (
-        lambda: fully_shard(nn.Linear(1, 1), mp_policy=torch.bfloat16),
-        r"fully_shard cannot split a module: mp_policy is a dtype, not a MixedPrecisionPolicy",
-    ),
-    "ignored": (
-        lambda: fully_shard(nn.Linear(1, 1), ignored_params=["w"]),
-        r"item 0 of ignored_params is a str, not a Parameter",
-    ),
-    "mesh": (
-        lambda: fully_shard(nn.Linear(1, 1), mesh=2),
-        r"fully_shard cannot use its mesh: mesh is an int, not a DeviceMesh",
-    ),
+    "policy": (lambda: fully_shard(nn.Linear(1, 1), mp_policy=torch.bfloat16), r"mp_policy is a dtype, not a MixedPre"),
+    "ignored": (lambda: fully_shard(nn.Linear(1, 1), ignored_params=["w"]), r"item 0 of ignored_params is a str, not "),
+    "mesh": (lambda: fully_shard(nn.Linear(1, 1), mesh=2), r"mesh is an int, not a DeviceMesh"),
     "3-D": (lambda: fully_shard(nn.Linear(1, 1), mesh=mesh(1, 2, 1)), r"1 axis .* or 2 axes .*, got 3\n.*axis 1=2"),
     "order": (
         lambda: fully_shard(nn.Linear(1, 1), mesh=mesh(2, 1, names=("dp_shard", "dp_replicate"))),
@@ -383,10 +287,7 @@ CALLS = {
     "device": (unknown_device, r"fully_shard cannot use its mesh: there is no platform for the device type 'xpu'"),
     "tied": (tied_across, r"it is the same as 'weight', which another unit already manages"),
     "shared": (shared_module, r"it is the same as '0\.weight', which another unit already manages"),
-    "lazy": (
-        lambda: fully_shard(nn.LazyLinear(3), mesh=mesh()),
-        r"fully_shard cannot manage parameter 'weight': it has no shape yet",
-    ),
+    "lazy": (lambda: fully_shard(nn.LazyLinear(3), mesh=mesh()), r"it has no shape yet"),
     "half on meta": (half_on_meta, r"on the meta device, others have data\n  on meta: 1.weight, 1.bias"),
 }
 
@@ -398,43 +299,16 @@ def test_calls_of_fully_shard(case):
 
 
 METHODS = {
-    "sync": (
-        lambda m: m.set_requires_gradient_sync(1),
-        r"requires_gradient_sync is an int, not a bool",
-    ),
+    "sync": (lambda m: m.set_requires_gradient_sync(1), r"requires_gradient_sync is an int, not a bool"),
     "all_reduce": (lambda m: m.set_requires_all_reduce(None), r"requires_all_reduce is None, not a bool"),
-    "recurse": (
-        lambda m: m.set_requires_all_reduce(True, recurse=2),
-        r"set_requires_all_reduce cannot use its flags: recurse is an int, not a bool",
-    ),
-    "last": (
-        lambda m: m.set_is_last_backward("no"),
-        r"set_is_last_backward cannot use its flags: is_last_backward is a str, not a bool",
-    ),
-    "forward": (
-        lambda m: m.set_reshard_after_forward(8),
-        r"reshard_after_forward is an int, not a bool",
-    ),
-    "backward": (
-        lambda m: m.set_reshard_after_backward(0, recurse=False),
-        r"reshard_after_backward is an int, not a bool",
-    ),
-    "factor": (
-        lambda m: m.set_gradient_scaling_factor("2"),
-        r"set_gradient_scaling_factor cannot use its argument: factor is a str, not a number",
-    ),
-    "factor bool": (
-        lambda m: m.set_gradient_scaling_factor(True),
-        r"set_gradient_scaling_factor cannot use its argument: factor is a bool, not a number",
-    ),
-    "op": (
-        lambda m: m.set_reduce_op_type("mean"),
-        r"cannot set how gradients are reduced: there is no kind of reduce_op_type 'mean'\n  reduce_op_type: 'mean'",
-    ),
-    "op type": (
-        lambda m: m.set_reduce_op_type(1),
-        r"cannot set how gradients are reduced: there is no kind of reduce_op_type 1",
-    ),
+    "recurse": (lambda m: m.set_requires_all_reduce(True, recurse=2), r"recurse is an int, not a bool"),
+    "last": (lambda m: m.set_is_last_backward("no"), r"is_last_backward is a str, not a bool"),
+    "forward": (lambda m: m.set_reshard_after_forward(8), r"reshard_after_forward is an int, not a bool"),
+    "backward": (lambda m: m.set_reshard_after_backward(0, recurse=False), r"reshard_after_backward is an int, not a "),
+    "factor": (lambda m: m.set_gradient_scaling_factor("2"), r"factor is a str, not a number"),
+    "factor bool": (lambda m: m.set_gradient_scaling_factor(True), r"factor is a bool, not a number"),
+    "op": (lambda m: m.set_reduce_op_type("mean"), r"there is no kind of reduce_op_type 'mean'\n  reduce_op_type: 'me"),
+    "op type": (lambda m: m.set_reduce_op_type(1), r"there is no kind of reduce_op_type 1"),
     "async": (lambda m: m.unshard(async_op=1), r"unshard cannot use its flags: async_op is an int, not a bool"),
     "prefetch": (lambda m: m.set_modules_to_forward_prefetch(m), r"modules is a HSDPLinear, not a list"),
     "prefetch item": (
@@ -636,26 +510,11 @@ def test_a_failed_call_changes_nothing(wrong):
 # -- what is a TypeError ---------------------------------------------------------------------------------------------
 
 TYPE_ERRORS = {
-    "replicate text": (
-        lambda: one(replicate_params=["weight"]),
-        r"item 0 of replicate_params is a str, not a Parameter\n  item 0 of replicate_params: 'weight'",
-    ),
-    "replicate tensor": (
-        lambda: one(replicate_params=[torch.ones(2)]),
-        r"item 0 of replicate_params is a Tensor, not a Parameter",
-    ),
-    "replicate module": (
-        lambda: one(replicate_params=nn.Linear(2, 2)),
-        r"replicate_params is a Linear, not an iterable or None",
-    ),
-    "replicate one": (
-        lambda: one(replicate_params=nn.Parameter(torch.ones(2))),
-        r"replicate_params is a Parameter, not an iterable or None",
-    ),
-    "pin_memory": (
-        lambda: CPUOffloadPolicy(pin_memory=1),
-        r"cannot make a CPUOffloadPolicy: pin_memory is an int, not a bool",
-    ),
+    "replicate text": (lambda: one(replicate_params=["weight"]), r"item 0 of replicate_params is a str, not a Paramet"),
+    "replicate tensor": (lambda: one(replicate_params=[torch.ones(2)]), r"item 0 of replicate_params is a Tensor, not"),
+    "replicate module": (lambda: one(replicate_params=nn.Linear(2, 2)), r"replicate_params is a Linear, not an iterab"),
+    "replicate one": (lambda: one(replicate_params=nn.Parameter(torch.ones(2))), r"replicate_params is a Parameter, n"),
+    "pin_memory": (lambda: CPUOffloadPolicy(pin_memory=1), r"pin_memory is an int, not a bool"),
     "main grad": (
         lambda: MixedPrecisionPolicy(apply_grad_on_fp32_main_grad="yes"),
         r"apply_grad_on_fp32_main_grad is a str, not a bool\n  apply_grad_on_fp32_main_grad: 'yes'",
@@ -696,23 +555,14 @@ def test_what_is_no_mistake():
 
 
 FACES = {
-    "hsdp after fully_shard": (
-        lambda: hsdp(wrapped()),
-        r"hsdp cannot wrap a HSDPLinear: it is wrapped already\n  seen: a second hsdp of the same module",
-    ),
+    "hsdp after fully_shard": (lambda: hsdp(wrapped()), r"it is wrapped already\n  seen: a second hsdp of the same mo"),
     "fully_shard after hsdp": (
         lambda: fully_shard(hsdp(nn.Linear(4, 4)), mesh=mesh()),
         r"is wrapped already\n.*second ful",
     ),
     "hsdp twice": (lambda: hsdp(hsdp(nn.Linear(4, 4))), r"is wrapped already\n  seen: a second hsdp"),
-    "container": (
-        lambda: hsdp(nn.ModuleList([nn.Linear(1, 1)])),
-        r"it has no forward of its own, before which its parameters could be gathered\n  seen: a container, who.*\n  t",
-    ),
-    "lazy": (
-        lambda: hsdp(nn.LazyLinear(3)),
-        r"hsdp cannot manage parameter 'weight': it has no shape yet\n  seen: a lazy module that has not run\n  try: r",
-    ),
+    "container": (lambda: hsdp(nn.ModuleList([nn.Linear(1, 1)])), r"it has no forward of its own, before which its pa"),
+    "lazy": (lambda: hsdp(nn.LazyLinear(3)), r"it has no shape yet\n  seen: a lazy module that has not run\n  try: r"),
 }
 
 
