@@ -52,7 +52,7 @@ class Subject:
     Attributes:
         title: what it is, in a line.
         model_fn: makes the model.
-        inputs: whole arguments of the model.
+        inputs: unsharded arguments of the model.
         mesh: the axes.
         input_layouts: which part of each input a rank is given; None: what the plan says of "input".
         plan: the plan, or None.
@@ -231,7 +231,7 @@ def own_subject(
         inputs: shapes of the arguments; "4,16:100" are whole numbers below 100.
         plan_path: a TOML file.
         parallelize: "module:function", called with model and mesh, in place of a plan.
-        input_layouts: per argument its layout, "-" leaves one whole.
+        input_layouts: per argument its layout, "-" for unsharded.
         dtype: name of what to compute in.
         seed: of weights and inputs.
 
@@ -380,7 +380,7 @@ def _layouts(base: Layout, texts: Sequence[str], inputs: Sequence[torch.Tensor])
         return None
     if len(texts) > len(inputs):
         blame = f"there are {len(texts)} of them for {len(inputs)} {'input' if len(inputs) == 1 else 'inputs'}"
-        hint = 'one for each, in order; "-" leaves one whole'
+        hint = 'one for each, in order; "-" for unsharded'
         raise ValueError(explain("cannot use --input-layout", blame, f"given: {'; '.join(texts)}", hint))
     read = [None if text.strip() == "-" else parse_layout(base, text) for text in texts]
     return read + [None] * (len(inputs) - len(read))

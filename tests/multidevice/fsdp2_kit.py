@@ -638,7 +638,7 @@ BEHAVIOURS = {
     "memory_in_bf16": "whole parameters of half the size",
     "memory_of_weights_kept_after_forward": "all whole at once",
     "memory_under_checkpointing": "with recomputation",
-    "memory_of_micro_batches": "with whole gradients that wait",
+    "memory_of_micro_batches": "with full gradients that wait",
     "memory_of_an_evaluation": "no more than two units at a time",
     "memory_between_forward_and_backward": "nothing whole when all is freed",
     # errors

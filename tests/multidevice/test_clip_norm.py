@@ -1,4 +1,4 @@
-"""Clipping over many ranks against torch's own on one device, which has the whole gradients."""
+"""Clipping over many ranks against torch's own on one device, which has the full gradients."""
 
 import math
 

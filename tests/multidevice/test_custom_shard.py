@@ -181,7 +181,7 @@ def test_a_crossing_communicates_once_each_way():
 
 
 def compare(ctx, fn, sharded, wholes, sources):
-    """Compare values and gradients of a sharded function with those of `fn` on whole tensors."""
+    """Compare values and gradients of a sharded function with those of `fn` on full tensors."""
     leaves = [whole.clone().requires_grad_() for whole in wholes]
     expected = fn(*leaves)
     given = [leaf(whole, source) for whole, source in zip(wholes, sources, strict=True)]

@@ -1024,7 +1024,7 @@ def test_a_root_of_several_modules_of_which_one_runs_alone(ctx):
                 model.blocks[0](x)
         assert all(isinstance(p, DTensor) for p in model.blocks[0].parameters())
     schedule = unit_of(model.blocks[0]).schedule
-    assert len(schedule._entered) <= len(schedule.units)  # the record starts anew with every forward
+    assert len(schedule._pre_forwards) <= len(schedule.units)  # the record starts anew with every forward
     assert_close(gradients(model.blocks[0]), gradients(plain.blocks[0]))
 
 

@@ -360,7 +360,7 @@ def test_local_code_inside_of_local_code(ctx):
         same(net.get_parameter(name).grad, param.grad, name)
     given.wrap_inputs = False
     again = shard_module(nn.Sequential(Inner(), Inner()).double(), mesh, given)
-    with pytest.raises(ValueError, match="nothing says which shard of the whole it is"):
+    with pytest.raises(ValueError, match="nothing says which shard of the full tensor it is"):
         again(x)
     assert all(isinstance(param, DTensor) for param in again.parameters())
     same(net(x), alone(value))

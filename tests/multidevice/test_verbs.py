@@ -265,11 +265,11 @@ def test_parts_without_a_shape(ctx):
     with pytest.raises(ValueError) as refused:
         from_local(numbers(ctx, 2 if ctx.rank < 3 else 1, 3), mesh, (("dp", "tp"), "None"))
     assert str(refused.value) == (
-        "cannot make a DTensor from local parts: the parts have different shapes, and which whole they are parts of "
+        "cannot make a DTensor from local parts: the parts have different shapes, and the shape of the full tensor "
         "is not guessed\n"
         "  layout: (dp>tp, -) on dp=2, tp=2\n"
         "  rank 0: (2, 3)\n  rank 1: (2, 3)\n  rank 2: (2, 3)\n  rank 3: (1, 3)\n"
-        "  try: shape=(...), the whole tensor's"
+        "  try: shape=(...), the full tensor's"
     )
     with pytest.raises(ValueError, match=r"rank 2: \(2, 3\)\n  rank 3: \(2, 3, 1\)\n  try"):
         from_local(numbers(ctx, *((2, 3) if ctx.rank < 3 else (2, 3, 1))), mesh, (("dp", "tp"), "None"))

@@ -62,7 +62,7 @@ class SavePlanner(DefaultSavePlanner):
         try:
             plans, metadata = super().create_global_plan(all_plans)
         except ValueError as error:
-            blame = "the shards that the ranks have do not make up whole tensors"
+            blame = "the shards that the ranks have do not make up full tensors"
             hint = "save from all ranks of every mesh that the tensors lie on"
             raise ValueError(explain(self._asked, blame, str(error), hint)) from None
         return plans, metadata

@@ -36,7 +36,7 @@ def to_placements(layout: Layout, global_shape: Sequence[int]) -> tuple[Placemen
 
     Args:
         layout: a layout with an assignment.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
 
     Raises:
         TypeError: a size that is no int.
@@ -59,7 +59,7 @@ def to_torch(layout: Layout, global_shape: Sequence[int]) -> tuple[DeviceMesh, t
 
     Args:
         layout: a layout with an assignment and a mesh.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
 
     Raises:
         TypeError: a size that is no int.
@@ -152,7 +152,7 @@ def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 
 
 def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides of the whole tensor as those of a part are: dims in the same order, and gaps where it has gaps.
+    """Return strides of the full tensor as those of a part are: dims in the same order, and gaps where it has gaps.
 
     torch asks them, and not the part's, whether a view will do.
     """

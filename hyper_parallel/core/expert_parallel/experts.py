@@ -300,5 +300,5 @@ def _own_part(weight: Tensor) -> Tensor:
         return weight
     layout = Layout.of(weight)
     split = {layout.alias_name[axis] for chain in layout.splits(weight.dim()) for axis in chain}
-    whole = {name: "sum" for name in layout.alias_name if name not in split}
-    return to_local(weight, grad_layout=layout(*(layout.alias_placements or ()), partial=whole) if whole else None)
+    pending = {name: "sum" for name in layout.alias_name if name not in split}
+    return to_local(weight, grad_layout=layout(*(layout.alias_placements or ()), partial=pending) if pending else None)

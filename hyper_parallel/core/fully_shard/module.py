@@ -536,7 +536,7 @@ class ManagedModule(FSDPModule):
     def reset_iter_state(self) -> None:
         """After a forward or backward that failed: free unsharded parameters, drop what it did and gradients that wait.
 
-        For the root. Without it the next forward goes on with the gradients that earlier micro-batches have left.
+        For the root. Without it the next forward goes on with the gradients of earlier micro-batches.
         """
         unit = needed_unit(self)
         if unit.schedule is not None and not unit.is_root:

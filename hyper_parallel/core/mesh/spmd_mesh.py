@@ -75,7 +75,7 @@ def spmd_mesh_of(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
     Args:
         param_mesh: where the parameter is.
         data_mesh: the data-parallel axes: the same root mesh, or another slice of it. A mesh of its own works where the
-            root of one holds all ranks of both, and every slice of the one lies alike on the other.
+            root of one holds all ranks of both, and all slices of the one lie in the same way on the other.
 
     Raises:
         ValueError: two device types, a mesh without the calling rank, an axis that is on the data mesh only in part,

@@ -54,7 +54,7 @@ class _Plain(nn.Module):
         return self.module(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters, which are whole during a step."""
+        """The module's parameters, which are unsharded during a step."""
         return self.module.parameters(recurse)
 
 

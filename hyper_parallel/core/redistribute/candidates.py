@@ -184,7 +184,7 @@ def shared_out(
         axes: the axes.
         apart: axes over which the destination's splits will divide it later.
         anew: divide each part anew where sizes are uneven.
-        inside: splits to divide the parts of, where `held` is of whole ones: then no rank has to get all of its share
+        inside: splits to divide the parts of, where `held` has them undivided. Else one rank would get all of its share
             from one part, and another one nothing.
     """
     dim = _roomiest(task, held, axes, [dim for dim, chain in enumerate(task.dst) if set(apart) & set(chain)])
@@ -398,12 +398,12 @@ def axis_by_axis(task: MeshTransition, builder: Builder) -> list[Step]:
 
 
 def gather_everything(task: MeshTransition, builder: Builder) -> list[Step]:
-    """Return the steps that give every rank the whole tensor, reduced, and then slice: the brute-force twin."""
-    whole = Holding(task.sizes, task.shape, ((),) * len(task.shape))
+    """Return the steps that give every rank the full tensor, reduced, and then slice: the brute-force twin."""
+    replicated = Holding(task.sizes, task.shape, ((),) * len(task.shape))
     steps = [builder.all_reduce(task.source, task.reduces)] if task.reduces else []
     axes = tuple(axis for axis in task.live if axis in task.split_axes)
-    gather = builder.exchange(task.source, whole, axes) if axes else None
-    return [*steps, *([gather] if gather is not None else []), *builder.local(whole, task.target)]
+    gather = builder.exchange(task.source, replicated, axes) if axes else None
+    return [*steps, *([gather] if gather is not None else []), *builder.local(replicated, task.target)]
 
 
 def _append(held: Holding, wanted: Splits, axis: int) -> Holding | None:

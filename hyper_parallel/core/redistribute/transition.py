@@ -216,7 +216,7 @@ def read(asked: str, src: Any, dst: Any, global_shape: Any, dtype: Any) -> Trans
         asked: the start of an error message, "cannot ...".
         src: the layout that the tensor is in.
         dst: the layout that it is to be in.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
         dtype: its dtype.
 
     Raises:

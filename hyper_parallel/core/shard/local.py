@@ -57,14 +57,14 @@ def custom_shard(
     | the input is, over the axis | and the outputs | its gradient is |
     |---|---|---|
     | split | | the shard's |
-    | pending as a sum | | the whole one, alike on all ranks |
-    | held by all ranks | are all held by all ranks | the whole one: the ranks repeat the same work |
-    | held by all ranks | are all split or pending | to be added: each rank has done a share |
+    | pending as a sum | | the full one, equal on all ranks |
+    | replicated | are all replicated | the full one: the ranks repeat the same work |
+    | replicated | are all split or pending | to be added: each rank has done a share of the work |
     | held by all ranks | differ in this | refused, before anything runs: say it with `in_grad_layouts` |
 
     A pending average is like an input that is held and has shares; a pending max, min or prod is refused. Outputs that
     are left alone have no say, and are refused afterwards if they want a gradient which would depend on it. An output
-    that ranks hold alike, or of which they have copies to add, gives each of them its whole gradient. Parts that `fn`
+    that is replicated, or of which ranks have copies to add, gives each of them its full gradient. Parts that `fn`
     does not get as arguments have no rule: hand weights over as arguments.
 
     Communication: forward one redistribution per input that is elsewhere; where `out_shapes` does not say how large
@@ -177,7 +177,7 @@ class _Code:
         if isinstance(x, DTensor) and x.requires_grad and unclear:
             names = ", ".join(map(repr, unclear))
             blame = (
-                f"over {names} its gradients could be one gradient, computed alike on all ranks, or shares to be "
+                f"over {names} its gradients could be one gradient, computed by each rank, or partial sums to be "
                 "added, as some outputs are held by all ranks, and others are not"
             )
             if any(layout.partial.get(name, "sum") != "sum" for name in unclear):

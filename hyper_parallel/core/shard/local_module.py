@@ -1,8 +1,8 @@
 """Modules whose own code computes on local tensors: arguments and parameters are this rank's shards while it runs.
 
 What the gradients of those shards are follows from the layouts of what the code returns. Along an axis over which every
-result is held whole, ranks repeat the same work, and the gradient of a shard that they all hold is one gradient. Where
-no result is, each rank has done a share of the work, and its gradients are shares to be added.
+result is replicated, ranks repeat the same work, and the gradient of a replicated argument is one gradient. Where no
+result is, each rank has done a share of the work, and the gradients are partial sums.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
         produced: the layouts of what the code returns.
 
     Raises:
-        ValueError: over some axis one result is held whole, and another is not.
+        ValueError: over some axis one result is replicated, and another is not.
     """
     found = list(leaves(produced))
     shared = set[str]()
     for axis, name in enumerate(found[0].alias_name if found else ()):
-        whole = [(layout._specs or ())[axis] is None and name not in layout.partial for layout in found]
-        if found[0].mesh_shape[axis] > 1 and any(whole) and not all(whole):
+        replicated = [(layout._specs or ())[axis] is None and name not in layout.partial for layout in found]
+        if found[0].mesh_shape[axis] > 1 and any(replicated) and not all(replicated):
             blame = (
-                f"over axis {name!r} one result is held whole by every rank, and another one is not, so whether a "
-                "rank's gradients are shares of one is ambiguous"
+                f"over axis {name!r} one result is replicated, and another one is not, so whether a rank's "
+                "gradients are partial sums is ambiguous"
             )
             hint = "the same along that axis, or one module for each result"
             raise ValueError(explain(asked, blame, f"results: {describe(produced)}", hint))
-        if not all(whole):
+        if not all(replicated):
             shared.add(name)
     return frozenset(shared)
 
@@ -155,7 +155,7 @@ class LocalModule:
         """Return what shapes follow from, the same on all ranks or another one on all; None: nothing of that kind.
 
         Outside of all such modules these are the arguments' global shapes, which plain tensors alone do not tell: of
-        the shards of 7 and of 8 rows, those on rank 0 are alike. Inside, it is also how many calls came before.
+        the shards of 7 and of 8 rows, those on rank 0 are equal in size. Inside, it is also how many calls came before.
         """
         running = self.region.running
         if not running:
@@ -186,7 +186,7 @@ class LocalModule:
         if mark is not None:
             return cross(x, mark, known, self._grad_layout(known))
         if self.is_inner and not self.wraps and x.is_floating_point():
-            blame = "it is a plain tensor, and nothing says which shard of the whole it is"
+            blame = "it is a plain tensor, and nothing says which shard of the full tensor it is"
             hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that shard already"
             raise ValueError(explain("cannot take the shard", blame, f"layout: {target}", hint))
         self._bare += 1
@@ -280,7 +280,7 @@ class LocalModule:
     def _shape(
         self, call: _Call, what: str, shard: torch.Tensor, layout: Layout, path: tuple[Any, ...]
     ) -> tuple[int, ...]:
-        """Return the shape of the whole: as the ranks have exchanged it when it was first asked for."""
+        """Return the global shape, as the ranks exchanged it when it was first asked for."""
         if not any(layout.splits(shard.dim())):
             return tuple(shard.shape)
         key = (path, call.key)
@@ -370,7 +370,7 @@ def _holds_dtensor(values: Any) -> bool:
 
 # -- embeddings whose table is split over the vocabulary ---------------------------------------------------------------
 # Each rank looks up the tokens that it has rows of. The other tokens get zeros, so that the sum over the ranks is the
-# whole (Megatron-LM, Shoeybi et al. 2019, section 3).
+# result (Megatron-LM, Shoeybi et al. 2019, section 3).
 
 
 class Lookup(NamedTuple):

@@ -266,7 +266,7 @@ class Recorder(Listener):
 
     @contextmanager
     def _without_shapes_of_dtensors(self) -> Iterator[None]:
-        """Leave out what torch computes on whole tensors without values, to find the shape of a DTensor's result."""
+        """Leave out what torch computes on full tensors without values, to find the shape of a DTensor's result."""
         name = "_propagate_tensor_meta_non_cached"
         original = getattr(ShardingPropagator, name)
 
