@@ -22,6 +22,7 @@ from rounding_kit import Alone, bound_of, results
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from units_kit import whole
 
 import sim
 from hyper_parallel.core.fully_shard import api, utils
@@ -207,10 +208,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     return model(*args, **kwargs).square().mean()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # -- models --------------------------------------------------------------------------------------------------------

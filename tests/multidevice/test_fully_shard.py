@@ -9,11 +9,12 @@ import copy
 import gc
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import bound_of, results, shorter
+from rounding_kit import results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
+from units_kit import assert_freed, assert_near, gradients, mesh_of, values, whole, wrap_nested
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
@@ -71,31 +73,8 @@ def data(ctx, step=0, dtype=None, rank=None, per_rank=4):
     return (x if rank is None else x[rank * per_rank : (rank + 1) * per_rank]).to(ctx.device)
 
 
-def mesh_of(ctx, *shape):
-    shape = shape or (ctx.world_size,)
-    return init_device_mesh(ctx.device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def wrap_nested(model, wrap=fully_shard, **options):
-    for block in model.blocks:
-        wrap(block, **options)
-    return wrap(model, **options)
-
-
 def loss_of(model, x):
     return model(x).square().mean()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
-
-
-def values(model):
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
 def alone():
@@ -103,16 +82,7 @@ def alone():
     return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
 
 
-def assert_close(ours, theirs, summands=4096, alone=alone):
-    """Equal within rounding: in float64, batch, widths and layers of these models multiply to less than 4096."""
-    assert list(ours) == list(theirs)
-    for name, wanted in theirs.items():
-        got = ours[name]
-        assert (got is None) == (wanted is None), name
-        if wanted is not None:
-            bound = bound_of(wanted, theirs, alone, summands=summands)
-            assert got.shape == wanted.shape, name
-            assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+assert_close = partial(assert_near, alone=alone)  # batch, widths and layers multiply to less than 4096
 
 
 def assert_same(ctx, ours, theirs):
@@ -124,15 +94,6 @@ def assert_same(ctx, ours, theirs):
     for name, wanted in theirs.items():
         assert (ours[name] is None) == (wanted is None), name
         assert wanted is None or torch.equal(ours[name], wanted), name
-
-
-def assert_freed(model):
-    """Every unit is resharded: the modules show DTensors, and unsharded parameters have no memory."""
-    for module in model.modules():
-        unit = unit_of(module)
-        for bucket in unit.buckets if unit else ():
-            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0, type(module)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 def train(ctx, model, steps=3, rank=None, dtype=None, lr=0.1, clip=None):

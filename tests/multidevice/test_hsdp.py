@@ -1,15 +1,17 @@
 """hsdp against the same model on one device, which sees the batches of all ranks: in float64 where it is reduced."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import bound_of, measured, results, shorter
+from rounding_kit import measured, results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from units_kit import assert_freed, assert_near, gradients, values, whole
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
@@ -70,33 +72,12 @@ def batch(ctx, step=0, micro=0, rank=None, dtype=None):
     return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
-
-
-def values(model):
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
-
-
 def alone():
     ctx = sim.RankTest(0, 4, "sim", torch.device("cpu"))
     return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
 
 
-def assert_close(ours, theirs, summands=2**16):
-    """Equal within rounding: in float64, batch, widths, layers and steps multiply to less than 2**16."""
-    assert list(ours) == list(theirs)
-    for name, wanted in theirs.items():
-        got = ours[name]
-        assert (got is None) == (wanted is None), name
-        if wanted is not None:
-            bound = bound_of(wanted, theirs, alone, summands=summands)
-            assert got.shape == wanted.shape, name
-            assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+assert_close = partial(assert_near, alone=alone, summands=2**16)
 
 
 def train(ctx, model, *, rank=None, steps=3, micros=1, sync=lambda: None, between=None, dtype=None):
@@ -126,15 +107,6 @@ def check_against_one_device(ctx, model, plain, **options):
         assert_close({"loss": loss / ctx.world_size}, {"loss": wanted})
     assert_close(grads, wanted_grads)
     assert_close(params, wanted_params)
-
-
-def assert_freed(model):
-    """The modules show DTensors, and the unsharded parameters that are parts elsewhere have no memory."""
-    for module in model.modules():
-        unit = unit_of(module)
-        for bucket in unit.buckets if unit else ():
-            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0, type(module)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 def whole_bytes(module):

@@ -7,12 +7,13 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import bound_of, is_stand_in, results, shorter
+from rounding_kit import is_stand_in, results, shorter
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from units_kit import assert_near, compiled, gradients, values, whole
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard, get_model_state_dict, load_state_dict
@@ -73,34 +74,14 @@ def batch(ctx, step=0, rank=None, dtype=None):
     return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
-
-
-def values(model):
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
-
-
 def alone():
     ctx = sim.RankTest(0, 4, "sim", torch.device("cpu"))
     return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
 
 
 def assert_close(ours, theirs, scale=1.0):
-    """Equal within rounding: in float64, batch, widths, layers and steps multiply to less than 4,096."""
-    assert list(ours) == list(theirs)
-    theirs = {name: wanted if wanted is None else wanted * scale for name, wanted in theirs.items()}
-    for name, wanted in theirs.items():
-        got = ours[name]
-        assert (got is None) == (wanted is None), name
-        if wanted is not None:
-            bound = bound_of(wanted, theirs, alone)
-            assert got.shape == wanted.shape, name
-            assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+    scaled = {name: wanted if wanted is None else wanted * scale for name, wanted in theirs.items()}
+    assert_near(ours, scaled, alone)
 
 
 def train(ctx, model, *, call=None, rank=None, micros=1, steps=2, dtype=None):
@@ -127,14 +108,6 @@ def check(ctx, model, wanted, **options):
         assert_close({"loss": loss / ctx.world_size}, {"loss": wanted_loss})
     assert_close(grads, wanted[1])
     assert_close(params, wanted[2])
-
-
-def compiled(ctx, model, backend):
-    if is_stand_in(ctx):  # to try dtypes there, which graphs do not change, takes no graph
-        return model
-    torch._dynamo.reset()
-    torch.fx.traceback.current_meta.clear()  # torch 2.11 leaves marks of checkpoints there that "eager" has seen
-    return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
 
 
 def backward(ctx, model, step=0, call=None):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from units_kit import mesh_of, whole
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
@@ -83,17 +84,8 @@ def wrap(model, mesh, how=fully_shard, *, root=True):
     return how(model, mesh=mesh, ignored_params={block.plain for block in model.blocks}) if root else model
 
 
-def mesh_of(ctx, *shape):
-    shape = shape or (ctx.world_size,)
-    return init_device_mesh(ctx.device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
 def tensors(state):
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def whole(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def assert_holds(model, wanted):
