@@ -547,13 +547,13 @@ def test_what_is_said_about_sums_and_products():
     def said(body: Callable[[], Any]) -> str:
         return text_of(body, 2, check_replicas=True).splitlines()[0].partition(": ")[2]
 
-    assert said(lambda: part() + 1) == "add puts it together with what is whole, which is then counted 2 times"
+    assert said(lambda: part() + 1) == "add puts it together with a full value, which is then counted 2 times"
     assert said(lambda: part() * part()) == "mul multiplies two parts"
     assert said(lambda: 1 / part()) == "reciprocal is not linear"
     assert said(lambda: W / part()) == "div divides by it"
-    assert said(lambda: F.linear(part(), W, ROW)) == "addmm adds a bias that is whole, which is then counted 2 times"
+    assert said(lambda: F.linear(part(), W, ROW)) == "addmm adds a bias in full, which is then counted 2 times"
     assert said(lambda: torch.addmm(part(), W, W)) == (
-        "addmm adds a product to it that is whole, which is then counted once per rank"
+        "addmm adds to it a product of full values, which is then counted once per rank"
     )
     assert said(lambda: part() + part("avg")) == (
         "add puts it together with a part of another reduction: avg over axis 'tp' (2 ranks)"
@@ -626,7 +626,7 @@ def test_dtensors_take_care_of_themselves():
 
 
 def test_a_number_read_from_a_partial_dtensor():
-    """The one place where torch's DTensor takes a part for the whole."""
+    """The one place where torch's DTensor takes a part for the sum."""
 
     def body() -> float:
         return DTensor.from_local(torch.ones(2), mesh_of(TP), [Partial()]).sum().item()

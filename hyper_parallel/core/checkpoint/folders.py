@@ -1,4 +1,4 @@
-"""Folders that are there as a whole or not at all, and the lease of the one run that may write them.
+"""Folders that are complete or not there at all, and the lease of the one run that may write them.
 
 A folder is written beside its place, renamed into it, and renamed away first when it is to go. Beside a checkpoint
 `name` may lie, hidden: `.name.saving-<attempt>`, which nobody has finished; `.name.replaced-...`, a complete one that

@@ -1,4 +1,4 @@
-"""`expert_parallel`: give each rank some of the experts of a model."""
+"""`expert_parallel`: the call that gives each rank some of the experts of a model."""
 
 from __future__ import annotations
 

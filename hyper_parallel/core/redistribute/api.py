@@ -1,4 +1,4 @@
-"""The verbs on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
+"""The functions on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
 
 from __future__ import annotations
 

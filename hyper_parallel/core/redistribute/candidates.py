@@ -1,4 +1,4 @@
-"""The ways to get from one layout to another that are worth pricing.
+"""Candidate plans: the ways from one layout to another that are worth pricing.
 
 All follow one form: keep what is wanted, reduce, exchange, gather last. For every element that form moves the least
 there is: one copy short of all copies to the rank that reduces it, which is one that needs it if any holder does, and
