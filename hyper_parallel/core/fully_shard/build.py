@@ -136,7 +136,7 @@ def check_parameters(
 def _listed(name: str, given: Any) -> list[Any]:
     if given is None:
         return []
-    # A tensor is iterable too: each of its rows would be refused as an argument that nobody has passed.
+    # A tensor is iterable too: the error would then be about its rows, which the caller has not passed.
     if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise (ValueError if name == "ignored_params" else TypeError)(
             explain(
