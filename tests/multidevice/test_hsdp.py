@@ -746,7 +746,7 @@ def test_prefetch_cells(ctx):
     check_against_one_device(ctx, model, net(ctx))
 
 
-# -- with other faces, levels and libraries ------------------------------------------------------------------------
+# -- with other APIs, levels and libraries -------------------------------------------------------------------------
 
 
 @sim.ranks(4, backends=NO_GLOO)

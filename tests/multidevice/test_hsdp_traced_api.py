@@ -340,11 +340,11 @@ def roots(ctx):
     """Models of two traced cells: in an hsdp root with hooks, and in a fully_shard root."""
     mesh = init_device_mesh(ctx.device_type, (ctx.world_size,))
     for level in LEVELS:
-        for face in ("hsdp", "fully_shard"):
+        for api in ("hsdp", "fully_shard"):
             model = net(ctx)
             for block in model.blocks:
                 hsdp(block, threshold=0, optimizer_level=level, use_eager_hook=False)
-            if face == "hsdp":
+            if api == "hsdp":
                 hsdp(model, threshold=0, optimizer_level=level)
                 sync = model.set_requires_grad_sync
             else:
@@ -453,7 +453,7 @@ def test_state_dicts(ctx):
     gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert all(type(value) is torch.Tensor for value in gathered.values())
     assert {k: v.tolist() for k, v in gathered.items()} == {k: v.tolist() for k, v in wanted.items()}
-    # To another layout, to the other form, and to the other face.
+    # To another layout, to the other form, and to the other API.
     others = [wrap(net(ctx), threshold=1), hsdp(net(ctx), threshold=0), fully_shard(net(ctx)), net(ctx)]
     for other in others:
         with torch.no_grad():
@@ -652,10 +652,10 @@ def test_a_weight_that_another_module_shares(ctx):
     backward_all(ctx, plain)
     assert_close(gradients(model), gradients(plain))
 
-    for face in (hsdp, lambda m: hsdp(m, use_eager_hook=False), fully_shard):
+    for wrap in (hsdp, lambda m: hsdp(m, use_eager_hook=False), fully_shard):
         model = Tied().to(ctx.device, ctx.float_dtype)
         hsdp(model.block, threshold=0, use_eager_hook=False)
         with pytest.raises(ValueError, match=r"(?s)'head.weight' is the same as 'weight'.*seen: .*try: "):
-            face(model)
+            wrap(model)
         with pytest.raises(RuntimeError, match=r"(?s)a gradient arrived for 'weight'.*seen: .*try: "):
             backward(ctx, model)  # of a root that nobody has wrapped

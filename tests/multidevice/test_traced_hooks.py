@@ -106,12 +106,12 @@ def compiled(ctx, model, backend):
     return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
 
 
-def whole(tensor):
+def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
 
 
 def train(ctx, model, call=None, rank=None, steps=2, dtype=None):
@@ -124,7 +124,7 @@ def train(ctx, model, call=None, rank=None, steps=2, dtype=None):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return losses, gradients(model), {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return losses, gradients(model), {name: full(p.detach()) for name, p in model.named_parameters()}
 
 
 def alone():
@@ -535,10 +535,8 @@ def test_accumulation(ctx):
                     of_replicas = Partial() if step < 2 else Replicate()
                     assert model.embed.weight.acc_grad.placements == (of_replicas, of_shard_axis)
                 sums = {name: getattr(p, "acc_grad", None) for name, p in model.named_parameters()}
-                assert_close({name: None if g is None else whole(g) for name, g in sums.items()}, wanted)
-                assert_close(
-                    {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}, wanted
-                )
+                assert_close({name: None if g is None else full(g) for name, g in sums.items()}, wanted)
+                assert_close({n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}, wanted)
                 unit.zero_grads()
                 assert model.embed.weight.grad is model.embed.weight.acc_grad is None
 
@@ -571,7 +569,7 @@ def test_accumulation_in_another_dtype(ctx):
             unit.set_requires_grad_sync(step == 2)
             model(torch.full((1, 8), factor, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
         wanted = torch.full((8, 8), 1 + 2 * 2**-10, device=ctx.device)
-        assert torch.equal(whole(model.weight.acc_grad), wanted), level
+        assert torch.equal(full(model.weight.acc_grad), wanted), level
 
 
 def accumulated(level, synced, accumulate=True):

@@ -512,9 +512,9 @@ def test_what_is_not_linear_is_refused_and_nothing_else(name):
 
     def body() -> tuple[torch.Tensor, torch.Tensor]:
         x = part()
-        whole = x.clone()
-        dist.all_reduce(whole)
-        return operation(x), operation(whole)
+        full = x.clone()
+        dist.all_reduce(full)
+        return operation(x), operation(full)
 
     parts = sim.run(body, 2)
     linear = torch.allclose(sum(each.double() for each, _ in parts), parts[0][1].double(), rtol=1e-4, atol=1e-5)
@@ -650,8 +650,8 @@ def test_training_with_parts_inside_is_left_alone():
                 x = distribute_tensor(torch.randn(3, 4), mesh, [Shard(1)])
                 y = DTensor.from_local(x.to_local() @ weight.to_local().t(), mesh, [Partial()])
                 shown = y.to_local() * 0.5 + y.to_local() * 0.5
-                whole = DTensor.from_local(shown, mesh, [Partial()]).redistribute(placements=[Replicate()])
-                whole.to_local().relu().sum().backward()
+                full = DTensor.from_local(shown, mesh, [Partial()]).redistribute(placements=[Replicate()])
+                full.to_local().relu().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         return weight.full_tensor().detach()
@@ -698,12 +698,12 @@ def test_marks_go_with_their_tensors():
 def test_both_checks_at_once():
     def body(racy: bool, misused: bool) -> None:
         x = part()
-        whole = x.clone()
-        work = dist.all_reduce(whole, async_op=True)
+        full = x.clone()
+        work = dist.all_reduce(full, async_op=True)
         if racy:
-            whole.relu()
+            full.relu()
         work.wait()
-        (x if misused else whole).relu()
+        (x if misused else full).relu()
 
     sim.run(body, 2, (False, False), check_races=True, check_replicas=True)
     assert "relu is not linear" in text_of(lambda: body(False, True), 2, check_races=True, check_replicas=True)
