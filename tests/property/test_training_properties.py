@@ -1,4 +1,4 @@
-"""Drawn arrangements of ranks, each compared with the run of one device: losses, gradients' norms, weights, optimizer state.
+"""Drawn arrangements of ranks compared with one device: losses, norms of gradients, weights, optimizer state.
 
 And a run that is saved goes on under any other arrangement; under the same one bit for bit.
 """
