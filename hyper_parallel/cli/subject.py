@@ -312,8 +312,23 @@ def named_object(option: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def verify_subject(console: Console, subject: Subject, everything: bool, steps: int = 1) -> bool:
-    """Compare the ranks with one device over some optimizer steps, and print the report; return whether all is well."""
+def verify_subject(
+    console: Console,
+    subject: Subject,
+    everything: bool,
+    *,
+    steps: int = 1,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool = True,
+) -> bool:
+    """Compare the ranks with one device over some optimizer steps, and print the report; return whether all is well.
+
+    Args:
+        console: what to print on.
+        subject: what is compared.
+        everything: a line for every tensor.
+        steps, loss_fn, optimizer_fn: as for `sim.verify_plan`.
+    """
     from sim import SimError, verify_plan
 
     console.print("\n".join(subject.lines()))
@@ -332,6 +347,8 @@ def verify_subject(console: Console, subject: Subject, everything: bool, steps: 
                 dtype=subject.dtype,
                 seed=subject.seed,
                 steps=steps,
+                loss_fn=loss_fn,
+                optimizer_fn=optimizer_fn,
             )
     except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
         say_failed(error)

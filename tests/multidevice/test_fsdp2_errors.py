@@ -185,7 +185,7 @@ def test_a_face_that_does_not_refuse_is_found():
         run = Run(sim.RankTest(0, 1, "sim", torch.device("cpu")), engine)
         both_refuse(run, lambda: run.wrap([]), kind, kind)
 
-    with sim.world(1) as world, pytest.raises(sim.RankFailed, match="fully_shard got an empty list"):
+    with sim.world(1) as world, pytest.raises(sim.RankFailed, match="the list is empty"):
         world.run(body, (OURS, KeyError))
     run = Run(sim.RankTest(0, 1, "sim", torch.device("cpu")), OURS)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):

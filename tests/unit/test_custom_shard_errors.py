@@ -162,7 +162,7 @@ MISTAKES = {
         (
             "cannot make a DTensor from local shards",
             "shard has shape (6, 4), and the layout gives it (3, 4)",
-            "the whole",
+            "the full tensor",
         ),
     ),
 }

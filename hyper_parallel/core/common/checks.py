@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import math
 import numbers
@@ -64,6 +65,14 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, set, frozenset))
 
 
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, torch.Tensor))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
@@ -85,6 +94,7 @@ _KINDS = MappingProxyType(
         "path": _instance("a path", (str, os.PathLike), '"runs/llama"'),
         "list": _instance("a list", (list, tuple), "[...]"),
         "sequence": _Kind("a sequence", _is_sequence, "(2, 4)"),
+        "iterable": _Kind("an iterable", _is_iterable, "[...]"),
         "container": _Kind("a container", _is_container, "range(4)"),
         "device": _Kind("a device", _is_device, '"cpu"'),
         "mapping": _instance("a mapping", Mapping, "{...}"),
@@ -93,6 +103,7 @@ _KINDS = MappingProxyType(
         "plain tensor": _Kind("a plain tensor", _is_plain, "x.to_local()"),
         "DTensor": _instance("a DTensor", DTensor, "distribute_tensor(x, layout)"),
         "dtype": _instance("a torch.dtype", torch.dtype, "torch.float32"),
+        "floating dtype": _Kind("a floating-point torch.dtype", _is_floating, "torch.bfloat16"),
         "module": _instance("a module", torch.nn.Module, "model"),
         "optimizer": _instance("an optimizer", torch.optim.Optimizer, "torch.optim.AdamW(model.parameters())"),
         "mesh": _instance("a DeviceMesh", DeviceMesh, 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))'),
@@ -103,7 +114,7 @@ _KINDS = MappingProxyType(
 """The kinds of arguments; those with the names of Python's types are what annotations of fields say."""
 
 
-def check(asked: str, kinds: Kinds, hint: str = "", /, **given: object) -> None:
+def check(asked: str, kinds: Kinds, hint: str = "", error: type[Exception] = TypeError, /, **given: object) -> None:
     """Refuse arguments of another kind.
 
     >>> check("cannot save a checkpoint", "int | None", step="1")
@@ -118,6 +129,7 @@ def check(asked: str, kinds: Kinds, hint: str = "", /, **given: object) -> None:
         kinds: names of the table, with " | " between them, a class, or a tuple of both. An int is a float, too; a bool
             is neither.
         hint: what to try instead of an example of the first kind.
+        error: what is raised.
         given: the arguments by name.
 
     Raises:
@@ -125,14 +137,14 @@ def check(asked: str, kinds: Kinds, hint: str = "", /, **given: object) -> None:
     """
     for name, value in given.items():
         if not any(kind.accepts(value) for kind in _allowed(kinds)):
-            raise TypeError(_wrong_kind(asked, kinds, name, value, hint))
+            raise error(_wrong_kind(asked, kinds, name, value, hint))
 
 
 def _allowed(kinds: Kinds) -> list[_Kind]:
     if isinstance(kinds, tuple):
         return [kind for each in kinds for kind in _allowed(each)]
     if isinstance(kinds, type):
-        return [_instance(f"a {kinds.__name__}", kinds, kinds.__name__)]
+        return [_instance(_article(kinds), kinds, kinds.__name__)]
     return [_KINDS[word] for word in kinds.split(" | ")]
 
 
@@ -250,7 +262,13 @@ def check_int(value: object) -> int | None:
 
 
 def read_int(
-    asked: str, name: str, value: object, least: float = -math.inf, hint: str = "", most: float = math.inf
+    asked: str,
+    name: str,
+    value: object,
+    least: float = -math.inf,
+    hint: str = "",
+    most: float = math.inf,
+    error: type[Exception] = TypeError,
 ) -> int:
     """Return an argument as a plain int.
 
@@ -264,6 +282,7 @@ def read_int(
         least: its lower bound.
         hint: what to try.
         most: its upper bound.
+        error: what is raised for no int.
 
     Raises:
         TypeError: no int.
@@ -271,7 +290,7 @@ def read_int(
     """
     number = check_int(value)
     if number is None:
-        raise TypeError(_wrong_kind(asked, "int", name, value, hint))
+        raise error(_wrong_kind(asked, "int", name, value, hint))
     if not least <= number <= most:
         bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
         hint = hint or f"{name}={least if number < least else most}"
@@ -315,7 +334,13 @@ def check_rank(rank: object, first: int, seen: str) -> int:
 def _a(value: object) -> str:
     if value is None:
         return "None"
-    name = type(value).__name__
+    return _article(type(value))
+
+
+def _article(kind: type) -> str:
+    name = kind.__name__
+    if kind.__module__ != "builtins" and hasattr(builtins, name):  # numpy's bool is none
+        name = f"{kind.__module__}.{name}"
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 

@@ -206,11 +206,18 @@ class LoopComparison:
             moved = [getattr(other, kind)[name] for other in others if getattr(other, kind).get(name) is not None]
             floor = _STEP * (number + 1) if kind == "updates" else _FEW
             found = self._find(parts, full, self._bound(full, moved, floor=floor))
+            if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
+                found = replace(found, status="right")  # the optimizer adds them up
             if kind == "buffers" and found.status != "right":
                 found = replace(found, status="private")
             if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
                 found = replace(found, is_coarse=_is_coarse(found, full, scale))
             yield self._row(row, found)
+
+    def _say_partial(self, name: str, steps: Mapping[int, RecordedStep]) -> bool:
+        """Whether the gradients of a parameter are DTensors that say so themselves, on all ranks that have one."""
+        theirs = [each for each, (names, _) in self.names.parts.items() if name in names]
+        return all(each in step.partial for step in steps.values() for each in theirs if each in step.gradients)
 
     # -- one tensor --------------------------------------------------------------------------------------------------
 
