@@ -144,7 +144,7 @@ def test_a_number_of_tokens_that_no_rank_can_have(tokens: int) -> None:
     )
 
 
-SHAPES = "q (batch, heads, seq, head_dim); k and v the same, with heads that divide those of q"
+SHAPES = "q (batch, heads, seq, head_dim); k and v too, with heads that divide those of q"
 
 
 def attend(q: object, k: object = None, v: object = None, degree: int = 1, **options: object) -> str:
