@@ -1,4 +1,4 @@
-"""What a new user does wrong with `custom_shard` and `parallelize_value_and_grad`: four parts, before anything runs."""
+"""Errors of `custom_shard` and `parallelize_value_and_grad`: four parts, before anything runs."""
 
 import re
 

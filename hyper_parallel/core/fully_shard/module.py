@@ -1,7 +1,7 @@
 """The methods that a wrapped module gains, and the state of it that torch's own tools look for.
 
-A wrapped module is a `torch.distributed.fsdp.FSDPModule`. Every method of that class is one of the engine's here, so
-that none of torch's looks for parameters where there are none.
+A wrapped module is a `torch.distributed.fsdp.FSDPModule`. The engine overrides every method of that class, since
+torch's own would look for parameter groups that do not exist here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The SPMD mesh of a sharded parameter that has a mesh of its own already.
 
 A tensor-parallel weight lies on a mesh of its own, and is split further over the data-parallel ranks. One DTensor must
-then tell both splits, on one mesh. With the axes of that mesh in the order of the splits, the parameter's own first,
-plain `Shard` placements mean part-of-part, for uneven sizes as well, and to distributed checkpoints too. Such a mesh is
-put together from the groups that exist; its ranks follow from the mesh that both were sliced from.
+then describe both splits, on one mesh. If the axes of that mesh are in the order of the splits, the parameter's own
+first, plain `Shard` placements mean a shard of a shard, also for uneven sizes and in distributed checkpoints. Such a
+mesh is made of the groups that exist; its ranks follow from the mesh that both were sliced from.
 """
 
 from __future__ import annotations
