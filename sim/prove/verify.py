@@ -26,14 +26,13 @@ from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
-from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, largest, run_reference
+from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, run_reference
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
 
 __all__ = ["verify_plan"]
 
 _RUNS = 3
-_COARSE = 1e-9  # a bound in float64 that is larger than that, relative to the tensor, has another dtype behind it
 _MOST_SHAPES = 6  # tensors that a message lists
 
 
@@ -100,7 +99,8 @@ def verify_plan(
             for its part. Ranks with different data then have the loss of their part, and the mean or the sum of these
             must be that of the whole batch. A model that returns a scalar needs none.
         optimizer_fn: called with a list of parameters. True: AdamW with lr=1e-3; None or False: no steps.
-        dtype: what floating-point parameters, buffers and inputs are converted to. In float32 the ranks are held
+        dtype: what floating-point parameters, buffers and inputs are converted to, and computed in where the program
+            asks for fewer bits. In float32 the ranks are held
             against one device in float64, with the bounds of float32.
         seed: of the model, and of what follows.
         steps: how many optimizer steps; activations and gradients are compared in the first.
@@ -149,7 +149,7 @@ def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations, mu
                 raise
             return report
         compared = Comparison(task, reference, bounds, ranks.runs, said, judge)
-        compared.notes += [*_not_proved(reference), *_coarse(task, reference, bounds)]
+        compared.notes += _not_proved(reference)
         grads = _grads(task, reference, compared)
         if grads is not None:
             _backward(ranks, grads, compared)
@@ -157,7 +157,7 @@ def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations, mu
         events = list(w.trace.kept())
         unused = _unused_axes(mesh, report, {event.group for event in events})
         mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
-        return replace(report, notes=(*report.notes, *unused), mutants=mutants)
+        return replace(report, notes=(*report.notes, *ranks.notes, *unused), mutants=mutants)
 
 
 def _mutated(task: Task, said: Declarations, mutants: Sequence[Mutant], most: int) -> Sensitivity:
@@ -226,20 +226,6 @@ def _not_proved(reference: Run) -> list[str]:
     what = "the loss" if reference.loss is not None else "nothing that the model returns"
     how = "cannot" if reference.loss is not None else "can"
     return [f"no gradients were compared, as {what} {how} be differentiated"]
-
-
-def _coarse(task: Task, reference: Run, bounds: Bounds) -> list[str]:
-    """Say if a model computes in float32 within, whatever it is converted to, as many do in norms and softmax."""
-    if task.dtype != torch.float64:
-        return []
-    for key, entry in reference.recorder.entries.items():
-        bound = bounds.of(("value", key), entry.value)
-        if key.side == "output" and bound > _COARSE * largest(entry.value) > 0:
-            return [
-                f"{key.path or 'the model'} computes in less than float64, so from there on the bounds are wide "
-                f"({bound:.0e} at its output), and smaller faults hide below them"
-            ]
-    return []
 
 
 def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> None:

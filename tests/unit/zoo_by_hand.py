@@ -585,7 +585,8 @@ def _(model, mesh, broken):
 @case(
     "a cast to bfloat16 on one path only",
     ("forward", "blocks.1.mlp.up", "output"),
-    "they were computed in bfloat16 or cast to it",
+    "computed it in bfloat16 or cast to it by hand, and one device did not",
+    hint="autocast",
 )
 def _(model, mesh, broken):
     megatron(model, mesh)

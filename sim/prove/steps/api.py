@@ -19,6 +19,7 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
+from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import converted
@@ -97,7 +98,8 @@ def verify_step(
         names: names of parameters on the ranks -> names on one device, several for a fused one; `*` stands for one
             part of a path, the same on both sides.
         optimizer_fn: called with a list of parameters. True: AdamW with lr=1e-3; None or False: none.
-        dtype: what floating-point parameters, buffers and batches are converted to.
+        dtype: what floating-point parameters, buffers and batches are converted to, and computed in where the program
+            asks for fewer bits.
         seed: of the model, and of what follows.
         steps: how many.
 
@@ -174,14 +176,17 @@ class _StepTask:
             model = converted(self.model_fn(), self.dtype)
             torch.manual_seed(self.seed + 1)
             with around or nullcontext():
-                return self._take(model, [model], self.step, _copied(self.batch, self.dtype))
+                batch = _copied(self.batch, self.dtype)
+                return self._take(model, [model], self.step, batch, WidePrecision(self.dtype))
 
-    def _take(self, model: Any, roots: list[nn.Module], step: Callable[[Any, Any], Any], batch: Any) -> LoopRecord:
+    def _take(
+        self, model: Any, roots: list[nn.Module], step: Callable[[Any, Any], Any], batch: Any, wide: WidePrecision
+    ) -> LoopRecord:
         watch = LoopWatch(roots, self.steps)
         watch.note_initial()
         chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
         optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
-        with watch:
+        with watch, wide:
             for _ in range(self.steps):
                 loss = step(model, batch)
                 there = [parameter.grad is not None for parameter in watch.parameters().values()]
@@ -206,6 +211,7 @@ class _StepTask:
         """Take the steps on the ranks, with a fault put in or without, and compare."""
         found: dict[int, LoopRecord] = {}
         orders: dict[int, list[torch.Tensor]] = {}
+        wide: dict[int, WidePrecision] = {}
 
         def body() -> None:
             rank = dist.get_rank()
@@ -213,7 +219,8 @@ class _StepTask:
             torch.manual_seed(self.seed)
             model = converted(self.model_fn(), self.dtype)
             torch.manual_seed(self.seed + 1)
-            made = self.parallelize(model, mesh) if self.parallelize is not None else model
+            with wide.setdefault(rank, WidePrecision(self.dtype)):
+                made = self.parallelize(model, mesh) if self.parallelize is not None else model
             made = model if made is None else made
             batch = _copied(self.batch, self.dtype)
             if self.shard_batch is not None:
@@ -221,7 +228,7 @@ class _StepTask:
                 orders[rank] = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
             roots = list(_modules_in(made))
             put_into_model(mutant, roots, rank)
-            found[rank] = self._take(made, roots, self.rank_step, batch)
+            found[rank] = self._take(made, roots, self.rank_step, batch, wide[rank])
 
         with world(math.prod(self.mesh.mesh_shape), seed=self.seed) as ranks:
             with put_in(ranks, mutant):
@@ -231,6 +238,7 @@ class _StepTask:
         of_ranks = list(dict.fromkeys(name for record in records for name in record.initial))
         names = read_names(_ASKED, self.names, of_ranks, list(expected.initial))
         comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
+        comparison.notes += narrow_words(wide.values(), self.dtype)
         report = comparison.report()
         return (
             report

@@ -110,7 +110,7 @@ class LoopWatch:
         """Name the modules of an outermost one; the first has no prefix, others that of their class."""
         found = named_modules(root)
         known = [self._paths[id(module)] for module in found.values() if id(module) in self._paths]
-        first = not self._roots or all(not any(each.parameters()) for _, each in self._roots)
+        first = not self._roots or all(next(each.parameters(), None) is None for _, each in self._roots)
         prefix = "" if first or (known and "" in known) else type(root).__name__
         self._roots.append((prefix, root))
         for path, module in found.items():
