@@ -24,6 +24,7 @@ from sim.prove.bound import Perturbed
 from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
+from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, run_reference
@@ -34,6 +35,7 @@ __all__ = ["verify_plan"]
 
 _RUNS = 3
 _MOST_SHAPES = 6  # tensors that a message lists
+_MOST_ROUNDS = 16  # of choices that follow from others
 
 
 def verify_plan(
@@ -148,12 +150,16 @@ def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations, mu
             if report is None:
                 raise
             return report
+        given = reference
+        reference, bounds, free = _agreed(task, reference, bounds, ranks.runs)
         compared = Comparison(task, reference, bounds, ranks.runs, said, judge)
-        compared.notes += _not_proved(reference)
+        compared.notes += [*_not_proved(reference), *free]
         grads = _grads(task, reference, compared)
         if grads is not None:
             _backward(ranks, grads, compared)
         report = compared.report()
+        if reference is not given:
+            reference.recorder.forget()
         events = list(w.trace.kept())
         unused = _unused_axes(mesh, report, {event.group for event in events})
         mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
@@ -240,9 +246,29 @@ def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comp
         compared.notes.append(f"backward was not compared: {str(error).splitlines()[0]}")
 
 
-def _references(task: Task, made: nn.Module) -> tuple[Run, Bounds]:
-    """Run one device plainly and perturbed."""
-    reference = run_reference(task)
+def _agreed(task: Task, reference: Run, bounds: Bounds, runs: Sequence[Run]) -> tuple[Run, Bounds, list[str]]:
+    """Let one device choose as the ranks do, where candidates lie within the bound; say where."""
+    taken: dict[ChoiceKey, torch.Tensor] = {}
+    for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
+        limit = partial(_limit, bounds)
+        free = free_choices(reference.choices, [run.choices for run in runs], task.mesh, limit)
+        if not free:
+            break
+        taken |= free
+        reference, bounds = _references(task, _make(task.model_fn, task.seed), taken)
+    return reference, bounds, agreed_words(taken)
+
+
+def _limit(bounds: Bounds, key: ChoiceKey, given: torch.Tensor) -> float:
+    return bounds.of(("choice", key), given)
+
+
+def _references(
+    task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Tensor] | None = None
+) -> tuple[Run, Bounds]:
+    """Run one device plainly and perturbed, the latter with the choices of the first."""
+    reference = run_reference(task, taken=taken)
+    same = {key: choice.indices for key, choice in reference.choices.items()}
     known = {id(parameter) for parameter in made.parameters()}
     if any(id(parameter) in known for parameter in reference.leaves.values()):
         blame = "model_fn returned the same model twice, and each rank needs one of its own"
@@ -251,7 +277,7 @@ def _references(task: Task, made: nn.Module) -> tuple[Run, Bounds]:
     floor = 2.0**-24 if task.dtype == torch.float32 else None if task.dtype == torch.float64 else _unit(task.dtype)
     others = []
     for index in range(_RUNS):
-        other = run_reference(task, Perturbed(floor, seed=index))
+        other = run_reference(task, Perturbed(floor, seed=index), same)
         _check_same(reference, other)
         others.append(other)
     bounds = Bounds(reference, others, task.dtype)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from zoo_kit import Tied, draw, rounding
 
 import sim
 
@@ -182,6 +183,20 @@ def test_faults_in_mixed_precision_are_found():
         first = verify("dp=2", shard_batch=rows, **options).first
         assert first.kind == "gradient"
         assert words in first.sentence
+
+
+def squared(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(("options", "ok"), [({}, True), ({"ranks": (1,)}, False), ({"off": 1e-11}, False)])
+def test_what_a_step_chooses_near_a_tie_is_free(options, ok):
+    x = draw(2, 3, 16)
+    report = sim.verify_step(squared, Tied, x, "tp=2", parallelize=partial(rounding, **options), steps=2)
+    assert report.ok == ok, str(report)
+    assert ok == any("topk of the model" in note for note in report.notes), report.notes
 
 
 def test_a_step_may_have_an_optimizer_of_its_own():

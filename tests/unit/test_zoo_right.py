@@ -34,9 +34,11 @@ from zoo_kit import (
     Mlp,
     Net,
     Scatter,
+    Tied,
     axis,
     draw,
     megatron,
+    rounding,
     share,
     take,
     tokens,
@@ -530,6 +532,37 @@ def test_a_model_that_is_built_in_bfloat16_and_scores_experts_in_float32():
     how = {"parallelize": lambda m, mesh: parallelize_module(m, mesh, styles)}
     report = is_right(lambda: Routed().to(BF16), (X,), "tp=2", **how, also=PENDING)
     assert max(row.bound for row in report.rows if row.kind != "update") < 1e-11
+
+
+# -- choices near a tie ------------------------------------------------------------------------------------------------
+
+TAKE = {
+    "topk": lambda scores: scores.topk(2, -1).indices,
+    "topk, in no order": lambda scores: scores.topk(2, -1, sorted=False).indices,
+    "sort": lambda scores: scores.sort(-1, descending=True).indices[..., :2],
+    "argsort": lambda scores: scores.argsort(stable=True, dim=-1)[..., :2],
+    "argmax": lambda scores: scores.argmax(-1, keepdim=True),
+    "argmin": lambda scores: scores.argmin(-1).unsqueeze(-1),
+    "max": lambda scores: scores.max(-1).indices.unsqueeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", TAKE)
+def test_what_is_chosen_near_a_tie_is_free(name):
+    report = is_right(partial(Tied, TAKE[name]), (X,), "tp=2", parallelize=rounding, also=PENDING)
+    assert max(row.bound for row in report.rows if row.kind != "update") < 1e-11  # no choice flips in perturbed runs
+    assert any("one device took those that the ranks chose" in note for note in report.notes), report.notes
+
+
+def test_rows_may_be_split_where_something_is_chosen():
+    def rows(model, mesh):
+        own, turn = model.take, torch.tensor([0, 1, 2, 0], dtype=torch.float64)
+        model.take = lambda scores: own(scores * (1 + 1e-15 * turn))
+        return ddp(model, mesh)
+
+    loss = {"loss_fn": lambda y, x: y.square().mean(), "input_layouts": [("dp",)]}
+    report = is_right(Tied, (X,), "dp=2", parallelize=rows, **loss)
+    assert any("topk of the model" in note for note in report.notes), report.notes
 
 
 # -- several axes ------------------------------------------------------------------------------------------------------

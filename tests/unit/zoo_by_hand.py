@@ -15,9 +15,11 @@ from zoo_kit import (
     Leave,
     Net,
     Scatter,
+    Tied,
     axis,
     draw,
     megatron,
+    rounding,
     split_block,
     summed,
     take,
@@ -580,6 +582,28 @@ def _(model, mesh, broken):
         return Leave.apply(sum((chosen == expert)[..., None] * (x @ weight) for expert, weight in mine), group)
 
     model.moe.experts = experts
+
+
+@case(
+    "one rank that breaks ties otherwise than the others",
+    ("forward", "", "output"),
+    "rank 1 (tp=1) is wrong",
+    model=Tied,
+    inputs=(draw(4, 6, WIDTH),),
+)
+def _(model, mesh, broken):
+    rounding(model, mesh, ranks=(1,) if broken else (0, 1))
+
+
+@case(
+    "a choice between candidates that are further apart than rounding",
+    ("forward", "", "output"),
+    "all ranks hold the same, and it is wrong",
+    model=Tied,
+    inputs=(draw(4, 6, WIDTH),),
+)
+def _(model, mesh, broken):
+    rounding(model, mesh, off=1e-11 if broken else 1e-15)
 
 
 @case(

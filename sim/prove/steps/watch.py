@@ -14,6 +14,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.overrides import TorchFunctionMode
 
 from sim.kernel.context import current_rank
+from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import NoRandomness
 from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
 
@@ -44,11 +45,12 @@ class RecordedStep:
 
 @dataclass
 class LoopRecord:
-    """What a loop did: the parameters that it began with, and its steps."""
+    """What a loop did: the parameters that it began with, its steps, and what `topk` and its like took."""
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: list[RecordedStep] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
 
 
 class LoopWatch:
