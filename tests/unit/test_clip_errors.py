@@ -67,43 +67,27 @@ def odd_main_grad():
 
 
 CALLS = {
-    "max_norm None": (lambda x: clip_grad_norm_(x, None), TypeError, r"max_norm must be a number, not NoneType"),
-    "max_norm bool": (lambda x: clip_grad_norm_(x, True), TypeError, r"max_norm must be a number, not bool\n.*: True"),
-    "max_norm str": (lambda x: clip_grad_norm_(x, "1"), TypeError, r"max_norm must be a number, not str\n.*: '1'"),
-    "max_norm two": (lambda x: clip_grad_norm_(x, torch.ones(2)), TypeError, r"max_norm must be a number, not Tensor"),
+    "max_norm None": (lambda x: clip_grad_norm_(x, None), TypeError, r"max_norm is None, not a number"),
+    "max_norm bool": (lambda x: clip_grad_norm_(x, True), TypeError, r"max_norm is a bool, not a number\n  max_norm: "),
+    "max_norm str": (lambda x: clip_grad_norm_(x, "1"), TypeError, r"max_norm is a str, not a number\n  max_norm: '1'"),
+    "max_norm two": (lambda x: clip_grad_norm_(x, torch.ones(2)), TypeError, r"max_norm is a Tensor, not a number"),
     "max_norm negative": (lambda x: clip_grad_norm_(x, -1), ValueError, r"max_norm must be 0 or more, not -1.0"),
     "max_norm nan": (lambda x: clip_grad_norm_(x, math.nan), ValueError, r"max_norm must be 0 or more, not nan"),
     "p 0": (lambda x: clip_grad_norm_(x, 1.0, 0), ValueError, r"norm_type must be above 0, not 0.0\n  norm_type: 0\n"),
     "p negative": (lambda x: get_total_norm(x, -2), ValueError, r"norm_type must be above 0, not -2.0"),
     "p -inf": (lambda x: get_total_norm(x, -math.inf), ValueError, r"norm_type must be above 0, not -inf"),
     "p nan": (lambda x: get_total_norm(x, math.nan), ValueError, r"norm_type must be above 0, not nan"),
-    "p str": (lambda x: get_total_norm(x, "two"), TypeError, r"norm_type must be a number, not str\n.*'two'"),
-    "p complex": (lambda x: get_total_norm(x, 2j), TypeError, r"norm_type must be a number, not complex"),
-    "nonfinite": (
-        lambda x: clip_grad_norm_(x, 1.0, 2.0, 1),
-        TypeError,
-        r"error_if_nonfinite must be True or .* not int",
-    ),
-    "foreach": (lambda x: clip_grad_norm_(x, 1.0, foreach="x"), TypeError, r"foreach must be True, False or None"),
-    "stage": (
-        lambda x: clip_grad_norm_(x, 1.0, stage_group=[0]),
-        TypeError,
-        r"stage_group must be a process group .*list",
-    ),
-    "stage mesh": (
-        lambda x: get_total_norm(x, stage_group=mesh()),
-        TypeError,
-        r"stage_group must be .* not DeviceMesh",
-    ),
-    "no parameters": (
-        lambda x: clip_grad_norm_(None, 1.0),
-        TypeError,
-        r"must be a module, a tensor or tensors, not None",
-    ),
-    "number": (lambda x: get_total_norm(3), TypeError, r"must be a module, a tensor or tensors, not int\n.*: 3\n"),
-    "dict": (lambda x: get_total_norm({"w": x}), TypeError, r"must be a module, a tensor or tensors, not dict"),
-    "name": (lambda x: get_total_norm("weight"), TypeError, r"must be a module, a tensor or tensors, not str"),
-    "item": (lambda x: get_total_norm([x, ("w", x)]), TypeError, r"number 1 of parameters is a tuple and no tensor"),
+    "p str": (lambda x: get_total_norm(x, "two"), TypeError, r"norm_type is a str, not a number\n  norm_type: 'two'"),
+    "p complex": (lambda x: get_total_norm(x, 2j), TypeError, r"norm_type is a complex, not a number"),
+    "nonfinite": (lambda x: clip_grad_norm_(x, 1.0, 2.0, 1), TypeError, r"error_if_nonfinite is an int, not a bool"),
+    "foreach": (lambda x: clip_grad_norm_(x, 1.0, foreach="x"), TypeError, r"foreach is a str, not a bool or None"),
+    "stage": (lambda x: clip_grad_norm_(x, 1.0, stage_group=[0]), TypeError, r"stage_group is a list, not a process g"),
+    "stage mesh": (lambda x: get_total_norm(x, stage_group=mesh()), TypeError, r"stage_group is a DeviceMesh, not a p"),
+    "no parameters": (lambda x: clip_grad_norm_(None, 1.0), TypeError, r"parameters is None, not a module or a tensor"),
+    "number": (lambda x: get_total_norm(3), TypeError, r"parameters is an int, not a module or a tensor or an iterabl"),
+    "dict": (lambda x: get_total_norm({"w": x}), TypeError, r"parameters is a dict, not a module or a tensor or an it"),
+    "name": (lambda x: get_total_norm("weight"), TypeError, r"parameters is a str, not a module or a tensor or an ite"),
+    "item": (lambda x: get_total_norm([x, ("w", x)]), TypeError, r"parameters\[1\] is a tuple, not a tensor"),
     "sparse": (lambda x: get_total_norm(sparse()), ValueError, r"gradient of parameter 'weight' is sparse\n.*\(4, 2\)"),
     "meta": (
         lambda x: get_total_norm(half_on_meta()),
@@ -118,11 +102,7 @@ CALLS = {
         r"neither a DTensor nor of the shape of .* own shard",
     ),
     "stray": (lambda x: get_total_norm(stray_dtensor()), ValueError, r"is a DTensor and the parameter is none"),
-    "main_grad": (
-        lambda x: get_total_norm(odd_main_grad()),
-        TypeError,
-        r"main_grad of the parameter is a list and no ten",
-    ),
+    "main_grad": (lambda x: get_total_norm(odd_main_grad()), TypeError, r"the main_grad of the parameter is a list, n"),
 }
 
 
@@ -168,9 +148,9 @@ def test_without_a_mesh_it_is_torchs_own(dtype, p, foreach):
     pair = []
     wholes = [torch.randn(shape, generator=generator, dtype=dtype) for shape in ((3, 4), (), (5,))]
     for _ in range(2):
-        params = [nn.Parameter(torch.zeros_like(whole)) for whole in wholes]
-        for param, whole in zip(params, wholes, strict=True):
-            param.grad = whole.clone()
+        params = [nn.Parameter(torch.zeros_like(full)) for full in wholes]
+        for param, full in zip(params, wholes, strict=True):
+            param.grad = full.clone()
         pair.append([*params, nn.Parameter(torch.zeros(2))])
     norm = clip_grad_norm_(iter(pair[0]), torch.tensor(0.5), p, foreach=foreach)
     expected = nn.utils.clip_grad_norm_(pair[1], 0.5, float(p), foreach=foreach)

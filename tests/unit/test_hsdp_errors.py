@@ -1,4 +1,4 @@
-"""Mistakes in calling hsdp: a ValueError of four parts, on every rank alike, before anything is sent or changed."""
+"""Mistakes in calling hsdp: a ValueError of four parts, on every rank, before anything is sent or changed."""
 
 import numpy as np
 import pytest
@@ -50,88 +50,53 @@ def wrapped(**options):
 
 # -- arguments -----------------------------------------------------------------------------------------------------
 
-BOOL = r"it takes True or False\n  seen: a {}\n  try: {}=True$"
-SIZE = r"it takes an int of at least 1, or -1\n  seen: a {}\n  try: shard_size=-1, which means all ranks$"
 
 ARGUMENTS = {
-    "no module": (lambda: hsdp(3), r"cannot use 3 as cell: it takes a module\n  seen: a int\n  try: hsdp\(model\)$"),
-    "None": (lambda: hsdp(None), r"cannot use None as cell"),
-    "list": (lambda: hsdp([nn.Linear(1, 1)]), r"as cell: it takes a module\n  seen: a list\n"),
-    "tuple": (lambda: hsdp((nn.Linear(1, 1),)), r"as cell: it takes a module\n  seen: a tuple\n"),
-    "class": (
-        lambda: hsdp(nn.Linear),
-        r"cannot use <class 'torch.*Linear'> as cell: it takes a module\n  seen: a type",
-    ),
-    "parameter": (lambda: hsdp(nn.Parameter(torch.ones(2))), r"as cell: it takes a module\n"),
-    "container": (
-        lambda: hsdp(nn.ModuleList([nn.Linear(1, 1)])),
-        r"^ModuleList has no forward of its own.*\n.*\n.*hsdp",
-    ),
-    "dict": (lambda: hsdp(nn.ModuleDict()), r"^ModuleDict has no forward of its own"),
-    "size 0": (lambda: one(shard_size=0), "cannot use 0 as shard_size: " + SIZE.format("int")),
-    "size -2": (lambda: one(shard_size=-2), "cannot use -2 as shard_size: " + SIZE.format("int")),
-    "size bool": (lambda: one(shard_size=True), "cannot use True as shard_size: " + SIZE.format("bool")),
-    "size float": (lambda: one(shard_size=2.0), r"cannot use 2.0 as shard_size: " + SIZE.format("float")),
-    "size text": (lambda: one(shard_size="2"), r"cannot use '2' as shard_size: " + SIZE.format("str")),
-    "size None": (lambda: one(shard_size=None), r"cannot use None as shard_size: " + SIZE.format("NoneType")),
-    "size numpy": (lambda: one(shard_size=np.int64(2)), r"cannot use .*2.* as shard_size: " + SIZE.format("int64")),
-    "threshold -1": (
-        lambda: one(threshold=-1),
-        r"cannot use -1 as threshold: it takes an int of at least 0\n  seen: a int\n  try: threshold=64, in KB$",
-    ),
-    "threshold bool": (lambda: one(threshold=False), r"cannot use False as threshold: .*\n  seen: a bool"),
-    "threshold float": (lambda: one(threshold=0.5), r"cannot use 0.5 as threshold: .*\n  seen: a float"),
-    "threshold None": (lambda: one(threshold=None), r"cannot use None as threshold: .*\n  seen: a NoneType"),
-    "bucket -2": (
-        lambda: one(bucket_size=-2, comm_fusion=True),
-        r"use -2 as bucket_size: it takes an int of at least -1\n  seen: a int\n  try: bucket_size=-1, or a s",
-    ),
-    "bucket unused": (lambda: one(bucket_size=-2), r"cannot use -2 as bucket_size"),
-    "bucket bool": (lambda: one(bucket_size=True), r"cannot use True as bucket_size: .*\n  seen: a bool"),
-    "bucket float": (lambda: one(bucket_size=1.5), r"cannot use 1.5 as bucket_size"),
-    "level": (
-        lambda: one(optimizer_level="level4"),
-        r"cannot use 'level4' as optimizer_level: it takes one of 'level1', 'level2', 'level3'\n  seen: a str\n  try: ",
-    ),
-    "level case": (lambda: one(optimizer_level="Level1"), r"cannot use 'Level1' as optimizer_level"),
-    "level int": (lambda: one(optimizer_level=1), r"cannot use 1 as optimizer_level: .*\n  seen: a int"),
-    "level None": (lambda: one(optimizer_level=None), r"cannot use None as optimizer_level"),
-    "level list": (lambda: one(optimizer_level=["level1"]), r"cannot use \['level1'\] as optimizer_level"),
-    "level array": (
-        lambda: one(optimizer_level=np.array(["level1", "x"])),
-        r"as optimizer_level: .*\n  seen: a ndarray",
-    ),
-    "level name": (lambda: one(optimizer_level="SHARD_OPT"), r"cannot use 'SHARD_OPT' as optimizer_level"),
-    "scale int": (
-        lambda: one(grad_scale=1),
-        r"cannot use 1 as grad_scale: it takes a float\n  seen: a int\n  try: grad_scale=1.0$",
-    ),
-    "scale bool": (lambda: one(grad_scale=True), r"cannot use True as grad_scale"),
-    "scale text": (lambda: one(grad_scale="1.0"), r"cannot use '1.0' as grad_scale"),
-    "scale None": (lambda: one(grad_scale=None), r"cannot use None as grad_scale"),
-    "scale tensor": (lambda: one(grad_scale=torch.tensor(1.0)), r"cannot use tensor\(1.\) as grad_scale"),
-    "dtype text": (
-        lambda: one(reduce_dtype="bf16"),
-        r"cannot use 'bf16' as reduce_dtype: it takes a floating-point torch.dtype or None\n  seen: a str\n  try: red",
-    ),
-    "dtype python": (lambda: one(reduce_dtype=float), r"cannot use <class 'float'> as reduce_dtype"),
-    "dtype int": (lambda: one(reduce_dtype=torch.int32), r"cannot use torch.int32 as reduce_dtype"),
-    "dtype complex": (lambda: one(reduce_dtype=torch.complex64), r"cannot use torch.complex64 as reduce_dtype"),
-    "dtype bool": (lambda: one(reduce_dtype=False), r"cannot use False as reduce_dtype"),
-    "accumulation": (
-        lambda: one(enable_grad_accumulation=1),
-        r"cannot use 1 as enable_grad_accumulation: " + BOOL.format("int", "enable_grad_accumulation"),
-    ),
-    "eager hook": (
-        lambda: one(use_eager_hook=None),
-        r"cannot use None as use_eager_hook: " + BOOL.format(".*", "use_.*"),
-    ),
-    "async": (lambda: one(comm_async=0), r"cannot use 0 as comm_async: " + BOOL.format("int", "comm_async")),
-    "fusion": (
-        lambda: one(comm_fusion="yes"),
-        r"cannot use 'yes' as comm_fusion: " + BOOL.format("str", "comm_fusion"),
-    ),
-    "fusion numpy": (lambda: one(comm_fusion=np.bool_(True)), r"cannot use .*True.* as comm_fusion"),
+    "no module": (lambda: hsdp(3), r"cell is an int, not a module\n  cell: 3\n  try: hsdp\(model\)"),
+    "None": (lambda: hsdp(None), r"hsdp cannot wrap its argument: cell is None, not a module"),
+    "list": (lambda: hsdp([nn.Linear(1, 1)]), r"cell is a list, not a module\n  cell: \[Linear\(in_features=1, out_fe"),
+    "tuple": (lambda: hsdp((nn.Linear(1, 1),)), r"cell is a tuple, not a module\n  cell: \(Linear\(in_features=1, out"),
+    "class": (lambda: hsdp(nn.Linear), r"cell is a type, not a module\n  cell: <class 'torch\.nn\.modules\.linear\.L"),
+    "parameter": (lambda: hsdp(nn.Parameter(torch.ones(2))), r"cell is a Parameter, not a module\n  cell: Parameter o"),
+    "container": (lambda: hsdp(nn.ModuleList([nn.Linear(1, 1)])), r"it has no forward of its own, before which its pa"),
+    "dict": (lambda: hsdp(nn.ModuleDict()), r"it has no forward of its own, before which its parameters could be gath"),
+    "size 0": (lambda: one(shard_size=0), r"shard_size must be at least 1\n  shard_size: 0\n  try: shard_size=-1, whi"),
+    "size -2": (lambda: one(shard_size=-2), r"shard_size must be at least 1\n  shard_size: -2\n  try: shard_size=-1, "),
+    "size bool": (lambda: one(shard_size=True), r"shard_size is a bool, not an int\n  shard_size: True\n  try: shard_"),
+    "size float": (lambda: one(shard_size=2.0), r"shard_size is a float, not an int\n  shard_size: 2\.0\n  try: shard"),
+    "size text": (lambda: one(shard_size="2"), r"shard_size is a str, not an int\n  shard_size: '2'\n  try: shard_siz"),
+    "size None": (lambda: one(shard_size=None), r"shard_size is None, not an int\n  shard_size: None\n  try: shard_si"),
+    "size numpy": (lambda: one(shard_size=np.float64(2)), r"shard_size is a float64, not an int"),
+    "threshold -1": (lambda: one(threshold=-1), r"threshold must be at least 0\n  threshold: -1\n  try: threshold=64,"),
+    "threshold bool": (lambda: one(threshold=False), r"threshold is a bool, not an int\n  threshold: False"),
+    "threshold float": (lambda: one(threshold=0.5), r"threshold is a float, not an int\n  threshold: 0\.5"),
+    "threshold None": (lambda: one(threshold=None), r"threshold is None, not an int\n  threshold: None"),
+    "bucket -2": (lambda: one(bucket_size=-2, comm_fusion=True), r"bucket_size must be at least -1\n  bucket_size: -2"),
+    "bucket unused": (lambda: one(bucket_size=-2), r"hsdp cannot wrap a cell: bucket_size must be at least -1"),
+    "bucket bool": (lambda: one(bucket_size=True), r"bucket_size is a bool, not an int\n  bucket_size: True"),
+    "bucket float": (lambda: one(bucket_size=1.5), r"hsdp cannot wrap a cell: bucket_size is a float, not an int"),
+    "level": (lambda: one(optimizer_level="level4"), r"there is no kind of optimizer_level 'level4'\n  optimizer_leve"),
+    "level case": (lambda: one(optimizer_level="Level1"), r"there is no kind of optimizer_level 'Level1'"),
+    "level int": (lambda: one(optimizer_level=1), r"there is no kind of optimizer_level 1\n  optimizer_level: 1"),
+    "level None": (lambda: one(optimizer_level=None), r"there is no kind of optimizer_level None"),
+    "level list": (lambda: one(optimizer_level=["level1"]), r"there is no kind of optimizer_level \['level1'\]"),
+    "level array": (lambda: one(optimizer_level=np.array(["level1", "x"])), r"there is no kind of optimizer_level arr"),
+    "level name": (lambda: one(optimizer_level="SHARD_OPT"), r"there is no kind of optimizer_level 'SHARD_OPT'"),
+    "scale int": (lambda: one(grad_scale=1), r"grad_scale is an int, not a float\n  grad_scale: 1\n  try: grad_scale="),
+    "scale bool": (lambda: one(grad_scale=True), r"hsdp cannot wrap a cell: grad_scale is a bool, not a float"),
+    "scale text": (lambda: one(grad_scale="1.0"), r"hsdp cannot wrap a cell: grad_scale is a str, not a float"),
+    "scale None": (lambda: one(grad_scale=None), r"hsdp cannot wrap a cell: grad_scale is None, not a float"),
+    "scale tensor": (lambda: one(grad_scale=torch.tensor(1.0)), r"grad_scale is a Tensor, not a float"),
+    "dtype text": (lambda: one(reduce_dtype="bf16"), r"reduce_dtype is a str, not a floating-point torch\.dtype or No"),
+    "dtype python": (lambda: one(reduce_dtype=float), r"reduce_dtype is a type, not a floating-point torch\.dtype or "),
+    "dtype int": (lambda: one(reduce_dtype=torch.int32), r"reduce_dtype is a dtype, not a floating-point torch\.dtype"),
+    "dtype complex": (lambda: one(reduce_dtype=torch.complex64), r"reduce_dtype is a dtype, not a floating-point torc"),
+    "dtype bool": (lambda: one(reduce_dtype=False), r"reduce_dtype is a bool, not a floating-point torch\.dtype or No"),
+    "accumulation": (lambda: one(enable_grad_accumulation=1), r"enable_grad_accumulation is an int, not a bool\n  ena"),
+    "eager hook": (lambda: one(use_eager_hook=None), r"use_eager_hook is None, not a bool\n  use_eager_hook: None\n  "),
+    "async": (lambda: one(comm_async=0), r"comm_async is an int, not a bool\n  comm_async: 0\n  try: comm_async=True"),
+    "fusion": (lambda: one(comm_fusion="yes"), r"comm_fusion is a str, not a bool\n  comm_fusion: 'yes'\n  try: comm_"),
+    "fusion numpy": (lambda: one(comm_fusion=np.bool_(True)), r"comm_fusion is a numpy.bool_?, not a bool"),
 }
 
 
@@ -234,34 +199,21 @@ def several_devices():
 
 
 CELLS = {
-    "twice": (lambda: hsdp(wrapped()), r"^HSDPLinear is wrapped already\n  seen: a second hsdp of the same module\n"),
-    "fully_shard first": (lambda: both(hsdp, fully_shard), r"^HSDPLinear is wrapped already\n  seen: a second hsdp of"),
-    "hsdp first": (lambda: both(fully_shard, hsdp), r"^HSDPLinear is wrapped already\n  seen: a second fully_shard of"),
-    "tied across cells": (
-        tied_across,
-        r"(?s)'weight' is the same as 'weight', which another unit already manages(?!.*hsdp\(\[)",
-    ),
+    "twice": (lambda: hsdp(wrapped()), r"it is wrapped already\n  seen: a second hsdp of the same module"),
+    "fully_shard first": (lambda: both(hsdp, fully_shard), r"it is wrapped already\n  seen: a second hsdp of the same"),
+    "hsdp first": (lambda: both(fully_shard, hsdp), r"it is wrapped already\n  seen: a second fully_shard of the same"),
+    "tied across cells": (tied_across, r"it is the same as 'weight', which another unit already manages"),
     "half on meta": (half_on_meta, r"on meta: 1.weight, 1.bias"),
-    "gradient": (after_a_backward, r"parameter 'weight' has a gradient, which would be lost\n  seen: .* before hsdp\n"),
-    "hook": (with_a_hook, r"parameter 'weight' has hooks, which would be lost"),
-    "lazy": (lambda: hsdp(nn.LazyLinear(3)), r"parameter 'weight' has no shape yet.*\n.*\n.* before hsdp$"),
-    "partial": (partial, r"^hsdp cannot manage parameter 'weight', a DTensor with placement P"),
-    "devices": (
-        several_devices,
-        r"hsdp cannot choose a device: the cell's .* on several\n  seen: cpu, vulkan\n  try: ",
-    ),
-    "attribute 0": (
-        lambda: with_attribute(0),
-        r"cannot use 0 as hsdp_shard_size of parameter '0.weight': it takes an int of at least 1, or -1\n"
-        r"  seen: a int\n  try: 0.weight.hsdp_shard_size = 2$",
-    ),
-    "attribute -2": (lambda: with_attribute(-2), r"cannot use -2 as hsdp_shard_size of parameter '0.weight'"),
-    "attribute bool": (
-        lambda: with_attribute(True, "bias"),
-        r"cannot use True as hsdp_shard_size of parameter '0.bias'",
-    ),
-    "attribute text": (lambda: with_attribute("all"), r"cannot use 'all' as hsdp_shard_size of parameter '0.weight'"),
-    "attribute float": (lambda: with_attribute(2.0), r"cannot use 2.0 as hsdp_shard_size of parameter '0.weight'"),
+    "gradient": (after_a_backward, r"it has a gradient, which would be lost\n  seen: a backward befor"),
+    "hook": (with_a_hook, r"it has hooks, which would be lost: the parameter is replaced by a sharded one"),
+    "lazy": (lambda: hsdp(nn.LazyLinear(3)), r"it has no shape yet\n  seen: a lazy module that has not run"),
+    "partial": (partial, r"hsdp cannot manage parameter 'weight': it is a DTensor with placement P\(sum\)"),
+    "devices": (several_devices, r"its parameters are on several devices\n  seen: cpu, vulkan\n  try: cell\.to\(devic"),
+    "attribute 0": (lambda: with_attribute(0), r"hsdp_shard_size of parameter '0\.weight' must be at least 1\n  hsdp_"),
+    "attribute -2": (lambda: with_attribute(-2), r"hsdp_shard_size of parameter '0\.weight' must be at least 1"),
+    "attribute bool": (lambda: with_attribute(True, "bias"), r"hsdp_shard_size of parameter '0\.bias' is a bool, not "),
+    "attribute text": (lambda: with_attribute("all"), r"hsdp_shard_size of parameter '0\.weight' is a str, not an int"),
+    "attribute float": (lambda: with_attribute(2.0), r"hsdp_shard_size of parameter '0\.weight' is a float, not an in"),
 }
 
 
@@ -303,37 +255,25 @@ def unwrapped():
 
 
 METHODS = {
-    "sync int": (
-        lambda m: m.set_requires_grad_sync(1),
-        r"set_requires_grad_sync cannot use 1: the flag is True or False\n  seen: a int\n  try: set_requires",
-    ),
-    "sync None": (lambda m: m.set_requires_grad_sync(None), r"set_requires_grad_sync cannot use None: "),
-    "sync text": (lambda m: m.set_requires_grad_sync("no"), r"set_requires_grad_sync cannot use 'no': "),
-    "forward cell": (
-        lambda m: m.set_forward_prefetch_cells(m),
-        r"set_forward_prefetch_cells cannot use HSDPLinear.*: it takes a list or tuple of cells\n  seen: a HSDPL",
-    ),
-    "forward None": (lambda m: m.set_forward_prefetch_cells(None), r"set_forward_prefetch_cells cannot use None"),
-    "backward set": (
-        lambda m: m.set_backward_prefetch_cells({m}),
-        r"set_backward_prefetch_cells cannot use {.*seen: a s",
-    ),
-    "backward range": (lambda m: m.set_backward_prefetch_cells(range(1)), r"cannot use range\(0, 1\): .*seen: a range"),
+    "sync int": (lambda m: m.set_requires_grad_sync(1), r"requires_grad_sync is an int, not a bool\n  requires_grad_s"),
+    "sync None": (lambda m: m.set_requires_grad_sync(None), r"requires_grad_sync is None, not a bool"),
+    "sync text": (lambda m: m.set_requires_grad_sync("no"), r"requires_grad_sync is a str, not a bool"),
+    "forward cell": (lambda m: m.set_forward_prefetch_cells(m), r"hsdp_cell_list is a HSDPLinear, not a list\n  hsdp_"),
+    "forward None": (lambda m: m.set_forward_prefetch_cells(None), r"hsdp_cell_list is None, not a list"),
+    "backward set": (lambda m: m.set_backward_prefetch_cells({m}), r"hsdp_cell_list is a set, not a list"),
+    "backward range": (lambda m: m.set_backward_prefetch_cells(range(1)), r"hsdp_cell_list is a range, not a list"),
     "forward item": (
         lambda m: m.set_forward_prefetch_cells([m, nn.Linear(1, 1)]),
-        r"set_forward_prefetch_cells cannot use item 1, a Linear: it was not wrapped by hsdp\n  seen: 2 items\n",
+        r"item 1, a Linear, was not wrapped by hsdp\n  seen: 2 items",
     ),
-    "backward item": (
-        lambda m: m.set_backward_prefetch_cells((3,)),
-        r"prefetch_cells cannot use item 0, a int: it was",
-    ),
+    "backward item": (lambda m: m.set_backward_prefetch_cells((3,)), r"item 0, a int, was not wrapped by hsdp"),
     "other face": (
         lambda m: m.set_backward_prefetch_cells([m, m, fully_shard(nn.Linear(1, 1))]),
-        r"set_backward_prefetch_cells cannot use item 2, a HSDPLinear: it was not wrapped by hsdp\n  seen: 3 items",
+        r"item 2, a HSDPLinear, was not wrapped by hsdp\n  seen: 3 items",
     ),
     "item without a unit": (
         lambda m: m.set_forward_prefetch_cells([unwrapped()]),
-        r"set_forward_prefetch_cells cannot use item 0, a Unwrapped: it was not wrapped by hsdp\n",
+        r"item 0, a Unwrapped, was not wrapped by hsdp\n  seen: 1 items",
     ),
 }
 
@@ -378,5 +318,5 @@ def test_methods_of_what_was_never_wrapped(kind, method, argument):
 
     name = {"plain": "Linear", "class without a unit": "Unwrapped", "container of cells": "Sequential"}.get(kind, "int")
     fails_on_every_rank(
-        call, rf"^{method} cannot do anything for a {name}: it was never wrapped\n  seen: .*\n  try: hsdp"
+        call, rf"^cannot change how a {name} communicates: it was never wrapped\n  seen: .*\n  try: .*hsdp"
     )

@@ -299,7 +299,7 @@ def clip(params, broken):
     ("update", "embed", "weight"),
     "declared (dp, -), and rank 1 holds",
     "x the bound",
-    hint="the gradients are right: look at what the optimizer does",
+    hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(clip),
 )
@@ -317,7 +317,7 @@ def decay(params, broken):
     "weight decay on one rank only",
     ("update", "embed", "weight"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
-    hint="the gradients are right: look at what the optimizer does",
+    hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(decay),
 )
@@ -336,7 +336,7 @@ def skip(params, broken):
     "norm weights that are updated on one rank only",
     ("update", "blocks.0.norm1", "weight"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
-    hint="the gradients are right: look at what the optimizer does",
+    hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(skip),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import math
 import numbers
@@ -21,6 +22,7 @@ from hyper_parallel.core.common.errors import explain, nearest
 
 __all__ = [
     "check",
+    "check_above",
     "check_choice",
     "check_fields",
     "check_int",
@@ -64,6 +66,14 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, set, frozenset))
 
 
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, torch.Tensor))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
@@ -85,6 +95,7 @@ _KINDS = MappingProxyType(
         "path": _instance("a path", (str, os.PathLike), '"runs/llama"'),
         "list": _instance("a list", (list, tuple), "[...]"),
         "sequence": _Kind("a sequence", _is_sequence, "(2, 4)"),
+        "iterable": _Kind("an iterable", _is_iterable, "[...]"),
         "container": _Kind("a container", _is_container, "range(4)"),
         "device": _Kind("a device", _is_device, '"cpu"'),
         "mapping": _instance("a mapping", Mapping, "{...}"),
@@ -93,6 +104,7 @@ _KINDS = MappingProxyType(
         "plain tensor": _Kind("a plain tensor", _is_plain, "x.to_local()"),
         "DTensor": _instance("a DTensor", DTensor, "distribute_tensor(x, layout)"),
         "dtype": _instance("a torch.dtype", torch.dtype, "torch.float32"),
+        "floating dtype": _Kind("a floating-point torch.dtype", _is_floating, "torch.bfloat16"),
         "module": _instance("a module", torch.nn.Module, "model"),
         "optimizer": _instance("an optimizer", torch.optim.Optimizer, "torch.optim.AdamW(model.parameters())"),
         "mesh": _instance("a DeviceMesh", DeviceMesh, 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))'),
@@ -103,7 +115,7 @@ _KINDS = MappingProxyType(
 """The kinds of arguments; those with the names of Python's types are what annotations of fields say."""
 
 
-def check(asked: str, kinds: Kinds, hint: str = "", /, **given: object) -> None:
+def check(asked: str, kinds: Kinds, hint: str = "", error: type[Exception] = TypeError, /, **given: object) -> None:
     """Refuse arguments of another kind.
 
     >>> check("cannot save a checkpoint", "int | None", step="1")
@@ -118,6 +130,7 @@ def check(asked: str, kinds: Kinds, hint: str = "", /, **given: object) -> None:
         kinds: names of the table, with " | " between them, a class, or a tuple of both. An int is a float, too; a bool
             is neither.
         hint: what to try instead of an example of the first kind.
+        error: what is raised.
         given: the arguments by name.
 
     Raises:
@@ -125,14 +138,14 @@ def check(asked: str, kinds: Kinds, hint: str = "", /, **given: object) -> None:
     """
     for name, value in given.items():
         if not any(kind.accepts(value) for kind in _allowed(kinds)):
-            raise TypeError(_wrong_kind(asked, kinds, name, value, hint))
+            raise error(_wrong_kind(asked, kinds, name, value, hint))
 
 
 def _allowed(kinds: Kinds) -> list[_Kind]:
     if isinstance(kinds, tuple):
         return [kind for each in kinds for kind in _allowed(each)]
     if isinstance(kinds, type):
-        return [_instance(f"a {kinds.__name__}", kinds, kinds.__name__)]
+        return [_instance(_article(kinds), kinds, kinds.__name__)]
     return [_KINDS[word] for word in kinds.split(" | ")]
 
 
@@ -161,8 +174,8 @@ def check_fields(asked: str, values: Any) -> None:
             check(asked, kinds, **{field.name: getattr(values, field.name)})
 
 
-def check_least(asked: str, least: float, **given: Any) -> None:
-    """Refuse numbers below a bound, infinite ones and NaN; None has no bound.
+def check_least(asked: str, least: float, below: float = math.inf, /, **given: Any) -> None:
+    """Refuse numbers outside of bounds, infinite ones and NaN; None has no bound.
 
     >>> check_least("cannot save a checkpoint", 0, step=-1)
     Traceback (most recent call last):
@@ -173,16 +186,36 @@ def check_least(asked: str, least: float, **given: Any) -> None:
 
     Args:
         asked: the start of an error message, "cannot ...".
-        least: the bound.
+        least: the lower bound.
+        below: the upper one, which is no such number itself.
         given: numbers by name.
 
     Raises:
-        ValueError: the first that is below, or no finite number.
+        ValueError: the first that is outside, or no finite number.
     """
     for name, value in given.items():
-        if value is not None and not least <= value < math.inf:
-            blame = f"{name} must be a finite number of at least {least}"
+        if value is not None and not least <= value < below:
+            bounds = f"a finite number of at least {least}" if below == math.inf else f"at least {least}, below {below}"
+            blame = f"{name} must be {bounds}"
             raise ValueError(explain(asked, blame, _seen(name, value), f"{name}={least}"))
+
+
+def check_above(asked: str, bound: float, hint: str = "", /, **given: float) -> None:
+    """Refuse numbers up to a bound, infinite ones and NaN.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        bound: is no such number itself.
+        hint: what to try.
+        given: numbers by name.
+
+    Raises:
+        ValueError: the first that is not above, or no finite number.
+    """
+    for name, value in given.items():
+        if not bound < value < math.inf:
+            blame = f"{name} must be a finite number above {bound}"
+            raise ValueError(explain(asked, blame, _seen(name, value), hint or f"{name}={bound + 1}"))
 
 
 def check_choice(asked: str, name: str, given: object, choices: Iterable[str], hint: str = "") -> None:
@@ -200,8 +233,10 @@ def check_choice(asked: str, name: str, given: object, choices: Iterable[str], h
     """
     known = list(choices)
     if not isinstance(given, str) or given not in known:
-        hint = hint or f"{name}={nearest(given, known)}"
-        raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", _seen(name, given), hint))
+        near = nearest(given, known)
+        more = len(known) <= 4 and near in map(repr, known)  # otherwise there are too many, or near names them all
+        seen = _seen(name, given) + (f"   known: {', '.join(map(repr, known))}" if more else "")
+        raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", seen, hint or f"{name}={near}"))
 
 
 def check_modules(asked: str, name: str, given: Any) -> list[torch.nn.Module]:
@@ -250,7 +285,13 @@ def check_int(value: object) -> int | None:
 
 
 def read_int(
-    asked: str, name: str, value: object, least: float = -math.inf, hint: str = "", most: float = math.inf
+    asked: str,
+    name: str,
+    value: object,
+    least: float = -math.inf,
+    hint: str = "",
+    most: float = math.inf,
+    error: type[Exception] = TypeError,
 ) -> int:
     """Return an argument as a plain int.
 
@@ -264,6 +305,7 @@ def read_int(
         least: its lower bound.
         hint: what to try.
         most: its upper bound.
+        error: what is raised for no int.
 
     Raises:
         TypeError: no int.
@@ -271,7 +313,7 @@ def read_int(
     """
     number = check_int(value)
     if number is None:
-        raise TypeError(_wrong_kind(asked, "int", name, value, hint))
+        raise error(_wrong_kind(asked, "int", name, value, hint))
     if not least <= number <= most:
         bounds = f"at least {least}" if most == math.inf else f"from {least} to {most}"
         hint = hint or f"{name}={least if number < least else most}"
@@ -315,7 +357,13 @@ def check_rank(rank: object, first: int, seen: str) -> int:
 def _a(value: object) -> str:
     if value is None:
         return "None"
-    name = type(value).__name__
+    return _article(type(value))
+
+
+def _article(kind: type) -> str:
+    name = kind.__name__
+    if kind.__module__ != "builtins" and hasattr(builtins, name):  # numpy's bool is none
+        name = f"{kind.__module__}.{name}"
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.index import SequenceSplit
-from hyper_parallel.core.mesh.device_mesh import axes_of
+from hyper_parallel.core.mesh.device_mesh import axes_of, check_member
 
 
 def check_mesh(mesh: object) -> DeviceMesh:
@@ -33,10 +33,7 @@ def check_mesh(mesh: object) -> DeviceMesh:
     if list(axes.ranks) != sorted(axes.ranks):
         blame = "the ranks of the mesh are not in increasing order, and process groups have no other"
         raise ValueError(explain(asked, blame, seen, "the axis of a mesh from init_device_mesh"))
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            explain(asked, "the calling rank is not on the mesh", seen, "call it on the mesh's ranks only")
-        )
+    check_member(asked, mesh)
     return mesh
 
 
@@ -122,7 +119,7 @@ def check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, docum
         TypeError: dtypes that do not go together, or documents that are no numbers.
         ValueError: shapes that do not go together, heads that cannot be shared, a length that cannot be.
     """
-    asked, hint = "cannot attend", "q (batch, heads, seq, head_dim); k and v alike, with heads that divide those of q"
+    asked, hint = "cannot attend", "q (batch, heads, seq, head_dim); k and v too, with heads that divide those of q"
     seen = f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4:
         raise ValueError(explain(asked, "q needs four dims, and k and v the same four", seen, hint))

@@ -1,4 +1,4 @@
-"""`fully_shard`: split a module's parameters over a mesh, gather them around its forward and backward."""
+"""`fully_shard`: the call that shards a module's parameters and gathers them around its forward and backward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.common.checks import check, read_int
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import group_of
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
     FoundParameter,
     Grouping,
-    check_modules,
     check_parameters,
     copy_wrapped,
     find_parameters,
@@ -29,6 +30,7 @@ from hyper_parallel.core.fully_shard.build import (
     move_buffers,
     move_plain,
     nested_placements,
+    root_modules,
 )
 from hyper_parallel.core.fully_shard.module import (
     HSDPModule,
@@ -42,12 +44,12 @@ from hyper_parallel.core.fully_shard.placement import (
     DataParallelMesh,
     ParameterPlacement,
     PlacementFn,
-    check_fusion,
     common_spmd_mesh,
     data_axes,
     kept_placement,
     plain_placement,
     platform_of,
+    refuse_fusion,
     resolve_mesh,
     unified_placement,
     unpackable,
@@ -152,17 +154,25 @@ def fully_shard(
             argument of the wrong kind; a mesh with other than one or two axes; a parameter that cannot be split.
         TypeError: `replicate_params` with something else than a parameter.
     """
-    roots = check_modules(module, "fully_shard")
+    roots = root_modules(module, "fully_shard")
     mp_policy, offload_policy = _own_mixed_precision(mp_policy), _own_offload(offload_policy)
     reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
-    _check_reshard(reshard_after_forward)
-    _check_policies(mp_policy, offload_policy, comm_fusion, comm_fusion_zero_copy)
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise ValueError(
-            f"fully_shard cannot use {shard_placement_fn!r} as shard_placement_fn\n"
-            "  expected: a function from a parameter to Shard(dim) or None\n"
-            "  try: lambda p: Shard(1) if p.dim() > 1 else None"
+    asked = "fully_shard cannot split a module"
+    hint = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+    check(asked, MixedPrecisionPolicy, hint, ValueError, mp_policy=mp_policy)
+    check(asked, OffloadPolicy, "offload_policy=CPUOffloadPolicy()", ValueError, offload_policy=offload_policy)
+    check(asked, "bool", "", ValueError, comm_fusion=comm_fusion)
+    check(asked, "bool | None", "", ValueError, comm_fusion_zero_copy=comm_fusion_zero_copy)
+    hint = "shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None"
+    check(asked, "callable | None", hint, ValueError, shard_placement_fn=shard_placement_fn)
+    if not isinstance(reshard_after_forward, bool):
+        hint = "reshard_after_forward=True, or the number of ranks to keep parameters split over"
+        reshard_after_forward = read_int(
+            asked, "reshard_after_forward", reshard_after_forward, 1, hint, error=ValueError
         )
+    if comm_fusion_zero_copy and not comm_fusion:
+        blame = "comm_fusion_zero_copy=True is about fused communication"
+        raise ValueError(explain(asked, blame, "comm_fusion: False", "comm_fusion=True"))
     ignored, replicated = check_parameters(ignored_params, replicate_params, roots)
     found = find_parameters(roots, ignored, "fully_shard")
     if dp_mesh_dims is not None:
@@ -171,7 +181,7 @@ def fully_shard(
     if comm_fusion:
         for item in found:
             if (reason := unpackable(item.parameter)) is not None:
-                check_fusion(item.name, reason)
+                refuse_fusion(item.name, reason)
     data, platform = _data_mesh(mesh, found)
     placed = _placed(roots, found, mesh, data, shard_placement_fn, replicated, fused=comm_fusion)
     smaller = _post_forward_mesh(reshard_after_forward, data)
@@ -210,58 +220,6 @@ def _own_offload(policy: Any) -> Any:
     if isinstance(policy, TorchCPUOffloadPolicy):
         return CPUOffloadPolicy(pin_memory=policy.pin_memory)
     return OffloadPolicy() if policy is None or isinstance(policy, TorchOffloadPolicy) else policy
-
-
-def _check_policies(mp_policy: Any, offload_policy: Any, comm_fusion: Any, zero_copy: Any) -> None:
-    """Check what does not depend on the parameters.
-
-    Raises:
-        ValueError: Of another kind, or `comm_fusion_zero_copy=True` without `comm_fusion`.
-    """
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ValueError(
-            f"fully_shard cannot use {mp_policy!r} as mp_policy\n"
-            f"  expected: hyper_parallel's MixedPrecisionPolicy; seen: one of {type(mp_policy).__module__}\n"
-            "  try: mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        )
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise ValueError(
-            f"fully_shard cannot use {offload_policy!r} as offload_policy\n"
-            f"  expected: hyper_parallel's OffloadPolicy; seen: one of {type(offload_policy).__module__}\n"
-            f"  try: offload_policy={CPUOffloadPolicy()!r}"
-        )
-    for name, value, allowed in (
-        ("comm_fusion", comm_fusion, (True, False)),
-        ("comm_fusion_zero_copy", zero_copy, (True, False, None)),
-    ):
-        if not any(value is choice for choice in allowed):
-            raise ValueError(
-                f"fully_shard cannot use {value!r} as {name}\n"
-                f"  expected: {', '.join(map(repr, allowed))}\n"
-                f"  try: {name}=True"
-            )
-    if zero_copy and not comm_fusion:
-        raise ValueError(
-            "fully_shard cannot gather from one buffer: comm_fusion_zero_copy=True is about fused communication\n"
-            "  seen: comm_fusion=False\n"
-            "  try: comm_fusion=True"
-        )
-
-
-def _check_reshard(reshard_after_forward: Any) -> None:
-    """Check `reshard_after_forward` as far as the mesh does not matter.
-
-    Raises:
-        ValueError: Neither a bool nor a positive int.
-    """
-    if isinstance(reshard_after_forward, bool):
-        return
-    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1:
-        raise ValueError(
-            f"fully_shard cannot use {reshard_after_forward!r} as reshard_after_forward\n"
-            "  expected: True, False, or the size of the post-forward mesh, an int >= 1\n"
-            "  try: reshard_after_forward=True"
-        )
 
 
 def _data_mesh(mesh: DeviceMesh | None, found: list[FoundParameter]) -> tuple[DataParallelMesh | None, Platform]:
@@ -316,11 +274,8 @@ def _post_forward_mesh(size: bool | int, data: DataParallelMesh | None) -> tuple
     ranks = 1 if data is None else data.shard_size
     if ranks % size:
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        raise ValueError(
-            f"fully_shard cannot use reshard_after_forward={size}: it does not divide the shard axis\n"
-            f"  seen: a shard axis of {ranks} ranks\n"
-            f"  try: one of {divisors}"
-        )
+        asked, blame = f"fully_shard cannot use reshard_after_forward={size}", "it does not divide the shard axis"
+        raise ValueError(explain(asked, blame, f"seen: a shard axis of {ranks} ranks", f"one of {divisors}"))
     if data is None or size in (1, ranks):
         return None
     members = dist.get_process_group_ranks(data.shard_group)

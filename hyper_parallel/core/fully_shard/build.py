@@ -1,4 +1,4 @@
-"""From modules and the placements of their parameters to a unit: find, check, bucket, take over; copies of units."""
+"""Construction of a unit from modules and the placements of their parameters, and copies of units."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket, ExtensionBucket, Storage, computed_in
 from hyper_parallel.core.fully_shard.module import register_forward_method, register_state, show_shards_in_state_dicts
@@ -32,10 +33,7 @@ from hyper_parallel.platform import Platform
 __all__ = [
     "FoundParameter",
     "Grouping",
-    "check_modules",
-    "check_parameter",
     "check_parameters",
-    "check_same_data",
     "copy_wrapped",
     "find_parameters",
     "install",
@@ -44,48 +42,43 @@ __all__ = [
     "move_buffers",
     "own_modules",
     "refuse_gradients",
+    "root_modules",
 ]
 
 
 # -- checks of arguments, before anything is changed -------------------------------------------------------------------
 
 
-def check_modules(module: Any, api: str) -> list[nn.Module]:
-    """Check the first argument; of a list, keep the modules that no other one contains.
+def root_modules(module: Any, api: str) -> list[nn.Module]:
+    """Check the first argument; of a list, return the modules that no other one contains.
 
     Raises:
         ValueError: Not a module, an empty list, a module that is wrapped already or has no forward of its own.
     """
+    asked = f"{api} cannot wrap its argument"
     if torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{api} cannot wrap inside of torch.inference_mode(): parameters made there cannot be trained\n"
-            "  seen: inference mode is on\n"
-            "  try: wrap before, and run the forward in inference mode"
-        )
-    given = list(module) if isinstance(module, (list, tuple)) else [module]
+        blame, hint = "parameters made there cannot be trained", "wrap before, and run the forward in inference mode"
+        asked = f"{api} cannot wrap inside of torch.inference_mode()"
+        raise ValueError(explain(asked, blame, "seen: inference mode is on", hint))
+    several = isinstance(module, (list, tuple))
+    given = list(module) if several else [module]
     if not given:
-        raise ValueError(f"{api} got an empty list\n  expected: at least one module\n  try: {api}(model)")
+        raise ValueError(explain(asked, "the list is empty", f"seen: {module!r}", f"{api}(model)"))
     for index, item in enumerate(given):
-        if not isinstance(item, nn.Module):
-            where = f"item {index} of the list" if isinstance(module, (list, tuple)) else "its argument"
-            raise ValueError(
-                f"{api} takes modules, but {where} is a {type(item).__name__}: {item!r}\n  try: {api}(model)"
-            )
+        name = f"item {index} of the list" if several else "cell" if api == "hsdp" else "module"
+        check(asked, "module", f"{api}(model)", ValueError, **{name: item})
     inside = {id(child) for item in given for child in item.modules() if child is not item}
     roots = [item for item in dict.fromkeys(given) if id(item) not in inside]
     for root in roots:
+        asked = f"{api} cannot wrap a {type(root).__name__}"
         if is_wrapped(root):
-            raise ValueError(
-                f"{type(root).__name__} is wrapped already\n"
-                f"  seen: a second {api} of the same module\n"
-                "  try: wrap each module once, by one of fully_shard and hsdp, inner modules first"
-            )
+            seen = f"seen: a second {api} of the same module"
+            hint = "wrap each module once, by one of fully_shard and hsdp, inner modules first"
+            raise ValueError(explain(asked, "it is wrapped already", seen, hint))
         if getattr(root.forward, "__func__", None) is nn.Module.forward:
-            raise ValueError(
-                f"{type(root).__name__} has no forward of its own, before which its parameters could be gathered\n"
-                "  seen: a container, whose modules are called one by one\n"
-                f"  try: {api} each module in it, or the module that contains it"
-            )
+            blame = "it has no forward of its own, before which its parameters could be gathered"
+            seen = "seen: a container, whose modules are called one by one"
+            raise ValueError(explain(asked, blame, seen, f"{api} each module in it, or the module that contains it"))
     return roots
 
 
@@ -101,52 +94,31 @@ def check_parameters(
             inside has split.
         TypeError: One to replicate that is no parameter.
     """
-    ignored = _listed("ignored_params", ignored_params)
-    for item in ignored:
-        if not isinstance(item, nn.Parameter):
-            raise ValueError(
-                f"fully_shard cannot ignore a {type(item).__name__}\n"
-                "  expected: ignored_params of nn.Parameter\n"
-                "  try: ignored_params=[model.scale]"
-            )
-    replicated = _listed("replicate_params", replicate_params)
+    ignored = {id(item) for item in _listed("ignore", ValueError, ignored_params=ignored_params)}
+    replicated = _listed("replicate", TypeError, replicate_params=replicate_params)
     names = {id(p): name for root in roots for name, p in root.named_parameters(remove_duplicate=False)}
     for item in replicated:
-        if not isinstance(item, nn.Parameter):
-            raise TypeError(
-                f"fully_shard cannot replicate a {type(item).__name__}\n"
-                "  expected: replicate_params of nn.Parameter\n"
-                "  try: replicate_params=[model.norm.weight]"
-            )
         if id(item) not in names:
-            raise ValueError(
-                f"fully_shard cannot replicate a parameter of shape {tuple(item.shape)}: it is not in the module\n"
-                f"  seen: {len(names)} parameters in {', '.join(type(root).__name__ for root in roots)}\n"
-                "  try: replicate_params of this module's own, such as [model.norm.weight]"
-            )
-        if managed_name(item) is not None and id(item) not in {id(i) for i in ignored}:
-            raise ValueError(
-                f"fully_shard cannot replicate {names[id(item)]!r}: a unit inside the module manages it already\n"
-                f"  seen: {managed_name(item)!r} there\n"
-                "  try: pass replicate_params to the call that wraps that unit"
-            )
-    return {id(item) for item in ignored}, {id(item) for item in replicated}
+            asked = f"fully_shard cannot replicate a parameter of shape {tuple(item.shape)}"
+            seen = f"seen: {len(names)} parameters in {', '.join(type(root).__name__ for root in roots)}"
+            hint = "replicate_params of this module's own, such as [model.norm.weight]"
+            raise ValueError(explain(asked, "it is not in the module", seen, hint))
+        if managed_name(item) is not None and id(item) not in ignored:
+            asked = f"fully_shard cannot replicate {names[id(item)]!r}"
+            blame, seen = "a unit inside the module manages it already", f"seen: {managed_name(item)!r} there"
+            raise ValueError(explain(asked, blame, seen, "pass replicate_params to the call that wraps that unit"))
+    return ignored, {id(item) for item in replicated}
 
 
-def _listed(name: str, given: Any) -> list[Any]:
-    if given is None:
-        return []
+def _listed(verb: str, error: type[Exception], **argument: Any) -> list[nn.Parameter]:
+    ((name, given),) = argument.items()
+    asked, hint = f"fully_shard cannot {verb} parameters", f"{name}=[model.norm.weight]"
     # A tensor is iterable too: each of its rows would be refused as an argument that nobody has passed.
-    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
-        raise (ValueError if name == "ignored_params" else TypeError)(
-            explain(
-                f"fully_shard cannot use a {type(given).__name__} as {name}",
-                "it takes several parameters",
-                f"expected: a set or list of nn.Parameter, or None; got {type(given).__name__}",
-                f"{name}=[model.norm.weight]",
-            )
-        )
-    return list(given)
+    check(asked, "iterable | None", hint, error, **argument)
+    parameters = list(given or ())
+    for index, item in enumerate(parameters):
+        check(asked, nn.Parameter, hint, error, **{f"item {index} of {name}": item})
+    return parameters
 
 
 def managed_name(parameter: nn.Parameter) -> str | None:
@@ -155,7 +127,7 @@ def managed_name(parameter: nn.Parameter) -> str | None:
     return name
 
 
-def check_same_data(parameters: list[tuple[nn.Parameter, str]]) -> None:
+def _check_same_data(parameters: list[tuple[nn.Parameter, str]]) -> None:
     """Either all parameters of a unit are on the meta device or none.
 
     Raises:
@@ -163,92 +135,75 @@ def check_same_data(parameters: list[tuple[nn.Parameter, str]]) -> None:
     """
     on_meta = [name for parameter, name in parameters if parameter.is_meta]
     if on_meta and len(on_meta) < len(parameters):
-        raise ValueError(
-            f"some parameters of the unit are on the meta device, others have data\n"
-            f"  on meta: {', '.join(on_meta)}\n"
-            "  try: make the whole module on meta, or none of it; or pass the former in ignored_params"
-        )
+        asked, blame = "cannot make a unit", "some of its parameters are on the meta device, others have data"
+        hint = "make the whole module on meta, or none of it; or pass the former in ignored_params"
+        raise ValueError(explain(asked, blame, f"on meta: {', '.join(on_meta)}", hint))
 
 
-def check_parameter(parameter: nn.Parameter, name: str, api: str) -> None:
+def _check_parameter(parameter: nn.Parameter, name: str, api: str) -> None:
     """Check that a parameter can be managed.
 
     Raises:
         ValueError: Another unit manages it; it has no shape yet, a gradient, hooks that would be lost; it is of a kind
             whose shards are no tensors of their own.
     """
+    asked = f"{api} cannot manage parameter {name!r}"
     owner = managed_name(parameter)
     if owner is not None:
-        raise ValueError(
-            f"parameter {name!r} is the same as {owner!r}, which another unit already manages\n"
-            "  seen: one tensor in two units, whose gradients would drift apart\n"
-            f"  try: inner modules before the one that contains them; of two modules that share it, {together(api)}"
-        )
+        blame = f"it is the same as {owner!r}, which another unit already manages"
+        seen = "seen: one tensor in two units, whose gradients would drift apart"
+        hint = f"inner modules before the one that contains them; of two modules that share it, {_together(api)}"
+        raise ValueError(explain(asked, blame, seen, hint))
+    hint = f"run it once, on any rank's input, before {api}"
     if is_lazy(parameter):
-        raise ValueError(
-            f"parameter {name!r} has no shape yet\n"
-            "  seen: a lazy module that has not run\n"
-            f"  try: run it once, on any rank's input, before {api}"
-        )
+        raise ValueError(explain(asked, "it has no shape yet", "seen: a lazy module that has not run", hint))
     if parameter.grad is not None:
-        raise ValueError(
-            f"parameter {name!r} has a gradient, which would be lost\n"
-            f"  seen: a backward before {api}\n"
-            "  try: model.zero_grad() first"
-        )
+        blame, seen = "it has a gradient, which would be lost", f"seen: a backward before {api}"
+        raise ValueError(explain(asked, blame, seen, "model.zero_grad() first"))
     hooks = (parameter._backward_hooks or {}).values()
     lost = [hook for hook in hooks if not getattr(hook, "is_made_anew", False)]  # a unit sees to the layout itself
     if lost or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise ValueError(
-            f"parameter {name!r} has hooks, which would be lost: the parameter is replaced by a sharded one\n"
-            "  seen: register_hook or register_post_accumulate_grad_hook before wrapping\n"
-            f"  try: register them on the parameter that the module has after {api}"
-        )
-    if api == "fully_shard" and _is_extended(parameter, name):
+        blame = "it has hooks, which would be lost: the parameter is replaced by a sharded one"
+        seen = "seen: register_hook or register_post_accumulate_grad_hook before wrapping"
+        hint = f"register them on the parameter that the module has after {api}"
+        raise ValueError(explain(asked, blame, seen, hint))
+    if api == "fully_shard" and _is_extended(parameter, asked):
         return
     reason = unpackable(parameter)
     if reason is not None:
-        raise ValueError(
-            f"parameter {name!r} cannot be split: {reason}\n"
-            f"  seen: {type(parameter).__name__}, {parameter.layout}\n"
-            "  try: a plain tensor, or pass it in ignored_params"
-        )
+        seen = f"seen: {type(parameter).__name__}, {parameter.layout}"
+        raise ValueError(explain(asked, reason, seen, "a plain tensor, or pass it in ignored_params"))
 
 
-def _is_extended(parameter: nn.Parameter, name: str) -> bool:
+def _is_extended(parameter: nn.Parameter, asked: str) -> bool:
     """Whether a parameter has FSDP2's tensor extension, in a form that can be used."""
     local: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    kind = type(local).__name__
     found = [method for method in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(local, method)]
     if not found:
         return False
     if len(found) == 1:
-        raise ValueError(
-            f"parameter {name!r} cannot be split: it has {found[0]} alone, which needs the other one of the two\n"
-            f"  seen: a {type(local).__name__}\n"
-            "  try: both fsdp_pre_all_gather and fsdp_post_all_gather, or pass it in ignored_params"
-        )
+        blame = f"it has {found[0]} alone, which needs the other one of the two"
+        hint = "both fsdp_pre_all_gather and fsdp_post_all_gather, or pass it in ignored_params"
+        raise ValueError(explain(asked, blame, f"seen: a {kind}", hint))
     signature = inspect.signature(local.fsdp_pre_all_gather)
     if len(signature.parameters) not in (1, 5):
-        raise ValueError(
-            f"parameter {name!r} cannot be split: its fsdp_pre_all_gather does not take what it is called with\n"
-            f"  seen: {type(local).__name__}.fsdp_pre_all_gather{signature}\n"
-            "  try: (self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
-        )
+        blame = "its fsdp_pre_all_gather does not take what it is called with"
+        hint = "(self, mesh), or (self, mesh, outer_size, outer_stride, module, mp_policy)"
+        raise ValueError(explain(asked, blame, f"seen: {kind}.fsdp_pre_all_gather{signature}", hint))
     # Tried on no rows at all, now and on every rank: a class that one of these operations drops would show at the first
     # gather, and on some ranks alone where shards are uneven.
     with torch.no_grad():
         shard = local.detach()
         shard = shard.narrow(0, 0, 0).new_zeros((0, *shard.shape[1:])) if shard.dim() else shard
     if not has_extension(shard):
-        raise ValueError(
-            f"parameter {name!r} cannot be split: shards of it have lost fsdp_pre_all_gather\n"
-            f"  seen: a {type(local).__name__}, whose detach(), narrow() or new_zeros() is a {type(shard).__name__}\n"
-            "  try: a __torch_dispatch__ that keeps the class for detach, slice, new_zeros, view, copy_ and _to_copy"
-        )
+        seen = f"seen: a {kind}, whose detach(), narrow() or new_zeros() is a {type(shard).__name__}"
+        hint = "a __torch_dispatch__ that keeps the class for detach, slice, new_zeros, view, copy_ and _to_copy"
+        raise ValueError(explain(asked, "shards of it have lost fsdp_pre_all_gather", seen, hint))
     return True
 
 
-def together(api: str) -> str:
+def _together(api: str) -> str:
     """How to wrap two modules that share a parameter."""
     one = "wrap both modules as one unit, fully_shard([a, b]), or " if api == "fully_shard" else ""
     return f"{one}wrap only the module that contains both"
@@ -286,7 +241,7 @@ class Grouping:
 
 
 def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list[FoundParameter]:
-    """The parameters of this unit with their names and places, tied ones once; nested units' are left out.
+    """The parameters of this unit with their names and places, tied ones once, without those of nested units.
 
     Raises:
         ValueError: One cannot be managed; some are on the meta device and others are not.
@@ -297,14 +252,14 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list
             if parameter is None or id(parameter) in ignored:
                 continue
             full_name = f"{path}{name}"
-            check_parameter(parameter, full_name, api)
+            _check_parameter(parameter, full_name, api)
             found.setdefault(id(parameter), (parameter, full_name, []))[2].append(Slot(owner, name))
-    check_same_data([(parameter, name) for parameter, name, _ in found.values()])
+    _check_same_data([(parameter, name) for parameter, name, _ in found.values()])
     return [FoundParameter(parameter, name, tuple(slots)) for parameter, name, slots in found.values()]
 
 
 def own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules of this unit with the paths to them; what nested units contain is left out."""
+    """The modules of this unit with the paths to them, without those that nested units contain."""
     # Not `named_modules()`, which goes on into units inside: their parameters would be in two units.
     seen: set[nn.Module] = set()
     own: list[tuple[str, nn.Module]] = []
@@ -459,7 +414,7 @@ def refuse_gradients(found: FoundParameter, api: str) -> None:
         raise RuntimeError(
             f"a gradient arrived for {name!r} as it was before {api} replaced it by a sharded parameter\n"
             "  seen: a module outside of the unit, or a variable, that still uses the old one\n"
-            f"  try: if two modules share the weight, {together(api)}"
+            f"  try: if two modules share the weight, {_together(api)}"
         )
 
     found.parameter.register_hook(refuse)
@@ -506,7 +461,7 @@ OF_A_UNIT = ("_hyper_parallel_unit", STATE_KEY, REGISTRY_KEY)
 
 
 def copy_wrapped(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What `copy.deepcopy` of a wrapped module returns; gradients are left behind, as torch does for parameters.
+    """What `copy.deepcopy` of a wrapped module returns: without gradients, as torch copies parameters.
 
     Raises:
         TypeError: A unit for `torch.compile` to trace.

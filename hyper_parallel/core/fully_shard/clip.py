@@ -2,14 +2,13 @@
 
 Ranks hold different shards of a gradient along the axes that shard its parameter, and copies along all others. So the
 norm to the power of p is a sum over the sharding axes' groups, and over nothing else. Which groups those are is read
-from the parameters, never from the gradients: a rank without gradients takes part all the same.
+from the parameters, never from the gradients: a rank without gradients takes part too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
 from hyper_parallel.core.redistribute.api import redistribute
@@ -209,10 +209,8 @@ def clip_grads_with_norm_(
 def _number(asked: str, name: str, value: object, hint: str) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        blame = f"{name} must be a number, not {type(value).__name__}"
-        raise TypeError(explain(asked, blame, f"{name}: {value!r}", hint))
-    return float(value)
+    check(asked, "float", hint, **{name: value})
+    return float(value)  # type: ignore[arg-type]
 
 
 def _limit(asked: str, max_norm: object) -> float:
@@ -234,15 +232,10 @@ def _options(asked: str, norm_type: object, error_if_nonfinite: object, foreach:
     if not p > 0.0:
         blame = f"norm_type must be above 0, not {p}"
         raise ValueError(explain(asked, blame, f"norm_type: {norm_type!r}", "norm_type=1.0, 2.0, or math.inf"))
-    if not isinstance(error_if_nonfinite, bool):
-        blame = f"error_if_nonfinite must be True or False, not {type(error_if_nonfinite).__name__}"
-        raise TypeError(explain(asked, blame, f"error_if_nonfinite: {error_if_nonfinite!r}", "error_if_nonfinite=True"))
-    if foreach is not None and not isinstance(foreach, bool):
-        blame = f"foreach must be True, False or None, not {type(foreach).__name__}"
-        raise TypeError(explain(asked, blame, f"foreach: {foreach!r}", "foreach=None"))
-    if stage_group is not None and not isinstance(stage_group, dist.ProcessGroup):
-        blame = f"stage_group must be a process group that the calling rank is in, not {type(stage_group).__name__}"
-        raise TypeError(explain(asked, blame, f"stage_group: {stage_group!r}", 'stage_group=mesh.get_group("pp")'))
+    check(asked, "bool", error_if_nonfinite=error_if_nonfinite)
+    check(asked, "bool | None", "foreach=None", foreach=foreach)
+    hint = 'stage_group=mesh.get_group("pp"), of which the calling rank is a member'
+    check(asked, "group | None", hint, stage_group=stage_group)
     return p
 
 
@@ -263,20 +256,17 @@ def _read(asked: str, parameters: object) -> tuple[list[_Parameter], dict[_Key, 
     return found, groups
 
 
-def _named(asked: str, parameters: object) -> list[tuple[str, torch.Tensor]]:
+def _named(asked: str, parameters: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(parameters, nn.Module):
         return [(f"parameter {name!r}", param) for name, param in parameters.named_parameters()]
     if isinstance(parameters, torch.Tensor):
         return [("the parameter", parameters)]
     hint = "clip_grad_norm_(model.parameters(), max_norm=1.0)"
-    if isinstance(parameters, (str, bytes, dict)) or not isinstance(parameters, Iterable):
-        blame = f"parameters must be a module, a tensor or tensors, not {type(parameters).__name__}"
-        raise TypeError(explain(asked, blame, f"parameters: {parameters!r}", hint))
+    check(asked, "module | tensor | iterable", hint, parameters=parameters)
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for number, param in enumerate(parameters):
-        if not isinstance(param, torch.Tensor):
-            blame = f"number {number} of parameters is a {type(param).__name__} and no tensor"
-            raise TypeError(explain(asked, blame, f"parameters[{number}]: {param!r}", hint))
+        if not isinstance(param, torch.Tensor):  # asked here: there may be thousands, in every step
+            check(asked, "tensor", hint, **{f"parameters[{number}]": param})
         named.setdefault(id(param), (f"parameter number {number}", param))
     return list(named.values())
 
@@ -288,8 +278,7 @@ def _gradient(asked: str, name: str, param: torch.Tensor) -> torch.Tensor | None
     if grad is None:
         return None
     if not isinstance(grad, torch.Tensor):
-        blame = f"the main_grad of {name} is a {type(grad).__name__} and no tensor"
-        raise TypeError(explain(asked, blame, f"main_grad: {grad!r}", "main_grad=None"))
+        check(asked, "tensor", "main_grad=None", **{f"the main_grad of {name}": grad})
     fault = _fault(name, param, grad)
     if fault is not None:
         seen = f"parameter: {_show(param)}   {attribute}: {_show(grad)}"

@@ -1,7 +1,7 @@
 """The methods that a wrapped module gains, and the state of it that torch's own tools look for.
 
-A wrapped module is a `torch.distributed.fsdp.FSDPModule`. Every method of that class is one of the engine's here, so
-that none of torch's looks for parameters where there are none.
+A wrapped module is a `torch.distributed.fsdp.FSDPModule`. The engine overrides every method of that class, since
+torch's own would look for parameter groups that do not exist here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from hyper_parallel.core.common.checks import check, check_modules
+from hyper_parallel.core.common.checks import check, check_above, check_choice, check_modules
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
 from hyper_parallel.core.fully_shard.state_dict import load_into
@@ -37,11 +37,14 @@ __all__ = [
     "HSDPModule",
     "ManagedModule",
     "State",
+    "check_flags",
     "hold_parameters",
     "needed_unit",
     "needed_units",
+    "prefetched_units",
     "reached_units",
     "reduce_gradients",
+    "refuse_traced",
     "register_forward_method",
     "register_fsdp_forward_method",
     "register_state",
@@ -63,18 +66,12 @@ def needed_unit(module: Any) -> Unit:
         ValueError: It was never wrapped, or for `torch.compile` to trace.
     """
     unit = unit_of(module) if isinstance(module, nn.Module) else None
+    asked = f"cannot change how a {type(module).__name__} communicates"
     if unit is None and _own_traced(module):
-        raise ValueError(
-            f"{type(module).__name__} has no communication of its own to change: it was wrapped for torch.compile to "
-            "trace\n"
-            "  seen: hsdp(..., use_eager_hook=False), where gathers and reductions are part of the graph\n"
-            "  try: hsdp(cell, ..., use_eager_hook=True)"
-        )
+        refuse_traced(asked, module)
     if unit is None:
-        raise ValueError(
-            f"{type(module).__name__} has no parameters of its own to manage: it was never wrapped\n"
-            "  try: fully_shard(module, mesh=mesh) first"
-        )
+        hint = "fully_shard(module, mesh=mesh) or hsdp(module) first"
+        raise ValueError(explain(asked, "it was never wrapped", "seen: a module without a unit of its own", hint))
     return unit
 
 
@@ -100,46 +97,40 @@ def reached_units(module: Any, method: str, recurse: bool) -> Iterable[Unit]:
     Raises:
         ValueError: It was never wrapped, or `recurse` is no bool.
     """
-    _check_flag(method, recurse, "recurse")
+    check_flags(method, recurse=recurse)
     if recurse:
         return needed_units(module)
     return [] if _own_traced(module) else [needed_unit(module)]
 
 
-def _check_flag(method: str, flag: Any, name: str) -> None:
-    if not isinstance(flag, bool):
-        raise ValueError(f"{method} cannot use {flag!r} as its {name}\n  expected: True or False\n  try: True")
+def check_flags(method: str, **flags: Any) -> None:
+    """Refuse flags of a method that are not True or False.
+
+    Raises:
+        ValueError: The first that is not.
+    """
+    check(f"{method} cannot use its flags", "bool", "", ValueError, **flags)
 
 
-def _check_comm(method: str, comm: Any) -> None:
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise _no_function(method, comm, "an object of a subclass of torch's AllGather or ReduceScatter")
+def _check_comm(asked: str, kind: str, comm: Any) -> None:
+    parts = {"comm": comm, "comm.allocate": getattr(comm, "allocate", None)}
+    check(asked, "callable", f"an object of a subclass of torch's {kind}", ValueError, **parts)
 
 
-def _no_function(method: str, given: Any, hint: str) -> ValueError:
-    return ValueError(
-        explain(f"{method} cannot use {given!r}", "it is called", f"seen: a {type(given).__name__}", hint)
-    )
+def prefetched_units(method: str, kind: type[ManagedModule], by: str, **argument: Any) -> list[Unit]:
+    """The units of wrapped modules that a method is given; one for `torch.compile` to trace gathers by its graph.
 
-
-def _units_of(method: str, modules: Any) -> list[Unit]:
-    if not isinstance(modules, (list, tuple)):
-        raise ValueError(
-            f"{method} cannot use {modules!r}\n  expected: a list of wrapped modules\n  try: [model.layers[1]]"
-        )
-    units = []
+    Raises:
+        ValueError: No list, or one of the modules was not wrapped, by the API of `kind`.
+    """
+    asked = f"{method} cannot use its argument"
+    check(asked, "list", "[model.layers[1]]", ValueError, **argument)
+    (modules,) = argument.values()
     for index, module in enumerate(modules):
-        if _own_traced(module):
-            continue  # it gathers where its graph says
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise ValueError(
-                f"{method}: item {index} is a {type(module).__name__}, which was never wrapped\n"
-                "  expected: modules that fully_shard has wrapped\n"
-                "  try: fully_shard(that_module) first"
-            )
-        units.append(unit)
-    return units
+        if not isinstance(module, kind) or not is_wrapped(module):  # type: ignore[arg-type]
+            blame = f"item {index}, a {type(module).__name__}, was not wrapped by {by}"
+            raise ValueError(explain(asked, blame, f"seen: {len(modules)} items", f"{by}(that_module) first"))
+    return [unit for module in modules if (unit := unit_of(module)) is not None]
 
 
 # -- steps by request: unsharded for the step, deferred sync -----------------------------------------------------------
@@ -174,7 +165,7 @@ def hold_parameters(module: nn.Module, *, keep: bool = True, before: UnitCallbac
         ValueError: a unit for `torch.compile` to trace, whose communication is part of its graph.
         RuntimeError: they are unsharded for a step already.
     """
-    _refuse_traced(module)
+    refuse_traced("cannot reduce gradients when asked", module)
     units = [unit for root in _roots(module) for unit in root.prepared_units()]
     busy = next((unit for unit in units if unit.control is not StepControl.HOOKS), None)
     if busy is not None:
@@ -221,7 +212,7 @@ def reduce_gradients(module: nn.Module, *, before: UnitCallback | None = None) -
         ValueError: a unit for `torch.compile` to trace.
         RuntimeError: forward changed an unsharded parameter in place.
     """
-    _refuse_traced(module)
+    refuse_traced("cannot reduce gradients when asked", module)
     for root in _roots(module):
         units = root.prepared_units()
         schedule = root.schedule
@@ -269,13 +260,17 @@ def _roots(module: nn.Module) -> Iterator[Unit]:
     yield from found
 
 
-def _refuse_traced(module: nn.Module) -> None:
+def refuse_traced(asked: str, module: nn.Module, hint: str = "hsdp(cell, ..., use_eager_hook=True)") -> None:
+    """Refuse what cannot reach a cell whose communication is part of its graph.
+
+    Raises:
+        ValueError: There is one in the module.
+    """
     for name, child in module.named_modules():
         if traced_unit_of(child) is not None:
             blame = f"{name or type(child).__name__!r} was wrapped for torch.compile to trace"
-            hint = "hsdp(cell, ..., use_eager_hook=True)"
             seen = "seen: hsdp(..., use_eager_hook=False), whose communication is part of its graph"
-            raise ValueError(explain("cannot reduce gradients when asked", blame, seen, hint))
+            raise ValueError(explain(asked, blame, seen, hint))
 
 
 # -- wrapped modules ---------------------------------------------------------------------------------------------------
@@ -315,17 +310,11 @@ class ManagedModule(FSDPModule):
         be divided by the number of data-parallel ranks. A root with units of both kinds has to choose.
         """
         op = reduce_op_type.strip().lower() if isinstance(reduce_op_type, str) else reduce_op_type
-        if op not in ("avg", "sum"):
-            raise ValueError(
-                f"set_reduce_op_type cannot use {reduce_op_type!r}\n  expected: 'avg' or 'sum'\n  try: 'avg'"
-            )
+        check_choice("cannot set how gradients are reduced", "reduce_op_type", op, ("avg", "sum"))
         units = reached_units(self, "set_reduce_op_type", recurse)
-        if op == "sum" and recurse and nested_traced_units(self):
-            raise ValueError(
-                "set_reduce_op_type cannot reach a cell that was wrapped with use_eager_hook=False\n"
-                "  seen: its average is part of its graph\n"
-                "  try: use_eager_hook=True, or recurse=False on each of the other units"
-            )
+        if op == "sum" and recurse:
+            hint = "use_eager_hook=True, or recurse=False on each of the other units"
+            refuse_traced("set_reduce_op_type cannot reach all cells", self, hint)  # type: ignore[arg-type]
         for unit in units:
             options = unit.options
             options.average, options.divide_by, options.chose_reduction = op == "avg", None, True
@@ -370,14 +359,9 @@ class ManagedModule(FSDPModule):
 
     def set_gradient_scaling_factor(self, factor: float) -> None:
         """Multiply reduced gradients by `factor`, also those that wait by then. Nested."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            raise ValueError(f"set_gradient_scaling_factor cannot use {factor!r}\n  expected: a float\n  try: 0.5")
-        if nested_traced_units(self):
-            raise ValueError(
-                "set_gradient_scaling_factor cannot reach a cell that was wrapped with use_eager_hook=False\n"
-                "  seen: its factor is part of its graph\n"
-                "  try: hsdp(cell, grad_scale=..., use_eager_hook=False)"
-            )
+        check("set_gradient_scaling_factor cannot use its argument", "float", "", ValueError, factor=factor)
+        hint = "hsdp(cell, grad_scale=..., use_eager_hook=False)"
+        refuse_traced("set_gradient_scaling_factor cannot reach all cells", self, hint)  # type: ignore[arg-type]
         for unit in needed_units(self):
             unit.options.gradient_scale = float(factor)
 
@@ -389,11 +373,10 @@ class ManagedModule(FSDPModule):
         return unit.wrapping.copy(self, memo)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"cannot copy or pickle a {type(self).__name__}: its parameters are shards that belong to running groups\n"
-            "  seen: copy.copy, pickle or torch.save of the module itself, or copy.deepcopy of a traced one\n"
-            "  try: its state_dict(), copy.deepcopy, or copy the module before it is wrapped"
-        )
+        blame = "its parameters are shards that belong to running groups"
+        seen = "seen: copy.copy, pickle or torch.save of the module itself, or copy.deepcopy of a traced one"
+        hint = "its state_dict(), copy.deepcopy, or copy the module before it is wrapped"
+        raise TypeError(explain(f"cannot copy or pickle a {type(self).__name__}", blame, seen, hint))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -415,7 +398,7 @@ class ManagedModule(FSDPModule):
         """
         check("set_requires_gradient_sync cannot use its flags", "bool | None", requires_grad_sync=requires_grad_sync)
         flag = requires_grad_sync if requires_gradient_sync is None else requires_gradient_sync
-        _check_flag("set_requires_gradient_sync", flag, "requires_gradient_sync")
+        check_flags("set_requires_gradient_sync", requires_gradient_sync=flag)
         for unit in reached_units(self, "set_requires_gradient_sync", recurse):
             unit.options.requires_gradient_sync = unit.options.requires_all_reduce = bool(flag)
         for traced in nested_traced_units(self) if recurse else _own_traced(self):
@@ -424,13 +407,13 @@ class ManagedModule(FSDPModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: reduce over the shard axis only; the replicate axis follows in the next backward with True."""
-        _check_flag("set_requires_all_reduce", requires_all_reduce, "requires_all_reduce")
+        check_flags("set_requires_all_reduce", requires_all_reduce=requires_all_reduce)
         for unit in reached_units(self, "set_requires_all_reduce", recurse):
             unit.options.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: the end of this backward leaves reductions under way (several backwards per step). For the root."""
-        _check_flag("set_is_last_backward", is_last_backward, "is_last_backward")
+        check_flags("set_is_last_backward", is_last_backward=is_last_backward)
         unit = needed_unit(self)
         unit.is_last_backward = is_last_backward
         if unit.schedule is not None:
@@ -442,15 +425,9 @@ class ManagedModule(FSDPModule):
 
         1.0: add them up. What `set_gradient_scaling_factor` says is still multiplied by.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
-            raise ValueError(
-                explain(
-                    f"set_gradient_divide_factor cannot use {factor!r}",
-                    "gradients are divided by it",
-                    "expected: a number greater than 0",
-                    "set_gradient_divide_factor(1.0), which adds gradients up",
-                )
-            )
+        asked, hint = "cannot divide gradients", "set_gradient_divide_factor(1.0), which adds gradients up"
+        check(asked, "float", hint, ValueError, factor=factor)
+        check_above(asked, 0, hint, factor=factor)
         options = needed_unit(self).options
         options.divide_by, options.chose_reduction = float(factor), True
 
@@ -469,40 +446,40 @@ class ManagedModule(FSDPModule):
             stream: Without effect: it runs on the current stream.
         """
         del stream
-        if not callable(hook):
-            raise _no_function("set_all_reduce_hook", hook, "lambda reduced: dist.all_reduce(reduced, group=group)")
+        hint = "lambda reduced: dist.all_reduce(reduced, group=group)"
+        check("cannot call a hook with reduced gradients", "callable", hint, ValueError, hook=hook)
         needed_unit(self).options.reduced_hook = hook
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit's parameters with `comm`, an `AllGather` of torch: it allocates and communicates."""
-        _check_comm("set_custom_all_gather", comm)
+        _check_comm("cannot gather parameters", "AllGather", comm)
         for bucket in needed_unit(self).buckets:
             bucket.all_gather_with = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce this unit's gradients with `comm`, a `ReduceScatter` of torch; its `op` is always `SUM`."""
-        _check_comm("set_custom_reduce_scatter", comm)
+        _check_comm("cannot reduce gradients", "ReduceScatter", comm)
         needed_unit(self).options.reduce_scatter_with = comm
 
     # -- when parameters are unsharded ----------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the unsharded parameters are freed after forward; replaces an int given when wrapping."""
-        _check_flag("set_reshard_after_forward", reshard_after_forward, "reshard_after_forward")
+        check_flags("set_reshard_after_forward", reshard_after_forward=reshard_after_forward)
         for unit in reached_units(self, "set_reshard_after_forward", recurse):
             unit.options.reshard_after_forward = reshard_after_forward
             unit.use_post_forward_mesh(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Whether unsharded parameters are freed after backward; False keeps them until an optimizer has stepped."""
-        _check_flag("set_reshard_after_backward", reshard_after_backward, "reshard_after_backward")
+        check_flags("set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
         for unit in reached_units(self, "set_reshard_after_backward", recurse):
             unit.options.reshard_after_backward = reshard_after_backward
         self._show_gathered()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward of this unit needs no parameters (an embedding's does not), and none are gathered."""
-        _check_flag("set_unshard_in_backward", unshard_in_backward, "unshard_in_backward")
+        check_flags("set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
         needed_unit(self).options.unshard_in_backward = unshard_in_backward
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -512,17 +489,19 @@ class ManagedModule(FSDPModule):
         with `use_eager_hook=False` get none.
         """
         name = "set_reduce_scatter_unused_params"
-        _check_flag(name, reduce_scatter_unused_params, "reduce_scatter_unused_params")
+        check_flags(name, reduce_scatter_unused_params=reduce_scatter_unused_params)
         for unit in reached_units(self, name, recurse):
             unit.options.zeros = reduce_scatter_unused_params
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Gather these units' parameters while this unit's forward computes (default: the unit that came next)."""
-        needed_unit(self).forward_prefetch = _units_of("set_modules_to_forward_prefetch", modules)
+        units = prefetched_units("set_modules_to_forward_prefetch", ManagedModule, "fully_shard", modules=modules)
+        needed_unit(self).forward_prefetch = units
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Gather these units' parameters while this unit's backward computes (default: the one that came before)."""
-        needed_unit(self).backward_prefetch = _units_of("set_modules_to_backward_prefetch", modules)
+        units = prefetched_units("set_modules_to_backward_prefetch", ManagedModule, "fully_shard", modules=modules)
+        needed_unit(self).backward_prefetch = units
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the gathers of the next forward wait for `event`, recorded after an optimizer's step on its own stream.
@@ -540,7 +519,7 @@ class ManagedModule(FSDPModule):
         by a foreach operation without gradients, leaves no trace: call `reshard()` after one. What is written into
         unsharded parameters is lost when they are freed.
         """
-        _check_flag("unshard", async_op, "async_op")
+        check_flags("unshard", async_op=async_op)
         unit = needed_unit(self)
         unit.gather_by_hand()
         if async_op:
@@ -556,18 +535,13 @@ class ManagedModule(FSDPModule):
     def reset_iter_state(self) -> None:
         """After a forward or backward that failed: free unsharded parameters, drop what it did and gradients that wait.
 
-        For the root. Without it the next forward goes on with the gradients that earlier micro-batches have left.
+        For the root. Without it the next forward goes on with the gradients of earlier micro-batches.
         """
         unit = needed_unit(self)
         if unit.schedule is not None and not unit.is_root:
-            raise RuntimeError(
-                explain(
-                    f"reset_iter_state cannot start at a {type(self).__name__}",
-                    "it is a unit inside of another one",
-                    f"seen: the root is a {type(unit.schedule.units[0].modules[0]).__name__}",
-                    "call it on the root",
-                )
-            )
+            asked, blame = f"reset_iter_state cannot start at a {type(self).__name__}", "it is a unit inside of another"
+            seen = f"seen: the root is a {type(unit.schedule.units[0].modules[0]).__name__}"
+            raise RuntimeError(explain(asked, blame, seen, "call it on the root"))
         if unit.schedule is not None:
             unit.schedule.forget_failed_backward()
         for nested in needed_units(self):
@@ -654,11 +628,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     unit = needed_unit(module)
     method = getattr(module, name, None) if isinstance(name, str) else None
     if not callable(method) or inspect.isgeneratorfunction(method):
-        raise ValueError(
-            f"cannot let {name!r} of a {type(module).__name__} run as forward does: no method that returns a result\n"
-            f"  seen: {'nothing of that name' if method is None else 'a generator' if callable(method) else method!r}\n"
-            "  try: the name of a method, such as 'encode'"
-        )
+        asked = f"cannot let {name!r} of a {type(module).__name__} run as forward does"
+        seen = "nothing of that name" if method is None else "a generator" if callable(method) else repr(method)
+        hint = "the name of a method, such as 'encode'"
+        raise ValueError(explain(asked, "it is no method that returns a result", f"seen: {seen}", hint))
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:

@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.placements import is_strided
-from hyper_parallel.core.fully_shard.policy import (
-    FullyShardParamMode,
-)
-from hyper_parallel.core.mesh.device_mesh import flatten_axes
+from hyper_parallel.core.fully_shard.policy import DataParallelMeshDims, FullyShardParamMode
+from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh, flatten_axes
 from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
 from hyper_parallel.platform import Platform, get_platform
 
@@ -31,14 +30,13 @@ __all__ = [
     "DataParallelMesh",
     "ParameterPlacement",
     "PlacementFn",
-    "check_fusion",
     "common_spmd_mesh",
     "data_axes",
-    "describe_mesh",
     "has_extension",
     "kept_placement",
     "plain_placement",
     "platform_of",
+    "refuse_fusion",
     "resolve_mesh",
     "shard_dim",
     "unified_placement",
@@ -145,39 +143,24 @@ def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParalle
     """
     if mesh is None:
         mesh = _default_mesh(device_types)
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"fully_shard cannot use {mesh!r} as its mesh\n"
-            "  expected: a DeviceMesh, or None for all ranks\n"
-            "  try: mesh=init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp_replicate', 'dp_shard'))"
-        )
+    asked = "fully_shard cannot use its mesh"
+    check(asked, "mesh", "", ValueError, mesh=mesh)
+    seen = f"mesh: {describe_mesh(mesh)}"
     if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"fully_shard needs a mesh of 1 axis (shard) or 2 axes (replicate, shard), got {mesh.ndim}\n"
-            f"  mesh: {describe_mesh(mesh)}\n"
-            "  try: a slice of it, such as mesh['dp_replicate', 'dp_shard']"
-        )
+        blame = f"it takes 1 axis (shard) or 2 axes (replicate, shard), got {mesh.ndim}"
+        raise ValueError(explain(asked, blame, seen, "a slice of it, such as mesh['dp_replicate', 'dp_shard']"))
     names = mesh.mesh_dim_names
     if names and mesh.ndim == 2 and "shard" in names[0].lower() and "repl" in names[1].lower():
-        raise ValueError(
-            f"fully_shard takes the first axis to replicate and the second to shard, but they are named {names}\n"
-            f"  mesh: {describe_mesh(mesh)}\n"
-            f"  try: mesh[{names[1]!r}, {names[0]!r}] of a mesh built in that order"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"fully_shard was called on rank {dist.get_rank()}, which is not in its mesh\n"
-            f"  mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.flatten().tolist()}\n"
-            "  try: call fully_shard on the ranks of the mesh only"
-        )
+        blame = f"the first axis is to replicate and the second to shard, but they are named {names}"
+        hint = f"mesh[{names[1]!r}, {names[0]!r}] of a mesh built in that order"
+        raise ValueError(explain(asked, blame, seen, hint))
+    check_member(asked, mesh)
     with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
         in_order = bool((mesh.mesh.diff(dim=-1) > 0).all())
     if not in_order:
-        raise ValueError(
-            "fully_shard needs the ranks along the shard axis in ascending order: a process group sorts them, and "
-            f"shards would change places\n  mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.tolist()}\n"
-            "  try: a mesh whose rows ascend, as init_device_mesh makes them"
-        )
+        # A process group sorts its ranks: shards would change places.
+        blame, seen = "ranks along the shard axis have to ascend", f"{seen}   ranks: {mesh.mesh.tolist()}"
+        raise ValueError(explain(asked, blame, seen, "a mesh whose rows ascend, as init_device_mesh makes them"))
     return DataParallelMesh.of(mesh, platform_of(mesh), mesh.ndim)
 
 
@@ -187,25 +170,18 @@ def data_axes(mesh: Any, dims: Any) -> DeviceMesh:
     Raises:
         ValueError: No mesh with names, or an axis that is not there.
     """
+    asked = "fully_shard cannot find the data-parallel axes"
+    check(asked, DataParallelMeshDims, "DataParallelMeshDims(shard='dp')", ValueError, dp_mesh_dims=dims)
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
-        raise ValueError(
-            f"fully_shard cannot find dp_mesh_dims={dims!r}: it names axes of mesh\n"
-            f"  seen: {'mesh=None' if mesh is None else 'a mesh without names'}\n"
-            "  try: mesh=init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'tp'))"
-        )
-    if not (hasattr(dims, "replicate_names") and hasattr(dims, "shard_names")):
-        blame, hint = "it names the axes of mesh", "DataParallelMeshDims(shard='dp')"
-        asked = f"fully_shard cannot use a {type(dims).__name__} as dp_mesh_dims"
-        raise ValueError(explain(asked, blame, f"got: {dims!r}", hint))
+        blame, hint = "dp_mesh_dims names axes of mesh", "init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'tp'))"
+        seen = "mesh=None" if mesh is None else "a mesh without names"
+        raise ValueError(explain(asked, blame, f"seen: {seen}", f"mesh={hint}"))
     replicate, shard = tuple(dims.replicate_names), tuple(dims.shard_names)
     missing = [name for name in (*replicate, *shard) if name not in mesh.mesh_dim_names]
     if missing or not (replicate or shard) or set(replicate) & set(shard):
         blame = f"no axis {missing[0]!r}" if missing else "each axis once, and at least one"
-        raise ValueError(
-            f"fully_shard cannot use dp_mesh_dims={dims!r}: {blame}\n"
-            f"  mesh: {describe_mesh(mesh)}\n"
-            f"  try: DataParallelMeshDims(shard={mesh.mesh_dim_names[0]!r})"
-        )
+        asked, seen = f"fully_shard cannot use dp_mesh_dims={dims!r}", f"mesh: {describe_mesh(mesh)}"
+        raise ValueError(explain(asked, blame, seen, f"DataParallelMeshDims(shard={mesh.mesh_dim_names[0]!r})"))
     # All ranks make these meshes in one order: where an axis is flattened, its groups are made, by all together.
     lines = [_one_axis(mesh, names) for names in (replicate, shard) if names]
     if len(lines) == 1:
@@ -228,18 +204,13 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def _default_mesh(device_types: set[str]) -> DeviceMesh:
     known = sorted(device_types - {"meta"})
+    asked, seen = "fully_shard cannot make a mesh", "seen: mesh=None"
     if len(known) > 1:
-        raise ValueError(
-            f"fully_shard cannot choose a mesh for parameters on several device types: {', '.join(known)}\n"
-            "  seen: mesh=None\n"
-            "  try: pass mesh=, or move the module to one device first"
-        )
+        blame = f"parameters are on several device types: {', '.join(known)}"
+        raise ValueError(explain(asked, blame, seen, "pass mesh=, or move the module to one device first"))
     if not dist.is_initialized():
-        raise ValueError(
-            "fully_shard cannot make a mesh: torch.distributed is not initialised\n"
-            "  seen: mesh=None\n"
-            "  try: torch.distributed.init_process_group() first, or pass mesh="
-        )
+        hint = "torch.distributed.init_process_group() first, or pass mesh="
+        raise ValueError(explain(asked, "torch.distributed is not initialised", seen, hint))
     device_type = known[0] if known else get_platform().device_type
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
@@ -253,17 +224,9 @@ def platform_of(mesh: DeviceMesh) -> Platform:
     try:
         return get_platform(mesh.device_type)
     except ValueError as error:
-        raise ValueError(
-            f"fully_shard does not know the device type {mesh.device_type!r} of its mesh\n"
-            f"  mesh: {describe_mesh(mesh)}\n"
-            "  try: a mesh on cuda, npu or cpu"
-        ) from error
-
-
-def describe_mesh(mesh: Any) -> str:
-    """Names and sizes of a mesh, for messages."""
-    names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
-    return ", ".join(f"{name}={size}" for name, size in zip(names, torch.Size(mesh.shape), strict=True))
+        blame = f"there is no platform for the device type {mesh.device_type!r}"
+        asked, seen = "fully_shard cannot use its mesh", f"mesh: {describe_mesh(mesh)}"
+        raise ValueError(explain(asked, blame, seen, "a mesh on cuda, npu or cpu")) from error
 
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -281,17 +244,14 @@ def unpackable(parameter: nn.Parameter) -> str | None:
     return None
 
 
-def check_fusion(name: str, reason: str) -> None:
+def refuse_fusion(name: str, reason: str) -> None:
     """Refuse `comm_fusion` for a parameter.
 
     Raises:
         ValueError: Always.
     """
-    raise ValueError(
-        f"comm_fusion cannot take parameter {name!r}: {reason}\n"
-        "  seen: comm_fusion=True\n"
-        "  try: comm_fusion=False, or pass it in replicate_params or ignored_params"
-    )
+    hint = "comm_fusion=False, or pass it in replicate_params or ignored_params"
+    raise ValueError(explain(f"comm_fusion cannot take parameter {name!r}", reason, "seen: comm_fusion=True", hint))
 
 
 def shard_dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int:
@@ -305,25 +265,18 @@ def shard_dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | No
     placement = placement_fn(parameter)
     if placement is None:
         return 0
+    asked = f"fully_shard cannot split parameter {name!r}"
+    returned = f"shard_placement_fn returned {placement!r}"
     if type(placement) is not Shard:
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for parameter {name!r}\n"
-            "  expected: Shard(dim) of torch.distributed.tensor, or None for dim 0\n"
-            "  try: lambda p: Shard(1) if p.dim() > 1 else None"
-        )
+        hint = "lambda p: Shard(1) if p.dim() > 1 else None, with torch.distributed.tensor.Shard"
+        raise ValueError(explain(asked, returned, "expected: Shard(dim), or None for dim 0", hint))
     dims = parameter.dim()
     if not -dims <= placement.dim < dims:
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for parameter {name!r}, which has no such dim\n"
-            f"  seen: shape {tuple(parameter.shape)}\n"
-            f"  try: a dim from 0 to {dims - 1}"
-        )
+        seen = f"seen: shape {tuple(parameter.shape)}"
+        raise ValueError(explain(asked, f"{returned}, and it has no such dim", seen, f"a dim from 0 to {dims - 1}"))
     if placement.dim % dims and has_extension(parameter):
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for parameter {name!r}, which has fsdp_pre_all_gather\n"
-            "  expected: Shard(0): what it gathers is handed to fsdp_post_all_gather one below the other\n"
-            "  try: Shard(0) or None for this parameter"
-        )
+        seen = "seen: fsdp_pre_all_gather, whose results fsdp_post_all_gather gets one below the other"
+        raise ValueError(explain(asked, returned, seen, "Shard(0) or None for this parameter"))
     return placement.dim % dims
 
 
@@ -370,7 +323,7 @@ def kept_placement(parameter: DTensor, name: str, *, fused: bool, api: str = "fu
         ValueError: It has a partial placement; communication was to be fused.
     """
     if fused:
-        check_fusion(name, f"it is a DTensor that keeps its layout, {parameter.placements}")
+        refuse_fusion(name, f"it is a DTensor that keeps its layout, {parameter.placements}")
     _check_placements(parameter, name, api)
     mesh = parameter.device_mesh
     # Along the other axes ranks hold different shards, of which each has a gradient of its own.
@@ -406,12 +359,10 @@ def unified_placement(
     # Meshes may share axes along which the DTensor is replicated: these are the engine's, the others stay its own.
     for axis in spmd_mesh.shared:
         if not parameter.placements[axis].is_replicate():
-            raise ValueError(
-                f"fully_shard cannot split parameter {name!r} over its mesh: it is split over these ranks already\n"
-                f"  layout: {parameter.placements} on {describe_mesh(parameter.device_mesh)}   "
-                f"mesh: {describe_mesh(data.mesh)}\n"
-                "  try: mesh=None, which keeps its layout, or a mesh of axes along which it is replicated"
-            )
+            asked = f"fully_shard cannot split parameter {name!r} over its mesh"
+            seen = f"{_layout(parameter)}   mesh: {describe_mesh(data.mesh)}"
+            hint = "mesh=None, which keeps its layout, or a mesh of axes along which it is replicated"
+            raise ValueError(explain(asked, "it is split over these ranks already", seen, hint))
     kept = [parameter.placements[axis] for axis in spmd_mesh.kept]
     unified = FullyShardParamMode.DTENSOR_UNIFIED
     view = (parameter.device_mesh, tuple(parameter.placements), spmd_mesh.shared)
@@ -427,7 +378,7 @@ def unified_placement(
 
 def common_spmd_mesh(placements: Sequence[ParameterPlacement], data: DataParallelMesh) -> DeviceMesh | None:
     """The one SPMD mesh of the DTensor parameters among these, if there is exactly one over this data mesh."""
-    # Of several, nobody has said on which one plain parameters should be: they stay on the data mesh.
+    # If there are several, none is preferred: plain parameters stay on the data mesh.
     found: list[DeviceMesh] = []
     for placement in placements:
         is_over_data = placement.data is not None and placement.data.mesh == data.mesh
@@ -439,8 +390,10 @@ def common_spmd_mesh(placements: Sequence[ParameterPlacement], data: DataParalle
 def _check_placements(parameter: DTensor, name: str, api: str) -> None:
     for placement in parameter.placements:
         if placement.is_partial() or is_strided(placement):
-            raise ValueError(
-                f"{api} cannot manage parameter {name!r}, a DTensor with placement {placement}\n"
-                f"  layout: {parameter.placements} on {describe_mesh(parameter.device_mesh)}\n"
-                "  try: hyper_parallel.redistribute it to Shard and Replicate placements first"
-            )
+            asked, blame = f"{api} cannot manage parameter {name!r}", f"it is a DTensor with placement {placement}"
+            hint = "hyper_parallel.redistribute it to Shard and Replicate placements first"
+            raise ValueError(explain(asked, blame, _layout(parameter), hint))
+
+
+def _layout(parameter: DTensor) -> str:
+    return f"layout: {parameter.placements} on {describe_mesh(parameter.device_mesh)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.checks import check, check_fields
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -71,21 +71,10 @@ class MixedPrecisionPolicy:
     apply_grad_on_fp32_main_grad: bool = False
 
     def __post_init__(self) -> None:
+        asked = "cannot make a MixedPrecisionPolicy"
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise TypeError(
-                    f"MixedPrecisionPolicy cannot use {value!r} as {name}\n"
-                    "  expected: a floating-point torch.dtype, or None\n"
-                    f"  try: {name}=torch.bfloat16"
-                )
-        for name in ("cast_forward_inputs", "apply_grad_on_fp32_main_grad"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(
-                    f"MixedPrecisionPolicy cannot use {getattr(self, name)!r} as {name}\n"
-                    "  expected: a bool\n"
-                    f"  try: {name}=True"
-                )
+            check(asked, "floating dtype | None", **{name: getattr(self, name)})
+        check_fields(asked, self)
 
 
 @dataclass(frozen=True)
@@ -114,15 +103,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pin_memory, bool):
-            raise TypeError(
-                explain(
-                    f"CPUOffloadPolicy cannot use {self.pin_memory!r}",
-                    "pin_memory is True or False",
-                    f"seen: a {type(self.pin_memory).__name__}",
-                    "CPUOffloadPolicy(pin_memory=True)",
-                )
-            )
+        check_fields("cannot make a CPUOffloadPolicy", self)
 
 
 class OptimizerLevel(Enum):
@@ -160,7 +141,7 @@ class UnitOptions:
         gradient_scale: Factor on the reduced gradients.
         fuse_all_reduces: Let the all_reduces of adjacent units be one.
         show_sums: Show accumulated gradients as `param.acc_grad`.
-        leave_pending: The end of backward leaves reductions under way, until somebody asks for them.
+        leave_pending: Reductions go on after the end of backward, until somebody asks for them.
         reshard_after_backward: Free the unsharded parameters after backward.
         requires_gradient_sync: Reduce gradients; False: keep them.
         requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.

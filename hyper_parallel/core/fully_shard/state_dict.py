@@ -1,8 +1,8 @@
 """State dicts of sharded models: values of any layout go in, shards or full tensors come out.
 
 Loading lets torch walk through the modules. Just before a module takes its values, a hook brings each of them into the
-layout of its parameter, so that a module's own hooks and overrides see what the caller gave, and so that no more than
-one module's values are in memory twice.
+layout of its parameter. So a module's own hooks and overrides see what the caller gave, and no more than one module's
+values are in memory twice.
 """
 
 from __future__ import annotations
@@ -85,7 +85,12 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
     from torch.distributed.checkpoint import state_dict as torchs  # costs time to import, so only where it is used
 
     options = torchs.StateDictOptions() if options is None else options
-    _check_get(model, options, torchs.StateDictOptions)
+    asked = "get_model_state_dict cannot read a model"
+    check(asked, "module", "", ValueError, model=model)
+    check(asked, torchs.StateDictOptions, "StateDictOptions(full_state_dict=True)", ValueError, options=options)
+    if options.broadcast_from_rank0 and not options.full_state_dict:
+        blame = "broadcast_from_rank0=True is for full tensors, and full_state_dict is False"
+        raise ValueError(explain(asked, blame, f"options: {options}", "full_state_dict=True beside it"))
     for unit in nested_units(model):
         unit.reshard()  # torch reads what modules show, which after an `unshard()` are no shards
     sharded_only = replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
@@ -109,21 +114,6 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
             if keeps:
                 result[name] = given
     return result
-
-
-def _check_get(model: Any, options: Any, known: type[StateDictOptions]) -> None:
-    asked = "get_model_state_dict cannot"
-    if not isinstance(model, nn.Module):
-        blame = "the first argument is no module"
-        raise ValueError(explain(f"{asked} read a {type(model).__name__}", blame, f"got: {model!r}", "the model"))
-    if not isinstance(options, known):
-        asked = f"{asked} use a {type(options).__name__} as options"
-        blame, hint = "it takes torch's StateDictOptions", "StateDictOptions(full_state_dict=True)"
-        raise ValueError(explain(asked, blame, f"got: {options!r}", hint))
-    if options.broadcast_from_rank0 and not options.full_state_dict:
-        asked = f"{asked} use broadcast_from_rank0=True"
-        blame = "it is for full tensors, and full_state_dict is False"
-        raise ValueError(explain(asked, blame, f"got: {options}", "full_state_dict=True beside it"))
 
 
 def _rank() -> int:
@@ -189,11 +179,10 @@ def load_into(
     assign: bool,
 ) -> Any:
     """Check all values, then have `load`, torch's own `load_state_dict` without `strict`, walk the modules."""
-    if not isinstance(state_dict, Mapping):
-        blame, got = "it takes values by name", f"got: a {type(state_dict).__name__}"
-        raise TypeError(explain("load_state_dict cannot read its argument", blame, got, "model.state_dict()"))
+    asked = "load_state_dict cannot read its argument"
+    check(asked, "mapping", "model.state_dict()", state_dict=state_dict)
     for name in state_dict:
-        check("load_state_dict cannot read its argument", "str", **{"a name in state_dict": name})
+        check(asked, "str", **{"a name in state_dict": name})
     if assign:
         warnings.warn(
             "load_state_dict(assign=True): sharded parameters keep their storage; values are copied", stacklevel=3

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from hyper_parallel.core.common.checks import check, check_choice, check_int, read_int
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Storage
 from hyper_parallel.core.fully_shard.build import (
     FoundParameter,
     Grouping,
-    check_modules,
     copy_wrapped,
     find_parameters,
     install,
@@ -25,8 +25,15 @@ from hyper_parallel.core.fully_shard.build import (
     make_unit,
     move_buffers,
     refuse_gradients,
+    root_modules,
 )
-from hyper_parallel.core.fully_shard.module import ManagedModule, wrapped_class
+from hyper_parallel.core.fully_shard.module import (
+    ManagedModule,
+    check_flags,
+    needed_units,
+    prefetched_units,
+    wrapped_class,
+)
 from hyper_parallel.core.fully_shard.placement import (
     DataParallelMesh,
     ParameterPlacement,
@@ -40,7 +47,7 @@ from hyper_parallel.core.fully_shard.policy import (
     UnitOptions,
 )
 from hyper_parallel.core.fully_shard.schedule import hsdp_sync_stream
-from hyper_parallel.core.fully_shard.unit import Unit, is_wrapped, nested_traced_units, nested_units, unit_of
+from hyper_parallel.core.fully_shard.unit import nested_traced_units, nested_units, unit_of
 from hyper_parallel.core.hsdp.compiled import install as install_traced
 from hyper_parallel.core.mesh.spmd_mesh import divisor, split_replicated, split_world
 from hyper_parallel.platform import Platform, get_platform
@@ -50,7 +57,6 @@ __all__ = [
     "OptimizerLevel",
     "hsdp",
     "hsdp_sync_stream",
-    "shown",
 ]
 
 
@@ -68,16 +74,8 @@ class HSDPCell(ManagedModule):
         level3 gradients are reduce_scattered in every backward. `param.grad` gets the sum in the synced step.
         Reaches all nested cells.
         """
-        if not isinstance(requires_grad_sync, bool):
-            raise ValueError(
-                explain(
-                    f"set_requires_grad_sync cannot use {shown(requires_grad_sync)}",
-                    "the flag is True or False",
-                    f"seen: a {type(requires_grad_sync).__name__}",
-                    "set_requires_grad_sync(True)",
-                )
-            )
-        _check_wrapped(self, "set_requires_grad_sync")
+        check_flags("set_requires_grad_sync", requires_grad_sync=requires_grad_sync)
+        needed_units(self)
         for traced in nested_traced_units(self):
             traced.set_requires_grad_sync(requires_grad_sync)
         for unit in nested_units(self):  # type: ignore[arg-type]
@@ -88,7 +86,7 @@ class HSDPCell(ManagedModule):
 
     def zero_grads(self) -> None:
         """Clear gradients and what adds up in `acc_grad`. Reaches all nested cells."""
-        _check_wrapped(self, "zero_grads")
+        needed_units(self)
         self.zero_grad()
 
     def set_forward_prefetch_cells(self, hsdp_cell_list: Sequence[HSDPCell]) -> None:
@@ -96,8 +94,8 @@ class HSDPCell(ManagedModule):
 
         An empty list: none.
         """
-        _check_wrapped(self, "set_forward_prefetch_cells")
-        chosen = _units("set_forward_prefetch_cells", hsdp_cell_list)
+        needed_units(self)
+        chosen = prefetched_units("set_forward_prefetch_cells", HSDPCell, "hsdp", hsdp_cell_list=hsdp_cell_list)
         unit = unit_of(self)  # type: ignore[arg-type]
         if unit is not None:  # a traced cell gathers where the graph says
             unit.forward_prefetch = chosen
@@ -107,56 +105,11 @@ class HSDPCell(ManagedModule):
 
         An empty list: none.
         """
-        _check_wrapped(self, "set_backward_prefetch_cells")
-        chosen = _units("set_backward_prefetch_cells", hsdp_cell_list)
+        needed_units(self)
+        chosen = prefetched_units("set_backward_prefetch_cells", HSDPCell, "hsdp", hsdp_cell_list=hsdp_cell_list)
         unit = unit_of(self)  # type: ignore[arg-type]
         if unit is not None:
             unit.backward_prefetch = chosen
-
-
-def _check_wrapped(module: Any, method: str) -> None:
-    if not isinstance(module, nn.Module) or not is_wrapped(module):
-        raise ValueError(
-            explain(
-                f"{method} cannot do anything for a {type(module).__name__}",
-                "it was never wrapped",
-                f"seen: a {type(module).__name__} without sharded parameters of its own",
-                "hsdp(module) first",
-            )
-        )
-
-
-def _units(method: str, cells: Any) -> list[Unit]:
-    if not isinstance(cells, (list, tuple)):
-        raise ValueError(
-            explain(
-                f"{method} cannot use {shown(cells)}",
-                "it takes a list or tuple of cells",
-                f"seen: a {type(cells).__name__}",
-                f"{method}([model.layers[1]])",
-            )
-        )
-    for index, cell in enumerate(cells):
-        if not isinstance(cell, HSDPCell) or not is_wrapped(cell):  # type: ignore[arg-type]
-            raise ValueError(
-                explain(
-                    f"{method} cannot use item {index}, a {type(cell).__name__}",
-                    "it was not wrapped by hsdp",
-                    f"seen: {len(cells)} items",
-                    "hsdp(that_module) first",
-                )
-            )
-    return [unit for cell in cells if (unit := unit_of(cell)) is not None]
-
-
-def shown(value: Any) -> str:
-    """What was given, on one line: a module's or a tensor's text is long.
-
-    >>> shown("level4"), shown(nn.Sequential(nn.Tanh()))
-    ("'level4'", 'Sequential( ...')
-    """
-    first, *more = repr(value).splitlines()
-    return first if len(first) <= 80 and not more else f"{first[:80]} ..."
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -228,21 +181,19 @@ def hsdp(
         ValueError: An argument is not what is said above; the cell is wrapped already, or shares a parameter with
             another one; torch.distributed is not initialised.
     """
-    level = _check(cell, optimizer_level, reduce_dtype)
-    _check_size("shard_size", shard_size, "shard_size=-1, which means all ranks")
-    _check_int("threshold", threshold, least=0, hint="threshold=64, in KB")
-    for name, flag in (
-        ("enable_grad_accumulation", enable_grad_accumulation),
-        ("use_eager_hook", use_eager_hook),
-        ("comm_async", comm_async),
-        ("comm_fusion", comm_fusion),
-    ):
-        if not isinstance(flag, bool):
-            raise _wrong(name, flag, "True or False", f"{name}=True")
-    if not isinstance(grad_scale, float):
-        raise _wrong("grad_scale", grad_scale, "a float", "grad_scale=1.0")
-    _check_int("bucket_size", bucket_size, least=-1, hint="bucket_size=-1, or a size in KB")
-    roots = check_modules(cell, "hsdp")
+    roots = root_modules(cell, "hsdp")
+    check(_ASKED, "module", "hsdp(model)", ValueError, cell=cell)  # no list of them
+    if not isinstance(optimizer_level, OptimizerLevel):
+        check_choice(_ASKED, "optimizer_level", optimizer_level, [level.value for level in OptimizerLevel])
+    level = OptimizerLevel(optimizer_level)
+    check(_ASKED, "floating dtype | None", "reduce_dtype=torch.float32", ValueError, reduce_dtype=reduce_dtype)
+    shard_size = _size("shard_size", shard_size, "shard_size=-1, which means all ranks")
+    threshold = read_int(_ASKED, "threshold", threshold, 0, "threshold=64, in KB", error=ValueError)
+    flags = {"enable_grad_accumulation": enable_grad_accumulation, "use_eager_hook": use_eager_hook}
+    check_flags("hsdp", **flags, comm_async=comm_async, comm_fusion=comm_fusion)
+    check(_ASKED, float, "grad_scale=1.0", ValueError, grad_scale=grad_scale)
+    hint = "bucket_size=-1, or a size in KB"
+    bucket_size = read_int(_ASKED, "bucket_size", bucket_size, -1, hint, error=ValueError)
     found = find_parameters(roots, set(), "hsdp")
     platform = _platform(found, cell)
     placed = _placed(found, platform, shard_size, threshold * 1024)
@@ -283,41 +234,11 @@ def _cell_class(original: Any) -> Any:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _check(cell: Any, level: Any, reduce_dtype: Any) -> OptimizerLevel:
-    if not isinstance(cell, nn.Module):
-        raise _wrong("cell", cell, "a module", "hsdp(model)")
-    if isinstance(level, OptimizerLevel):
-        found: OptimizerLevel = level
-    else:
-        names = [known.value for known in OptimizerLevel]
-        if not isinstance(level, str) or level not in names:
-            raise _wrong("optimizer_level", level, "one of " + ", ".join(map(repr, names)), "optimizer_level='level1'")
-        found = OptimizerLevel(level)
-    is_float = isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point
-    if reduce_dtype is not None and not is_float:
-        raise _wrong("reduce_dtype", reduce_dtype, "a floating-point torch.dtype or None", "reduce_dtype=torch.float32")
-    return found
+_ASKED = "hsdp cannot wrap a cell"
 
 
-def _check_int(name: str, value: Any, *, least: int, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _wrong(name, value, f"an int of at least {least}", hint)
-
-
-def _check_size(name: str, value: Any, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
-        raise _wrong(name, value, "an int of at least 1, or -1", hint)
-
-
-def _wrong(name: str, value: Any, expected: str, hint: str) -> ValueError:
-    return ValueError(
-        explain(
-            f"hsdp cannot use {shown(value)} as {name}",
-            f"it takes {expected}",
-            f"seen: a {type(value).__name__}",
-            hint,
-        )
-    )
+def _size(name: str, value: Any, hint: str) -> int:
+    return -1 if check_int(value) == -1 else read_int(_ASKED, name, value, 1, hint, error=ValueError)
 
 
 # -- where parameters go ---------------------------------------------------------------------------------------------
@@ -325,24 +246,12 @@ def _wrong(name: str, value: Any, expected: str, hint: str) -> ValueError:
 
 def _platform(found: list[FoundParameter], cell: nn.Module) -> Platform:
     if not dist.is_initialized():
-        raise ValueError(
-            explain(
-                "hsdp cannot find the ranks that hold the same data",
-                "torch.distributed is not initialised",
-                "seen: no default process group",
-                "torch.distributed.init_process_group() first",
-            )
-        )
+        blame, hint = "torch.distributed is not initialised", "torch.distributed.init_process_group() first"
+        raise ValueError(explain(_ASKED, blame, "seen: no default process group", hint))
     known = sorted({item.parameter.device.type for item in found} - {"meta"})
     if len(known) > 1:
-        raise ValueError(
-            explain(
-                "hsdp cannot choose a device",
-                "the cell's parameters are on several",
-                f"seen: {', '.join(known)}",
-                "cell.to(device) first",
-            )
-        )
+        blame = "its parameters are on several devices"
+        raise ValueError(explain(_ASKED, blame, f"seen: {', '.join(known)}", "cell.to(device) first"))
     nested = nested_units(cell)
     if not found and nested:
         return nested[0].platform
@@ -380,28 +289,21 @@ def _check_alike(found: list[FoundParameter]) -> None:
         mesh = parameter.device_mesh
         split = [axis for axis, p in enumerate(parameter.placements) if p.is_shard() and mesh.size(axis) > 1]
         if split:
-            raise ValueError(
-                explain(
-                    "hsdp cannot manage plain parameters and split DTensors in one cell",
-                    f"ranks with shards of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not",
-                    f"plain: {', '.join(plain)}   {item.name}: {parameter.placements}",
-                    "distribute_tensor with Replicate() for the plain ones, or fully_shard(cell, mesh=data_mesh)",
-                )
-            )
+            asked = "hsdp cannot manage plain parameters and split DTensors in one cell"
+            blame = f"ranks with shards of {item.name!r} compute the same gradient of {plain[0]!r}, or they do not"
+            seen = f"plain: {', '.join(plain)}   {item.name}: {parameter.placements}"
+            hint = "distribute_tensor with Replicate() for the plain ones, or fully_shard(cell, mesh=data_mesh)"
+            raise ValueError(explain(asked, blame, seen, hint))
 
 
 def _refuse_dtensors(found: list[FoundParameter]) -> None:
     """Refuse parameters whose modules are to see DTensors, before anything is done to any of them."""
     for item in found:
         if isinstance(item.parameter, DTensor):
-            raise ValueError(
-                explain(
-                    f"hsdp cannot gather {item.name!r} in a way that torch.compile traces",
-                    "it is a DTensor, and use_eager_hook=False takes plain parameters only",
-                    f"seen: placements {item.parameter.placements}",
-                    "use_eager_hook=True for this cell",
-                )
-            )
+            asked = f"hsdp cannot gather {item.name!r} in a way that torch.compile traces"
+            blame = "it is a DTensor, and use_eager_hook=False takes plain parameters only"
+            seen = f"seen: placements {item.parameter.placements}"
+            raise ValueError(explain(asked, blame, seen, "use_eager_hook=True for this cell"))
 
 
 def _wanted(item: FoundParameter, shard_size: int, threshold: int) -> tuple[int, ParameterPlacement | None]:
@@ -409,7 +311,7 @@ def _wanted(item: FoundParameter, shard_size: int, threshold: int) -> tuple[int,
     parameter = item.parameter
     own = getattr(parameter, "hsdp_shard_size", None)
     if own is not None:
-        _check_size(f"hsdp_shard_size of parameter {item.name!r}", own, f"{item.name}.hsdp_shard_size = 2")
+        own = _size(f"hsdp_shard_size of parameter {item.name!r}", own, f"{item.name}.hsdp_shard_size = 2")
     kept = None
     domain = dist.get_world_size()
     if isinstance(parameter, DTensor):
@@ -424,7 +326,7 @@ def _wanted(item: FoundParameter, shard_size: int, threshold: int) -> tuple[int,
 def _to_split(parameter: nn.Parameter) -> tuple[int, int]:
     """Common divisor of the sizes of dim 0 that ranks hold of it, and the elements of the largest shard.
 
-    Shards of a DTensor that is split unevenly differ, but all ranks must decide alike.
+    Shards of a DTensor that is split unevenly differ, but all ranks must decide the same.
     """
     sizes = [{size} for size in parameter.shape]
     if isinstance(parameter, DTensor):

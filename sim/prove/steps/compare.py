@@ -181,6 +181,9 @@ class LoopComparison:
         if parts:
             found = self._find(parts, full, bound_of(full, moved, mine.losses[0].dtype))
             found = replace(found, status="right") if found.status == "pending" else found
+            if found.status == "unexplained" and "should hold the same" in found.sentence:
+                sentence = "neither the mean nor the sum of the ranks' losses is that of one device"
+                found = replace(found, sentence=sentence)
             yield self._row(ReportRow("", "loss", "forward"), replace(found, is_coarse=_is_coarse(found, full)))
 
     def _named(
@@ -216,11 +219,18 @@ class LoopComparison:
             moved = [getattr(other, kind)[name] for other in others if getattr(other, kind).get(name) is not None]
             floor = _STEP * (number + 1) if kind == "updates" else _FEW
             found = self._find(parts, full, bound_of(full, moved, floor=floor))
+            if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
+                found = replace(found, status="right")  # the optimizer adds them up
             if kind == "buffers" and found.status != "right":
                 found = replace(found, status="private")
             if kind == "gradients":  # AdamW's updates have wide bounds where all is well: it steps by signs
                 found = replace(found, is_coarse=_is_coarse(found, full, scale))
             yield self._row(row, found)
+
+    def _say_partial(self, name: str, steps: Mapping[int, RecordedStep]) -> bool:
+        """Whether the gradients of a parameter are DTensors that say so themselves, on all ranks that have one."""
+        theirs = [each for each, (names, _) in self.names.parts.items() if name in names]
+        return all(each in step.partial for step in steps.values() for each in theirs if each in step.gradients)
 
     # -- one tensor --------------------------------------------------------------------------------------------------
 
