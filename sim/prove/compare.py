@@ -165,9 +165,33 @@ class Comparison:
             return replace(found, status="right", sentence="")
         if found.status == "unexplained" and self.task.input_axes:
             sentence = "neither the mean nor the sum of the ranks' losses is that of the whole batch"
-            hint = "weigh each rank's loss by its share of the data: a mean over unequal parts is no mean over all"
+            share = self._share(parts, full, found.bound)
+            hint = f"weigh each rank's loss by its share of {share}: a mean over unequal parts is no mean over all"
+            if not share:
+                hint = "each rank takes its loss of its own data: look at what it needs of that of all ranks"
             return replace(found, sentence=sentence, suggestion=hint)
         return found
+
+    def _share(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> str:
+        """Return what the ranks have unequal shares of, by which the mean of their losses would be right."""
+        for key in (key for key in self.reference.recorder.entries if key.path == "" and key.side == "input"):
+            held = {
+                rank: run.recorder.entries[key] for rank, run in enumerate(self.runs) if key in run.recorder.entries
+            }
+            if len(held) < len(parts) or any(not entry.value.dim() for entry in held.values()):
+                continue
+            counted = {"the rows": {rank: len(entry.value) for rank, entry in held.items()}}
+            if not self.reference.recorder.entries[key].value.is_floating_point():
+                left_out = {rank: int((entry.value != -100).sum()) for rank, entry in held.items()}
+                counted["the labels that are not -100"] = left_out
+            for what, shares in counted.items():
+                total = sum(shares.values())
+                if len(set(shares.values())) == 1 or not total:
+                    continue
+                mean = sum(parts[rank].double() * share for rank, share in shares.items()) / total
+                if bool((mean - full).abs() <= 2 * bound):
+                    return what
+        return ""
 
     def _judge(
         self,
@@ -542,7 +566,8 @@ class Comparison:
     def update_events(self) -> Iterator[Judged]:
         """Judge the parameters after each step."""
         for step, update in enumerate(self.reference.updates):
-            for name, mine in update.items():
+            # A fault of a later step is found here alone: the last parameter that it reaches is nearest to the loss.
+            for name, mine in reversed(update.items()) if step else update.items():
                 made = self._parameters.get(name)
                 if made is None:
                     continue

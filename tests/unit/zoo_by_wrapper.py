@@ -212,7 +212,7 @@ def clip(params, broken):
     ("update", "embed", "weight"),
     "declared (dp, -), and rank 1 holds",
     "x the bound",
-    hint="the gradients are right: look at what the optimizer does",
+    hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(clip),
 )
@@ -230,7 +230,7 @@ def decay(params, broken):
     "weight decay on one rank only",
     ("update", "embed", "weight"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
-    hint="the gradients are right: look at what the optimizer does",
+    hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(decay),
 )
@@ -249,7 +249,7 @@ def skip(params, broken):
     "norm weights that are updated on one rank only",
     ("update", "blocks.0.norm1", "weight"),
     "rank 1 (dp=1) is wrong, and the other one holds what it should",
-    hint="the gradients are right: look at what the optimizer does",
+    hint="its gradient is right: look at what the optimizer does",
     mesh="dp=2",
     varied=optimizer(skip),
 )
