@@ -1335,7 +1335,7 @@ def test_units_are_freed_and_reduced_while_backward_goes_on(ctx):
     model.blocks[0].register_forward_hook(lambda m, args, y: args[0].register_hook(look) and None)
     for _ in range(2):
         loss_of(model, data(ctx, rank=ctx.rank)).backward()
-    assert [unsharded for gathered, _ in seen] == [[False, False]] * 2
+    assert [unsharded for unsharded, _ in seen] == [[False, False]] * 2
     assert all(reductions > 0 for _, reductions in seen)
 
 

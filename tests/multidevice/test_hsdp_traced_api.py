@@ -434,7 +434,7 @@ def test_state_dicts(ctx):
         with torch.no_grad():
             for p in other.parameters():
                 p.zero_()
-        load_state_dict(other, held if isinstance(next(other.parameters()), DTensor) else gathered)
+        load_state_dict(other, held if isinstance(next(other.parameters()), DTensor) else everything)
         assert_close(values(other), values(plain))
     for nothing in (torch.zeros(16, WIDTH, device="meta"), torch.zeros(16, WIDTH, dtype=ctx.float_dtype).to_sparse()):
         with pytest.raises(ValueError, match=r"cannot load 'blocks.1.up.weight': got a .*(meta|sparse)"):
