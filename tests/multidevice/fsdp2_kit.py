@@ -22,7 +22,7 @@ from rounding_kit import Alone, bound_of, results
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from units_kit import gathered
+from units_kit import full
 
 import sim
 from hyper_parallel.core.fully_shard import api, utils
@@ -165,7 +165,7 @@ class Run:
         """Note a full tensor."""
         assert name not in self.tensors, name
         # what is offloaded comes to where the groups can gather it
-        self.tensors[name] = None if tensor is None else gathered(tensor.detach().to(self.ctx.device)).clone()
+        self.tensors[name] = None if tensor is None else full(tensor.detach().to(self.ctx.device)).clone()
 
     def note_model(self, model: nn.Module, when: str = "") -> None:
         """Note all gradients and parameters."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2_kit import FSDP2, OURS, Even, Run, Theme, gathered, loss_of
+from fsdp2_kit import FSDP2, OURS, Even, Run, Theme, full, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -57,7 +57,7 @@ def note_state(run, state, when=""):
 
 def shifted(model):
     """Values other than the model's, as full tensors."""
-    return {name: gathered(value.detach()) * 0.5 + 1 for name, value in model.state_dict().items()}
+    return {name: full(value.detach()) * 0.5 + 1 for name, value in model.state_dict().items()}
 
 
 # -- saving --------------------------------------------------------------------------------------------------------

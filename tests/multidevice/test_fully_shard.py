@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from units_kit import assert_freed, assert_near, gathered, gradients, mesh_of, values, wrap_nested
+from units_kit import assert_freed, assert_near, full, gradients, mesh_of, values, wrap_nested
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
@@ -544,7 +544,7 @@ def test_user_hooks_see_what_the_module_sees(ctx):
     model.register_forward_hook(lambda m, a, o: o * 2)
     fully_shard(model, mesh=mesh_of(ctx))
     model.register_forward_hook(lambda m, a, o: o + 1)
-    assert torch.equal(model(torch.zeros(1, 5)), 2 * gathered(model.bias)[None] + 1)
+    assert torch.equal(model(torch.zeros(1, 5)), 2 * full(model.bias)[None] + 1)
     assert seen == [nn.Parameter, nn.Parameter]
 
 
@@ -843,7 +843,7 @@ def test_fp16_gradients_are_scaled_before_they_could_overflow(ctx):
         if not sync_first:
             model.set_requires_gradient_sync(True)
             (model(torch.full((1, 4), 40000.0, device=ctx.device)) * 0.75).sum().backward()
-        assert torch.equal(gathered(model.weight.grad), torch.full((3, 4), 30000.0 * (1 if sync_first else 2)))
+        assert torch.equal(full(model.weight.grad), torch.full((3, 4), 30000.0 * (1 if sync_first else 2)))
 
 
 # -- when parameters are unsharded ---------------------------------------------------------------------------------
@@ -1207,7 +1207,7 @@ def test_state_dict_errors_and_buffers(ctx):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).to(ctx.device)
     fully_shard(model, mesh=mesh_of(ctx))
-    good = {name: gathered(value) + 1 for name, value in model.state_dict().items()}
+    good = {name: full(value) + 1 for name, value in model.state_dict().items()}
     before = values(model)
     for bad in (
         torch.zeros(4, 5),
@@ -1335,7 +1335,7 @@ def test_units_are_freed_and_reduced_while_backward_goes_on(ctx):
     model.blocks[0].register_forward_hook(lambda m, args, y: args[0].register_hook(look) and None)
     for _ in range(2):
         loss_of(model, data(ctx, rank=ctx.rank)).backward()
-    assert [unsharded for unsharded, _ in seen] == [[False, False]] * 2
+    assert [gathered for gathered, _ in seen] == [[False, False]] * 2
     assert all(reductions > 0 for _, reductions in seen)
 
 

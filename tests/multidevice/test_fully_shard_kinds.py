@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from fsdp2_kit import Net, gathered, loss_of, sgd
+from fsdp2_kit import Net, full, loss_of, sgd
 from rounding_kit import results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -1264,7 +1264,9 @@ def test_main_gradients(ctx):
             assert parameter.main_grad.placements == parameter.placements
             assert parameter.main_grad.dtype == torch.float32
             wanted = plain.get_parameter(name).grad
-            assert_close({name: parameter.main_grad.full_tensor()}, {name: wanted}, alone=None, eps=EPS_SINGLE, summands=64)
+            assert_close(
+                {name: parameter.main_grad.full_tensor()}, {name: wanted}, eps=EPS_SINGLE, summands=64, alone=None
+            )
         held = {name: p.main_grad for name, p in model.named_parameters()}
         model.zero_grad(set_to_none=False)
         assert all(p.main_grad is held[name] for name, p in model.named_parameters())
@@ -1352,7 +1354,7 @@ def test_sums_over_tensor_parallel_ranks_are_in_reduce_dtype(ctx, micros):
     for micro in range(micros):
         model.set_requires_gradient_sync(micro == micros - 1)
         model(own).sum().backward()
-    assert gathered(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9)] * 4
+    assert full(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9)] * 4
 
 
 # -- hooks of the user -------------------------------------------------------------------------------------------------
