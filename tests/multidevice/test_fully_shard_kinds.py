@@ -1264,7 +1264,9 @@ def test_main_gradients(ctx):
             assert parameter.main_grad.placements == parameter.placements
             assert parameter.main_grad.dtype == torch.float32
             wanted = plain.get_parameter(name).grad
-            assert_close({name: parameter.main_grad.full_tensor()}, {name: wanted}, EPS_SINGLE, 64, alone=None)
+            assert_close(
+                {name: parameter.main_grad.full_tensor()}, {name: wanted}, alone=None, eps=EPS_SINGLE, summands=64
+            )
         held = {name: p.main_grad for name, p in model.named_parameters()}
         model.zero_grad(set_to_none=False)
         assert all(p.main_grad is held[name] for name, p in model.named_parameters())
