@@ -400,7 +400,7 @@ def test_a_rank_outside_of_the_mesh():
             fully_shard(nn.Linear(2, 2), mesh=half)
             return ""
         with pytest.raises(
-            ValueError, match=r"rank 2, which calls, is not on the mesh\n  mesh: axis 0=2   ranks: \[0, 1\]"
+            ValueError, match=r"calling rank is not on the mesh\n  mesh: axis 0=2   ranks: \[0, 1\]   calling rank: 2"
         ) as e:
             fully_shard(nn.Linear(2, 2), mesh=half)
         return str(e.value)

@@ -260,7 +260,7 @@ def test_a_result_that_has_yet_to_be_run():
     )
     with pytest.raises(TypeError, match=r"it is a generator, .*\n.*\n  try: .* list\(batches\(\)\)"):
         sim.run(calls(batches), 2)
-    with pytest.raises(TypeError, match=r"returned an asynchronous generator, .*\n.*\n  try: .*collect\(stream"):
+    with pytest.raises(TypeError, match=r"it is an asynchronous generator, .*\n.*\n  try: .*collect\(stream"):
         sim.run(calls(stream), 2)
     with pytest.raises(TypeError, match="fn: an asynchronous generator function"):
         sim.run(stream, 2)
