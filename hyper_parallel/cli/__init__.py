@@ -6,7 +6,7 @@
     train, estimate -> run -> options
     verify -> options
 
-One file for each command, or for two that are alike. It is the one place that may import `sim`, and only where
+One file for each command, or for two similar ones. It is the one place that may import `sim`, and only where
 something is simulated. A command imports what it needs: torch takes seconds, and `--help` and wrong options come before
 it.
 """

@@ -13,7 +13,7 @@ __all__ = ["plan"]
 
 def plan(
     mesh: Annotated[str, typer.Option(help="Axes and their sizes, the last one fastest: dp=2,tp=4")],
-    shape: Annotated[str, typer.Option(help="Sizes of the whole tensor: 4096,4096")],
+    shape: Annotated[str, typer.Option(help="Sizes of the full tensor: 4096,4096")],
     source: Annotated[
         str,
         typer.Option(
@@ -22,7 +22,7 @@ def plan(
             'reductions still to be taken: "None,None; tp=sum"',
         ),
     ],
-    target: Annotated[str, typer.Option("--to", help="Layout it should have, written alike.")],
+    target: Annotated[str, typer.Option("--to", help="Layout it should have, written as --from.")],
     dtype: Annotated[str, typer.Option(help="Of the tensor.")] = "float32",
     hardware: Annotated[
         str | None,

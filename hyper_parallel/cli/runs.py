@@ -257,7 +257,7 @@ def describe_run(console: Console, run: Config, sim: int | None) -> None:
     )
     console.print(f"batch: {train.batch_size} x {train.seq_len} bytes, {train.steps} steps; {describe_axes(dims)}")
     found = None
-    with suppress(CheckpointError):  # also while another run saves there; all ranks find it, and say so alike
+    with suppress(CheckpointError):  # also while another run saves there; all ranks find it, and say the same
         found = None if console.quiet else run_to_go_on_from(run)
     if found is not None:
         console.print(f"goes on from step {found[0]} in {run.checkpoint.folder}")

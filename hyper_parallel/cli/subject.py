@@ -52,7 +52,7 @@ class Subject:
     Attributes:
         title: what it is, in a line.
         model_fn: makes the model.
-        inputs: whole arguments of the model.
+        inputs: unsharded arguments of the model.
         mesh: the axes.
         input_layouts: which part of each input a rank is given; None: what the plan says of "input".
         plan: the plan, or None.
@@ -231,7 +231,7 @@ def own_subject(
         inputs: shapes of the arguments; "4,16:100" are whole numbers below 100.
         plan_path: a TOML file.
         parallelize: "module:function", called with model and mesh, in place of a plan.
-        input_layouts: per argument its layout, "-" leaves one whole.
+        input_layouts: per argument its layout, "-" for unsharded.
         dtype: name of what to compute in.
         seed: of weights and inputs.
 
@@ -312,8 +312,23 @@ def named_object(option: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def verify_subject(console: Console, subject: Subject, everything: bool, steps: int = 1) -> bool:
-    """Compare the ranks with one device over some optimizer steps, and print the report; return whether all is well."""
+def verify_subject(
+    console: Console,
+    subject: Subject,
+    everything: bool,
+    *,
+    steps: int = 1,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool = True,
+) -> bool:
+    """Compare the ranks with one device over some optimizer steps, and print the report; return whether all is well.
+
+    Args:
+        console: what to print on.
+        subject: what is compared.
+        everything: a line for every tensor.
+        steps, loss_fn, optimizer_fn: as for `sim.verify_plan`.
+    """
     from sim import SimError, verify_plan
 
     console.print("\n".join(subject.lines()))
@@ -332,6 +347,8 @@ def verify_subject(console: Console, subject: Subject, everything: bool, steps: 
                 dtype=subject.dtype,
                 seed=subject.seed,
                 steps=steps,
+                loss_fn=loss_fn,
+                optimizer_fn=optimizer_fn,
             )
     except SimError as error:  # also one that is a ValueError on a rank: the plan is wrong, not what was asked
         say_failed(error)
@@ -380,7 +397,7 @@ def _layouts(base: Layout, texts: Sequence[str], inputs: Sequence[torch.Tensor])
         return None
     if len(texts) > len(inputs):
         blame = f"there are {len(texts)} of them for {len(inputs)} {'input' if len(inputs) == 1 else 'inputs'}"
-        hint = 'one for each, in order; "-" leaves one whole'
+        hint = 'one for each, in order; "-" for unsharded'
         raise ValueError(explain("cannot use --input-layout", blame, f"given: {'; '.join(texts)}", hint))
     read = [None if text.strip() == "-" else parse_layout(base, text) for text in texts]
     return read + [None] * (len(inputs) - len(read))

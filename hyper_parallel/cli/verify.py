@@ -66,6 +66,12 @@ def verify(
     input_layout: Annotated[
         list[str] | None, typer.Option(help="Which part of an argument a rank has: dp,None; default: as the plan says.")
     ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="module:function of output and inputs; default: a random sum of the output.")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="module:function, called with parameters, as torch.optim:SGD; default: AdamW.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="What ranks compute in: float64, or float32.")] = "float64",
     everything: Annotated[bool, typer.Option("--all", help="Print all tensors, not only the wrong ones.")] = False,
 ) -> None:
@@ -80,6 +86,7 @@ def verify(
     Exit code 0: right; 1: something is wrong, or ranks failed; 2: a mistake in what was asked.
     """
     of_plan = {"--mesh": mesh, "--plan": plan_file, "--parallelize": parallelize, "--show-plan": show_plan or None}
+    of_plan |= {"--loss": loss, "--optimizer": optimizer}
     of_plan["--model"] = model if model is not None and ":" in model else None
     named = [name for name, value in of_plan.items() if value is not None]
     sizes = {name: value for name, value in given["sizes"].items() if value is not None}
@@ -97,7 +104,7 @@ def verify(
             run = read_run(config, given, start_from)
             correct = _verify_run(run, devices_of(run, devices), everything)
         raise typer.Exit(0 if correct else FAILURE)
-    from hyper_parallel.cli.subject import LlamaSizes, Subject, llama_subject, own_subject, verify_subject
+    from hyper_parallel.cli.subject import LlamaSizes, Subject, llama_subject, named_object, own_subject, verify_subject
     from hyper_parallel.core.shard.plan_file import plan_text
 
     mesh, model, seed = mesh or "dp=2,tp=4", model or "llama", int(run_options.get("seed", 0))
@@ -137,7 +144,14 @@ def verify(
         if show_plan:
             stdout_console().file.write(plan_text(subject.shown_plan(), subject.mesh))
             raise typer.Exit()
-        correct = verify_subject(stdout_console(), subject, everything, steps=int(run_options.get("steps", 1)))
+        correct = verify_subject(
+            stdout_console(),
+            subject,
+            everything,
+            steps=int(run_options.get("steps", 1)),
+            loss_fn=None if loss is None else named_object("--loss", loss),
+            optimizer_fn=True if optimizer is None else named_object("--optimizer", optimizer),
+        )
     raise typer.Exit(0 if correct else FAILURE)
 
 

@@ -58,7 +58,7 @@ def export_huggingface(
     writes; with one, all its ranks call this, and rank 0 writes. The last file to appear is config.json: what is cut
     short cannot be loaded by mistake.
 
-    Communication: one tensor after the other is gathered (`full_tensor`). Beside its parts, a rank holds one full
+    Communication: one tensor after the other is gathered (`full_tensor`). Beside its shards, a rank holds one full
     tensor at a time, such as the first matrix of all experts of a layer, and rank 0 the tensors of one file. Stages of
     a pipeline hold some layers each: save a checkpoint, and export what one process loads from it.
 
@@ -73,7 +73,7 @@ def export_huggingface(
         TypeError: an argument of another kind.
         ValueError: names or shapes that are not those of the config, a folder with weights, scores of a router that
             transformers has no model for, max_shard_bytes below one.
-        OSError: rank 0 could not write; on every rank alike.
+        OSError: rank 0 could not write; on every rank.
     """
     asked = "cannot export to Hugging Face"
     check_tensors(asked, state=state)
@@ -316,7 +316,7 @@ def _own(asked: str, name: str, tensor: Tensor) -> tuple[Tensor, tuple[slice, ..
     layout, local = Layout.of(tensor), tensor.to_local()
     own = layout.local_slice(tuple(tensor.shape))
     if layout.is_partial() or tuple(part.stop - part.start for part in own) != tuple(local.shape):
-        blame = f"{name!r} is not laid out as parts of the whole"
+        blame = f"{name!r} is not laid out as parts of the full tensor"
         raise ValueError(explain(asked, blame, f"layout: {layout}   part: {tuple(local.shape)}", "load, then shard"))
     return local, own
 

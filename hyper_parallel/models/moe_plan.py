@@ -1,8 +1,9 @@
 """The layouts of a Llama with experts, on a mesh with a tensor-parallel axis; see `llama_plan` for the rest of it.
 
 Inside of an expert, tp splits either its inner width, and then the layer is like a dense feed-forward: what goes in is
-whole, and what comes out are shares of a sum. Or nothing (etp=1): each rank along tp has its own part of the sequences
-there, as the residual stream is split, and sends its tokens to whole experts. Shared experts are split in both cases.
+replicated, and what comes out are partial sums. Or nothing (etp=1): each rank along tp has its own part of the
+sequences there, as the residual stream is split, and sends its tokens to unsplit experts. Shared experts are split in
+both cases.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def parallelize_moe(
     `expert_parallel`, then `shard_module` with `moe_plan`, on the slice of tp.
 
     Args:
-        model: whole, on the meta device or alike on all ranks; or a stage of a pipeline.
+        model: unsharded, on the meta device or equal on all ranks; or a stage of a pipeline.
         mesh: the mesh, with all its axes.
         ep: the axis that splits the experts; ranks along it have different rows.
         tp: the axis that splits heads, inner width and vocabulary, and between modules the sequence.
@@ -146,7 +147,7 @@ def _check_etp(asked: str, streams: Streams, etp: int) -> None:
         blame = "inside of an expert tp splits either the inner width, on all its ranks, or nothing"
         raise ValueError(explain(asked, blame, seen, f"etp={streams.degree}, or etp=1"))
     if etp != streams.degree and not streams.sequence_parallel:
-        blame = "ranks along tp would send the same tokens to whole experts, as nothing splits the sequence"
+        blame = "ranks along tp would send the same tokens to the experts, as nothing splits the sequence"
         raise ValueError(explain(asked, blame, seen, f"sequence_parallel=True, or etp={streams.degree}"))
 
 

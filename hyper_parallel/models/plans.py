@@ -1,8 +1,9 @@
 """The layouts of a Llama on a mesh with a tensor-parallel axis, after Megatron-LM (Shoeybi et al. 2019, section 3).
 
-Attention is split by heads, the feed-forward by its inner width: what goes into them is whole, and each rank's result
-is its share of a sum. With sequence parallelism (Korthikanti et al. 2022, section 4.2) everything between is split over
-the sequence, and the all_reduce of that sum becomes a reduce_scatter, with an all_gather before the next split module.
+Attention is split by heads, the feed-forward by its inner width: what goes into them is replicated, and each rank's
+result is a partial sum. With sequence parallelism (Korthikanti et al. 2022, section 4.2) everything between is split
+over the sequence, and the all_reduce of that sum becomes a reduce_scatter, with an all_gather before the next split
+module.
 
     residual stream -> norm -> (gather) attention or feed-forward (reduce) -> residual stream
 """
@@ -154,7 +155,7 @@ def llama_loss(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int
     2.0794
 
     DTensor logits know of all rows, and the mean is over all of them. Of local logits it is over this rank's rows: with
-    several ranks along dp, divide it by their number before `backward`, where rows are alike in number.
+    several ranks along dp, divide it by their number before `backward`, if each has as many rows.
 
     Args:
         logits: (batch, seq, vocab).
@@ -265,7 +266,7 @@ class Streams:
         add_entries(plan, local_plan=dict.fromkeys(paths, self.residual))
 
     def add_shares(self, plan: ShardingPlan, path: str, inputs: Any, *, several: bool = False) -> None:
-        """Let a module take whole inputs and return shares of a sum, the first of its results if it has several."""
+        """Let a module take replicated inputs and return partial sums, the first of its results if it has several."""
         produced: Any = [self.pending, None] if several else self.pending
         add_module(plan, path, inputs, produced, [self.residual, None] if several else self.residual)
 

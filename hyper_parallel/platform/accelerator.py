@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-# The common part of cuda and npu: everything that torch's device modules spell alike ----------------------------------
+# The common part of cuda and npu: everything that torch's device modules spell the same -------------------------------
 
 
 class AcceleratorPlatform(Platform):

@@ -70,7 +70,7 @@ class OptimizerConfig:
         lr: highest learning rate, reached after the warmup.
         warmup_steps: steps over which the rate grows linearly.
         schedule: "cosine" or "linear" decay to `min_lr_ratio * lr` at the last step, or "constant".
-        min_lr_ratio: last rate as a part of `lr`.
+        min_lr_ratio: last rate divided by `lr`.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         weight_decay: of the matrices; norms have none.

@@ -113,7 +113,7 @@ def dump_nonfinite(
     """Write what one rank knows about a step that went wrong, and return the file.
 
     The file is folder/step-00000007/rank-3.json: step, loss, norm, the indices of the rank's samples, and per parameter
-    the shape of this rank's part, the norm of the finite elements of its gradient, and the number of NaN and infinite
+    the shape of this rank's shard, the norm of the finite elements of its gradient, and the number of NaN and infinite
     elements in gradient and value; worst first. Nothing is communicated.
 
     Args:

@@ -365,7 +365,7 @@ def training_step(
         accumulate: backward passes; with a pipeline its micro-batches, which it knows itself.
         reduce_each: every backward pass reduces gradients over ranks, not the last one alone.
         max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
-        accepts: called with loss and norm, alike on every rank; False leaves the optimizer's step out.
+        accepts: called with loss and norm, which are equal on every rank; False skips the optimizer's step.
     """
     loss = forward_backward(model, inputs, targets, share, groups.dtype, accumulate, reduce_each)
     return finish_step(model, optimizer, loss, groups=groups, max_grad_norm=max_grad_norm, accepts=accepts)
@@ -589,7 +589,7 @@ class RunGroups:
         return self.over_tokens(total).item()
 
     def any(self, flag: bool) -> bool:
-        """Tell, alike on every rank, whether any rank says yes."""
+        """Return, on every rank, whether any rank says yes."""
         if self.world is None or dist.get_world_size() == 1:
             return flag
         value = torch.tensor(int(flag), device=self.device)

@@ -150,7 +150,7 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     of experts, those that a token is sent to count, the shared ones, and the router.
 
     A pure function, whose results are kept: one or two blocks are counted on meta, and the rest follows, since blocks
-    are alike.
+    are equal.
 
     Args:
         config: the model's shape.

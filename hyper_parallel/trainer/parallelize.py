@@ -200,7 +200,7 @@ def split_context(models: list[Any], dims: ParallelDims) -> ContextParallel | No
         context_parallel(model, mesh, ulysses) if len(model.layers) else ContextParallel(mesh, ulysses)
         for model in models
     ]
-    return contexts[0]  # all alike
+    return contexts[0]  # all are equal
 
 
 def checkpoint_blocks(model: Llama, policy: str) -> None:
@@ -252,7 +252,7 @@ def _keep_alternate_products() -> Any:
 def compile_blocks(model: Llama, enabled: bool, hooks: BuildHooks = AS_TRAINED) -> None:
     """Compile the attention and the plain feed-forward of each block: what computes between two communications.
 
-    Blocks as a whole are left alone: their hooks communicate, at which a graph would break anyway.
+    Not whole blocks: their hooks communicate, at which a graph would break anyway.
 
     Args:
         model: changed in place.
@@ -329,7 +329,7 @@ def shard_units(
 def _placement_of_experts(param: nn.Parameter, ranks: int) -> Shard | None:
     """Split experts inside of each where there are fewer of them than ranks.
 
-    On dim 0 some ranks would hold whole experts and others none, and each gather would be padded to as many rows as
+    On dim 0 some ranks would hold experts and others none, and each gather would be padded to as many rows as
     there are ranks.
 
     Args:
@@ -359,7 +359,7 @@ def build_pipeline(
     """
     if not dims.pp_enabled:
         return None
-    stream = None  # between stages go a rank's own parts of what is split over the sequence
+    stream = None  # between stages go a rank's own shards of what is split over the sequence
     if dims.tp_enabled:
         stream = Layout.from_device_mesh(dims.get_mesh("tp"))("None", "tp", "None")
     return Pipeline(

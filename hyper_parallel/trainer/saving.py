@@ -143,7 +143,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, ranks that wait for each other here could wait for ever; but for one that all raise alike.
+        # After an error, ranks that wait for each other here could wait for ever, unless all ranks raise it.
         if self._files is None:
             return
         if kind is None or issubclass(kind, NonFiniteError):

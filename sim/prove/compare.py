@@ -165,9 +165,33 @@ class Comparison:
             return replace(found, status="right", sentence="")
         if found.status == "unexplained" and self.task.input_axes:
             sentence = "neither the mean nor the sum of the ranks' losses is that of the whole batch"
-            hint = "weigh each rank's loss by its share of the data: a mean over unequal parts is no mean over all"
+            share = self._share(parts, full, found.bound)
+            hint = f"weigh each rank's loss by its share of {share}: a mean over unequal parts is no mean over all"
+            if not share:
+                hint = "each rank takes its loss of its own data: look at what it needs of that of all ranks"
             return replace(found, sentence=sentence, suggestion=hint)
         return found
+
+    def _share(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> str:
+        """Return what the ranks have unequal shares of, by which the mean of their losses would be right."""
+        for key in (key for key in self.reference.recorder.entries if key.path == "" and key.side == "input"):
+            held = {
+                rank: run.recorder.entries[key] for rank, run in enumerate(self.runs) if key in run.recorder.entries
+            }
+            if len(held) < len(parts) or any(not entry.value.dim() for entry in held.values()):
+                continue
+            counted = {"the rows": {rank: len(entry.value) for rank, entry in held.items()}}
+            if not self.reference.recorder.entries[key].value.is_floating_point():
+                left_out = {rank: int((entry.value != -100).sum()) for rank, entry in held.items()}
+                counted["the labels that are not -100"] = left_out
+            for what, shares in counted.items():
+                total = sum(shares.values())
+                if len(set(shares.values())) == 1 or not total:
+                    continue
+                mean = sum(parts[rank].double() * share for rank, share in shares.items()) / total
+                if bool((mean - full).abs() <= 2 * bound):
+                    return what
+        return ""
 
     def _judge(
         self,
@@ -219,7 +243,7 @@ class Comparison:
                 left += 1
                 continue
             self._keys.append(key)
-            found = self._forward[key] = self._batch_norm(key, found)
+            found = self._forward[key] = self._cast(key, self._batch_norm(key, found))
             final = key.path == "" and key.side == "output" and not self._is_split_loss(key, found)
             given = entry.node is None and key.side == "input"
             events.append(Judged(key.path, title_of(entry), "forward", found, self._nodes(entry), final, given))
@@ -256,6 +280,16 @@ class Comparison:
         axes = " and ".join(self.task.mesh.alias_name[axis] for axis in rows)
         sentence = f"each rank along {axes} normalises with the mean and the variance of its own rows, not of all"
         return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
+
+    def _cast(self, key: Key, found: Finding) -> Finding:
+        """Say where a module casts by hand on the ranks, and not on one device."""
+        low = {rank: run.low[key.path] for rank, run in enumerate(self.runs) if key.path in run.low}
+        if key.side == "input" or not low or key.path in self.reference.low or found.status not in ("right", "pending"):
+            return found
+        dtype = str(next(iter(low.values()))).removeprefix("torch.")
+        sentence = f"{ranks_phrase(low)} computed it in {dtype} or cast to it by hand, and one device did not"
+        hint = "the same casts in both models; or autocast, or a mixed-precision policy"
+        return replace(found, status="wrong", sentence=sentence, suggestion=hint)
 
     def _is_split_loss(self, key: Key, found: Finding) -> bool:
         scalar = self.reference.recorder.entries[key].value.dim() == 0
@@ -542,7 +576,8 @@ class Comparison:
     def update_events(self) -> Iterator[Judged]:
         """Judge the parameters after each step."""
         for step, update in enumerate(self.reference.updates):
-            for name, mine in update.items():
+            # A fault of a later step is found here alone: the last parameter that it reaches is nearest to the loss.
+            for name, mine in reversed(update.items()) if step else update.items():
                 made = self._parameters.get(name)
                 if made is None:
                     continue

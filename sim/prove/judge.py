@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -549,16 +550,34 @@ _ADVICE = {
     "buffer": "a broadcast of it, or the same change on all ranks",
     "forward": "look at what the ranks are given",
     "gradient": "look at the loss, and at whether the ranks' losses are added up or averaged",
-    "update": "the gradients are right: look at what the optimizer does on each rank",
 }
+_AFTER = re.compile(r" after step (\d+)$")
 
 
 def advised(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """Return the rows with advice in the first that is a bug, where nobody knows anything better."""
     bug = first_bug(rows)
-    return [
-        replace(row, suggestion=_ADVICE.get(row.kind, "")) if row is bug and not row.suggestion else row for row in rows
-    ]
+    if bug is None or bug.suggestion:
+        return list(rows)
+    advice = _of_update(rows, bug) if bug.kind == "update" else _ADVICE.get(bug.kind, "")
+    return [replace(row, suggestion=advice) if row is bug else row for row in rows]
+
+
+def _of_update(rows: Sequence[ReportRow], bug: ReportRow) -> str:
+    """Say where to look for the fault of an update: at the optimizer only where its gradients are proved."""
+    after = _AFTER.search(bug.tensor)
+    if after is not None and int(after[1]) > 1:
+        what = f"step {int(after[1]) - 1} is right: look at what it leaves for the next"
+        return f"{what}, in buffers, in the optimizer, or in the program"
+    gradients = [row for row in rows if row.kind == "gradient"]
+    tensor = _AFTER.sub("", bug.tensor)
+    own = [row for row in gradients if (row.module, row.tensor) == (bug.module, tensor)]
+    unproved = next((row for row in gradients if row.verdict == "not proved"), None)
+    if unproved is not None:
+        return f"look at {unproved.place} first, which is not proved"
+    if any(row.verdict in ("exact", "rounding") for row in own):
+        return "its gradient is right: look at what the optimizer does on each rank"
+    return "look at its gradient, and at what the optimizer does on each rank"
 
 
 def first_bug(rows: Iterable[ReportRow]) -> ReportRow | None:

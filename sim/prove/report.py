@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ __all__ = ["MutantRow", "Report", "ReportRow", "Sensitivity"]
 
 _WIDTH = 120
 _HEAD = ("tensor", "kind", "declared", "found", "error", "bound", "verdict")
+_INPUT = re.compile("put (?!of step)")  # "input x"
 _LIMITS = (56, 9, 30, 30, 8, 8, 10)  # how wide a column may get, in letters
 
 Verdict: TypeAlias = str
@@ -58,7 +60,7 @@ class ReportRow:
         """The tensor with its module, for messages."""
         prefix = "the gradient of " if self.kind == "gradient" else ""
         joint = "." if self.module else "the model's " if self.kind in ("forward", "gradient") else ""
-        return f"{prefix}{self.module}{joint}{self.tensor.replace('put ', 'put.')}"
+        return f"{prefix}{self.module}{joint}{_INPUT.sub('put.', self.tensor)}"
 
     def __str__(self) -> str:
         about = self.place if self.kind == "gradient" else f"{self.kind}: {self.place}"

@@ -1,8 +1,10 @@
-"""Unmodified scripts for torchrun: on simulated ranks (`python -m sim run`), or estimated (`python -m sim estimate`).
+"""Unmodified scripts for torchrun: on simulated ranks (`python -m sim run`), compared with one device, or estimated.
 
 launch -> options -> modules -> packages
 launch -> output
 launch -> failure
+verify -> launch
+          changes
 estimate -> launch
 estimate -> recording -> values
             recording -> reducer

@@ -1,7 +1,7 @@
 """Reference values: the local tensor of every rank, cut from the full tensor, and the full tensor put together again.
 
 The brute-force twin of every algorithm that moves a tensor from one layout to another: no communication, no plan, one
-process. A test scatters a whole tensor, lets the ranks do something, and gathers what they have.
+process. A test scatters a full tensor, lets the ranks do something, and gathers what they have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOISE = 5
 
 
 def scatter_full(full: torch.Tensor, layout: Layout, rank: int | None = None, *, seed: int = 0) -> torch.Tensor:
-    """Return what a rank holds of a whole tensor: the slice that the layout says, or a pending copy of it.
+    """Return what a rank holds of a full tensor: the slice that the layout says, or a pending copy of it.
 
     >>> layout = Layout((2, 2), ("dp", "tp"))
     >>> [scatter_full(torch.arange(6), layout(("tp", "dp")), rank).tolist() for rank in range(4)]
@@ -42,7 +42,7 @@ def scatter_full(full: torch.Tensor, layout: Layout, rank: int | None = None, *,
     as the tensor's own elements are small whole numbers; an average over n ranks adds up to n times them.
 
     Args:
-        full: the whole tensor, the same on every rank.
+        full: the full tensor, the same on every rank.
         layout: who holds what; at most one kind of reduction pending.
         rank: whose part. Default: the calling rank's.
         seed: draws the copies; all ranks must give the same.
@@ -71,7 +71,7 @@ def scatter_full(full: torch.Tensor, layout: Layout, rank: int | None = None, *,
 def gather_full(
     parts: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], layout: Layout, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Return the whole tensor that the ranks hold parts of, with pending reductions taken.
+    """Return the full tensor that the ranks hold parts of, with pending reductions taken.
 
     >>> layout = Layout((2, 2), ("dp", "tp"))("tp")
     >>> gather_full([torch.tensor(part) for part in ([1, 2], [3], [1, 2], [3])], layout, (3,)).tolist()
@@ -85,12 +85,12 @@ def gather_full(
     Args:
         parts: what the ranks hold, by rank; the results of `sim.run` are.
         layout: who holds what; at most one kind of reduction pending.
-        shape: the whole tensor's sizes, in elements.
+        shape: the full tensor's sizes, in elements.
 
     Raises:
         AssertionError: a part of another shape or dtype than it should have; ranks that should hold the same, down to
             the last bit (but that 0.0 and -0.0 are one), and do not. It names the ranks and the first element, in the
-            order of the whole tensor, on which they differ.
+            order of the full tensor, on which they differ.
         TypeError: layout is no layout.
         ValueError: no assignment, a layout that does not fit, several kinds of reduction pending, a rank without a
             part.
@@ -101,17 +101,17 @@ def gather_full(
     held = [_part(parts, rank, layout) for rank in layout.rank_list]
     rows: list[torch.Tensor] = []
     for index in range(_copy(layout, layout.rank_list[0])[0]):
-        whole = torch.zeros(tuple(shape), dtype=held[0].dtype, device=held[0].device)
+        full = torch.zeros(tuple(shape), dtype=held[0].dtype, device=held[0].device)
         owner = torch.full(tuple(shape), -1, dtype=torch.int64, device=held[0].device)
         for rank, part, box in zip(layout.rank_list, held, where, strict=True):
             _check_part(rank, part, layout, shape, layout.rank_list[0], held[0])
             if _copy(layout, rank)[1] != index:
                 continue
             place = tuple(slice(start, stop) for start, stop in box)
-            _check_agreement(rank, part, whole[place], owner[place], box, layout)
-            whole[place] = part
+            _check_agreement(rank, part, full[place], owner[place], box, layout)
+            full[place] = part
             owner[place] = torch.where(owner[place] < 0, rank, owner[place])
-        rows.append(whole)
+        rows.append(full)
     return rows[0] if kind is None else _reduced(torch.stack(rows), kind)
 
 
@@ -139,7 +139,7 @@ def _copy(layout: Layout, rank: int) -> tuple[int, int]:
 
 
 def _copies(asked: str, full: torch.Tensor, kind: str, number: int, seed: int) -> list[torch.Tensor]:
-    """Return copies of a whole tensor that reduce to it."""
+    """Return copies of a full tensor that reduce to it."""
     if full.dtype == torch.bool or (full.is_complex() and kind not in ("sum", "avg")):
         blame = f"{kind} is pending, which is not taken of {full.dtype}"
         raise TypeError(explain(asked, blame, f"full: {full.dtype}, {tuple(full.shape)}", "torch.float32"))

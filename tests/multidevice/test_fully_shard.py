@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from units_kit import assert_freed, assert_near, gradients, mesh_of, values, whole, wrap_nested
+from units_kit import assert_freed, assert_near, full, gradients, mesh_of, values, wrap_nested
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
@@ -121,7 +121,7 @@ def check_against_one_device(ctx, model, plain, **options):
     assert_close(params, wanted_params)
 
 
-# -- the whole, on every mesh and nesting --------------------------------------------------------------------------
+# -- training, on every mesh and nesting ---------------------------------------------------------------------------
 
 
 def whole_model(model, wrap, **options):
@@ -326,7 +326,7 @@ def test_slots_own_setattr_and_attributes_of_parameters(ctx):
     assert type(model).__name__ == "HSDPSlotted"
     assert repr(model).startswith("HSDPSlotted(in_features=5")
     assert model.extra == "kept"
-    assert model.sets >= 4  # made, sharded, whole, sharded again
+    assert model.sets >= 4  # made, sharded, unsharded, sharded again
     assert model.weight.no_decay
     twin = copy.deepcopy(model)
     assert type(twin) is type(model)
@@ -544,7 +544,7 @@ def test_user_hooks_see_what_the_module_sees(ctx):
     model.register_forward_hook(lambda m, a, o: o * 2)
     fully_shard(model, mesh=mesh_of(ctx))
     model.register_forward_hook(lambda m, a, o: o + 1)
-    assert torch.equal(model(torch.zeros(1, 5)), 2 * whole(model.bias)[None] + 1)
+    assert torch.equal(model(torch.zeros(1, 5)), 2 * full(model.bias)[None] + 1)
     assert seen == [nn.Parameter, nn.Parameter]
 
 
@@ -843,10 +843,10 @@ def test_fp16_gradients_are_scaled_before_they_could_overflow(ctx):
         if not sync_first:
             model.set_requires_gradient_sync(True)
             (model(torch.full((1, 4), 40000.0, device=ctx.device)) * 0.75).sum().backward()
-        assert torch.equal(whole(model.weight.grad), torch.full((3, 4), 30000.0 * (1 if sync_first else 2)))
+        assert torch.equal(full(model.weight.grad), torch.full((3, 4), 30000.0 * (1 if sync_first else 2)))
 
 
-# -- when parameters are whole -------------------------------------------------------------------------------------
+# -- when parameters are unsharded ---------------------------------------------------------------------------------
 
 
 @sim.ranks(2)
@@ -985,7 +985,7 @@ def test_a_root_of_several_modules_of_which_one_runs_alone(ctx):
                 model.blocks[0](x)
         assert all(isinstance(p, DTensor) for p in model.blocks[0].parameters())
     schedule = unit_of(model.blocks[0]).schedule
-    assert len(schedule._entered) <= len(schedule.units)  # the record starts anew with every forward
+    assert len(schedule._pre_forwards) <= len(schedule.units)  # the record starts anew with every forward
     assert_close(gradients(model.blocks[0]), gradients(plain.blocks[0]))
 
 
@@ -1207,7 +1207,7 @@ def test_state_dict_errors_and_buffers(ctx):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).to(ctx.device)
     fully_shard(model, mesh=mesh_of(ctx))
-    good = {name: whole(value) + 1 for name, value in model.state_dict().items()}
+    good = {name: full(value) + 1 for name, value in model.state_dict().items()}
     before = values(model)
     for bad in (
         torch.zeros(4, 5),

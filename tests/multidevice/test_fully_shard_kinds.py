@@ -1,6 +1,6 @@
 """fully_shard and every kind of parameter: against the same model on one device, in float64 where it is reduced.
 
-A parameter may be plain (and then split along any dim, or kept whole), a DTensor that keeps its layout, or a DTensor
+A parameter may be plain (and then split along any dim, or replicated), a DTensor that keeps its layout, or a DTensor
 that is split further. Here also: what changes how parameters are kept and reduced, but must not change any number.
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from fsdp2_kit import Net, loss_of, sgd, whole
+from fsdp2_kit import Net, full, loss_of, sgd
 from rounding_kit import results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -316,7 +316,7 @@ def test_a_unit_of_scalars_only(ctx):
         check(ctx, model, plain)
 
 
-# -- plain parameters that are kept whole ------------------------------------------------------------------------------
+# -- plain parameters that are replicated ------------------------------------------------------------------------------
 
 
 @sim.ranks(4, backends=NO_GLOO)
@@ -1047,7 +1047,7 @@ def on_host(tensors):
 
 
 def one_buffer(model):
-    """Whether the parts of each unit lie in one piece of memory."""
+    """Whether the parts of each unit lie in one block of memory."""
     for unit in units_in(model):
         for bucket in unit.buckets:
             pointers = {param.local.untyped_storage().data_ptr() for param in bucket.params if param.local_numel}
@@ -1265,7 +1265,7 @@ def test_main_gradients(ctx):
             assert parameter.main_grad.dtype == torch.float32
             wanted = plain.get_parameter(name).grad
             assert_close(
-                {name: parameter.main_grad.full_tensor()}, {name: wanted}, alone=None, eps=EPS_SINGLE, summands=64
+                {name: parameter.main_grad.full_tensor()}, {name: wanted}, eps=EPS_SINGLE, summands=64, alone=None
             )
         held = {name: p.main_grad for name, p in model.named_parameters()}
         model.zero_grad(set_to_none=False)
@@ -1354,7 +1354,7 @@ def test_sums_over_tensor_parallel_ranks_are_in_reduce_dtype(ctx, micros):
     for micro in range(micros):
         model.set_requires_gradient_sync(micro == micros - 1)
         model(own).sum().backward()
-    assert whole(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9)] * 4
+    assert full(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9)] * 4
 
 
 # -- hooks of the user -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from units_kit import assert_freed, assert_near, gradients, values, whole
+from units_kit import assert_freed, assert_near, full, gradients, values
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
@@ -258,7 +258,7 @@ def test_torch_clips_and_steps_what_is_split_as_asked_and_what_is_whole(ctx):
     plain(batch(ctx)).square().mean().backward()
     for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_):
         norms = [clip(m.parameters(), 0.1) for m in (model, plain)]
-        assert_close({"norm": whole(norms[0])}, {"norm": norms[1]})
+        assert_close({"norm": full(norms[0])}, {"norm": norms[1]})
     assert_close(gradients(model), gradients(plain))
     for m in (model, plain):
         torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True).step()
@@ -587,7 +587,7 @@ def test_acc_grad_of_a_dtensor_that_keeps_its_layout(ctx):
     model(x).to_local().sum().backward()
     assert elements(model.weight.acc_grad) == ctx.rank // 2 + 1.0
     assert model.weight.acc_grad.placements == (Partial(), Shard(0))
-    assert torch.equal(whole(model.weight.acc_grad), torch.full((4, 4), 3.0, device=ctx.device))
+    assert torch.equal(full(model.weight.acc_grad), torch.full((4, 4), 3.0, device=ctx.device))
 
 
 @sim.ranks(2, backends=NO_GLOO)
@@ -718,7 +718,7 @@ def test_prefetch_cells(ctx):
     check_against_one_device(ctx, model, net(ctx))
 
 
-# -- with other faces, levels and libraries ------------------------------------------------------------------------
+# -- with other APIs, levels and libraries -------------------------------------------------------------------------
 
 
 @sim.ranks(4, backends=NO_GLOO)
@@ -767,11 +767,11 @@ def test_state_dicts(ctx, level):
     loss.backward()
     assert list(sharded) == list(net(ctx).state_dict())
     assert all(isinstance(value, DTensor) for value in sharded.values())
-    full = {name: whole(value) for name, value in get_model_state_dict(model).items()}
+    unsharded = {name: full(value) for name, value in get_model_state_dict(model).items()}
     for way, state in (
         ({"threshold": 0}, sharded),
         ({"threshold": 1, "shard_size": 2, "optimizer_level": "level3"}, sharded),
-        ({"threshold": 0, "shard_size": 4, "comm_fusion": True}, full),
+        ({"threshold": 0, "shard_size": 4, "comm_fusion": True}, unsharded),
     ):
         other = wrap(net(ctx), **way)
         with torch.no_grad():
@@ -941,8 +941,8 @@ def test_a_cell_with_a_dtensor_adds_gradients_up(ctx):
         hsdp(other, threshold=threshold)
         assert other.weight.hsdp_effective_shard_size == (2 if threshold == 0 else 1)
         other(torch.full((1, 4), ctx.rank + 1.0, device=ctx.device)).sum().backward()
-        assert torch.equal(whole(other.weight.grad), torch.full((4, 4), 3.0, device=ctx.device))
-        assert torch.equal(whole(other.bias.grad), torch.full((4,), 2.0, device=ctx.device))
+        assert torch.equal(full(other.weight.grad), torch.full((4, 4), 3.0, device=ctx.device))
+        assert torch.equal(full(other.bias.grad), torch.full((4,), 2.0, device=ctx.device))
 
 
 @sim.ranks(2, backends=NO_GLOO)

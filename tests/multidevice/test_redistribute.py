@@ -1,4 +1,4 @@
-"""Plans executed on real ranks: every rank ends with its slice of the whole tensor."""
+"""Plans executed on real ranks: every rank ends with its slice of the full tensor."""
 
 import math
 

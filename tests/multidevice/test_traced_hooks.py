@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from units_kit import assert_near, compiled, gradients, mesh_of, values, whole
+from units_kit import assert_near, compiled, full, gradients, mesh_of, values
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
@@ -507,10 +507,8 @@ def test_accumulation(ctx):
                     of_replicas = Partial() if step < 2 else Replicate()
                     assert model.embed.weight.acc_grad.placements == (of_replicas, of_shard_axis)
                 sums = {name: getattr(p, "acc_grad", None) for name, p in model.named_parameters()}
-                assert_close({name: None if g is None else whole(g) for name, g in sums.items()}, wanted)
-                assert_close(
-                    {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}, wanted
-                )
+                assert_close({name: None if g is None else full(g) for name, g in sums.items()}, wanted)
+                assert_close({n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}, wanted)
                 unit.zero_grads()
                 assert model.embed.weight.grad is model.embed.weight.acc_grad is None
 
@@ -543,7 +541,7 @@ def test_accumulation_in_another_dtype(ctx):
             unit.set_requires_grad_sync(step == 2)
             model(torch.full((1, 8), factor, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
         wanted = torch.full((8, 8), 1 + 2 * 2**-10, device=ctx.device)
-        assert torch.equal(whole(model.weight.acc_grad), wanted), level
+        assert torch.equal(full(model.weight.acc_grad), wanted), level
 
 
 def accumulated(level, synced, accumulate=True):

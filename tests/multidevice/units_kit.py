@@ -37,19 +37,19 @@ def compiled(ctx: sim.RankTest, model: nn.Module, backend: str | None) -> Any:
     return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
 
 
-def whole(tensor: Any) -> Any:
+def full(tensor: Any) -> Any:
     """All of a DTensor, gathered by torch; what is none as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
     """Unsharded gradients by name, None where there is none."""
-    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else full(p.grad.detach()) for name, p in model.named_parameters()}
 
 
 def values(model: nn.Module) -> dict[str, Any]:
     """Unsharded parameters by name."""
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return {name: full(p.detach()) for name, p in model.named_parameters()}
 
 
 def assert_near(

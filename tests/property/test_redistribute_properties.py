@@ -150,7 +150,7 @@ def carry_out(steps, parts, seed):
 
 
 def check_values(case, full, found):
-    """Compare what the ranks hold with slices of the whole tensor."""
+    """Compare what the ranks hold with slices of the full tensor."""
     for rank, part in found.items():
         if part is not None and rank not in case.dst.rank_list:
             assert part.shape == (0,), f"rank {rank}"

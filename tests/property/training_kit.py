@@ -1,4 +1,4 @@
-"""What the property tests of training draw and compare: problems with a reference on one device, and arrangements.
+"""Strategies of the property tests of training: problems with a reference on one device, and arrangements.
 
 The reference of a problem runs on one device, plainly and three times perturbed (`sim.prove.bound.Perturbed`): how far
 its losses, its weights and its optimizer's state then move bounds how far any other order of the same sums moves them.
@@ -42,7 +42,7 @@ STEPS, LAYERS, BATCH, SEQ = 3, 2, 8, 8
 # Draws whose bounds are narrow: in bf16, one moment's differs threefold between draws, and the narrower finds more.
 PERTURBATIONS = range(200, 203)
 SAFETY_OF_NORMS = 8.0
-"""As `SAFETY`, for the norm of a whole tensor's difference: of many roundings, some up and some down."""
+"""As `SAFETY`, for the norm of a full tensor's difference: of many roundings, some up and some down."""
 STEP_ROUNDINGS = 16.0  # that an update is granted, in units of a tensor's largest element; Adam's chain has 12
 UNITS = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24}  # of what is kept: weights, moments, and sums of losses
 

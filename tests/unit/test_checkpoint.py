@@ -119,7 +119,7 @@ def test_parts_that_do_not_make_a_whole(tmp_path):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         w = distribute_tensor(W, mesh, [Shard(0)], src_data_rank=None)
         rank = torch.distributed.get_rank()
-        with pytest.raises(ValueError, match="do not make up whole tensors") as caught:
+        with pytest.raises(ValueError, match="do not make up full tensors") as caught:
             save_checkpoint(tmp_path / "c", {"w": w} if rank == 0 else {})
         return str(caught.value)
 

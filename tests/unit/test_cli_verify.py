@@ -30,6 +30,19 @@ def forgetful(model, mesh):  # the second layer's sum is not taken
     model[2].bias.data.div_(2)
     return model
 
+def loss(output, x):
+    return (output - x).square().mean()
+
+def biased(output, x):  # of the values alone: backward sees half of it
+    return loss(output, x) / 2 + loss(output, x).detach() / 2
+
+def momentum(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+def unlike(params):  # a rate of its own on each rank
+    import os
+    return torch.optim.SGD(params, lr=0.1 + float(os.environ.get("RANK", 0)))
+
 three = 3
 """
 
@@ -64,6 +77,22 @@ def edited(tmp_path):
 
 
 # Right and wrong
+
+
+def test_a_loss_and_an_optimizer_of_ones_own(own):
+    words = ("--model", f"{own}:build", "--input", "3,4", "--mesh", "tp=2", "--parallelize", f"{own}:tensor_parallel")
+    code, output = invoke(*words, "--loss", f"{own}:loss", "--optimizer", f"{own}:momentum", "--steps", "2", "--all")
+    assert code == 0, output
+    assert re.search(r"^2\.weight after step 2 +update|^2\.weight.* update", output, re.MULTILINE), output
+    code, output = invoke(*words, "--optimizer", f"{own}:unlike")
+    assert code == cli.FAILURE
+    assert re.search(r"^  update: ", output, re.MULTILINE), output
+    code, output = invoke(*words, "--loss", f"{own}:lost")
+    assert code == cli.USER_ERROR
+    assert "has no 'lost'" in output
+    code, output = invoke("--tp", "2", "--loss", f"{own}:loss")
+    assert code == cli.USER_ERROR
+    assert "it is about a plan, and a run has its own" in output
 
 
 def test_the_shipped_plan_is_right():

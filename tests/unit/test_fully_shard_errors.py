@@ -1,4 +1,4 @@
-"""Mistakes in calling fully_shard: the text names the blame and a way out, on every rank alike, before any byte."""
+"""Mistakes in calling fully_shard: the text names the blame and a way out, on every rank, before any byte."""
 
 import pytest
 import torch
@@ -620,8 +620,8 @@ def test_a_gradient_for_a_parameter_as_it_was_before_wrapping(wrap):
         text = fails_on_every_rank(
             call, RuntimeError, r"a gradient arrived for 'weight' as it was before .* replaced it", communicates=True
         )
-        face, other = ("hsdp", "fully_shard") if wrap is hsdp else ("fully_shard", "hsdp")
-        assert face in text
+        api, other = ("hsdp", "fully_shard") if wrap is hsdp else ("fully_shard", "hsdp")
+        assert api in text
         assert other not in text
 
 

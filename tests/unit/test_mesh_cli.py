@@ -330,12 +330,11 @@ def test_the_best_of_a_search_is_a_run_that_is_trained(asked: list[dict[str, Any
 
 
 ROOT = Path(__file__).parents[2]
+WALK = ROOT / "docs" / "training.md"
 
 
-def test_the_walk_of_the_readme_from_a_search_to_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = (
-        ROOT.joinpath("README.md").read_text().partition("hyper-parallel hardware measure   ")[2].partition("```")[0]
-    )
+def test_the_walk_of_the_docs_from_a_search_to_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = WALK.read_text().partition("hyper-parallel hardware measure   ")[2].partition("```")[0]
     (_, *commands) = [line.partition("#")[0].split() for line in block.strip().splitlines()]
     assert [words[1] for words in commands] == ["search", "verify", "--nproc-per-node", "plot"]
     here = replace(find_hardware("laptop-cpu"), title=f"{cpu_name()}, as measured elsewhere")
@@ -357,11 +356,11 @@ def test_the_walk_of_the_readme_from_a_search_to_training(monkeypatch: pytest.Mo
     assert Path("out/train.png").exists()
 
 
-def test_the_readme_shows_what_the_walk_has_logged() -> None:
+def test_the_docs_show_what_the_walk_has_logged() -> None:
     console = Console(file=io.StringIO(), color_system=None, width=100)
     console.print(prediction_table(read_log(ROOT / "docs" / "pictures" / "walk.jsonl")))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert "\n".join(["```text", *lines, "```"]) in ROOT.joinpath("README.md").read_text()
+    assert "\n".join(["```text", *lines, "```"]) in WALK.read_text()
 
 
 def test_nothing_fits(asked: list[dict[str, Any]]) -> None:

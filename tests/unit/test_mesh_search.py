@@ -337,6 +337,12 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
     [
         ({"dp_shard": 4}, 4, {"microbatches": 2}),
         ({"pp": 2, "tp": 2}, 4, {"checkpointing": "full"}),
+        (
+            {"dp_shard": 2, "cp": 2, "ulysses_degree": 2},
+            4,
+            {"checkpointing": "selective", "zero": 2, "microbatches": 1},
+        ),
+        ({"dp_shard": 2, "dp_replicate": 2}, 4, {"checkpointing": "full", "microbatches": 2, "reduce_each": True}),
     ],
 )
 def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, recipe: dict[str, Any]) -> None:
@@ -344,10 +350,14 @@ def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, re
     candidate = Candidate(dims, Recipe(**recipe), batch)
     found = estimate(model, dims, batch, 128, hardware, candidate.recipe)
     floors = Floors(model, shape_of(model, 128), hardware, 128)
-    rough, fine = floors.seconds(candidate, rough=True), floors.seconds(candidate)
-    assert floors.arithmetic(candidate) < fine
-    assert rough <= fine * 1.001
+    *rough, fine = floors.seconds(candidate)
+    assert list(floors.seconds(candidate, known_only=True)) == [*rough, fine]
+    assert rough[0] == floors.arithmetic(candidate) < fine
+    assert max(rough) <= fine * 1.001
     assert 0.2 * found.timeline.step < fine <= found.timeline.step
+    floors.learn(candidate, found.programs)
+    *_, learned = floors.seconds(candidate)
+    assert fine <= learned <= found.timeline.step
     assert 0 < floors.bytes(candidate) <= found.memory.peak
 
 

@@ -1,4 +1,4 @@
-"""The oracle of redistributions: whole tensors cut up and put together again, and what it must find wrong."""
+"""The oracle of redistributions: full tensors cut up and put together again, and what it must find wrong."""
 
 import pytest
 import torch

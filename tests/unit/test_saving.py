@@ -1,4 +1,4 @@
-"""What a run saves, what it goes on from, and what it refuses to."""
+"""Checkpoints of a run: what it saves, what it resumes from, and what it refuses."""
 
 from __future__ import annotations
 

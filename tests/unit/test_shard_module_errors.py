@@ -1,4 +1,4 @@
-"""What a new user does wrong with a plan: four parts, on every rank alike, before anything is communicated."""
+"""Errors of plans: four parts, on every rank, before anything is communicated."""
 
 import re
 
@@ -305,9 +305,9 @@ MISTAKES = {
         weight((Partial(), Replicate())),
         ValueError,
         PLANNED,
-        "parameter 'head.weight' would be shares of a sum",
+        "parameter 'head.weight' would have a reduction pending",
         "pending sum over dp",
-        "a layout without pending reductions: split, or whole",
+        "a layout without pending reductions: split, or replicated",
     ),
     "a layout of another mesh": (
         weight(Layout((4,), ("tp",))("tp")),
@@ -388,7 +388,7 @@ MISTAKES = {
         plan(local_plan={"layers.0": [("dp",), ("dp", "tp")]}),
         ValueError,
         "cannot run module 'layers.0' on local tensors",
-        "over axis 'tp' one result is held whole by every rank, and another one is not",
+        "over axis 'tp' one result is replicated, and another one is not",
         "results: [(dp), (dp, tp)]",
         "the same along that axis, or one module for each result",
     ),
@@ -425,7 +425,7 @@ MISTAKES_WITH_FUNCTIONS = {
         f"{CANNOT}: input_plan",
         "'x.input' is for a module inside, and there is none",
         "modules: none",
-        "'input', for the whole",
+        "'input', for the model itself",
     ),
     "an argument by its name": (
         plan(input_plan={"input": {"x": ("tp",)}}),
@@ -583,7 +583,7 @@ MODELS = {
         on_another_mesh,
         ValueError,
         "parameter 'head.weight' is a DTensor on another mesh",
-        "its mesh, or a model whose parameters are whole",
+        "its mesh, or a model whose parameters are unsharded",
     ),
 }
 

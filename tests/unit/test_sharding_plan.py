@@ -1,4 +1,4 @@
-"""How a ShardingPlan is read: every spelling of layouts, paths with globs, which argument a layout is for."""
+"""Reading of a ShardingPlan: every spelling of layouts, paths with globs, which argument a layout is for."""
 
 import copy
 import functools
@@ -264,5 +264,5 @@ def test_axes_over_which_ranks_share_the_work():
     assert shared_axes("", MESH("dp", partial={"tp": "sum"})) == {"dp", "tp"}
     assert shared_axes("", (ROWS, {"k": MESH(partial={"dp": "sum"})}, None)) == {"dp"}
     assert shared_axes("", (Layout((2, 1), ("dp", "tp"))("dp", "tp"), Layout((2, 1), ("dp", "tp"))("dp"))) >= {"dp"}
-    with pytest.raises(ValueError, match="over axis 'tp' one result is held whole"):
+    with pytest.raises(ValueError, match="over axis 'tp' one result is replicated"):
         shared_axes("", (ROWS, MESH("dp", "tp")))

@@ -1,4 +1,4 @@
-"""What a new user does wrong with the verbs: four parts, the same on every rank, and nothing communicated before."""
+"""Errors of `redistribute` and its relatives: four parts, the same on every rank, before any communication."""
 
 import re
 
@@ -27,7 +27,7 @@ class Given:
 
 REDISTRIBUTE, DISTRIBUTE = "cannot redistribute", "cannot distribute a tensor"
 FROM, TO = "cannot make a DTensor from local parts", "cannot take the local part"
-DTENSOR_HINT = "distribute_tensor(x, layout) for a whole tensor, from_local(x, layout) for this rank's shard"
+DTENSOR_HINT = "distribute_tensor(x, layout) for a full tensor, from_local(x, layout) for this rank's shard"
 SAME = "the same splits, and partial={...} where gradients add"
 MESH = "DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))"
 THERE = "mesh of the tensor: dp=2, tp=2"
@@ -526,9 +526,9 @@ def test_gradients_that_could_mean_two_things():
             sim.run(on_rank, args=(verb, entries), world_size=4)
             == [
                 f"cannot pass a gradient back through {verb.__name__}: over {names} ranks hold the same or copies to "
-                "reduce; their gradients could be one gradient, computed alike on all, or shares to be added\n"
+                "reduce; their gradients could be one gradient, computed by each rank, or partial sums to be added\n"
                 f"  {seen} on dp=2, tp=2\n"
-                f"  try: {verb.__name__}(x, grad_layout={hint}) if alike; Layout.of(x)({add}) if shares; "
+                f"  try: {verb.__name__}(x, grad_layout={hint}) if equal; Layout.of(x)({add}) if partial; "
                 "x.detach() if neither"
             ]
             * 4
@@ -544,7 +544,7 @@ def test_both_ways_out_of_it_work(shape, alike):
         x = distribute_tensor(torch.ones(shape, requires_grad=True), mesh, ())
         with pytest.raises(ValueError) as caught:
             to_local(x).sum().backward()
-        assert f"grad_layout={alike!r}) if alike; Layout.of(x)(" in str(caught.value)
+        assert f"grad_layout={alike!r}) if equal; Layout.of(x)(" in str(caught.value)
         call = re.search(r"Layout\.of\(x\)\(.*?\}\)", str(caught.value))[0]
         for grad_layout in (alike, eval(call, {"Layout": Layout, "x": x})):
             to_local(x, grad_layout=grad_layout).sum().backward()

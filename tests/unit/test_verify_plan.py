@@ -85,7 +85,7 @@ def take(module, name, dim, rank, size):
 
 
 def add_shares(down, size, group, x):
-    """Add 1/size of a bias on each rank, and its whole gradient to all."""
+    """Add 1/size of a bias on each rank, and its full gradient to all."""
     return F.linear(x, down.weight, Enter.apply(down.bias, group) / size)
 
 

@@ -130,7 +130,7 @@ def shape(y, w):
 
 
 @case(
-    "custom code that says each rank has the whole gradient of what it has only a share of",
+    "custom code that says each rank has the full gradient of what it has only a share of",
     ("gradient", "last", "input"),
     "declared Replicate over tp, but the ranks hold parts of a sum over tp",
     hint="all_reduce over tp",

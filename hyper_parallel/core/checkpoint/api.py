@@ -1,4 +1,4 @@
-"""Save and load tensors of any layout: the calls."""
+"""The calls that save and load tensors of any layout."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def save_checkpoint(
             before each tensor, "sync", and on rank 0 "record", "commit", "committed".
 
     Raises:
-        ValueError: something that a checkpoint cannot hold, `folder` is there already, or the ranks do not have whole
-            tensors together.
+        ValueError: something that a checkpoint cannot hold, `folder` is there already, or the ranks' shards do
+            not make up full tensors.
         TypeError: a value that is no tensor, or an argument of another kind.
-        CheckpointError: the files could not be written; on all ranks alike, and nothing is left of them.
+        CheckpointError: the files could not be written; on all ranks, and all of them are removed.
     """
     peers = Peers.of(process_group)
     path = Path()

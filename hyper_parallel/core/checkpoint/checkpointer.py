@@ -138,7 +138,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: another run is using the root, rank 0 cannot write there, or a rank does not see what
-                rank 0 writes, as on disks that hosts do not share; on all ranks alike.
+                rank 0 writes, as on disks that hosts do not share; on all ranks.
         """
         self._ended = self._join()
         if (failure := self._acquire()) is not None:

@@ -101,8 +101,8 @@ def optimizer_targets(
         extra = load_checkpoint(folder, tensors)
         load_optimizer_scalars(optimizer, extra["optimizer"])
 
-    State of its parameter's shape is made as the parameter is, sharded where that is; other state is whole on every
-    rank. Nothing is communicated.
+    State of its parameter's shape is sharded as the parameter is; other state is on every rank in full. Nothing is
+    communicated.
 
     Args:
         model_parts: as for `optimizer_tensors`.

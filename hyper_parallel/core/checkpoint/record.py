@@ -39,7 +39,7 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a checkpoint: its dtype, the shape of the whole, and the boxes that make it up."""
+    """A tensor of a checkpoint: its dtype, its global shape, and the boxes that make it up."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -225,7 +225,7 @@ def _check_boxes(key: str, entry: TensorEntry, files: tuple[FileEntry, ...]) -> 
 def _cover(entry: TensorEntry) -> bool:
     """Whether the boxes are disjoint and cover a tensor.
 
-    They have as many elements, and of all corners only those of the whole are there an odd number of times: then each
+    They have as many elements, and of all corners only those of the tensor are there an odd number of times: then each
     element is in an odd number of boxes, and since there are no more elements in the boxes than in all, in one.
     """
     if sum(math.prod(box.sizes) for box in entry.boxes) != math.prod(entry.shape):

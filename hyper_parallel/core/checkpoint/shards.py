@@ -25,7 +25,7 @@ class LocalShard:
     """This rank's box of a tensor.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the full tensor.
         dtype: of the tensor.
         offsets: where the box begins, per dim.
         local: what is in it; shares memory with the tensor.
@@ -45,7 +45,7 @@ class LocalShard:
 
     @property
     def is_there(self) -> bool:
-        """Whether the box has elements, or else the whole tensor has none and this stands for it."""
+        """Whether the box has elements, or else the full tensor has none and this stands for it."""
         return self.local.numel() > 0 or tuple(self.local.shape) == self.shape
 
 
@@ -70,7 +70,7 @@ def shards_of(
 
     Args:
         asked: the start of an error message, "cannot ...".
-        tensors: plain tensors, which all ranks that name them hold alike, and DTensors.
+        tensors: plain tensors, equal on all ranks that name them, and DTensors.
         per_rank: plain tensors that each rank has for itself.
         rank: this rank's number, under which those are kept.
         global_rank: its number in the world, by which meshes know it.

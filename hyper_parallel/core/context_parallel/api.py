@@ -110,7 +110,7 @@ class ContextParallel:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's tokens of a whole tensor that all ranks have: tokens, targets, ids of documents.
+        """Return this rank's tokens of a full tensor that all ranks have: tokens, targets, ids of documents.
 
         Targets are cut as tokens are, so shift them by one before.
 

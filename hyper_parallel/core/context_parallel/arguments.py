@@ -119,7 +119,7 @@ def check_attention(split: SequenceSplit, q: Tensor, k: Tensor, v: Tensor, docum
         TypeError: dtypes that do not go together, or documents that are no numbers.
         ValueError: shapes that do not go together, heads that cannot be shared, a length that cannot be.
     """
-    asked, hint = "cannot attend", "q (batch, heads, seq, head_dim); k and v alike, with heads that divide those of q"
+    asked, hint = "cannot attend", "q (batch, heads, seq, head_dim); k and v too, with heads that divide those of q"
     seen = f"shapes: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4:
         raise ValueError(explain(asked, "q needs four dims, and k and v the same four", seen, hint))

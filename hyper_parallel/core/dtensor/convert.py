@@ -1,8 +1,8 @@
 """Layouts as torch has them: the placements and the mesh of a DTensor, and DTensors made of parts.
 
-A DTensor can say less than a layout. Where several axes split one dim against mesh order, torch writes strided shards;
-they are right when the split is even, and torch contradicts itself when it is not. Then the same tensor is carried on a
-mesh whose axes run in split order, made from the same process groups, on which every split is plain.
+A DTensor can say less than a layout. Where several axes split one dim in another order than the mesh's, torch has
+strided shards. They are right when the split is even; when it is not, torch contradicts itself. Then the DTensor is put
+on a mesh whose axes are in the order of the splits, made of the same process groups, on which `Shard` is enough.
 """
 
 import math
@@ -36,7 +36,7 @@ def to_placements(layout: Layout, global_shape: Sequence[int]) -> tuple[Placemen
 
     Args:
         layout: a layout with an assignment.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
 
     Raises:
         TypeError: a size that is no int.
@@ -59,7 +59,7 @@ def to_torch(layout: Layout, global_shape: Sequence[int]) -> tuple[DeviceMesh, t
 
     Args:
         layout: a layout with an assignment and a mesh.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
 
     Raises:
         TypeError: a size that is no int.
@@ -152,7 +152,7 @@ def build(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
 
 
 def stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return strides of the whole tensor as those of a part are: dims in the same order, and gaps where it has gaps.
+    """Return strides of the full tensor as those of a part are: dims in the same order, and gaps where it has gaps.
 
     torch asks them, and not the part's, whether a view will do.
     """

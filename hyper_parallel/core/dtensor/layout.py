@@ -36,12 +36,12 @@ class Layout:
     8
 
     A layout never changes; methods return new ones. Two layouts are equal when they lie on the same mesh (names, sizes,
-    ranks) and place every tensor that both fit alike, in whichever form they were written: trailing "None" entries do
-    not count, and neither does where an axis of size 1 stands among several on one dim. A negative `Shard` dim depends
-    on the tensor, so it equals only itself until `placement_to_tensor_map(ndim)` resolves it. A mesh without an
-    assignment is not equal to `layout()`. `mesh` takes no part in equality, hash or pickling. Equal layouts can still
-    differ in how they are written (`alias_placements`, `tensor_map`): a cache of such a thing should be keyed by
-    `placement_to_tensor_map(ndim)` and ndim.
+    ranks) and place every tensor that both fit in the same way, in whichever form they were written: trailing "None"
+    entries do not count, and neither does where an axis of size 1 stands among several on one dim. A negative `Shard`
+    dim depends on the tensor, so it equals only itself until `placement_to_tensor_map(ndim)` resolves it. A mesh
+    without an assignment is not equal to `layout()`. `mesh` takes no part in equality, hash or pickling. Equal layouts
+    can still differ in how they are written (`alias_placements`, `tensor_map`): a cache of such a thing should be keyed
+    by `placement_to_tensor_map(ndim)` and ndim.
 
     Dims beyond the entries are not split; more entries than dims are an error wherever a shape or ndim is given.
 
@@ -299,7 +299,7 @@ class Layout:
         [(2, 3), (2, 3), (1, 3), (0, 3)]
 
         Args:
-            global_shape: the whole tensor's sizes, in elements.
+            global_shape: the full tensor's sizes, in elements.
             rank: a rank on the mesh. Default: the calling rank.
 
         Raises:
@@ -310,7 +310,7 @@ class Layout:
         return tuple(part.stop - part.start for part in self.local_slice(global_shape, rank))
 
     def local_slice(self, global_shape: Sequence[int], rank: int | None = None) -> tuple[slice, ...]:
-        """Return the part that a rank holds, one `slice` per dim, so that `whole[layout.local_slice(...)]` is it.
+        """Return the part that a rank holds, one `slice` per dim, so that `full[layout.local_slice(...)]` is it.
 
         >>> Layout((2, 2), ("dp", "tp"))(("tp", "dp")).local_slice((8,), rank=1)  # dp 0, tp 1
         (slice(4, 6, None),)
@@ -332,7 +332,7 @@ class Layout:
         Row i belongs to rank `rank_list[i]`. 100,000 ranks take milliseconds.
 
         Args:
-            global_shape: the whole tensor's sizes, in elements.
+            global_shape: the full tensor's sizes, in elements.
 
         Raises:
             TypeError: a size that is no int.

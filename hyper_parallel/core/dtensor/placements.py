@@ -155,7 +155,7 @@ def read_dtensor(
         axes: its mesh.
         placements: torch's placements, one per axis.
         order: the order that newer versions of torch keep beside plain placements: a dim, and its axes.
-        shape: the whole tensor's sizes, in elements.
+        shape: the full tensor's sizes, in elements.
 
     Raises:
         ValueError: a placement that a layout cannot say: a strided shard that comes from a view, or of an uneven size;

@@ -1,4 +1,4 @@
-"""`expert_parallel`: give each rank some of the experts of a model."""
+"""`expert_parallel`: the call that gives each rank some of the experts of a model."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def expert_parallel(
 
     Weights of every `GroupedExperts` become DTensors on the axes ep and tp, of which each rank keeps its experts. Ranks
     along ep have different tokens. Inside of an expert tp either splits the inner width (`etp` its degree): ranks along
-    it are given the same tokens, and return shares of a sum. Or it splits nothing (`etp=1`): they are given different
-    tokens, parts of the same sequences, for whole experts. What brings tokens there is the plan, see `moe_plan`.
+    it are given the same tokens, and return partial sums. Or it splits nothing (`etp=1`): they are given different
+    tokens, parts of the same sequences, for unsplit experts. What brings tokens there is the plan, see `moe_plan`.
 
-    Communication: none now; see `GroupedExperts.forward`. Where each expert is whole and tp there, its gradients are
+    Communication: none now; see `GroupedExperts.forward`. Where no expert is split and tp there, its gradients are
     added up over tp, by one all_reduce per weight and backward.
 
     Args:
-        model: a module with `GroupedExperts` and `Router` in it, whose weights are whole and alike on all ranks, or on
-            the meta device. Before `fully_shard`.
+        model: a module with `GroupedExperts` and `Router` in it, whose weights are unsharded and equal on all ranks, or
+            on the meta device. Before `fully_shard`.
         mesh: the mesh, with all its axes. An axis that it does not have counts as one rank.
         ep: the axis that splits the experts.
         tp: the axis of tensor parallelism.
@@ -134,10 +134,10 @@ def _layouts(mesh: DeviceMesh, ep: str, tp: str | None) -> dict[str, Layout]:
 
 
 def _split(experts: GroupedExperts, name: str, layout: Layout) -> None:
-    whole = experts.get_parameter(name)
+    full = experts.get_parameter(name)
     with torch.no_grad():
-        part = whole[layout.local_slice(tuple(whole.shape))].clone(memory_format=torch.contiguous_format)
-        new = nn.Parameter(from_local(part, layout, shape=whole.shape), requires_grad=whole.requires_grad)
-    new.__dict__.update(whole.__dict__)
+        part = full[layout.local_slice(tuple(full.shape))].clone(memory_format=torch.contiguous_format)
+        new = nn.Parameter(from_local(part, layout, shape=full.shape), requires_grad=full.requires_grad)
+    new.__dict__.update(full.__dict__)
     experts._parameters[name] = new
-    note_replaced(whole, name, "expert_parallel")
+    note_replaced(full, name, "expert_parallel")

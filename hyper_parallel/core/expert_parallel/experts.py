@@ -295,10 +295,10 @@ class GroupedExperts(nn.Module):
 
 
 def _own_part(weight: Tensor) -> Tensor:
-    """Return this rank's part of a parameter. Ranks that hold the same part have computed on tokens of their own."""
+    """Return this rank's shard of a parameter. Ranks that hold the same shard have computed on tokens of their own."""
     if not isinstance(weight, DTensor):
         return weight
     layout = Layout.of(weight)
     split = {layout.alias_name[axis] for chain in layout.splits(weight.dim()) for axis in chain}
-    whole = {name: "sum" for name in layout.alias_name if name not in split}
-    return to_local(weight, grad_layout=layout(*(layout.alias_placements or ()), partial=whole) if whole else None)
+    pending = {name: "sum" for name in layout.alias_name if name not in split}
+    return to_local(weight, grad_layout=layout(*(layout.alias_placements or ()), partial=pending) if pending else None)

@@ -55,7 +55,7 @@ class Router(nn.Module):
     (torch.Size([3, 5, 2]), True)
 
     Scores, chosen experts and weights are float32, or float64 for float64 tokens. The choice is by score plus `bias`,
-    the weights by score alone. Two things keep the loads alike, both after DeepSeek-V3 (arXiv:2412.19437, 2.1.2):
+    the weights by score alone. Two things keep the loads even, both after DeepSeek-V3 (arXiv:2412.19437, 2.1.2):
 
     * The bias, which `update_expert_bias` lifts after each step where an expert had fewer tokens than the mean, and
       lowers where more (arXiv:2408.15664).
@@ -79,7 +79,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: (num_experts, hidden_size).
-        bias: (num_experts), a buffer, alike on all ranks.
+        bias: (num_experts), a buffer, equal on all ranks.
         counts: tokens of each expert since the last update, an int64 buffer that is not saved.
         aux_sum: the auxiliary losses of all sequences since `take_aux`, this rank's terms; not saved.
         last_aux: those of the last forward; None before, and where there is none.
@@ -285,7 +285,7 @@ def update_expert_bias(
         model: with routers. Of a pipeline stage, its own.
         groups: groups, or meshes of one axis, over which ranks have different rows or parts of sequences: all axes but
             tp and pp; one for several axes, or one for each, but none twice. What splits sequences only between a
-            router and its experts, as tp does where each expert is whole, `expert_parallel` has noted.
+            router and its experts, as tp does where no expert is split, `expert_parallel` has noted.
         forget: only count anew, after a step that was not taken.
 
     Communication: per group one all_reduce of (layers, experts) counts; to forget, none.

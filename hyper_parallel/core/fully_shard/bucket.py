@@ -192,7 +192,7 @@ class Bucket:
         self.unmoved = False
         self._made = None
         self._flat_shards = None
-        # An empty shard tells nothing by its address, nor does one without data.
+        # The address of an empty shard, or of one without data, says nothing.
         in_place = all(
             param.address and t.device == self.storage.device for param, t in zip(self.params, locals_, strict=True)
         )
@@ -225,7 +225,7 @@ class Bucket:
                 if self.aliased and param.address and param.address != _local(param.unsharded).data_ptr():
                     return True
                 continue
-            # An empty shard tells nothing by its address, but must follow the others: all ranks decide alike.
+            # The address of an empty shard says nothing, but all ranks must decide the same: it follows the others.
             if local.numel() > 0 and param.address and param.address != base.data_ptr() + start * base.element_size():
                 return True
         return False

@@ -1,4 +1,4 @@
-"""From modules and the placements of their parameters to a unit: find, check, bucket, take over; copies of units."""
+"""Construction of a unit from modules and the placements of their parameters, and copies of units."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class Grouping:
 
 
 def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list[FoundParameter]:
-    """The parameters of this unit with their names and places, tied ones once; nested units' are left out.
+    """The parameters of this unit with their names and places, tied ones once, without those of nested units.
 
     Raises:
         ValueError: One cannot be managed; some are on the meta device and others are not.
@@ -259,7 +259,7 @@ def find_parameters(roots: list[nn.Module], ignored: set[int], api: str) -> list
 
 
 def own_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules of this unit with the paths to them; what nested units contain is left out."""
+    """The modules of this unit with the paths to them, without those that nested units contain."""
     # Not `named_modules()`, which goes on into units inside: their parameters would be in two units.
     seen: set[nn.Module] = set()
     own: list[tuple[str, nn.Module]] = []
@@ -460,7 +460,7 @@ OF_A_UNIT = ("_hyper_parallel_unit", STATE_KEY, REGISTRY_KEY)
 
 
 def copy_wrapped(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What `copy.deepcopy` of a wrapped module returns; gradients are left behind, as torch does for parameters.
+    """What `copy.deepcopy` of a wrapped module returns: without gradients, as torch copies parameters.
 
     Raises:
         TypeError: A unit for `torch.compile` to trace.

@@ -2,7 +2,7 @@
 
 Ranks hold different shards of a gradient along the axes that shard its parameter, and copies along all others. So the
 norm to the power of p is a sum over the sharding axes' groups, and over nothing else. Which groups those are is read
-from the parameters, never from the gradients: a rank without gradients takes part all the same.
+from the parameters, never from the gradients: a rank without gradients takes part too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One forward call of a unit, and the hooks by which autograd tells when backward enters and leaves it."""
+"""One forward call of a unit, and the autograd hooks that run its pre-backward and post-backward."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class ForwardCall:
     """One call of a unit's module.
 
     Attributes:
-        pre_backward_in: Number of the last backward that came to the outputs; -1: none has.
-        post_backward_in: Number of the last backward that left through the inputs; -1: none has.
+        pre_backward_in: Number of the last backward whose pre-backward of this call has run; -1: none has.
+        post_backward_in: Number of the last backward whose post-backward of this call has run; -1: none has.
         version: Of the shards whose values it has used.
-        replaced: What the caller's lists and dictionaries held, replaced while the module sees marked tensors in them.
+        replaced: The caller's own tensors of lists and dictionaries in which the module sees marked ones.
         around: Calls of other units that have returned an output of this one as it was, the innermost first.
         given: Identities of the caller's tensors whose views the module sees, valid until its forward is through.
     """
@@ -64,14 +64,14 @@ class ForwardCall:
         self.around: list[ForwardCall] = []
         self.given: set[int] = set()
 
-    def reach(self, *gradients: Any) -> None:
-        """The hook on outputs; it leaves their gradients alone."""
+    def pre_backward(self, *gradients: Any) -> None:
+        """The hook on outputs; it does not change their gradients."""
         del gradients
-        # The units around are first, although their hooks on the same tensor come later: a rank on which they have made
-        # a tensor of their own reaches them first, and all ranks must gather in one order. Otherwise units of equal
-        # size get each other's values, and others hang.
+        # The units around are first, although their hooks on the same tensor come later: on a rank where they return
+        # a tensor of their own, their pre-backward is the first, and all ranks must gather in one order. Otherwise
+        # units of equal size get each other's values, and others hang.
         for outer in reversed(self.around):
-            outer.reach()
+            outer.pre_backward()
         self.listener.pre_backward(self)
 
 
@@ -95,7 +95,7 @@ class _EndOfBackward(torch.autograd.Function):
 def mark_inputs(
     call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put a node behind the inputs that tells when backward has left the unit.
+    """Put a node behind the inputs that runs when backward has computed their gradients: the unit's post-backward.
 
     A tensor that is given twice stays one object, which modules may test for (attention does). Lists and dictionaries
     stay the caller's, and get their own tensors back when the call is through.
@@ -126,7 +126,7 @@ def _marked(call: ForwardCall, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 def restore_containers(call: ForwardCall) -> None:
-    """Put the caller's own tensors back into its lists and dictionaries, where the module has left the marked ones."""
+    """Put the caller's own tensors back into its lists and dictionaries, where the marked ones are still in them."""
     for container, key, own, marked in reversed(call.replaced):
         if type(container) is dict:
             if container.get(key) is marked:
@@ -183,20 +183,20 @@ def _replaced_fields(tree: Any, replace: Callable[[Any], Any], undo: list[Any] |
 
 
 def watch_outputs(call: ForwardCall, tensors: list[torch.Tensor]) -> None:
-    """Have the call hear of it before backward uses any of `tensors`, which require gradients and are no leaves."""
+    """Run the call's pre-backward before backward uses any of `tensors`, which require gradients and are no leaves."""
     for tensor in tensors:
-        # Autograd calls the hooks of one tensor in the order in which they came: a unit inside, which has returned the
-        # very same tensor, would be reached before the one around it.
+        # Autograd calls the hooks of one tensor in the order in which they came. So if a nested unit has returned this
+        # very tensor, its pre-backward would come before that of the unit around it.
         for hook in (tensor._backward_hooks or {}).values():
             inner = getattr(hook, "__self__", None)
             if isinstance(inner, ForwardCall) and inner is not call:
                 inner.around.append(call)
-        tensor.register_hook(call.reach)
-        # A hook on a view is lost when the view is modified in place: autograd then gives it a new history. Of a view
-        # of an input, backward comes to the base after it has left the unit, or without being in it.
+        tensor.register_hook(call.pre_backward)
+        # A hook on a view is lost when the view is modified in place: autograd then gives it a new history. The
+        # base of a view of an input is outside of the unit: backward comes to it after post-backward, or without one.
         base = tensor._base if tensor._is_view() else None
         if base is not None and base.grad_fn is not None and id(base) not in call.given:
-            base.grad_fn.register_prehook(call.reach)
+            base.grad_fn.register_prehook(call.pre_backward)
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:

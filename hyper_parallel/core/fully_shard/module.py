@@ -1,7 +1,7 @@
 """The methods that a wrapped module gains, and the state of it that torch's own tools look for.
 
-A wrapped module is a `torch.distributed.fsdp.FSDPModule`. Every method of that class is one of the engine's here, so
-that none of torch's looks for parameters where there are none.
+A wrapped module is a `torch.distributed.fsdp.FSDPModule`. The engine overrides every method of that class, since
+torch's own would look for parameter groups that do not exist here.
 """
 
 from __future__ import annotations
@@ -535,7 +535,7 @@ class ManagedModule(FSDPModule):
     def reset_iter_state(self) -> None:
         """After a forward or backward that failed: free unsharded parameters, drop what it did and gradients that wait.
 
-        For the root. Without it the next forward goes on with the gradients that earlier micro-batches have left.
+        For the root. Without it the next forward goes on with the gradients of earlier micro-batches.
         """
         unit = needed_unit(self)
         if unit.schedule is not None and not unit.is_root:

@@ -378,7 +378,7 @@ def unified_placement(
 
 def common_spmd_mesh(placements: Sequence[ParameterPlacement], data: DataParallelMesh) -> DeviceMesh | None:
     """The one SPMD mesh of the DTensor parameters among these, if there is exactly one over this data mesh."""
-    # Of several, nobody has said on which one plain parameters should be: they stay on the data mesh.
+    # If there are several, none is preferred: plain parameters stay on the data mesh.
     found: list[DeviceMesh] = []
     for placement in placements:
         is_over_data = placement.data is not None and placement.data.mesh == data.mesh

@@ -141,7 +141,7 @@ class UnitOptions:
         gradient_scale: Factor on the reduced gradients.
         fuse_all_reduces: Let the all_reduces of adjacent units be one.
         show_sums: Show accumulated gradients as `param.acc_grad`.
-        leave_pending: The end of backward leaves reductions under way, until somebody asks for them.
+        leave_pending: Reductions go on after the end of backward, until somebody asks for them.
         reshard_after_backward: Free the unsharded parameters after backward.
         requires_gradient_sync: Reduce gradients; False: keep them.
         requires_all_reduce: Reduce over the replicate axis too; False: keep what the shard axis has reduced.

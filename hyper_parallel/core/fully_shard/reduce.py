@@ -1,7 +1,7 @@
 """Reduction of gradients, from unsharded ones to those of shards: pack, reduce_scatter, all_reduce, apply.
 
-`GradientReducer` packs and issues; a `Reduction` is one under way; a `FusedAllReduce` takes what reductions of several
-units leave for the replicate axis.
+`GradientReducer` packs and issues; a `Reduction` is one under way; a `FusedAllReduce` is one all_reduce over
+the replicate axis for the shards of several units.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALIGNMENT = 512  # bytes; what allocators and copy engines like
 
 
 class FusedAllReduce:
-    """One all_reduce for the shards that several reductions leave, of adjacent units.
+    """One all_reduce for the shards of several reductions, of adjacent units.
 
     Reduce_scatters write straight into its buffer. It starts once it takes no more shards and all are there.
     """
@@ -53,13 +53,13 @@ class FusedAllReduce:
         self._work: Pending | None = None
 
     def take(self, numel: int) -> torch.Tensor | None:
-        """A place of `numel` elements; None when there is none left."""
+        """A slice of `numel` elements; None when the buffer has no room for it."""
         step = ALIGNMENT // self.buffer.element_size()
         start = -(-self.filled // step) * step
         if self.closed or start + numel > self.buffer.numel():
             return None
-        # Nobody reads the gaps, but they are summed: what the allocator has left there may be NaN, at which nccl stops
-        # if asked to look for such (TORCH_NCCL_NAN_CHECK).
+        # Nobody reads the gaps, but they are summed: old values in this memory may be NaN, at which nccl stops if
+        # asked to look for such (TORCH_NCCL_NAN_CHECK).
         self.buffer[self.filled : start].zero_()
         self.filled = start + numel
         self._members += 1
@@ -130,12 +130,12 @@ class FusedAllReduces:
 
 @dataclass(frozen=True)
 class Finish:
-    """What is left to do to a reduced gradient.
+    """What is still to be done to a reduced gradient.
 
     Attributes:
         options: The unit's, as they were when its backward ended; calls may have changed them since.
         scale: Factor that is still to be applied.
-        partial: What earlier backwards have left for this all_reduce.
+        partial: Sums of earlier backwards that wait for this all_reduce.
     """
 
     options: UnitOptions
@@ -179,7 +179,7 @@ class Reduction:
     def advance(self) -> None:
         """Once the collective under way is through, issue the next, or apply the gradients if there was none to come.
 
-        The last all_reduce is left under way: what comes after it can wait until the end of backward.
+        Does not wait for the last all_reduce: what comes after it can wait until the end of backward.
         """
         if self.done or (self._shard is not None and (self._fused is not None or not self._to_reduce)):
             return
@@ -197,7 +197,7 @@ class Reduction:
             self._apply(shard)
 
     def finish(self) -> None:
-        """Wait for whatever is left and apply the gradients."""
+        """Wait for whatever is still under way, and apply the gradients."""
         while not self.done and (self._shard is None or (self._to_reduce and self._fused is None)):
             self.advance()
         if self.done:
@@ -324,8 +324,8 @@ class GradientReducer:
         """Elements of a parameter in one row."""
         return param.numel if self.scatter is None else param.chunk
 
-    def bytes_left(self, reduce_dtype: torch.dtype | None) -> int:
-        """Bytes that a reduce_scatter leaves to be reduced over replicas, at most."""
+    def all_reduce_bytes(self, reduce_dtype: torch.dtype | None) -> int:
+        """Bytes of a reduce_scatter's result at most, which replicas then all_reduce."""
         elements = sum(map(self._width, self.params)) + len(self.params)
         return elements * self._dtype(reduce_dtype).itemsize + ALIGNMENT
 
@@ -370,7 +370,7 @@ class GradientReducer:
 
     def reduce(self, options: UnitOptions, fused_all_reduces: FusedAllReduces) -> Reduction | None:
         """Start to reduce what was collected; None when there is nothing."""
-        # Nothing trainable, on all ranks alike. A rank without gradients has a list of Nones, and takes part.
+        # Nothing trainable, which is so on all ranks. A rank without gradients has a list of Nones, and takes part.
         if self.pending is None:
             return None
         pending, self.pending = self.pending, None
@@ -408,10 +408,10 @@ class GradientReducer:
         return options.gradient_scale / (options.divide_by or (self.ranks if options.average else 1))
 
     def go_on(self, shard: torch.Tensor | None, options: UnitOptions) -> Reduction:
-        """As `reduce`, from where a graph has left off: with the own shard of one parameter's sum over the shard axis.
+        """As `reduce`, for what a graph has reduced: this rank's shard of one parameter's sum over the shard axis.
 
         Args:
-            shard: What a reduce_scatter has left; None: nothing new, for what waits for the replicate axis alone.
+            shard: The result of a reduce_scatter; None: nothing new, only what waits for the replicate axis.
             options: How to reduce it.
         """
         params = self._plan()

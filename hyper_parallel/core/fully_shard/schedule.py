@@ -4,9 +4,9 @@ A unit's life in one training step::
 
     pre_forward        gather (or take what was prefetched), start the next unit's gather
     post_forward       free
-    pre_backward       gather again, start the gather of the unit that backward reaches next
+    pre_backward       gather again, start the gather of the next unit in backward
     post_backward      free, pack gradients, start their reduction
-    finalize_backward  what is left: finish reductions in the order they were issued, free
+    finalize_backward  finish reductions in the order they were issued, free what is still unsharded
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ScheduledUnit(Protocol):
         """The backward under way has failed."""
 
     def is_resharded(self) -> bool:
-        """Whether backward has left nothing unsharded that it should not have."""
+        """Whether all is resharded that has to be after backward."""
 
 
 U = TypeVar("U", bound=ScheduledUnit)
@@ -74,7 +74,7 @@ class Schedule(Generic[U]):
         units: All units below the root, in module order; the root's is the first.
         reductions: Reductions under way, in issue order.
         is_last_backward: False keeps the end of a backward from finishing anything (several backwards per step).
-        fused_all_reduces: The all_reduces that take what reductions of several units leave.
+        fused_all_reduces: The all_reduces that several units' reductions share.
         forward_number: Of the forward of the root under way, or of the last one.
         backward_number: Of the backward under way, or of the last one.
     """
@@ -82,21 +82,21 @@ class Schedule(Generic[U]):
     def __init__(self, units: list[U]) -> None:
         self.units = units
         self.reductions: list[Reduction] = []
-        self.fused_all_reduces = FusedAllReduces(self._bytes_left())
+        self.fused_all_reduces = FusedAllReduces(self._all_reduce_bytes())
         self.is_last_backward = True
         self.backward_number = 0
         self.forward_number = 0
         self.in_forward = False  # of the root, which records the order; not one inside of a backward
-        self._entered: list[U] = []
-        self._left: list[U] = []
+        self._pre_forwards: list[U] = []
+        self._post_forwards: list[U] = []
         self._forward_order: list[U] = []
         self._backward_order: list[U] = []
         self._next_in_forward: dict[U, list[U]] = {}
         self._next_in_backward: dict[U, list[U]] = {}
         self._ending: weakref.ref[Callable[[], None]] | None = None  # what autograd calls when backward is through
 
-    def _bytes_left(self) -> int:
-        return sum(r.bytes_left(u.options.mp_policy.reduce_dtype) for u in self.units for r in u.reducers)
+    def _all_reduce_bytes(self) -> int:
+        return sum(r.all_reduce_bytes(u.options.mp_policy.reduce_dtype) for u in self.units for r in u.reducers)
 
     def take_over(self, other: Schedule[U]) -> None:
         """Go on with what is under way in another schedule, whose units are among these."""
@@ -110,14 +110,14 @@ class Schedule(Generic[U]):
     # -- forward, and its order ----------------------------------------------------------------------------------
 
     def next_in_forward(self, unit: U) -> Sequence[U]:
-        """The unit that forward enters after `unit`, as the last complete forward of the root did; or none."""
+        """The unit whose pre-forward followed that of `unit` in the last complete forward of the root, or none."""
         return self._next_in_forward.get(unit, ())
 
     def next_in_backward(self, unit: U) -> Sequence[U]:
-        """The unit that backward reaches after `unit`: the reverse of how the last forward left them; or none.
+        """The unit whose pre-backward follows that of `unit`, or none: post-forwards of the last forward in reverse.
 
-        Not the reverse of how it entered them: a unit around others is entered before and left after these, and
-        backward reaches it first.
+        Not its pre-forwards in reverse: a unit around others has its pre-forward before theirs and its post-forward
+        after theirs, and its pre-backward comes first.
         """
         return self._next_in_backward.get(unit, ())
 
@@ -127,36 +127,36 @@ class Schedule(Generic[U]):
         if any(unit.options.leave_pending for unit in self.units):
             self.finish_reductions()  # nobody has asked for them since the last backward
         self.in_forward = not self.in_backward
-        self._entered, self._left = [], []
+        self._pre_forwards, self._post_forwards = [], []
         for unit in self.units:
             unit.pre_root_forward()
 
     def count_forward(self) -> None:
-        """A unit below the root runs on its own: what earlier forwards have left is not for this one."""
+        """A unit below the root runs on its own, and cannot use what was gathered for earlier forwards."""
         self.forward_number += 1
 
-    def enter(self, unit: U) -> None:
-        """Forward enters `unit`."""
+    def note_pre_forward(self, unit: U) -> None:
+        """Record that forward has come to `unit`."""
         if self.in_forward:
-            self._entered.append(unit)
+            self._pre_forwards.append(unit)
 
-    def leave(self, unit: U) -> None:
-        """Forward leaves `unit`."""
+    def note_post_forward(self, unit: U) -> None:
+        """Record that the forward of `unit` is through."""
         if self.in_forward:
-            self._left.append(unit)
+            self._post_forwards.append(unit)
 
     def post_forward(self) -> None:
         """The root's forward is through."""
         if not self.in_forward:
             return
         self.in_forward = False
-        self._left.reverse()
+        self._post_forwards.reverse()
         # Taken anew from each forward, as branches may differ from step to step. FSDP2 looks at the order for backward
         # alone; forward prefetches what is asked for explicitly.
-        if self._entered != self._forward_order or self._left != self._backward_order:
-            self._forward_order, self._backward_order = self._entered, self._left
-            self._next_in_forward = followers(self._entered)
-            self._next_in_backward = followers(self._left)
+        if self._pre_forwards != self._forward_order or self._post_forwards != self._backward_order:
+            self._forward_order, self._backward_order = self._pre_forwards, self._post_forwards
+            self._next_in_forward = followers(self._pre_forwards)
+            self._next_in_backward = followers(self._post_forwards)
         for unit in self.units:
             unit.post_root_forward()
 
@@ -206,10 +206,10 @@ class Schedule(Generic[U]):
             unit.abandon_backward()
 
     def _finalize_backward(self) -> None:
-        """Backward is through: reduce what is left, apply all gradients, free all units."""
+        """Backward is through: reduce what is still pending, apply all gradients, free all units."""
         self._ending = None  # first: should a reduction raise, the next forward is in no backward
-        # What is left are units none of whose inputs needs a gradient: no node behind these tells when backward is
-        # through. Their reductions go out in one order on all ranks, whenever their gradients have come.
+        # Units none of whose inputs needs a gradient have had no post-backward: there is no node to run it. Their
+        # reductions are issued in one order on all ranks, whenever their gradients have come.
         for unit in reversed(self.units):
             unit.finalize_backward()
         if self.is_last_backward:
@@ -247,7 +247,7 @@ class Schedule(Generic[U]):
         for reduction in reductions:
             reduction.finish()
         if any(bucket.storage.on_host for unit in self.units for bucket in unit.buckets):
-            # Gradients were copied without waiting; the host reads them next, and no stream orders it behind them.
+            # Gradients were copied without waiting. The host reads them next, and no stream makes it wait.
             self.units[0].platform.current_stream().synchronize()
 
 
@@ -306,7 +306,7 @@ class Structure:
         )
 
 
-# -- pending reductions, which the end of backward has left under way until somebody asks for their gradients ----------
+# -- pending reductions: those that go on after the end of backward, until somebody asks for their gradients -----------
 
 # Guards the table below; it is no state of a rank, but a lock.
 _LOCK = threading.Lock()
@@ -318,7 +318,7 @@ _SCHEDULES = WeakKeyDictionary[dist.ProcessGroup, "list[weakref.ref[Any]]"]()
 
 
 def note_pending_reductions(schedule: Schedule[Any]) -> None:
-    """Note that the end of a backward of `schedule` has left reductions under way."""
+    """Note that reductions of `schedule` go on after the end of a backward."""
     world = dist.group.WORLD
     if world is None:
         return

@@ -5,8 +5,8 @@
 named in the order of time, as FSDP2's: `pre_forward`, `post_forward`, `pre_backward`, `post_backward`,
 `finalize_backward`.
 
-Hooks on outputs say when backward reaches a unit, and a node in the autograd graph behind its inputs says when backward
-has left it. A unit none of whose inputs needs a gradient is finished at the end of the root's backward.
+Hooks on outputs run `pre_backward`, and a node in the autograd graph behind the inputs runs `post_backward`. A unit
+none of whose inputs needs a gradient has no such node: its gradients are reduced at the end of the root's backward.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class BackwardRecord:
     """How far one backward has come in a unit.
 
     Attributes:
-        number: The schedule's number of the backward; -1: none has reached the unit since the last one ended.
-        under_way: Reached, and its gradients not yet collected.
-        open_calls: Forward calls that it has reached and not left.
+        number: The schedule's number of the backward; -1: no pre-backward since the last one ended.
+        under_way: After pre-backward, and gradients not yet collected.
+        open_calls: Forward calls between their pre-backward and their post-backward.
     """
 
     number: int = -1
@@ -118,7 +118,7 @@ class Wrapping:
         original_classes: Of its modules, by identity.
         storage: As the unit's buckets were given it.
         grouping: Which parameters communicate together.
-        ignored: Parameters that the call left alone.
+        ignored: Parameters that the call ignored.
         forward_methods: Other methods that run as forward does, by module.
         copy: What `copy.deepcopy` of a module does.
     """
@@ -164,11 +164,11 @@ class Unit:
         self._asked_for = False  # by `unshard()`, until `reshard()`
         self._calls: list[ForwardCall | None] = []  # running, one inside the other; None: a recomputation
         self._modules_to_run: set[int] = set()  # of a unit of several: whose forward is still to come
-        self._calls_ahead = 0  # forward calls that no backward has left since the last end of one
+        self._calls_ahead = 0  # forward calls without a post-backward since the last end of a backward
         self._past_calls: list[weakref.ref[ForwardCall]] = []  # whose graph may still be there
         self._structure = Structure(self.modules)
         for param in self.params:
-            param.on_gradient = self._check_reached
+            param.on_gradient = self._check_pre_backward
             param.watch()
         for module in self.modules:
             # Around the hooks that users have registered before: these see what the module sees, not shards.
@@ -197,8 +197,8 @@ class Unit:
     def start_gather(self, *, in_backward: bool = False) -> None:
         """Start to gather the shards as they are now, unless that is done or under way.
 
-        What an earlier forward has left is used again only if its backward is still to come and nobody had gradients
-        to step with, or if the user has asked to keep it after backward.
+        What was gathered for an earlier forward is used again only if its backward is still to come and nobody had
+        gradients to step with, or if the user has asked to keep it after backward.
 
         Args:
             in_backward: It is for the backward of what the last gather was for.
@@ -261,10 +261,10 @@ class Unit:
             self.unshard(in_backward=True)
 
     def _is_still_good(self) -> bool:
-        """Whether what an earlier forward has left can be used by another one.
+        """Whether what was gathered for an earlier forward can be used by another one.
 
-        Steps of optimizers count the versions up, but foreach operations by hand leave no trace in a DTensor's: so
-        where there are gradients to step with, what was gathered is not trusted.
+        Steps of optimizers count the versions up, but foreach operations by hand do not count up a DTensor's. So
+        where there are gradients to step with, what was gathered is not used again.
         """
         gather = self._gather
         if gather.kept_after_backward:
@@ -366,8 +366,8 @@ class Unit:
             self.finish_gather()
             return self._cast_inputs(args, kwargs)
         schedule = self.schedule or self._become_root()
-        # Before anything is read: a backward that raised has left `under_way`, and this forward would be taken for a
-        # recomputation inside of it, which nothing ever frees.
+        # Before anything is read: after a backward that raised, `under_way` is still set, and this forward would be
+        # taken for a recomputation inside of it, which nothing ever frees.
         schedule.forget_failed_backward()
         recomputing = self.backward.under_way and schedule.in_backward
         if recomputing:
@@ -377,7 +377,7 @@ class Unit:
         else:
             self._enter_forward(module, schedule)
         args, kwargs = self._cast_inputs(args, kwargs)
-        # A recomputation by activation checkpointing is a part of the backward under way: it has no backward of its own
+        # A recomputation by activation checkpointing belongs to the backward under way: it has no backward of its own
         # to wait for, and would free the parameters that the backward around it needs.
         call = None if recomputing else ForwardCall(self)
         if call is not None:
@@ -423,7 +423,7 @@ class Unit:
         # inside of a backward (activation checkpointing) records no order and gathers nothing ahead: the order there is
         # that of backward, and forward's next unit is one that backward has freed already.
         if first and not schedule.in_backward:
-            schedule.enter(self)
+            schedule.note_pre_forward(self)
             for unit in schedule.next_in_forward(self) if self.forward_prefetch is None else self.forward_prefetch:
                 unit.start_gather()
 
@@ -464,8 +464,8 @@ class Unit:
             differentiable = [t for t in differentiable if id(t) not in given]
         if differentiable:
             watch_outputs(call, differentiable)
-            # None inside of a backward: checkpointing recomputes units there that backward has not reached, only for
-            # what they save, and nothing ever leaves these calls. The unit would wait for them until backward ends.
+            # None inside of a backward: checkpointing recomputes units there before their pre-backward, only for what
+            # they save, and these calls have no post-backward. The unit would wait for them until backward ends.
             if not schedule.in_backward:
                 self._calls_ahead += 1
                 # The hooks on the outputs keep a call alive: a weak reference that is dead says that its graph is gone
@@ -487,7 +487,7 @@ class Unit:
         self.show_shards()
 
     def _leave_forward(self, schedule: Schedule[Unit], *, with_backward: bool) -> None:
-        schedule.leave(self)
+        schedule.note_post_forward(self)
         for bucket in self.buckets:
             bucket.check_untouched()  # while the data is there: once freed, what forward has written is lost
         if not with_backward:
@@ -517,8 +517,8 @@ class Unit:
 
     def post_root_forward(self) -> None:
         """The root's forward is through: no module shows unsharded parameters, no prefetch was in vain."""
-        # Units that the recorded order has prefetched and this forward has left out: their buffers would stay for as
-        # long as they are left out.
+        # Units that were prefetched by the recorded order, and that this forward has not run: their buffers would stay
+        # until a forward runs them.
         was_in_vain = self.state is ShardedState.UNSHARDING
         if was_in_vain or (self.shows_unsharded and self.options.reshard_after_forward):
             self.reshard()
@@ -563,7 +563,7 @@ class Unit:
         schedule.pre_backward()
         number = schedule.backward_number
         if number in (call.pre_backward_in, call.post_backward_in):
-            return  # another output of the call, or one that backward comes to after it has left the unit
+            return  # another output of the call, or one that backward comes to after the post-backward
         call.pre_backward_in = number
         backward = self.backward
         if backward.number != number:
@@ -583,19 +583,19 @@ class Unit:
         for reducer in self.reducers:
             reducer.restore_pending()
         for unit in schedule.next_in_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
-            # In its first backward a unit is not gathered ahead: if something uses its parameters before it is
-            # reached, their memory is still empty, and torch says so.
+            # In its first backward a unit is not gathered ahead: if something uses its parameters before its
+            # pre-backward, their memory is still empty, and torch says so.
             if unit.was_in_backward and unit.options.unshard_in_backward:
                 unit.start_gather(in_backward=True)
 
-    def _check_reached(self, gradient: torch.Tensor) -> None:
+    def _check_pre_backward(self, gradient: torch.Tensor) -> None:
         """A gradient of an unsharded parameter arrives: from freed memory, if no hook has announced backward."""
         del gradient
         if self.control is StepControl.UNSHARDED_FOR_STEP or self._calls or self.shows_unsharded:
             return
         schedule = self.schedule
         if schedule is not None and schedule.in_backward_number == self.backward.number:
-            return  # the unit was reached, and has been left by now: autograd accumulates when it likes
+            return  # after the unit's post-backward: autograd accumulates when it likes
         blame = "backward went into a unit through a tensor that its forward did not return"
         hint = "return the tensor from forward, in any container or dataclass, and keep none in such as self.aux_loss"
         raise self._error("run backward", blame, "seen: a gradient of its parameters, which are freed by now", hint)
@@ -612,7 +612,7 @@ class Unit:
         if call.pre_backward_in == schedule.backward_number:
             self.backward.open_calls -= 1
         call.post_backward_in = schedule.backward_number
-        # retain_graph=True: one call is left several times. Below 0, the unit would only be finished at the very end.
+        # retain_graph=True: a call has several post-backwards. Below 0, the unit would only be reduced at the very end.
         self._calls_ahead = max(self._calls_ahead - 1, 0)
         # Of several forward calls before one backward, all share the parameters and their gradients: while one of them
         # is still to be differentiated, freeing would gather again, and reducing would communicate twice.
@@ -769,7 +769,7 @@ class Unit:
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Forget gradients, also those that wait for a reduction."""
         if self.schedule is not None:
-            # What comm_async or set_is_last_backward(False) has left under way would arrive after the zeros.
+            # Reductions that go on by comm_async or set_is_last_backward(False) would arrive after the zeros.
             self.schedule.finish_reductions()
         for reducer in self.reducers:
             reducer.clear()

@@ -326,7 +326,7 @@ def _wanted(item: FoundParameter, shard_size: int, threshold: int) -> tuple[int,
 def _to_split(parameter: nn.Parameter) -> tuple[int, int]:
     """Common divisor of the sizes of dim 0 that ranks hold of it, and the elements of the largest shard.
 
-    Shards of a DTensor that is split unevenly differ, but all ranks must decide alike.
+    Shards of a DTensor that is split unevenly differ, but all ranks must decide the same.
     """
     sizes = [{size} for size in parameter.shape]
     if isinstance(parameter, DTensor):

@@ -160,7 +160,7 @@ class TracedUnit:
     def read(self, index: int, parameter: nn.Parameter) -> torch.Tensor:
         """What a module sees of a registered parameter: during a forward, the one that its first use has gathered."""
         if torch.compiler.is_compiling():
-            # Once per use, for a graph cannot change what is outside of it where a part of it is checkpointed.
+            # Once per use: where some of a graph is checkpointed, the graph cannot change what is outside of it.
             return self.gather(index, parameter)
         if self.gathered is None:
             return parameter
@@ -361,7 +361,7 @@ def install(
     return unit
 
 
-@cache  # one class for all layers that are alike, so that they can share a graph
+@cache  # one class for all equal layers, so that they can share a graph
 def _traced_class(base: Any, names: tuple[str, ...]) -> Any:
     """A subclass of `base` whose forward opens the unit and whose parameters `names` then read unsharded."""
 

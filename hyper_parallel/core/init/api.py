@@ -1,4 +1,4 @@
-"""Fill a model shard by shard, with the same global values on every mesh."""
+"""`init_parameters`: the call that fills a model shard by shard, with the same global values on every mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def init_parameters(
     True
 
     A DTensor is filled with this rank's slice of values that depend on the seed, on the parameter's name and on the
-    place in the whole tensor only: bit-identical for any mesh, any layout and any number of ranks, and for a model that
+    place in the full tensor only: bit-identical for any mesh, any layout and any number of ranks, and for a model that
     is not sharded. Nothing is communicated. torch's generators are neither read nor moved.
 
     What is drawn is up to the modules: `reset_parameters()` runs for each module that has it, children before their

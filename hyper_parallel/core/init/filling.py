@@ -28,7 +28,7 @@ class Filling(TorchDispatchMode):
     """Run code that fills tensors so that every rank gets its shard of the same values.
 
     In-place draws and element-wise operations with numbers are noted and carried out tile by tile. For anything else,
-    a parameter is unsharded on the CPU, on every rank alike, until the module is done with it.
+    a parameter is unsharded on the CPU of every rank until the module is done with it.
 
     Args:
         seed: of all draws.

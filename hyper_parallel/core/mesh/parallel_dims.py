@@ -290,7 +290,8 @@ class ParallelDims:
         """Return the mesh for `fully_shard`: (shard,), or (replicate, shard) with `dp_replicate > 1`.
 
         Parameters are split over all ranks that compute with different tokens, dp_shard x ep x cp, as each of them
-        needs the whole parameters and adds to their gradients. Experts are split over ep already: what is left for them
+        needs all parameters unsharded and adds to their gradients. Experts are split over ep already: what is left for
+            them
         is dp_shard x cp. Where nothing is to be split over, the shard axis has size 1.
 
         Communication: the first call makes process groups; every rank must call it, for the same meshes in the same
@@ -483,7 +484,7 @@ def _name(root: DeviceMesh, source: DeviceMesh, name: str) -> DeviceMesh:
 
     torch's own `_flatten` would do for a single axis as well, but it makes new groups (on an accelerator: communicators
     with buffers of their own) for the very ranks that have one already. Its result is kept in the same place, so
-    `root[name]` and `root.get_group(name)` find both alike.
+    `root[name]` and `root.get_group(name)` find either.
     """
     mesh = copy.copy(source)
     mesh._mesh_dim_names = (name,)

@@ -1,9 +1,9 @@
 """The SPMD mesh of a sharded parameter that has a mesh of its own already.
 
 A tensor-parallel weight lies on a mesh of its own, and is split further over the data-parallel ranks. One DTensor must
-then tell both splits, on one mesh. With the axes of that mesh in the order of the splits, the parameter's own first,
-plain `Shard` placements mean part-of-part, for uneven sizes as well, and to distributed checkpoints too. Such a mesh is
-put together from the groups that exist; its ranks follow from the mesh that both were sliced from.
+then describe both splits, on one mesh. If the axes of that mesh are in the order of the splits, the parameter's own
+first, plain `Shard` placements mean a shard of a shard, also for uneven sizes and in distributed checkpoints. Such a
+mesh is made of the groups that exist; its ranks follow from the mesh that both were sliced from.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def spmd_mesh_of(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
     Args:
         param_mesh: where the parameter is.
         data_mesh: the data-parallel axes: the same root mesh, or another slice of it. A mesh of its own works where the
-            root of one holds all ranks of both, and every slice of the one lies alike on the other.
+            root of one holds all ranks of both, and all slices of the one lie in the same way on the other.
 
     Raises:
         ValueError: two device types, a mesh without the calling rank, an axis that is on the data mesh only in part,

@@ -69,7 +69,7 @@ class Pipeline:
     inside, let units add up, too: `set_reduce_op_type("sum")`.
 
     Units of `fully_shard` and `hsdp` are gathered once per step, and their gradients reduced once, after the last
-    micro-batch of their stage. Their whole parameters stay in memory meanwhile, whatever `reshard_after_forward`
+    micro-batch of their stage. Their unsharded parameters stay in memory meanwhile, whatever `reshard_after_forward`
     says, as gathering for each micro-batch would take most of what a pipeline saves; `keep_gathered=False` does that.
 
     Communication: per micro-batch and boundary between ranks, what goes over it forward, and its gradient backward;
@@ -87,7 +87,7 @@ class Pipeline:
         num_stages: of all ranks, likewise.
         boundary: the layout of DTensors between stages, on a mesh of this rank; a sequence, one for each tensor, where
             a stage returns several. None: plain tensors.
-        keep_gathered: False: gather whole parameters anew for each micro-batch, as the units say.
+        keep_gathered: False: gather the parameters anew for each micro-batch, as the units say.
 
     Raises:
         TypeError: stages that are no modules, a mesh that is none, a loss_fn that cannot be called.
@@ -151,7 +151,7 @@ class Pipeline:
         """Run forward and backward of a batch; gradients are added to those in `param.grad`.
 
         Args:
-            inputs: of the first stage: tensors whose dim 0 is the batch, alike on all ranks along the pipeline.
+            inputs: of the first stage: tensors whose dim 0 is the batch, equal on all ranks along the pipeline.
             targets: what `loss_fn` takes, a tensor or a tuple of them, likewise.
 
         Returns:

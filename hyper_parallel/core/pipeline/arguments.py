@@ -1,4 +1,4 @@
-"""Argument checks of a pipeline, alike on all ranks before anything is sent."""
+"""Argument checks of a pipeline, the same on all ranks before anything is sent."""
 
 from __future__ import annotations
 

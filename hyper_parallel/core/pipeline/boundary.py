@@ -1,4 +1,4 @@
-"""Boundaries between stages: what is sent, found out by a probe where nobody said it."""
+"""Boundaries between stages: shapes and dtypes of what is sent, found by a probe forward."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Meta:
     Attributes:
         shape: of a rank's shard.
         dtype: its dtype.
-        whole: shape of the DTensor that it is a shard of; None for a plain tensor.
+        global_shape: that of the DTensor that it is a shard of; None for a plain tensor.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    whole: tuple[int, ...] | None = None
+    global_shape: tuple[int, ...] | None = None
 
     def on_meta(self) -> torch.Tensor:
         """A tensor like it, without data."""
@@ -55,7 +55,7 @@ class Meta:
         return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=self.dtype.is_floating_point)
 
     def __str__(self) -> str:
-        shard = "" if self.whole is None else f", a shard of {self.whole}"
+        shard = "" if self.global_shape is None else f", a shard of {self.global_shape}"
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}{shard}"
 
 
@@ -113,7 +113,7 @@ class Boundary:
         layouts = self.layouts(len(shards))
         passed = tuple(_Contiguous.apply(shard) if shard.requires_grad else shard for shard in shards)
         return tuple(
-            shard if layout is None or meta.whole is None else leave(shard, layout, meta.whole)
+            shard if layout is None or meta.global_shape is None else leave(shard, layout, meta.global_shape)
             for shard, layout, meta in zip(passed, layouts, metas, strict=True)
         )
 
@@ -149,8 +149,8 @@ def plain_loss(loss: Any) -> torch.Tensor:
         hint = "loss_fn=lambda output, target: a tensor without dims, this micro-batch's share of the loss"
         raise TypeError(explain("cannot use the loss", f"loss_fn returned {kind}", f"loss: {loss!r}", hint))
     if isinstance(loss, DTensor):
-        whole = Layout.of(loss).reset_partial()
-        loss = enter(loss, whole, whole)
+        reduced = Layout.of(loss).reset_partial()
+        loss = enter(loss, reduced, reduced)
     return loss.reshape(())
 
 
@@ -200,7 +200,7 @@ def find_boundaries(
     Communication: that of the forwards, and one broadcast of an object per stage but the last.
 
     Args:
-        stages: of this rank, by their numbers; their parameters are whole.
+        stages: of this rank, by their numbers; their parameters are unsharded.
         owners: for each stage the place of its rank in the group.
         boundary: how values pass.
         inputs: one micro-batch of the first stage.

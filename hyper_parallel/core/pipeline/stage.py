@@ -1,4 +1,4 @@
-"""A stage as torch's schedules run it: it counts the loss itself, and leaves gradients to who reduces them."""
+"""A stage as torch's schedules run it: it counts the loss itself, and does not reduce gradients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Plain(nn.Module):
         return self.module(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters, which are whole during a step."""
+        """The module's parameters, which are unsharded during a step."""
         return self.module.parameters(recurse)
 
 

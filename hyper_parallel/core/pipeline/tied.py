@@ -39,7 +39,7 @@ class TiedWeights:
         clip_grad_norm(pipeline.stages, 1.0, pipeline.group, tied=tied)
         optimizer.step()
 
-    Both are laid out alike over the other axes, so that each rank adds up its own part with that of one other rank.
+    Both have the same layout over the other axes, so that each rank adds up its own shard with that of one other rank.
 
     Communication: of this call, one all_gather of an object over the pipeline axis.
 
@@ -49,8 +49,8 @@ class TiedWeights:
         last: name of the parameter in the last stage.
 
     Raises:
-        ValueError: a stage has no parameter of that name; the two are not alike in shape, dtype, layout or
-            `requires_grad`. On all ranks alike.
+        ValueError: a stage has no parameter of that name; the two differ in shape, dtype, layout or `requires_grad`.
+            On all ranks.
     """
 
     def __init__(self, pipeline: Pipeline, first: str = "embed.weight", last: str = "head.weight") -> None:
@@ -66,7 +66,7 @@ class TiedWeights:
         )
         one, other = (gathered[rank][place] for place, rank in enumerate(self._ranks))
         if one != other or not one[0]:
-            blame = f"{first!r} of the first stage and {last!r} of the last are not alike"
+            blame = f"{first!r} of the first stage and {last!r} of the last differ"
             blame = blame if one[0] and other[0] else "a stage has no such parameter"
             seen = f"{first!r}: {one[1]}\n  {last!r}: {other[1]}"
             hint = "names of two parameters of one shape, split alike: embedding='vocabulary' with a split head"
@@ -93,7 +93,7 @@ class TiedWeights:
     def copy_values(self) -> None:
         """Give the last stage's parameter the values of the first stage's.
 
-        Communication: its part, from each rank of the first stage to one of the last.
+        Communication: its shard, from each rank of the first stage to one of the last.
         """
         if self._first is not None and self._last is not None:
             self._last.values.copy_(self._first.values)
@@ -132,7 +132,7 @@ class TiedWeights:
 
 
 class _Owned:
-    """One of the two parameters; fully_shard shows another object while it is whole, so it is looked up each time."""
+    """One of the two parameters; looked up each time: unsharded it is another object."""
 
     def __init__(self, stage: nn.Module, name: str) -> None:
         self._stage, self._name = stage, name

@@ -1,4 +1,4 @@
-"""The verbs on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
+"""The functions on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def redistribute(
         y = redistribute(x, mesh, [Shard(0), Replicate()])
 
     Forward: the cheapest plan on the topology, see `plan`. Backward: likewise, on the same terms, from the gradient's
-    layout to that of x; where x has copies to reduce, every rank along them gets the whole gradient, unless it arrives
+    layout to that of x; where x has copies to reduce, every rank along them gets the full gradient, unless it arrives
     as copies itself. What torch's views have left split in strided parts, torch gathers first; and it reduces what its
     norms have left pending.
 
@@ -122,7 +122,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Return a DTensor of which every rank holds its part of a whole tensor.
+    """Return a DTensor of which every rank holds its part of a full tensor.
 
         x = distribute_tensor(torch.randn(8, 8), layout)
 
@@ -130,7 +130,7 @@ def distribute_tensor(
     communicated, and where a rank holds all of it, it is the tensor's own memory. The result is a leaf, as torch's is.
 
     Args:
-        tensor: the whole tensor, of the same shape on every rank; a leaf.
+        tensor: the full tensor, of the same shape on every rank; a leaf.
         layout: where its parts go; a reduction that is pending there is prepared without communication.
         placements: beside a mesh, torch's placements or alias entries.
         src_data_rank: whose tensor counts: of the rank with this index along every axis, as in torch; None: every
@@ -148,9 +148,9 @@ def distribute_tensor(
     mesh, shape = target.mesh, tuple(tensor.shape)
     assert mesh is not None, "read_layout sees to a mesh"
     torch_form(target, shape)  # a layout that no DTensor can have is found out before anything is sent
-    whole = target.reset_partial()
-    plain = in_split_order(whole, len(shape))
-    ordered = mesh if plain is whole else reorder_axes(mesh, plain.alias_name)
+    reduced = target.reset_partial()
+    plain = in_split_order(reduced, len(shape))
+    ordered = mesh if plain is reduced else reorder_axes(mesh, plain.alias_name)
     split = to_placements(plain, shape)
     with torch.no_grad():
         given = tensor.detach()
@@ -158,7 +158,7 @@ def distribute_tensor(
             given = given.clone(memory_format=torch.contiguous_format)  # torch would broadcast into the caller's
         parts = torch_tensor.distribute_tensor(given, ordered, split, src_data_rank=src_data_rank)
         on_mesh = mesh.get_coordinate() is not None
-        result = build(parts.to_local(), whole if on_mesh else target, shape)
+        result = build(parts.to_local(), reduced if on_mesh else target, shape)
         if on_mesh and target.is_partial():
             result = moved(result, target)
     result.requires_grad_(tensor.requires_grad)
@@ -198,7 +198,7 @@ def from_local(
         x = from_local(part, layout, shape=(7, 4))
         x = from_local(part, mesh, [Shard(0), Replicate()], shape=(7, 4))
 
-    Forward: no communication with `shape`. Without it, the ranks of the mesh tell each other the shapes and dtypes of
+    Forward: no communication with `shape`. Without it, the ranks of the mesh exchange the shapes and dtypes of
     their parts, and parts that differ are refused on all of them: what they belong to is not guessed. Backward: the
     gradient is redistributed to `grad_layout`, and each rank takes its part.
 
@@ -206,9 +206,9 @@ def from_local(
         local: this rank's part, which is not copied.
         layout: which part that is.
         placements: beside a mesh, torch's placements or alias entries.
-        shape: the whole tensor's sizes, in elements.
-        grad_layout: which part of the gradient a rank gets. Default: that of its part; the whole where ranks hold the
-            same, or pending sums; 1/n of it for a pending average over n ranks. For a pending max, min or prod it
+        shape: the full tensor's sizes, in elements.
+        grad_layout: which part of the gradient a rank gets. Default: that of its part; the full one where ranks hold
+            the same, or pending sums; 1/n of it for a pending average over n ranks. For a pending max, min or prod it
             depends on the copies of all ranks, and the backward pass is refused.
 
     Raises:
@@ -224,9 +224,9 @@ def from_local(
     sizes = tuple(local.shape) if shape is None else check_shape(shape)
     for given in (target, wanted or target):
         torch_form(given, sizes)  # what no shape makes right is said before an exchange
-    whole = _agreed_shape(asked, local, target) if shape is None else sizes
-    _check_part(asked, local, target, whole)
-    return FromLocal.apply(local, target, whole, read_grad_layout(asked, wanted, target, whole))
+    global_shape = _agreed_shape(asked, local, target) if shape is None else sizes
+    _check_part(asked, local, target, global_shape)
+    return FromLocal.apply(local, target, global_shape, read_grad_layout(asked, wanted, target, global_shape))
 
 
 @runs_eagerly
@@ -258,9 +258,9 @@ def to_local(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch
 
 @runs_eagerly
 def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> torch.Tensor:
-    """Return the whole tensor on every rank of its mesh, all pending reductions taken.
+    """Return the full tensor on every rank of its mesh, all pending reductions taken.
 
-        whole = full_tensor(x)  # a plain tensor of the shape of x
+        full = full_tensor(x)  # a plain tensor of the shape of x
 
     Forward: one all_gather, or all_reduce, where that does. Backward: as for `to_local`, and likewise refused unless
     `grad_layout` says whether the gradients of the ranks are the same or are to be added.
@@ -275,16 +275,16 @@ def full_tensor(x: torch.Tensor, *, grad_layout: LayoutLike | None = None) -> to
     """
     asked = "cannot gather the full tensor"
     x = check_dtensor(asked, x)
-    whole = Layout.from_device_mesh(x.device_mesh)()
-    wanted = read_grad_layout(asked, grad_layout, whole, x.shape)
-    return take_part(moved(x, whole), wanted, "full_tensor")
+    replicated = Layout.from_device_mesh(x.device_mesh)()
+    wanted = read_grad_layout(asked, grad_layout, replicated, x.shape)
+    return take_part(moved(x, replicated), wanted, "full_tensor")
 
 
 # -- arguments, read -------------------------------------------------------------------------------------------------
 
 
 _PLAIN = "redistribute(x, layout) for a DTensor, torch.as_tensor(...) for numbers"
-_DTENSOR = "distribute_tensor(x, layout) for a whole tensor, from_local(x, layout) for this rank's shard"
+_DTENSOR = "distribute_tensor(x, layout) for a full tensor, from_local(x, layout) for this rank's shard"
 _SOURCES = "0, or None for every rank's own"
 _EXAMPLE = 'Layout.from_device_mesh(mesh)("dp", "None")'
 
@@ -452,11 +452,11 @@ def _agreed_shape(asked: str, local: torch.Tensor, layout: Layout) -> tuple[int,
 
 
 def _check_alike(asked: str, layout: Layout, ranks: tuple[int, ...], parts: list[tuple[tuple[int, ...], str]]) -> None:
-    hints = {"shapes": "shape=(...), the whole tensor's", "dtypes": "parts of one dtype"}
+    hints = {"shapes": "shape=(...), the full tensor's", "dtypes": "parts of one dtype"}
     for (which, hint), found in zip(hints.items(), zip(*parts, strict=True), strict=True):
         if len(set(found)) > 1:
             lines = "\n  ".join(f"rank {rank}: {each}" for rank, each in zip(ranks, found, strict=True))
-            blame = f"the parts have different {which}, and which whole they are parts of is not guessed"
+            blame = f"the parts have different {which}, and the shape of the full tensor is not guessed"
             raise ValueError(explain(asked, blame, f"layout: {layout}\n  {lines}", hint))
 
 

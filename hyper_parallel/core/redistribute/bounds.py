@@ -48,7 +48,7 @@ def lower_bound(src: Layout, dst: Layout, global_shape: Sequence[int], dtype: to
     Args:
         src: where the tensor is.
         dst: where it should be.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
         dtype: its dtype.
 
     Returns:
@@ -248,7 +248,7 @@ def torch_plan(
     Args:
         src: where the tensor is.
         dst: where it should be.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
         dtype: the tensor's.
         topology: what the steps are priced on; None: bytes only.
         device_type: on "cpu" torch gathers and chunks where it otherwise exchanges.
@@ -434,33 +434,33 @@ class _Counter:
         return math.ceil(size / int((np.diff(rows, axis=1) != 0).sum(axis=1).max() + 1))
 
 
-def _load(whole: Bytes, size: int, before: Placement, after: Placement, *, on_cpu: bool) -> _Load:
+def _load(group_sizes: Bytes, size: int, before: Placement, after: Placement, *, on_cpu: bool) -> _Load:
     """Return what a move over `size` ranks takes, given what they hold together.
 
     Args:
-        whole: per rank, the sizes of what its group holds, as an array of ranks x dims.
+        group_sizes: per rank, the sizes of what its group holds, as an array of ranks x dims.
         size: ranks in each group.
         before: what the axis does to the tensor.
         after: what it does next.
         on_cpu: whether an exchange is a gather.
     """
     old, new = _dim(before), _dim(after)
-    total, nothing = whole.prod(axis=1), np.zeros(len(whole), dtype=np.int64)
+    total, nothing = group_sizes.prod(axis=1), np.zeros(len(group_sizes), dtype=np.int64)
     if before.is_partial() and after.is_replicate():
         return _Load("all_reduce", total, nothing, total)
     if old is not None and new is not None:
-        block = _piece(whole, size, old, new)
+        block = _piece(group_sizes, size, old, new)
         if on_cpu:
             return _Load("all_gather", (size - 1) * size * block, size * size * block, size * size * block)
         return _Load("all_to_all", (size - 1) * block, 2 * size * block, 2 * size * block)
     dim = old if old is not None else new
     if dim is None or before.is_replicate():
-        result = total if dim is None else _piece(whole, size, dim)
+        result = total if dim is None else _piece(group_sizes, size, dim)
         return _Load("copy" if dim is None else "slice", nothing, nothing, result)
     if after.is_partial():
         return _Load("copy", nothing, nothing, total)
-    piece = _piece(whole, size, dim)
-    uneven = whole[:, dim] % size != 0
+    piece = _piece(group_sizes, size, dim)
+    uneven = group_sizes[:, dim] % size != 0
     packed = np.where(uneven | (dim != 0), size * piece, 0)  # torch communicates along dim 0, all pieces of one size
     if before.is_partial():
         return _Load("reduce_scatter", (size - 1) * piece, packed, packed)
@@ -468,9 +468,9 @@ def _load(whole: Bytes, size: int, before: Placement, after: Placement, *, on_cp
     return _Load("all_gather", (size - 1) * piece, packed + padded, packed + padded)
 
 
-def _piece(whole: Bytes, size: int, *dims: int) -> Bytes:
+def _piece(group_sizes: Bytes, size: int, *dims: int) -> Bytes:
     """Return per rank the elements of the largest piece when each of these dims is cut into `size`."""
-    pieces = whole.copy()
+    pieces = group_sizes.copy()
     for dim in dims:
         pieces[:, dim] = -(-pieces[:, dim] // size)
     return pieces.prod(axis=1)

@@ -102,7 +102,7 @@ class Builder:
         )  # fmt: skip
 
     def permute(self, before: Holding, after: Holding, axes: Sequence[int], replicas: Sequence[int]) -> Step | None:
-        """Move whole parts, at most one to and from each rank; None when that does not do.
+        """Move complete parts, at most one to and from each rank; None when that does not do.
 
         Both holdings are plain. The ranks that lack a part are matched, in order, with the ranks that have it.
         """

@@ -1,8 +1,8 @@
-"""The ways to get from one layout to another that are worth pricing.
+"""Candidate plans: the ways from one layout to another that are worth pricing.
 
-All follow one form: keep what is wanted, reduce, exchange, gather last. For every element that form moves the least
-there is: one copy short of all copies to the rank that reduces it, which is one that needs it if any holder does, and
-then one copy to each rank that needs it and is not that one. The others trade bytes for fewer steps, or for less over
+All follow one form: keep what is wanted, reduce, exchange, gather last. The first candidate moves the fewest bytes.
+Each element is reduced at one rank, at one that needs it if any rank with a copy does: n copies take n - 1 transfers.
+Then it goes once to each other rank that needs it. The other candidates trade bytes for fewer steps, or for less over
 slow links.
 """
 
@@ -184,7 +184,7 @@ def shared_out(
         axes: the axes.
         apart: axes over which the destination's splits will divide it later.
         anew: divide each part anew where sizes are uneven.
-        inside: splits to divide the parts of, where `held` is of whole ones: then no rank has to get all of its share
+        inside: splits to divide the parts of, where `held` has them undivided. Else one rank would get all of its share
             from one part, and another one nothing.
     """
     dim = _roomiest(task, held, axes, [dim for dim, chain in enumerate(task.dst) if set(apart) & set(chain)])
@@ -398,12 +398,12 @@ def axis_by_axis(task: MeshTransition, builder: Builder) -> list[Step]:
 
 
 def gather_everything(task: MeshTransition, builder: Builder) -> list[Step]:
-    """Return the steps that give every rank the whole tensor, reduced, and then slice: the brute-force twin."""
-    whole = Holding(task.sizes, task.shape, ((),) * len(task.shape))
+    """Return the steps that give every rank the full tensor, reduced, and then slice: the brute-force twin."""
+    replicated = Holding(task.sizes, task.shape, ((),) * len(task.shape))
     steps = [builder.all_reduce(task.source, task.reduces)] if task.reduces else []
     axes = tuple(axis for axis in task.live if axis in task.split_axes)
-    gather = builder.exchange(task.source, whole, axes) if axes else None
-    return [*steps, *([gather] if gather is not None else []), *builder.local(whole, task.target)]
+    gather = builder.exchange(task.source, replicated, axes) if axes else None
+    return [*steps, *([gather] if gather is not None else []), *builder.local(replicated, task.target)]
 
 
 def _append(held: Holding, wanted: Splits, axis: int) -> Holding | None:

@@ -1,8 +1,8 @@
-"""Redistributions that pass gradients on, and parts of DTensors that do.
+"""Redistributions that pass gradients on, and local tensors of DTensors that do.
 
-A local tensor does not say whether its gradients on several ranks are one gradient, computed alike on all of them, or
-shares of one, still to be added. Where torch takes the first for granted, a wrong guess trains on a wrong gradient, and
-nothing tells. Here the caller says it, or the backward pass is refused.
+A local tensor does not say whether its gradients on several ranks are one gradient, which each of them has computed, or
+partial sums, still to be added. torch takes the first for granted; where that is wrong, it trains on a wrong gradient
+without an error. Here the caller says which one holds, or the backward pass is refused.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def _readable(x: DTensor) -> DTensor:
     That is what torch's norms leave behind, of which powers are to be added up, and its embeddings of split tables; and
     its views that merge two split dims into one: their parts are strided.
     """
-    whole = torch_tensor.Replicate()
+    replicate = torch_tensor.Replicate()
     kinds = [placement.is_partial() and type(placement) is not Partial for placement in x.placements]
     if any(kinds):
-        reduced = [whole if kind else placement for kind, placement in zip(kinds, x.placements, strict=True)]
+        reduced = [replicate if kind else placement for kind, placement in zip(kinds, x.placements, strict=True)]
         x = x.redistribute(x.device_mesh, reduced)
     if not any(is_strided(placement) for placement in x.placements):
         return x
@@ -98,7 +98,7 @@ def _readable(x: DTensor) -> DTensor:
         dims = {dim for dim, placement in zip(split, x.placements, strict=True) if is_strided(placement)}
         if any(x.size(dim) % x.device_mesh.size() for dim in dims if dim is not None):
             raise  # of uneven parts torch loses rows
-        gathered = [whole if dim in dims else placement for dim, placement in zip(split, x.placements, strict=True)]
+        gathered = [replicate if dim in dims else placement for dim, placement in zip(split, x.placements, strict=True)]
         return x.redistribute(x.device_mesh, gathered)
     return x
 
@@ -109,12 +109,12 @@ def _check_slices(asked: str, mesh: DeviceMesh, target: Layout) -> None:
     to = target.mesh
     assert to is not None, "read_layout sees to a mesh"
     for name, part, other in (("the mesh of x", mesh, to), ("the mesh of layout", to, mesh)):
-        whole = getattr(part, "_root_mesh", None)
+        root = getattr(part, "_root_mesh", None)
         own = axes_of(part).ranks
-        if whole is None or whole.size() == len(own) or {*axes_of(other).ranks} <= {*own}:
+        if root is None or root.size() == len(own) or {*axes_of(other).ranks} <= {*own}:
             continue
         blame = f"{name} is a slice, of which ranks elsewhere have another, and the other mesh reaches beyond it"
-        seen = f"mesh of x: {axes_of(mesh)}   layout: {target}   sliced from: {axes_of(whole)}"
+        seen = f"mesh of x: {axes_of(mesh)}   layout: {target}   sliced from: {axes_of(root)}"
         hint = "both layouts on the mesh that was sliced, 'None' or pending over its other axes"
         raise ValueError(explain(asked, blame, seen, hint))
 
@@ -171,7 +171,7 @@ def _link(x: DTensor, local: torch.Tensor, target: Layout, terms: Terms) -> DTen
 
 
 def gradient_layout(src: Layout, grad: Layout) -> Layout:
-    """Return where the gradient of a tensor in layout `src` goes: as the tensor, each rank with the whole gradient of
+    """Return where the gradient of a tensor in layout `src` goes: as the tensor, each rank with the full gradient of
     the copy it holds; sums that are pending already stay so along axes where the tensor's are."""
     if not src.is_partial():
         return src
@@ -283,8 +283,8 @@ class _ToLocal(torch.autograd.Function):
             given = src
         if not _pending(given)[1]:  # then nothing is added up, and the result would be in the memory of `grad`
             grad = grad.clone(memory_format=torch.contiguous_format)
-        whole = FromLocal.apply(grad, given, ctx.shape, given.reset_partial())
-        return moved(whole, gradient_layout(src, given.reset_partial())), None, None, None
+        full = FromLocal.apply(grad, given, ctx.shape, given.reset_partial())
+        return moved(full, gradient_layout(src, given.reset_partial())), None, None, None
 
 
 def refuse_ambiguous(src: Layout, shape: torch.Size, verb: str) -> None:
@@ -297,11 +297,11 @@ def refuse_ambiguous(src: Layout, shape: torch.Size, verb: str) -> None:
         asked = f"cannot pass a gradient back through {verb}"
         blame = (
             f"over {names} ranks hold the same or copies to reduce; their gradients could be one gradient, computed "
-            "alike on all, or shares to be added"
+            "by each rank, or partial sums to be added"
         )
         entries = src.placement_to_tensor_map(len(shape)).alias_placements or ()
         add = ", ".join([*map(repr, entries), f"partial={dict.fromkeys(loose, 'sum')!r}"])
-        hint = f"{verb}(x, grad_layout={entries!r}) if alike; Layout.of(x)({add}) if shares; x.detach() if neither"
+        hint = f"{verb}(x, grad_layout={entries!r}) if equal; Layout.of(x)({add}) if partial; x.detach() if neither"
         raise ValueError(explain(asked, blame, f"{'x' if verb == 'to_local' else 'result'}: {src}", hint))
 
 

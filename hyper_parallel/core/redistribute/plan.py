@@ -131,7 +131,7 @@ def plan(
     Args:
         src: where the tensor is.
         dst: where it should be; its mesh may be another one.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
         dtype: its dtype.
         topology: see `cost.topology`; None: the fewest bytes.
         max_extra_bytes: the most memory that a rank may use besides its part of the source and of the result; larger

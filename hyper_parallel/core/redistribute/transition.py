@@ -1,7 +1,7 @@
 """The transition between two layouts, read once: axes, ranks, sizes and splits as tuples of ints.
 
-`read` is the only function below the verbs that asks a `Layout` anything. Two meshes of the same ranks are cut into the
-axes that both have in common, and axes that nodes cut are cut there.
+Below `api`, only `read` uses a `Layout`. If two meshes have the same ranks, both are refined to the sub-axes that they
+have in common. An axis that reaches over several nodes is split where the nodes end.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def read(asked: str, src: Any, dst: Any, global_shape: Any, dtype: Any) -> Trans
         asked: the start of an error message, "cannot ...".
         src: the layout that the tensor is in.
         dst: the layout that it is to be in.
-        global_shape: the whole tensor's sizes, in elements.
+        global_shape: the full tensor's sizes, in elements.
         dtype: its dtype.
 
     Raises:

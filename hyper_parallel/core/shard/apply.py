@@ -120,7 +120,7 @@ def _check_parameter(
     if isinstance(param, DTensor) and axes_of(param.device_mesh) != layout._axes:
         blame = f"parameter {name!r} is a DTensor on another mesh"
         seen = f"parameter: {param.placements} on {axes_of(param.device_mesh)}   layout: {layout}"
-        raise ValueError(explain(asked, blame, seen, "its mesh, or a model whose parameters are whole"))
+        raise ValueError(explain(asked, blame, seen, "its mesh, or a model whose parameters are unsharded"))
     try:
         torch_form(layout, param.shape)
     except ValueError as error:

@@ -188,7 +188,7 @@ def spread(what: str, value: Any, tree: LayoutTree, move: Move) -> Any:
         move: what to do with a leaf and its layout.
 
     Raises:
-        ValueError: layouts and value are not built alike; a layout does not fit.
+        ValueError: layouts and value are not nested in the same way; a layout does not fit.
     """
     if tree is None or value is None:
         return value
@@ -260,12 +260,13 @@ def _redistributed(x: Any, layout: Layout) -> Any:
 
 def _redistributed_or_wrapped(x: Any, layout: Layout) -> Any:
     if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
-        whole = None if any(layout.splits(x.dim())) else tuple(x.shape)  # what nobody splits has the shape of its shard
+        # A tensor that is not split has the shape of its shard; of others, `from_local` asks the ranks.
+        global_shape = None if any(layout.splits(x.dim())) else tuple(x.shape)
         try:
-            return from_local(x, layout, shape=whole)
+            return from_local(x, layout, shape=global_shape)
         except ValueError as error:
             hint = "try: from_local(x, layout, shape=...) before the call, which says what they are shards of"
-            raise ValueError(str(error).replace("try: shape=(...), the whole tensor's", hint)) from None
+            raise ValueError(str(error).replace("try: shape=(...), the full tensor's", hint)) from None
     return _redistributed(x, layout)
 
 
@@ -273,8 +274,8 @@ def by_torch(x: DTensor, layout: Layout) -> DTensor:
     """Let torch take the reduction of shards that a layout has no word for, as the masked ones of a split embedding."""
     if layout.mesh is x.device_mesh and layout.placements is not None:
         return x.redistribute(x.device_mesh, layout.placements)
-    whole = [torch_tensor.Replicate() if placement.is_partial() else placement for placement in x.placements]
-    return redistribute(x.redistribute(x.device_mesh, whole), layout)
+    reduced = [torch_tensor.Replicate() if placement.is_partial() else placement for placement in x.placements]
+    return redistribute(x.redistribute(x.device_mesh, reduced), layout)
 
 
 def localized(result: Any) -> Any:
@@ -286,5 +287,5 @@ def localized(result: Any) -> Any:
 
 
 def _local_shard(x: DTensor) -> torch.Tensor:
-    whole = [torch_tensor.Replicate() if placement.is_partial() else placement for placement in x.placements]
-    return x.to_local(grad_placements=whole)
+    reduced = [torch_tensor.Replicate() if placement.is_partial() else placement for placement in x.placements]
+    return x.to_local(grad_placements=reduced)

@@ -1,13 +1,13 @@
 """Entry and exit of modules that compute on local tensors: `enter` takes the local shard, `leave` wraps one.
 
-Each does in one step, with one communication forward and one backward, what a redistribution beside `to_local` or
-`from_local` does in two. The gradient of a gathered input, for one, goes back as a single reduce_scatter to where the
-input was split, and not as an all_reduce of which most is then thrown away.
+Each replaces a redistribution and a `to_local` or `from_local` by one step, with one communication forward and one
+backward. For example, the gradient of a gathered input goes back to where the input was split by one reduce_scatter,
+not by an all_reduce of which most is then thrown away.
 
     forward    enter: x -> target, take the shard         leave: the shards in produced -> target
-    backward   enter: shards in grad_layout -> as x is    leave: the gradient -> as the shards are, sums whole
+    backward   enter: shards in grad_layout -> as x is    leave: the gradient -> as the shards are, of sums in full
 
-Layouts and shapes are checked by who calls, once; an entry or exit without communication costs some microseconds.
+Callers check layouts and shapes, once: an entry or exit without communication costs some microseconds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def enter(x: DTensor, target: Layout, grad_layout: Layout | None = None) -> torc
         shard = enter(x, layout(), layout(partial={"tp": "sum"}))  # and over tp, gradients add up
 
     Forward: as `redistribute`; where x is in that layout, no communication, and the shard shares its memory. Backward:
-    one redistribution, from `grad_layout` to the layout of x; where x has copies to reduce, to the whole gradient.
+    one redistribution, from `grad_layout` to the layout of x; where x has copies to reduce, to the full gradient.
 
     Args:
         x: a DTensor.
@@ -82,26 +82,26 @@ def leave(local: torch.Tensor, produced: Layout, shape: Sequence[int], target: L
         y = leave(shard, layout("dp", partial={"tp": "sum"}), (8, 4), layout("dp", "tp"))  # one reduce_scatter
 
     Forward: as `redistribute`; no communication without `target`. Backward: one redistribution of the gradient to the
-    layout of the shards. Where they are copies to add up, and where ranks hold the same, every rank gets the whole; of
-    an average over n ranks, 1/n of it; the gradient of a pending max, min or prod is refused.
+    layout of the shards. Where they are copies to add up, and where ranks hold the same, every rank gets the full
+    gradient; of an average over n ranks, 1/n of it; the gradient of a pending max, min or prod is refused.
 
     Args:
         local: this rank's shard, which is not copied.
         produced: which shard that is, with a mesh.
-        shape: the whole tensor's sizes, in elements.
+        shape: the full tensor's sizes, in elements.
         target: the layout of the result. Default: `produced`.
 
     Raises:
         ValueError: a shard of another shape than `produced` gives this rank.
     """
-    whole = torch.Size(shape)
-    _check_shard(local, produced, whole)
+    global_shape = torch.Size(shape)
+    _check_shard(local, produced, global_shape)
     to = produced if target is None else target
     if not (torch.is_grad_enabled() and local.requires_grad):
-        return wrapped(local_redistributed(waited_for(local.detach()), produced, to, whole), to, whole)
+        return wrapped(local_redistributed(waited_for(local.detach()), produced, to, global_shape), to, global_shape)
     if any(kind not in (None, "sum") for kind in produced._partial):
-        return redistribute(FromLocal.apply(local, produced, whole, None), to)
-    return cast(DTensor, _Leave.apply(local, produced, whole, to))
+        return redistribute(FromLocal.apply(local, produced, global_shape, None), to)
+    return cast(DTensor, _Leave.apply(local, produced, global_shape, to))
 
 
 class _Enter(torch.autograd.Function):
@@ -126,8 +126,8 @@ class _Enter(torch.autograd.Function):
         if torch.is_grad_enabled():  # someone differentiates what happens here
             if not given.is_partial():
                 grad = grad.clone(memory_format=torch.contiguous_format)
-            whole = FromLocal.apply(grad, given, shape, given.reset_partial())
-            return redistribute(whole, to), None, None, None
+            full = FromLocal.apply(grad, given, shape, given.reset_partial())
+            return redistribute(full, to), None, None, None
         moved = local_redistributed(grad, given, to, shape)
         if moved is grad and not ctx.hand_on:
             moved = grad.clone(memory_format=torch.contiguous_format)
@@ -242,7 +242,7 @@ def _check_shard(local: torch.Tensor, produced: Layout, shape: torch.Size) -> No
         asked = "cannot make a DTensor from local shards"
         blame = f"rank {rank}'s shard has shape {tuple(local.shape)}, and the layout gives it {expected}"
         seen = f"shape: {tuple(shape)}   layout: {produced}"
-        raise ValueError(explain(asked, blame, seen, "the shape of the whole tensor, and the layout it really has"))
+        raise ValueError(explain(asked, blame, seen, "the shape of the full tensor, and the layout it really has"))
 
 
 # -- DTensors --------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def _spec_fields(
     return tuple(vars(spec).items())
 
 
-# -- the shape of a tensor that ranks hold shards of: they tell each other, and nothing is guessed ---------------------
+# -- the shape of a tensor that ranks hold shards of: exchanged, and never guessed -------------------------------------
 
 
 _MOST_DIMS = 32
@@ -338,14 +338,14 @@ def _all_shapes(local: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
 # -- from one module on local tensors to the next, inside of a third ---------------------------------------------------
 # What such a module returns stays a plain tensor and carries a mark of its layout, for the next one whose input is
 # declared: the communication between two layouts is then one operation of autograd from shard to shard, and no DTensor
-# is made. The gradient of what carries a mark lies as it does: whole where ranks hold the same.
+# is made. The gradient of what carries a mark has its layout, and is replicated where it is.
 
 
 _NAME = "_hyper_parallel_layout"
 
 
 class LayoutMark(NamedTuple):
-    """What a plain tensor is a shard of: a layout and the whole tensor's sizes, in elements."""
+    """What a plain tensor is a shard of: a layout and the full tensor's sizes, in elements."""
 
     layout: Layout
     shape: torch.Size
@@ -367,7 +367,7 @@ def cross(shard: torch.Tensor, mark: LayoutMark, target: Layout, grad_layout: La
     """Return this rank's shard in another layout.
 
     Forward: as `redistribute`. Backward: one redistribution, from `grad_layout` to the layout of the shard; where
-    that is a copy to reduce, to the whole gradient.
+    that is a copy to reduce, to the full gradient.
 
     Args:
         shard: this rank's shard.

@@ -1,8 +1,8 @@
 """Modules whose own code computes on local tensors: arguments and parameters are this rank's shards while it runs.
 
-What the gradients of those shards are follows from the layouts of what the code returns. Along an axis over which every
-result is held whole, ranks repeat the same work, and the gradient of a shard that they all hold is one gradient. Where
-no result is, each rank has done a share of the work, and its gradients are shares to be added.
+The layouts of the results decide how gradients of those shards are treated. Along an axis over which every
+result is replicated, ranks repeat the same work, and the gradient of a replicated argument is one gradient. Where no
+result is, each rank has done a share of the work, and the gradients are partial sums.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["LocalModule", "Lookup", "begin_lookup", "end_lookup", "shared_axes"]
 
 
 def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
-    """Return the axes over which ranks do shares of the work, and not the same.
+    """Return the axes over which ranks share the work instead of repeating it.
 
     >>> layout = Layout((2, 4), ("dp", "tp"))
     >>> sorted(shared_axes("", layout("dp", "None", partial={"tp": "sum"})))
@@ -51,20 +51,20 @@ def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
         produced: the layouts of what the code returns.
 
     Raises:
-        ValueError: over some axis one result is held whole, and another is not.
+        ValueError: over some axis one result is replicated, and another is not.
     """
     found = list(leaves(produced))
     shared = set[str]()
     for axis, name in enumerate(found[0].alias_name if found else ()):
-        whole = [(layout._specs or ())[axis] is None and name not in layout.partial for layout in found]
-        if found[0].mesh_shape[axis] > 1 and any(whole) and not all(whole):
+        replicated = [(layout._specs or ())[axis] is None and name not in layout.partial for layout in found]
+        if found[0].mesh_shape[axis] > 1 and any(replicated) and not all(replicated):
             blame = (
-                f"over axis {name!r} one result is held whole by every rank, and another one is not, so whether a "
-                "rank's gradients are shares of one is ambiguous"
+                f"over axis {name!r} one result is replicated, and another one is not, so whether a rank's "
+                "gradients are partial sums is ambiguous"
             )
             hint = "the same along that axis, or one module for each result"
             raise ValueError(explain(asked, blame, f"results: {describe(produced)}", hint))
-        if not all(whole):
+        if not all(replicated):
             shared.add(name)
     return frozenset(shared)
 
@@ -155,7 +155,7 @@ class LocalModule:
         """Return what shapes follow from, the same on all ranks or another one on all; None: nothing of that kind.
 
         Outside of all such modules these are the arguments' global shapes, which plain tensors alone do not tell: of
-        the shards of 7 and of 8 rows, those on rank 0 are alike. Inside, it is also how many calls came before.
+        the shards of 7 and of 8 rows, those on rank 0 are equal in size. Inside, it is also how many calls came before.
         """
         running = self.region.running
         if not running:
@@ -186,7 +186,7 @@ class LocalModule:
         if mark is not None:
             return cross(x, mark, known, self._grad_layout(known))
         if self.is_inner and not self.wraps and x.is_floating_point():
-            blame = "it is a plain tensor, and nothing says which shard of the whole it is"
+            blame = "it is a plain tensor, and nothing says which shard of the full tensor it is"
             hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that shard already"
             raise ValueError(explain("cannot take the shard", blame, f"layout: {target}", hint))
         self._bare += 1
@@ -202,7 +202,7 @@ class LocalModule:
             raise ValueError(explain(f"cannot take the inputs of {self.where}", blame, "inputs: plain tensors", hint))
 
     def _wrapped(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return a plain tensor that is a shard in a layout; where the ranks do shares, its gradients are added."""
+        """Return a plain tensor as a shard in a layout; where the ranks share the work, its gradients are added."""
         grad_layout = self._grad_layout(layout)
         if grad_layout is None or not grad_layout.is_partial() or not (torch.is_grad_enabled() and x.requires_grad):
             return x
@@ -219,7 +219,7 @@ class LocalModule:
         return enter(x, known[1], self._grad_layout(known[1]))
 
     def _grad_layout(self, layout: Layout) -> Layout | None:
-        """Return the layout of the gradient of shards: as they are, and shares where the ranks share the work."""
+        """Return the layout of the gradient of shards: theirs, with a sum pending where the ranks share the work."""
         known = self._grads.get(layout)
         if known is None or known.mesh is not layout.mesh:
             known = self._grads[layout] = grad_layout_of(layout, self.shared)
@@ -280,7 +280,7 @@ class LocalModule:
     def _shape(
         self, call: _Call, what: str, shard: torch.Tensor, layout: Layout, path: tuple[Any, ...]
     ) -> tuple[int, ...]:
-        """Return the shape of the whole: as the ranks have exchanged it when it was first asked for."""
+        """Return the global shape, as the ranks exchanged it when it was first asked for."""
         if not any(layout.splits(shard.dim())):
             return tuple(shard.shape)
         key = (path, call.key)
@@ -370,7 +370,7 @@ def _holds_dtensor(values: Any) -> bool:
 
 # -- embeddings whose table is split over the vocabulary ---------------------------------------------------------------
 # Each rank looks up the tokens that it has rows of. The other tokens get zeros, so that the sum over the ranks is the
-# whole (Megatron-LM, Shoeybi et al. 2019, section 3).
+# result (Megatron-LM, Shoeybi et al. 2019, section 3).
 
 
 class Lookup(NamedTuple):

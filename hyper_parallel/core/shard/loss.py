@@ -55,7 +55,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: a DTensor of shape (..., vocab) in any layout, uneven ones as well; or a plain tensor.
-        targets: class indices of shape (...): a DTensor in any layout; or a plain tensor, of all rows, alike on every
+        targets: class indices of shape (...): a DTensor in any layout; or a plain tensor, of all rows, equal on every
             rank, or of this rank's rows.
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
         ignore_index: the target of rows that do not count.
@@ -96,7 +96,7 @@ class _Terms:
 
     Attributes:
         ignore_index: the target of rows that do not count.
-        smoothing: the share of the weight that all classes have alike.
+        smoothing: the share of the weight that is spread evenly over all classes.
         classes: the size of the vocabulary.
     """
 
@@ -246,25 +246,25 @@ def _at(rows: torch.Tensor, place: torch.Tensor, mine: torch.Tensor) -> torch.Te
 
 def _rows_of(targets: torch.Tensor, where: Logits, logits: DTensor) -> torch.Tensor:
     """Return the targets of this rank's rows."""
-    whole, layout = where.shape[:-1], where.rows()
+    rows, layout = where.shape[:-1], where.rows()
     if isinstance(targets, DTensor):
-        return enter(cast(DTensor, _checked_shape(targets, whole, logits)), layout).to(torch.int64)
+        return enter(cast(DTensor, _checked_shape(targets, rows, logits)), layout).to(torch.int64)
     rank = dist.get_rank()
-    if rank in layout.rank_list and targets.shape == whole:
-        targets = targets[layout.local_slice(whole, rank)]
+    if rank in layout.rank_list and targets.shape == rows:
+        targets = targets[layout.local_slice(rows, rank)]
     elif rank in layout.rank_list:
-        _checked_shape(targets, whole, logits, layout.local_shape(whole, rank))
+        _checked_shape(targets, rows, logits, layout.local_shape(rows, rank))
     return targets.to(torch.int64)
 
 
 def _checked_shape(
-    targets: torch.Tensor, whole: torch.Size, logits: torch.Tensor, part: tuple[int, ...] | None = None
+    targets: torch.Tensor, rows: torch.Size, logits: torch.Tensor, part: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    if targets.shape == (whole if part is None else part):
+    if targets.shape == (rows if part is None else part):
         return targets
-    blame = f"targets has shape {tuple(targets.shape)}, and the logits have {tuple(whole)} rows"
-    hint = f"targets of shape {tuple(whole)}"
-    if part is not None and part != tuple(whole):
+    blame = f"targets has shape {tuple(targets.shape)}, and the logits have {tuple(rows)} rows"
+    hint = f"targets of shape {tuple(rows)}"
+    if part is not None and part != tuple(rows):
         blame, hint = f"{blame}, {part} of them on this rank", f"{hint}, or {part}, this rank's"
     raise ValueError(explain(_ASKED, blame, f"logits: shape {tuple(logits.shape)}, classes in the last dim", hint))
 

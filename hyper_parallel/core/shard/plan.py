@@ -176,8 +176,8 @@ def matches_any(path: str, names: Sequence[str]) -> bool:
 
 def _check_entries(asked: str, name: str, key: str, layout: Layout, ndim: int) -> None:
     if layout.is_partial():
-        blame = f"parameter {name!r} would be shares of a sum or another reduction, and optimizers change it as values"
-        hint = "a layout without pending reductions: split, or whole"
+        blame = f"parameter {name!r} would have a reduction pending, and optimizers change it as values"
+        hint = "a layout without pending reductions: split, or replicated"
         raise ValueError(explain(f"{asked}: plan[{key!r}]", blame, f"layout: {layout}", hint))
     try:
         layout.splits(ndim)
@@ -288,7 +288,7 @@ def resolve(asked: str, entries: Mapping[str, tuple[str, Any]], names: Sequence[
 def _nothing(asked: str, path: str, key: str, names: Iterable[str], kind: str) -> str:
     known, tail = [name for name in names if name], key[len(path) :]
     if not known:
-        hint = f"{tail[1:]!r}, for the whole" if kind == "module" else "a model with parameters"
+        hint = f"{tail[1:]!r}, for the model itself" if kind == "module" else "a model with parameters"
         return explain(asked, f"{key!r} is for a {kind} inside, and there is none", f"{kind}s: none", hint)
     blame = f"{key!r} means no {kind} of the model" if is_glob(path) else f"{path!r} is no {kind} of the model"
     shown = known if len(known) <= _MOST_SHOWN else [*known[:_MOST_SHOWN], f"... ({len(known)} in all)"]

@@ -111,7 +111,7 @@ class LocalParameters:
         grad_layout: returns the layout of the gradients of a parameter's shards.
         region: the others of the model.
         where: the module, for messages.
-        shared: the axes over which its ranks do shares of the work.
+        shared: the axes over which its ranks share the work.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ def _back(grad: torch.Tensor, known: _Known, taken: Taken) -> DTensor:
     shape, layout = known.spec.shape, known.layout
     given = known.grad_layout or layout
     if torch.is_grad_enabled():  # someone differentiates what happens here
-        whole = FromLocal.apply(grad.clone(), given, shape, given.reset_partial())
-        return redistribute(whole, layout)
+        full = FromLocal.apply(grad.clone(), given, shape, given.reset_partial())
+        return redistribute(full, layout)
     moved = taken.own(local_redistributed(grad, given, layout, shape))
     meta = known.spec.tensor_meta
     if moved.is_contiguous() and meta is not None and moved.dtype == meta.dtype and known.is_plain:

@@ -30,7 +30,8 @@ def read_layouts(asked: str, value: object, mesh: DeviceMesh | Layout) -> Layout
     Args:
         asked: the start of an error message, "cannot ...".
         value: one layout (a non-empty tuple of placements, or of names, "None", None and tuples of names; a `Layout`),
-            a list of them (or a tuple that holds tuples of placements or Layouts), or a dict by name; nested alike.
+            a list of them (or a tuple that holds tuples of placements or Layouts), or a dict by name, nested as the
+            value is.
         mesh: the mesh that the names are of; a `Layout` without an assignment will do.
 
     Returns:

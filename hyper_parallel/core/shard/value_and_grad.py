@@ -37,7 +37,7 @@ def parallelize_value_and_grad(
 
     Gradients are those of a single device, in whatever layout the outputs are: a DTensor that many ranks hold the same
     of counts once, and so does one of which a reduction is pending. Each output is differentiated with ones. A plain
-    tensor is taken as a value that all ranks have computed alike.
+    tensor is taken as one value, which every rank has computed.
 
     `fn` runs once per call, with gradients enabled; `.grad` of the weights is neither read nor changed. The value is
     detached: it is there to be read, and what `fn` saved for the backward pass is freed before the call returns.
@@ -96,7 +96,7 @@ def _gradients(
 def _seed(output: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the gradient of a sum over an output for that output, times a scale.
 
-    A DTensor's gradient is that of the whole tensor. So where a reduction is pending it is the whole gradient on every
+    A DTensor's gradient is that of the full tensor. So where a reduction is pending it is the full gradient on every
     rank, and the reduction itself need not be taken.
     """
     if not isinstance(output, DTensor):

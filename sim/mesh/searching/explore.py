@@ -126,6 +126,8 @@ class Exploration:
         seconds, memory = self.guesses[candidate]
         self.time_ratios.setdefault(_family(candidate), []).append(entry.seconds / seconds)
         self.memory_ratios.setdefault(candidate.recipe.checkpointing, []).append(entry.bytes / memory)
+        if self.floors is not None:
+            self.floors.learn(candidate, entry.estimate.programs)
         (self.found if entry.estimate.memory.fits(self.limit_bytes) else self.too_large).append(entry)
 
     def _in_order(self, pending: Iterable[Candidate]) -> list[Candidate]:
@@ -173,11 +175,7 @@ class Exploration:
             return False
         best = min(entry.seconds for entry in self.found)
         floors = self.floors
-        if (
-            floors.arithmetic(candidate) >= best
-            or floors.seconds(candidate, rough=True) >= best
-            or floors.seconds(candidate) >= best
-        ):
+        if any(seconds >= best for seconds in floors.seconds(candidate)):
             self.slower.append(candidate)
             return True
         least = floors.bytes(candidate)
@@ -194,7 +192,7 @@ class Exploration:
         if self.floors is None:
             return None
         best = min(entry.seconds for entry in self.found)
-        least = min(self.floors.seconds_if_known(candidate) for candidate in left)
+        least = min(max(self.floors.seconds(candidate, known_only=True)) for candidate in left)
         return max(0.0, 1 - least / best)
 
     def _is_in_vain(self, candidate: Candidate) -> bool:

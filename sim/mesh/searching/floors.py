@@ -1,13 +1,15 @@
 """Floors of candidates: the least time and memory that computing alone takes, with nothing of the weights to wait for.
 
-A model that is split over tp and cp only is recorded once for a size of micro-batch. Whatever shards its weights, cuts
-it into stages or computes parts of it again does that much at least. So a candidate whose floor is above the best step
-is looked at without an estimate of its own.
+A model that is split over tp, cp and ep only is recorded once for a size of micro-batch. Whatever shards its weights,
+cuts it into stages or computes parts of it again does that much at least. What sharding adds to it, the copies of
+gathered weights and of gradients, is learned from the estimates of a search. So a candidate whose floor is above the
+best step is looked at without an estimate of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +20,12 @@ from sim.mesh.hardware import Hardware
 from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.program import COMPUTE, Op, Program
+from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import held_by_model
 from sim.mesh.searching.space import Candidate, Shape
 from sim.mesh.spec import ModelSpec
 from sim.mesh.timeline import replay_time
-from sim.mesh.tracing.trace import trace
+from sim.mesh.tracing.trace import collector_paused, trace
 
 __all__ = ["Floor", "Floors"]
 
@@ -30,8 +33,8 @@ _LARGEST = 16
 """Sequences of a micro-batch at which a sequence takes least: kernels are not faster beyond."""
 _PRODUCTS = ("matmul", "attention", "attention_backward")
 _MOVES = ("copy", "cat", "add", "fill", "zero", "mul", "div")
-_OF_WEIGHTS = ("parameters", "gathered weights", "gradients", "communication")
-_DONE_AGAIN = 0.7  # of the products of a checkpointed block's forward: the last one is not needed again
+_OF_WEIGHTS = frozenset({"parameters", "gathered weights", "gradients", "communication"})
+_DONE_AGAIN = 0.7  # of a checkpointed block's forward: what comes after the last tensor for backward is not needed
 _KEPT = 0.9  # of a layer's activations, on the stage that keeps most of them
 
 
@@ -41,15 +44,44 @@ class Floor:
 
     Attributes:
         seconds: of forward and backward.
-        again: seconds of the products of blocks in forward.
+        products: seconds of the products of blocks in forward.
+        moves: seconds of the other operations of blocks in forward.
         activations: bytes that backward needs.
         logits: bytes of them at the same time.
     """
 
     seconds: float
-    again: float
+    products: float
+    moves: float
     activations: int
     logits: int
+
+    def again(self, candidate: Candidate) -> float:
+        """Return seconds that a candidate computes again at least.
+
+        Args:
+            candidate: with its checkpointing.
+        """
+        recipe = candidate.recipe
+        if recipe.checkpoint_layers is not None or recipe.checkpointing == "none":
+            return 0.0
+        moves = 0.0 if recipe.compile else self.moves  # a compiler fuses them into what there is
+        return _DONE_AGAIN * (moves + (self.products if recipe.checkpointing == "full" else 0.0))
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Seconds that sharding adds to each micro-batch: copies of unsharded size, however many shards there are.
+
+    Attributes:
+        forward: of weights that forward gathers.
+        backward: of weights that backward gathers.
+        gradients: to where they are reduced.
+    """
+
+    forward: float
+    backward: float
+    gradients: float
 
 
 class Floors:
@@ -65,23 +97,58 @@ class Floors:
     def __init__(self, model: ModelSpec, shape: Shape, hardware: Hardware, seq_len: int) -> None:
         self.model, self.shape, self.hardware, self.seq_len = model, shape, hardware, seq_len
         self._known: dict[Any, Floor] = {}
+        self._copies: dict[Any, _Copies] = {}
 
-    def seconds(self, candidate: Candidate, *, rough: bool = False) -> float:
-        """Return seconds that a step of a candidate takes at least.
+    def learn(self, candidate: Candidate, programs: Sequence[Program]) -> None:
+        """Take over from an estimate what its sharding adds to a micro-batch, for candidates that shard as much.
+
+        Args:
+            candidate: that was estimated.
+            programs: of its ranks.
+        """
+        recipe = candidate.recipe
+        if self._shards(candidate) and recipe.zero == 3 and (recipe.reduce_each or candidate.parts == 1):
+            pricing, key = self._pricing(recipe), self._shards_as(candidate)
+            found = min([_copies(program, pricing) for program in programs], key=lambda copies: copies.gradients)
+            self._copies[key] = min(found, self._copies.get(key, found), key=lambda copies: copies.gradients)
+
+    def seconds(self, candidate: Candidate, *, known_only: bool = False) -> Iterator[float]:
+        """Yield seconds that a step of a candidate takes at least: what costs little to know first, the most last.
 
         Args:
             candidate: to be bounded.
-            rough: from the floor of the largest micro-batch, which other candidates need as well.
+            known_only: of what has been recorded so far.
+        """
+        yield self.arithmetic(candidate)
+        for key, part in self._bases(candidate):
+            if not known_only or key in self._known:
+                yield self._seconds(candidate, self._of(key), part)
+
+    def _bases(self, candidate: Candidate) -> list[tuple[Any, float]]:
+        """What is recorded for a candidate, and the part of it that is one of its micro-batches.
+
+        First a large micro-batch of unsplit sequences, which many candidates share, then what is more and more like it.
         """
         size = candidate.batch // candidate.parts
-        if rough and size < _LARGEST and not self._is_known(candidate, size):
-            floor, part = self.of(candidate, _LARGEST), size / _LARGEST
-        else:
-            floor, part = self.of(candidate, size), 1.0
-        each = floor.seconds
-        if candidate.recipe.checkpointing == "full" and candidate.recipe.checkpoint_layers is None:
-            each += _DONE_AGAIN * floor.again
-        return each * part * (candidate.parts + _waits(candidate)) / candidate.dims.pp
+        unsplit = dataclasses.replace(
+            candidate.dims, cp=1, ulysses_degree=None, world_size=candidate.dims.world_size // candidate.dims.cp
+        )
+        large = self._key(candidate, _LARGEST)
+        bases = [
+            (self._key(dataclasses.replace(candidate, dims=unsplit), _LARGEST), size / _LARGEST / candidate.dims.cp),
+            (large, size / _LARGEST),
+        ]
+        if size < _LARGEST:
+            bases.append((self._key(candidate, size), 1.0))
+        return list(dict.fromkeys(bases))
+
+    def _seconds(self, candidate: Candidate, floor: Floor, part: float) -> float:
+        each = part * (floor.seconds + floor.again(candidate))
+        copies = self._copies.get(self._shards_as(candidate))
+        if copies is not None and self._shards(candidate) and candidate.recipe.zero >= 2:
+            # Gradients that are not reduced in each micro-batch are added up, which moves as much.
+            each += copies.forward + copies.gradients + (copies.backward if candidate.recipe.zero == 3 else 0.0)
+        return each * (candidate.parts + _waits(candidate)) / candidate.dims.pp
 
     def arithmetic(self, candidate: Candidate) -> float:
         """Return seconds that a device needs at its peak for the products of weights, of a candidate's step.
@@ -95,16 +162,6 @@ class Floors:
         tokens = candidate.batch * self.seq_len / dims.cp
         return 6 * (self.model.num_active_parameters - embedding) * tokens / (dims.tp * dims.pp) / peak
 
-    def seconds_if_known(self, candidate: Candidate) -> float:
-        """Return seconds that a step takes at least, by what has been recorded so far.
-
-        Args:
-            candidate: to be bounded.
-        """
-        size = candidate.batch // candidate.parts
-        known = self._is_known(candidate, size) or (size < _LARGEST and self._is_known(candidate, _LARGEST))
-        return max(self.arithmetic(candidate), self.seconds(candidate, rough=True) if known else 0.0)
-
     def bytes(self, candidate: Candidate) -> float:
         """Return bytes that the fullest rank allocates at least.
 
@@ -115,25 +172,16 @@ class Floors:
         standing, whole_gradients = held_by_model(self.shape, candidate)
         if recipe.checkpointing != "none":
             return standing
-        floor = self.of(candidate, candidate.batch // candidate.parts)
+        key, part = self._bases(candidate)[-1]
+        floor = self._of(key)
         if dims.pp == 1:
-            return standing + whole_gradients + floor.activations + floor.logits
-        return standing + _KEPT * floor.activations * min(dims.pp, candidate.parts) / dims.pp
+            return standing + whole_gradients + _KEPT * part * floor.activations + part * floor.logits
+        return standing + _KEPT * part * floor.activations * min(dims.pp, candidate.parts) / dims.pp
 
-    def of(self, candidate: Candidate, micro_batch: int) -> Floor:
-        """Return the floor of a micro-batch of the model that a candidate splits over tp, cp and ep.
-
-        Args:
-            candidate: which.
-            micro_batch: sequences.
-        """
-        key = self._key(candidate, micro_batch)
+    def _of(self, key: Any) -> Floor:
         if key not in self._known:
             self._known[key] = self._measured(key)
         return self._known[key]
-
-    def _is_known(self, candidate: Candidate, micro_batch: int) -> bool:
-        return self._key(candidate, micro_batch) in self._known
 
     def _key(self, candidate: Candidate, micro_batch: int) -> Any:
         dims = candidate.dims
@@ -145,35 +193,74 @@ class Floors:
             microbatches=1,
             schedule="1f1b",
             stages_per_rank=None,
+            reduce_each=False,
         )
         return (dims.tp, dims.cp, dims.ulysses_degree, dims.ep, dims.etp), recipe, micro_batch
+
+    def _pricing(self, recipe: Recipe) -> Pricing:
+        return Pricing(self.hardware, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap)
+
+    def _shards(self, candidate: Candidate) -> bool:
+        """Whether a candidate gathers weights for each micro-batch: a stage keeps those that it has gathered."""
+        dims = candidate.dims
+        return dims.pp == 1 and dims.dp_shard * dims.cp > 1
+
+    def _shards_as(self, candidate: Candidate) -> Any:
+        """What the copies of sharding depend on: weights on a rank when unsharded, and how they are computed with."""
+        dims, (_, recipe, _) = candidate.dims, self._key(candidate, 1)
+        return (dims.tp, dims.ep, dims.etp), recipe
 
     def _measured(self, key: Any) -> Floor:
         (tp, cp, ulysses, ep, etp), recipe, micro_batch = key
         dims = ParallelDims(tp=tp, cp=cp, ep=ep, etp=etp, ulysses_degree=ulysses, world_size=tp * cp * ep)
         job = Job(self.model, dims, micro_batch, self.seq_len, recipe)
-        (program,) = trace(job)
-        pricing = Pricing(self.hardware, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap)
-        computed = again = 0.0
-        for (name, _, _), segment in program.segments.items():
-            for event in segment.events:
-                if name not in ("forward", "backward") or not isinstance(event, Op) or event.stream != COMPUTE:
+        with collector_paused():
+            (program,) = trace(job)
+            pricing = self._pricing(recipe)
+            computed = products = moves = 0.0
+            for name, layer, op in _computing(program):
+                if _is_of_engine(op, program):
                     continue
-                seconds = pricing.op(event).seconds
-                if not _is_of_engine(event, program):
-                    computed += seconds
-                if name == "forward" and event.kind in _PRODUCTS and program.places[event.place].layer is not None:
-                    again += seconds
-        waited = replay_time([program], pricing).slowest.exposed.get("tp", 0.0) if dims.tp_enabled else 0.0
-        held = replay_memory(program, None).by_category
-        return Floor(computed + waited, again, held.get("activations", 0), held.get("logits", 0))
+                seconds = pricing.op(op).seconds
+                computed += seconds
+                if name == "forward" and layer is not None:
+                    products += seconds * (op.kind in _PRODUCTS)
+                    moves += seconds * (op.kind not in _PRODUCTS)
+            exposed = replay_time([program], pricing).slowest.exposed if tp * cp * ep > 1 else {}
+            waited = sum([exposed.get(axis, 0.0) for axis in ("tp", "cp", "ep")])
+            held = replay_memory(program, None).by_category
+        return Floor(computed + waited, products, moves, held.get("activations", 0), held.get("logits", 0))
+
+
+def _computing(program: Program) -> Iterator[tuple[str, int | None, Op]]:
+    """Yield the operations of forward and backward, with the name of the segment and the layer."""
+    for (name, _, _), segment in program.segments.items():
+        for event in segment.events:
+            if name in ("forward", "backward") and isinstance(event, Op) and event.stream == COMPUTE:
+                yield name, program.places[event.place].layer, event
+
+
+def _copies(program: Program, pricing: Pricing) -> _Copies:
+    """Return the copies of one micro-batch: all of them do alike."""
+    seconds = dict.fromkeys(("forward", "backward", "gradients"), 0.0)
+    for name, _, op in _computing(program):
+        of = _categories(op, program)
+        if "parameters" in of or not _is_of_engine(op, program):
+            continue  # a shard: the smaller, the more ranks there are
+        kind = name if "gathered weights" in of else "gradients"
+        seconds[kind] += pricing.op(op).seconds
+    variants = len([1 for name, _, _ in program.segments if name == "forward"])
+    return _Copies(**{kind: each / variants for kind, each in seconds.items()})
 
 
 def _is_of_engine(op: Op, program: Program) -> bool:
     """Whether an operation moves weights or gradients: how many there are depends on how these are sharded."""
-    blocks = [touch.block for touch in (*op.reads, *op.writes)]
     moves = op.kind == "memory" and any(word in op.name for word in _MOVES)
-    return moves and any(program.categories.get(block) in _OF_WEIGHTS for block in blocks)
+    return moves and not _OF_WEIGHTS.isdisjoint(_categories(op, program))
+
+
+def _categories(op: Op, program: Program) -> set[str | None]:
+    return {program.categories.get(touch.block) for touch in (*op.reads, *op.writes)}
 
 
 def _waits(candidate: Candidate) -> float:

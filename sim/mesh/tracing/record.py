@@ -1,4 +1,4 @@
-"""Write down what the one living rank does: its operations, communication, waits and memory, as a list of events.
+"""The record of what the one living rank does: operations, communication, waits and memory, as a list of events.
 
 The recorder sees every operation of torch as a dispatch mode above the fake tensors, every collective as the lone
 world's listener, every stream and event as its platform, and every block of memory by the life of its storage.
@@ -266,7 +266,7 @@ class Recorder(Listener):
 
     @contextmanager
     def _without_shapes_of_dtensors(self) -> Iterator[None]:
-        """Leave out what torch computes on whole tensors without values, to find the shape of a DTensor's result."""
+        """Leave out what torch computes on full tensors without values, to find the shape of a DTensor's result."""
         name = "_propagate_tensor_meta_non_cached"
         original = getattr(ShardingPropagator, name)
 

@@ -15,7 +15,7 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.infer import explanations
 
-__all__ = ["NameMap", "find_names", "read_names", "submesh"]
+__all__ = ["NameMap", "find_names", "read_names", "roots_by_value", "submesh"]
 
 
 @dataclass
@@ -109,6 +109,52 @@ def submesh(mesh: Layout, ranks: Sequence[int]) -> Layout:
     axes = [(name, len(span)) for name, span in zip(mesh.alias_name, spans, strict=True) if len(span) > 1]
     axes = axes or [("ranks", 1)]
     return Layout(tuple(size for _, size in axes), tuple(name for name, _ in axes), rank_list=tuple(ranks))
+
+
+def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return which module of one device each outermost module of a rank is, where its own name is another one's.
+
+    A stage of a pipeline, or one of several experts, has the same name on every rank; its values tell which it is.
+
+    >>> one = {"0.weight": torch.zeros(2), "1.weight": torch.ones(2), "1.bias": torch.ones(1)}
+    >>> roots_by_value({"": {"weight": torch.ones(1)}}, one), roots_by_value({"": {"1.weight": torch.ones(2)}}, one)
+    ({'': '1'}, {'': ''})
+
+    Args:
+        roots: for each outermost module, its parameters by their names within it.
+        one: the parameters of one device.
+    """
+    result: dict[str, str] = {}
+    for root, held in roots.items():
+        leaf = next(iter(held), None)
+        suffix = f".{leaf}"
+        within = [name[: -len(suffix)] for name in one if name.endswith(suffix)] + [""] * (leaf in one)
+        places = [place for place in dict.fromkeys([root, *within]) if place not in result.values()]
+        fits = (
+            place
+            for place in places
+            if all(
+                full is not None and _is_piece(part, full)
+                for name, part in held.items()
+                for full in [one.get(f"{place}.{name}" if place else name)]
+            )
+        )
+        result[root] = next(fits, root) if leaf is not None else root
+    return result
+
+
+def _is_piece(part: torch.Tensor, full: torch.Tensor) -> bool:
+    """Whether a tensor is cut from another in one of the places that shards have."""
+    if part.dim() != full.dim() or part.dtype != full.dtype:
+        return False
+    starts = [
+        dict.fromkeys([*range(0, size - held + 1, max(held, 1)), size - held])
+        for size, held in zip(full.shape, part.shape, strict=True)
+    ]
+    return not part.numel() or any(
+        torch.equal(part, full[tuple(slice(at, at + held) for at, held in zip(place, part.shape, strict=True))])
+        for place in itertools.product(*starts)
+    )
 
 
 def find_names(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.overrides import TorchFunctionMode
 
 from sim.kernel.context import current_rank
+from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import NoRandomness
 from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
 
 __all__ = ["CallKey", "LoopRecord", "LoopWatch", "RecordedStep"]
+
+_NEAR = 12  # frames of torch's own between a stage and the hook of its module
 
 CallKey = tuple[str, str, str]
 """A tensor at a module's boundary: the module's path, "input" or "output", and the way to the tensor."""
@@ -31,6 +37,7 @@ class RecordedStep:
         calls: what stood at each boundary, one tensor per call of the module, in the order of first calls.
         losses: the scalars that were differentiated, or what the step returned.
         gradients: of each parameter when its optimizer took it.
+        partial: the names of those that are DTensors, and say themselves that they are parts of a sum.
         updates: each parameter after that.
         buffers: after the step.
     """
@@ -40,15 +47,57 @@ class RecordedStep:
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     updates: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
 
 
 @dataclass
 class LoopRecord:
-    """What a loop did: the parameters that it began with, and its steps."""
+    """What a loop did.
+
+    Attributes:
+        initial: the parameters that it began with.
+        steps: what it did in each.
+        paths: of the modules.
+        roots: the paths of those that were called from outside of any other.
+        choices: what `topk` and its like took.
+    """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: list[RecordedStep] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    roots: list[str] = field(default_factory=list)
+    choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
+
+    def root_of(self, path: str) -> str:
+        """Return the root that a module or a tensor belongs to."""
+        return max((root for root in self.roots if root and f"{path}.".startswith(f"{root}.")), key=len, default="")
+
+    def renamed(self, roots: Mapping[str, str]) -> LoopRecord:
+        """Return the same with other paths of the roots."""
+
+        def new(path: str) -> str:
+            root = self.root_of(path)
+            rest = path[len(root) :].lstrip(".")
+            return ".".join(part for part in (roots.get(root, root), rest) if part)
+
+        def named(tensors: Mapping[str, Any]) -> dict[str, Any]:
+            return {new(name): tensor for name, tensor in tensors.items()}
+
+        steps = [
+            RecordedStep(
+                {(new(path), side, way): values for (path, side, way), values in step.calls.items()},
+                step.losses,
+                named(step.gradients),
+                named(step.updates),
+                named(step.buffers),
+                {new(name) for name in step.partial},
+            )
+            for step in self.steps
+        ]
+        choices = {(new(path), op, number): choice for (path, op, number), choice in self.choices.items()}
+        return LoopRecord(
+            named(self.initial), steps, [new(path) for path in self.paths], [new(r) for r in self.roots], choices
+        )
 
 
 class LoopWatch:
@@ -61,17 +110,25 @@ class LoopWatch:
     Args:
         roots: the modules that names start from, where they are known before the first call.
         most: steps to record; what comes after is not.
+        on_more: called where another step begins.
     """
 
-    def __init__(self, roots: Sequence[nn.Module] = (), most: int | None = None) -> None:
+    def __init__(
+        self,
+        roots: Sequence[nn.Module] = (),
+        most: int | None = None,
+        on_more: Callable[[], None] = lambda: None,
+    ) -> None:
         self.record = LoopRecord()
-        self._most = most
+        self.is_updating = False  # an optimizer is at work
+        self._most, self._on_more = most, on_more
         self._roots: list[tuple[str, nn.Module]] = []
         self._paths: dict[int, str] = {}
         self._kept: list[nn.Module] = []  # so that no other module gets the id of one that has a name
         self._inside: list[int] = []
         self._taken: set[int] = set()  # optimizers that have stepped in the current step
         self._is_over = True
+        self._is_enough = self._is_for_shapes = False
         self._rank: int | None = None
         self._stack = ExitStack()
         for root in roots:
@@ -110,14 +167,19 @@ class LoopWatch:
         """Name the modules of an outermost one; the first has no prefix, others that of their class."""
         found = named_modules(root)
         known = [self._paths[id(module)] for module in found.values() if id(module) in self._paths]
-        first = not self._roots or all(not any(each.parameters()) for _, each in self._roots)
+        first = not self._roots or all(next(each.parameters(), None) is None for _, each in self._roots)
         prefix = "" if first or (known and "" in known) else type(root).__name__
+        count = sum(other == prefix or other.rpartition("_")[0] == prefix for other, _ in self._roots)
+        prefix += f"_{count}" if prefix and count else ""
         self._roots.append((prefix, root))
+        self.record.roots.append(prefix)
         for path, module in found.items():
             if id(module) not in self._paths:
                 self._kept.append(module)
                 self._paths[id(module)] = ".".join(part for part in (prefix, path) if part)
                 self.record.paths.append(self._paths[id(module)])
+        if self.record.steps:
+            self.note_initial()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters as they are now, by name; shared ones under their first."""
@@ -135,8 +197,12 @@ class LoopWatch:
             if not self.record.steps:
                 self.note_initial()
             self._is_over, self._taken = False, set()
-            self.record.steps.append(RecordedStep())
-        return None if self._most is not None and len(self.record.steps) > self._most else self.record.steps[-1]
+            self._is_enough = self._most is not None and len(self.record.steps) >= self._most
+            if self._is_enough:
+                self._on_more()
+            else:
+                self.record.steps.append(RecordedStep())
+        return None if self._is_enough else self.record.steps[-1]
 
     def note_initial(self) -> None:
         """Copy parameters that have not been seen before."""
@@ -145,8 +211,12 @@ class LoopWatch:
                 self.record.initial[name] = local_of(parameter).clone()
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._inside and id(module) not in self._paths:
-            self._name(module)
+        if not self._inside:
+            self._is_for_shapes = _asks_for_shapes()
+            if id(module) not in self._paths:
+                self._name(module)
+        if id(module) in self._paths and self._counts():
+            self._begin()  # before the module gathers its parameters, which are noted as they are
         self._inside.append(id(module))
         for index, value in enumerate(args):
             self._note(module, "input", str(index), value)
@@ -157,13 +227,19 @@ class LoopWatch:
             pass  # a module that an exception has ended, caught on the way
         self._note(module, "output", "", output)
 
+    def _counts(self) -> bool:
+        """Whether a call is one of training, and none of a validation, a repeated forward or a question for shapes."""
+        return not self._is_for_shapes and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+    def _begin(self) -> RecordedStep | None:
+        self._is_over = self._is_over or bool(self._taken)  # an optimizer has ended the step before
+        return self._step()
+
     def _note(self, module: nn.Module, side: str, place: str, value: Any) -> None:
         path = self._paths.get(id(module))
-        repeated = torch._C._current_graph_task_id() != -1  # a checkpoint's
-        if path is None or repeated or not torch.is_grad_enabled():
+        if path is None or not self._counts():
             return
-        self._is_over = self._is_over or bool(self._taken)  # an optimizer has ended the step before
-        step = self._step()
+        step = self._begin()
         if step is not None:
             for way, tensor in tensors_in(value):
                 if tensor.is_meta:
@@ -182,7 +258,7 @@ class LoopWatch:
 
     def on_backward(self, loss: torch.Tensor) -> None:
         """Keep a scalar that is differentiated."""
-        self._is_over = self._is_over or bool(self._taken)
+        self._begin()
         self.note_loss(loss)
 
     def note_result(self, value: Any) -> None:
@@ -200,7 +276,10 @@ class LoopWatch:
         if step is not None:
             for name, parameter in self.parameters().items():
                 if chosen is None or id(parameter) in chosen:
-                    step.gradients[name] = None if parameter.grad is None else local_of(parameter.grad).clone()
+                    grad = parameter.grad
+                    step.gradients[name] = None if grad is None else local_of(grad).clone()
+                    if isinstance(grad, DTensor) and any(each.is_partial() for each in grad.placements):
+                        step.partial.add(name)
 
     def note_updates(self, chosen: set[int] | None = None) -> None:
         """Copy some parameters as they are after the update, or all, and the buffers; the step is over."""
@@ -223,11 +302,13 @@ class LoopWatch:
             self._is_over = True
         self._step()
         self.note_gradients(_params_of(optimizer))
+        self.is_updating = True
 
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
         if current_rank() != self._rank:
             return
+        self.is_updating = False
         self.note_updates(_params_of(optimizer))
         self._taken.add(id(optimizer))
 
@@ -239,6 +320,18 @@ class LoopWatch:
 
 def _params_of(optimizer: Any) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _asks_for_shapes() -> bool:
+    """Whether a stage of torch's pipelining calls its module before the first step to learn what it returns."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_NEAR):
+        if frame is None:
+            return False
+        if frame.f_code.co_name in ("_forward_metadata_inference", "_shape_inference"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _first_names(roots: Sequence[tuple[str, nn.Module]], find: Any) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,437 @@
+"""`python -m sim verify --nproc 8 --reference one_device.py train.py`: a torchrun script beside its one-device form.
+
+Both are executed as they are, loops and all. What their first steps compute is compared, and the first difference is
+named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import re
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.dtensor.layout import Layout
+from sim.explain.errors import RankFailed, SimError
+from sim.kernel.context import current_rank
+from sim.prove.bound import Perturbed
+from sim.prove.evidence import read_mesh
+from sim.prove.report import Report, Sensitivity
+from sim.prove.steps.axes import mesh_of_groups
+from sim.prove.steps.compare import LoopComparison
+from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
+from sim.prove.steps.names import read_names, roots_by_value
+from sim.prove.steps.watch import LoopRecord, LoopWatch
+from sim.script.changes import without_compiler_and_workers
+from sim.script.failure import report_failure
+from sim.script.launch import (
+    ScriptSource,
+    execute_script,
+    finish_views,
+    prepare_views,
+    read_script,
+    script_folder_first,
+)
+from sim.script.options import Launch, add_options, launch_of
+from sim.world import World, world
+
+__all__ = ["main", "verify_script"]
+
+FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
+_COMMAND = "python -m sim verify"
+_RUNS = 3
+_OF_DTYPES = re.compile(r"dtype|scalar type|\b(Float|Double|Half|BFloat16)\b|float(16|32|64)")
+_MOST_SHOWN = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prove a script as the command line of `python -m sim verify` says; return the exit code.
+
+    0: the ranks compute what one device computes. 1: they do not, or a rank has failed. 2: a mistake in what was asked,
+    such as a reference that fails. 130: Ctrl-C.
+    """
+    asked = vars(_parser().parse_args(arguments))
+    own = {name: asked.pop(name) for name in ("reference", "steps", "mesh", "name", "all", "sensitivity")}
+    try:
+        launch = launch_of(_COMMAND, **asked)
+        reference = _reference(launch, own["reference"])
+        if own["steps"] < 1:
+            blame, seen = "it compares one step or more", f"--steps: {own['steps']}"
+            raise ValueError(explain(f"cannot verify {launch.script}", blame, seen, "--steps 2"))
+        mesh = None if own["mesh"] is None else _mesh(launch, own["mesh"])
+        names = _names(own["name"])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    start = time.perf_counter()
+    beside = "itself" if reference.script == launch.script and own["reference"] is None else reference.script
+    steps = f"{own['steps']} step{'s' * (own['steps'] > 1)}"
+    print(f"{launch.script} on {launch.nproc} simulated ranks, and {beside} on one device: the first {steps} ...")
+    sys.stdout.flush()
+    report = verify_script(launch, reference, own["steps"], mesh, names)
+    if isinstance(report, int):
+        return report
+    print(f"\n{report.table(verbose=own['all'])}")
+    if own["sensitivity"] and report.first is None:
+        print(f"\n{report.sensitivity()}")
+    print(f"took {time.perf_counter() - start:.1f} s")
+    return 0 if report.ok else FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_COMMAND,
+        description="Compare the steps of an unmodified torchrun script, on simulated ranks, with those of one device.",
+        epilog=f"example: {_COMMAND} --nproc 8 --reference one_device.py train.py --batch 4",
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    group = parser.add_argument_group("what is compared")
+    group.add_argument(
+        "--reference",
+        metavar="FILE",
+        help="what one device executes, with arguments of its own in the same quotes, else those of the script; "
+        "default: the script itself, as its only rank",
+    )
+    group.add_argument("--steps", type=int, default=2, help="steps of the optimizer, after which both end (2)")
+    group.add_argument("--mesh", help="axes of the ranks, dp=2,tp=4; default: as the groups that the script makes")
+    group.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="RANKS=ONE",
+        help="a parameter's name on the ranks, and on one device, several with commas for a fused one; * for a part",
+    )
+    group.add_argument("--all", action="store_true", help="print all tensors, not only the wrong ones")
+    group.add_argument("--sensitivity", action="store_true", help="say which faults, put into the script, are found")
+    return parser
+
+
+def _reference(launch: Launch, asked: str | None) -> Launch:
+    """Return what one device executes."""
+    if asked is None:
+        return replace(launch, nproc=1, show=())
+    script, *arguments = shlex.split(asked) or [""]
+    if not os.path.isfile(script):
+        there = sorted(name for name in os.listdir(os.path.dirname(script) or ".") if name.endswith(".py"))
+        hint = "a Python file that trains the same on one device; without --reference, the script itself as one rank"
+        seen = f"here: {', '.join(there[:8]) or 'no Python files'}"
+        raise ValueError(explain(f"cannot verify {launch.script}", f"there is no reference {script!r}", seen, hint))
+    if not launch.is_module and os.path.samefile(script, launch.script) and not arguments:
+        arguments = list(launch.arguments)
+    chosen = tuple(arguments) or launch.arguments
+    return replace(launch, script=script, is_module=False, arguments=chosen, nproc=1, show=())
+
+
+def _mesh(launch: Launch, asked: str) -> Layout:
+    what = f"cannot verify {launch.script}"
+    mesh = read_mesh(what, asked)
+    if math.prod(mesh.mesh_shape) != launch.nproc:
+        blame = f"its axes are of {math.prod(mesh.mesh_shape)} ranks, and there are {launch.nproc}"
+        raise ValueError(explain(what, blame, f"--mesh {asked} --nproc {launch.nproc}", f"--mesh dp={launch.nproc}"))
+    return Layout(mesh.mesh_shape, mesh.alias_name)
+
+
+def _names(pairs: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    names = {}
+    for pair in pairs:
+        theirs, equals, ones = pair.partition("=")
+        if not equals or not theirs or not ones:
+            hint = "--name 'blocks.*.qkv.weight=blocks.*.q.weight,blocks.*.k.weight,blocks.*.v.weight'"
+            raise ValueError(explain("cannot use --name", "it takes two names and an equals sign", f"{pair!r}", hint))
+        names[theirs] = tuple(ones.split(","))
+    return names
+
+
+class _EnoughSteps(BaseException):
+    """Ends a script whose steps have been recorded; no `except Exception` of its own catches it."""
+
+
+class _PerturbedLoop(Perturbed):
+    """Perturbs a script from its first step on: what it makes its weights and its data of stays exact, and so do the
+    updates of its optimizers."""
+
+    def __init__(self, watch: LoopWatch, seed: int) -> None:
+        super().__init__(seed=seed)
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; those of DTensors come once more, as operations on their local tensors."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if not self._watch.record.steps or self._watch.is_updating:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@dataclass
+class _Recorded:
+    """What the ranks of a script did.
+
+    Attributes:
+        loops: of each rank.
+        groups: in which they could communicate: what each is called, and its ranks.
+        events: of their communication.
+        changes: what was run otherwise than the script says.
+    """
+
+    loops: list[LoopRecord] = field(default_factory=list)
+    groups: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    changes: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _ScriptTask:
+    """A script, its reference, and how they are compared."""
+
+    launch: Launch
+    source: ScriptSource
+    reference: Launch
+    reference_source: ScriptSource
+    steps: int
+    mesh: Layout | None
+    names: Mapping[str, Any]
+
+    def on_one(self, seed: int | None = None) -> LoopRecord:
+        """Execute the reference, perturbed where there is a seed."""
+        quiet = nullcontext() if seed is None else redirect_stderr(io.StringIO())  # it has been said once
+        with quiet:
+            return self._execute(self.reference, self.reference_source, seed).loops[0]
+
+    def on_ranks(self, mutant: Mutant | None = None) -> _Recorded:
+        """Execute the script on its ranks, with a fault put in or without."""
+        launch = self.launch if mutant is None else replace(self.launch, show=())
+        return self._execute(launch, self.source, None, mutant)
+
+    def _execute(
+        self, launch: Launch, source: ScriptSource, seed: int | None, mutant: Mutant | None = None
+    ) -> _Recorded:
+        found = _Recorded()
+        loops: dict[int, LoopRecord] = {}
+
+        def stop() -> None:
+            raise _EnoughSteps
+
+        def body() -> None:
+            watch, rank = LoopWatch(most=self.steps, on_more=stop), current_rank()
+            assert rank is not None, "ranks execute scripts"
+            loops[rank] = watch.record
+            perturbed = nullcontext() if seed is None else _PerturbedLoop(watch, seed)
+            with suppress(_EnoughSteps), perturbed, watch:
+                execute_script(source.code, source.package)
+
+        ranks = world(launch.nproc, seed=launch.seed, init=False, map_device=launch.map_device, own=launch.own)
+        ranks.replay = launch.replay()
+        with (
+            warnings.catch_warnings(),
+            script_folder_first(source.folder),
+            without_compiler_and_workers(lambda change: found.changes.update({change: None})),
+        ):
+            views = prepare_views(ranks, launch, source)
+            try:
+                with ranks, put_in(ranks, mutant):
+                    try:
+                        ranks.run(body)
+                    except SimError as error:  # who has ended may be waited for, by ranks that have done their steps
+                        if isinstance(error, RankFailed) or not self._are_complete(loops, launch.nproc):
+                            raise
+                    found.groups, found.events = list(_groups_of(ranks)), list(ranks.trace.kept())
+            finally:
+                finish_views(views)
+        found.loops = [loops[rank] for rank in sorted(loops)]
+        return found
+
+    def _are_complete(self, loops: Mapping[int, LoopRecord], nproc: int) -> bool:
+        return len(loops) == nproc and all(
+            len(loop.steps) == self.steps and (loop.steps[-1].updates or not loop.initial) for loop in loops.values()
+        )
+
+    def compared(self, expected: LoopRecord, moved: Sequence[LoopRecord], found: _Recorded) -> Report:
+        """Compare what the ranks did with what one device did."""
+        asked, script = f"cannot verify {self.launch.script}", self.launch.script
+        lone = next((rank for rank, loop in enumerate(found.loops) if any(step.updates for step in loop.steps)), None)
+        if lone is None:
+            raise ValueError(_no_steps(script, "no rank has made a step"))
+        loops = [_told_by_values(loop, expected) for loop in found.loops]
+        groups = [*found.groups, *((event.axis, event.members) for event in found.events)]
+        guessed = mesh_of_groups(self.launch.nproc, groups)
+        mesh = self.mesh or guessed or Layout((self.launch.nproc,), ("ranks",))
+        of_ranks = list(dict.fromkeys(name for loop in loops for name in loop.initial))
+        names = read_names(asked, self.names, of_ranks, list(expected.initial))
+        comparison = LoopComparison(expected, moved, loops, mesh, names)
+        if not comparison.names.parts:
+            blame = f"no parameter of {script} is one of {self.reference.script}, by its name or by its values"
+            seen = f"ranks: {_listed(loops[lone])}   one device: {_listed(expected)}"
+            raise ValueError(explain(asked, blame, seen, "a reference that trains the same model, or --name RANKS=ONE"))
+        report = comparison.report()
+        hint = "--name '<name on the ranks>={}'"
+        rows = [_with_hint(row, hint) for row in report.rows]
+        first = None if report.first is None else _with_hint(report.first, hint)
+        notes = [*report.notes, *found.changes]
+        if comparison.names.missing:
+            notes.append(f"on the ranks alone, and not compared: {', '.join(comparison.names.missing[:_MOST_SHOWN])}")
+        if self.mesh is None and guessed is None:
+            notes.append(
+                "the groups of the script make no mesh, so that no axes are known; --mesh dp=2,tp=4 names them"
+            )
+        itself = self.reference.script == script
+        if itself and first is not None and first.kind == "parameter":
+            notes.append(
+                f"one device was {script} as its only rank; if its model depends on the ranks, --reference FILE"
+            )
+        elif not report.ok and _grows(expected, found.loops):
+            notes.append(
+                f"each rank takes as many rows as one device, and other ones: the batch grows with the ranks; "
+                f"--reference FILE, one that takes the rows of all {self.launch.nproc} ranks"
+            )
+        return replace(report, rows=tuple(rows), first=first, notes=tuple(notes))
+
+
+def verify_script(
+    launch: Launch,
+    reference: Launch,
+    steps: int = 2,
+    mesh: Layout | None = None,
+    names: Mapping[str, Any] | None = None,
+) -> Report | int:
+    """Compare the first steps of a script on its ranks with those of its one-device form.
+
+    Both run in float64, where they do not ask for another dtype by name; else in their own.
+
+    Args:
+        launch: the script, and on how many ranks.
+        reference: what one device executes.
+        steps: of optimizers, after which both end.
+        mesh: axes of the ranks; None: those of the groups that the script makes.
+        names: names of parameters on the ranks -> names on one device.
+
+    Returns:
+        The report; or the exit code, where that has been said on the error output.
+    """
+    source, reference_source = read_script(launch), read_script(reference)
+    if source is None or reference_source is None:
+        return FAILURE if source is None else USER_ERROR
+    task = _ScriptTask(launch, source, reference, reference_source, steps, mesh, names or {})
+    with _default_dtype(torch.float64):
+        try:
+            return _prove(task)
+        except (SimError, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt) or not _OF_DTYPES.search(str(error)):
+                return _failed(task, error)
+            said = str(error.__cause__ or error).splitlines()[0]
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return USER_ERROR
+    try:
+        report = _prove(task)
+        return replace(report, notes=(*report.notes, f"in the script's own dtypes, as in float64: {said}"))
+    except (SimError, KeyboardInterrupt) as error:
+        return _failed(task, error)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+class _ReferenceFailed(SimError):
+    """One device has failed, and no rank."""
+
+
+def _prove(task: _ScriptTask) -> Report:
+    try:
+        expected = task.on_one()
+        moved = [task.on_one(seed) for seed in range(_RUNS)]
+    except SimError as error:
+        raise _ReferenceFailed(str(error)) from error
+    if not any(step.updates for step in expected.steps):
+        raise ValueError(_no_steps(task.reference.script, "one device has made no step"))
+    found = task.on_ranks()
+    dtype = torch.get_default_dtype()
+
+    def mutated(most: int) -> Sensitivity:
+        names = list(dict.fromkeys(name for loop in found.loops for name in loop.initial))
+        possible = [mutant for mutant in mutants_of(found.events, names) if mutant.axis]
+        with _default_dtype(dtype):
+            return run_mutants(possible, lambda mutant: task.compared(expected, moved, task.on_ranks(mutant)), most)
+
+    return replace(task.compared(expected, moved, found), mutants=mutated)
+
+
+def _failed(task: _ScriptTask, error: BaseException) -> int:
+    if not isinstance(error, _ReferenceFailed):
+        return report_failure(error, task.launch.nproc, task.launch.map_device, task.launch.replay())
+    report_failure(error.__cause__ or error, 1, task.launch.map_device, task.reference.replay())
+    itself = task.reference.script == task.launch.script
+    what = f"{task.launch.script} as its only rank" if itself else f"the reference {task.reference.script}"
+    hint = "--reference FILE, one that trains the same on one device" if itself else f"python {task.reference.script}"
+    blame = f"{what} has failed on one device"
+    print(f"error: {explain(f'cannot verify {task.launch.script}', blame, 'above', hint)}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _no_steps(script: str, who: str) -> str:
+    blame = f"{who} of an optimizer in {script} when it ended"
+    seen = "a step is a call of torch.optim.Optimizer.step, after calls of modules with gradients"
+    return explain(f"cannot verify {script}", blame, seen, "a script that trains")
+
+
+def _groups_of(ranks: World) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the groups that ranks have made, those that they never used, too."""
+    for context in ranks.contexts:
+        for group in context.c10d.pg_map:
+            members = tuple(sorted(context.c10d.pg_group_ranks.get(group, ())))
+            if members:
+                yield context.axis_of(group.group_name, group.group_desc, members), members
+
+
+def _told_by_values(loop: LoopRecord, expected: LoopRecord) -> LoopRecord:
+    """Name the outermost modules of a rank as one device does."""
+    roots: dict[str, dict[str, torch.Tensor]] = {root: {} for root in loop.roots}
+    for name, tensor in loop.initial.items():
+        root = loop.root_of(name)
+        roots.setdefault(root, {})[name[len(root) :].lstrip(".")] = tensor
+    return loop.renamed(roots_by_value(roots, expected.initial))
+
+
+def _grows(expected: LoopRecord, loops: Sequence[LoopRecord]) -> bool:
+    """Whether each rank was given as many rows as one device, and not the same."""
+    first = [next(iter(loop.steps[0].calls.values()), [None])[0] for loop in (expected, *loops) if loop.steps]
+    tensors = [tensor for tensor in first if tensor is not None]
+    return (
+        len(tensors) == len(loops) + 1
+        and len({tensor.shape for tensor in tensors}) == 1
+        and not all(torch.equal(tensors[0], tensor) for tensor in tensors)
+    )
+
+
+def _with_hint(row: Any, hint: str) -> Any:
+    name = f"{row.module}.{row.tensor}" if row.module else row.tensor
+    return replace(row, suggestion=hint.format(name)) if row.suggestion.startswith("names=") else row
+
+
+def _listed(loop: LoopRecord) -> str:
+    some = [f"{name} {tuple(tensor.shape)}" for name, tensor in loop.initial.items()]
+    return ", ".join(some[:_MOST_SHOWN]) + (f" and {len(some) - _MOST_SHOWN} more" if len(some) > _MOST_SHOWN else "")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

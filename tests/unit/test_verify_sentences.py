@@ -1,0 +1,110 @@
+"""Sentences of a proof's report that are only said where the numbers bear them out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sim
+from sim.prove.judge import advised
+from sim.prove.report import ReportRow
+
+ROWS, WIDTH = 8, 6
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, labels):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def given(ignored=0):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, WIDTH, (ROWS,), generator=generator)
+    labels[:ignored] = -100
+    return torch.randn(ROWS, WIDTH, generator=generator), labels
+
+
+def cross_entropy(output, x, labels):
+    return F.cross_entropy(output, labels)
+
+
+def contrastive(output, x, labels):
+    return F.cross_entropy(output @ x.T, torch.arange(len(x)))
+
+
+def verify(parallelize=lambda model, mesh: DistributedDataParallel(model), inputs=None, **options):
+    options = {"loss_fn": cross_entropy, "input_layouts": [("dp", "None"), ("dp",)], **options}
+    return sim.verify_plan(Pair, inputs or given(), "dp=2", parallelize=parallelize, **options)
+
+
+def test_ignored_labels_that_the_ranks_do_not_share_evenly():
+    assert verify(inputs=given()).ok
+    report = verify(inputs=given(ignored=2))
+    assert report.first.tensor == "loss"
+    assert "its share of the labels that are not -100" in report.first.suggestion
+
+
+@pytest.mark.parametrize("loss", [contrastive])
+def test_a_loss_that_compares_rows_is_not_called_a_mean(loss):
+    report = verify(loss_fn=loss)
+    assert report.first.tensor == "loss"
+    assert "neither the mean nor the sum" in report.first.sentence
+    assert "mean over unequal parts" not in report.first.suggestion
+    assert "of its own data" in report.first.suggestion
+
+
+def test_a_loss_in_a_step_that_is_no_mean_of_those_of_the_ranks():
+    def step(model, batch):
+        loss = contrastive(model(*batch), *batch)
+        loss.backward()
+        return loss
+
+    def rows(batch, mesh):
+        return tuple(each.chunk(2)[mesh.get_rank()] for each in batch)
+
+    report = sim.verify_step(step, Pair, given(), "dp=2", shard_batch=rows)
+    assert report.first.tensor == "loss"
+    assert report.first.sentence == "neither the mean nor the sum of the ranks' losses is that of one device"
+
+
+def test_a_fault_of_the_second_step_is_not_the_optimizers():
+    def late(model, mesh):
+        model, calls = DistributedDataParallel(model), []
+
+        def scaled(grad):
+            calls.append(grad)
+            return grad * (2 if len(calls) > 1 else 1)
+
+        model.module.first.weight.register_hook(scaled)
+        return model
+
+    report = verify(late, steps=2, optimizer_fn=lambda params: torch.optim.SGD(params, lr=0.1))
+    assert (report.first.module, report.first.tensor) == ("first", "weight after step 2")
+    assert report.first.suggestion.startswith("step 1 is right")
+
+
+def test_an_optimizer_is_blamed_where_its_gradient_is_right():
+    def unlike(params):
+        return torch.optim.SGD(params, lr=0.1 + (dist.get_rank() if dist.is_initialized() else 0))
+
+    report = verify(optimizer_fn=unlike)
+    assert report.first.kind == "update"
+    assert report.first.suggestion == "its gradient is right: look at what the optimizer does on each rank"
+
+
+def test_an_optimizer_is_not_blamed_for_gradients_that_are_not_proved():
+    update = ReportRow("router", "weight", "update", verdict="bug")
+    gradient = ReportRow("router", "weight", "gradient", verdict="not proved")
+    (advice,) = {row.suggestion for row in advised([gradient, update]) if row.kind == "update"}
+    assert advice == "look at the gradient of router.weight first, which is not proved"
+    assert "is right" not in advised([update])[0].suggestion
+    right = ReportRow("router", "weight", "gradient", verdict="rounding")
+    assert "its gradient is right" in advised([right, update])[1].suggestion
