@@ -391,7 +391,9 @@ class Llama(nn.Module):
         """
         seq = tokens.shape[1]
         if seq > self.config.max_seq_len:
-            raise ValueError(f"sequence of {seq} tokens, but the model was built for max_seq_len={self.cos.shape[0]}")
+            seen, hint = f"max_seq_len: {self.cos.shape[0]}", f"max_seq_len={seq} in the config, or shorter sequences"
+            asked = f"cannot compute with a sequence of {seq} tokens"
+            raise ValueError(explain(asked, "the model was built for shorter ones", seen, hint))
         x = tokens if self.embed is None else self.embed(tokens)
         place: slice | Tensor = slice(seq) if self.positions is None else self.positions(seq)
         cos, sin = self.cos[place], self.sin[place]

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hyper_parallel.core.common.errors import explain
+
 Bytes = npt.NDArray[np.uint8]
 
 # Parts of the standard library that are tables, tests or generated rather than text a person wrote.
@@ -145,10 +147,9 @@ def _cut(text: Bytes, starts: npt.NDArray[np.int64], seq_len: int) -> tuple[torc
 def check_length(text: Bytes, seq_len: int, part: str) -> None:
     """Raise ValueError when `text` cannot hold one sequence of `seq_len` tokens and the token after it."""
     if text.size < seq_len + 1:
-        raise ValueError(
-            f"the {part} part of the text has {text.size} bytes, but one sequence takes seq_len + 1 = {seq_len + 1}\n"
-            "  try: a smaller seq_len, or more text"
-        )
+        blame = f"it has {text.size} bytes, but one sequence takes seq_len + 1 = {seq_len + 1}"
+        asked, hint = f"cannot use the {part} part of the text", "a smaller seq_len, or more text"
+        raise ValueError(explain(asked, blame, f"seq_len: {seq_len}", hint))
 
 
 def samples(

@@ -45,7 +45,8 @@ def plan_run(config: Config, world_size: int) -> ParallelDims:
     dims.validate_against_model(SimpleNamespace(config=shape), config.train.seq_len)
     config.check_batch(dims.batch_ranks)
     if config.model.vocab_size < 256:
-        raise ValueError(f"model.vocab_size={config.model.vocab_size} cannot hold the 256 byte values of the text")
+        asked, seen = "cannot read the text", f"model.vocab_size: {config.model.vocab_size}"
+        raise ValueError(explain(asked, "its 256 byte values need a vocab_size of 256", seen, "vocab_size=256"))
     _check_etp(config, dims)
     _check_experts(config, dims)
     _check_sequence(config, dims)
@@ -64,16 +65,14 @@ def _check_etp(config: Config, dims: ParallelDims) -> None:
 
 def _check_experts(config: Config, dims: ParallelDims) -> None:
     if dims.ep_enabled and config.train.model != "moe":
-        raise ValueError(
-            f"cannot split experts over ep={dims.ep}: model '{config.train.model}' has none\n"
-            f"  {dims.summary()}\n  try: ep=1 with dp_shard={dims.dp_shard * dims.ep}, or model 'moe'"
-        )
+        hint = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}, or model 'moe'"
+        asked, blame = f"cannot split experts over ep={dims.ep}", f"model '{config.train.model}' has none"
+        raise ValueError(explain(asked, blame, dims.summary(), hint))
     width = config.experts.expert_intermediate_size
     if config.train.model == "moe" and dims.etp > 1 and width % dims.etp:
-        raise ValueError(
-            f"cannot split experts of expert_intermediate_size={width} over etp={dims.etp}: it does not divide\n"
-            f"  {dims.summary()}\n  try: expert_intermediate_size={-(-width // dims.etp) * dims.etp}, or etp=1"
-        )
+        asked = f"cannot split experts of expert_intermediate_size={width} over etp={dims.etp}"
+        hint = f"expert_intermediate_size={-(-width // dims.etp) * dims.etp}, or etp=1"
+        raise ValueError(explain(asked, "it does not divide", dims.summary(), hint))
 
 
 def _check_sequence(config: Config, dims: ParallelDims) -> None:
@@ -84,11 +83,9 @@ def _check_sequence(config: Config, dims: ParallelDims) -> None:
         around = sorted(
             {max(config.train.seq_len // multiple, 1) * multiple, -(-config.train.seq_len // multiple) * multiple}
         )
-        raise ValueError(
-            f"cannot split sequences of seq_len={config.train.seq_len} over cp={dims.cp} and tp={dims.tp}: every rank "
-            f"of a ring has an early and a late part, so that it must be a multiple of {multiple}\n"
-            f"  {dims.summary()}\n  try: seq_len = {' or '.join(map(str, around))}"
-        )
+        asked = f"cannot split sequences of seq_len={config.train.seq_len} over cp={dims.cp} and tp={dims.tp}"
+        blame = f"every rank of a ring has an early and a late part, so that it must be a multiple of {multiple}"
+        raise ValueError(explain(asked, blame, dims.summary(), f"seq_len = {' or '.join(map(str, around))}"))
 
 
 def _check_pipeline(config: Config, dims: ParallelDims) -> None:
@@ -136,10 +133,9 @@ def _check_engine(config: Config, dims: ParallelDims) -> None:
     if parallel.param_dtype == "bf16":
         others.append("param_dtype='bf16'")
     if others:
-        raise ValueError(
-            f"cannot train with engine 'hsdp' and {', '.join(others)}: it splits parameters over all ranks, in the "
-            f"dtype they have\n  {dims.summary()}\n  try: engine 'fully_shard'"
-        )
+        blame = "it splits parameters over all ranks, in the dtype they have"
+        asked = f"cannot train with engine 'hsdp' and {', '.join(others)}"
+        raise ValueError(explain(asked, blame, dims.summary(), "engine 'fully_shard'"))
 
 
 def _check_saving(config: Config) -> None:
@@ -300,15 +296,15 @@ def _size(amount: int) -> str:
 
 def _check_log(path: Path) -> None:
     if path.is_dir():
-        raise ValueError(f"cannot write the log '{path}': it is a folder\n  try: --log-file {path / 'train.jsonl'}")
+        hint = f"--log-file {path / 'train.jsonl'}"
+        raise ValueError(explain(f"cannot write the log '{path}'", "it is a folder", f"log: {path}", hint))
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"cannot write the log '{path}': no permission to write in '{folder}'")
+        blame = f"no permission to write in '{folder}'"
+        raise ValueError(explain(f"cannot write the log '{path}'", blame, f"log: {path}", "--log-file elsewhere"))
     if path.is_file() and path.stat().st_size and not _is_log(path):
-        raise ValueError(
-            f"cannot write the log '{path}': there is a file that is no log, and would be lost\n"
-            f"  try: --log-file {path.with_suffix('.jsonl')}"
-        )
+        blame, hint = "there is a file that is no log, and would be lost", f"--log-file {path.with_suffix('.jsonl')}"
+        raise ValueError(explain(f"cannot write the log '{path}'", blame, f"log: {path}", hint))
 
 
 def _is_log(path: Path) -> bool:

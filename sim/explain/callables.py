@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar
 
+from hyper_parallel.core.common.checks import check
+from hyper_parallel.core.common.errors import explain
+
 __all__ = ["check_body", "check_call", "check_result", "kind_of_lazy", "name_of"]
 
 T = TypeVar("T")
@@ -73,11 +76,9 @@ def check_result(result: T, fn: Callable[..., Any]) -> T:
     elif isinstance(result, CoroutineType):
         result.close()  # or Python would say, too, that nobody has awaited it
     made = getattr(result, "__name__", "it")
-    raise TypeError(
-        f"{name_of(fn)} returned {_a(kind)}, and nothing of it has run\n"
-        f"  result: {made}(), which nobody has begun to run\n"
-        f"  try: to run it on the rank, as in {_RUNS[kind].format(made)}"
-    )
+    asked, blame = f"cannot take what {name_of(fn)} returned", f"it is {_a(kind)}, and nothing of it has run"
+    hint = f"to run it on the rank, as in {_RUNS[kind].format(made)}"
+    raise TypeError(explain(asked, blame, f"result: {made}(), which nobody has begun to run", hint))
 
 
 def _a(kind: str) -> str:
@@ -95,37 +96,25 @@ def check_body(body: Callable[..., Any]) -> None:
         if kind == "generator"
         else f"def {name}(ctx): asyncio.run(work(ctx)), with all that is to run in an async def work(ctx)"
     )
-    raise TypeError(
-        f"cannot run {name} on ranks: a call of it runs nothing yet, so that it would always pass\n"
-        f"  body: {_a(kind)} function\n"
-        f"  try: {instead}"
-    )
+    blame = "a call of it runs nothing yet, so that it would always pass"
+    raise TypeError(explain(f"cannot run {name} on ranks", blame, f"body: {_a(kind)} function", instead))
 
 
 def check_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, world_size: int
 ) -> dict[str, Any]:
     """Refuse what `fn(*args, **kwargs)` would only refuse on the ranks; returns the keyword arguments."""
-    if not callable(fn):
-        raise TypeError(f"cannot run {fn!r} on ranks\n  fn: a callable\n  try: sim.run(train, world_size={world_size})")
+    check("cannot run it on ranks", "callable", f"sim.run(train, world_size={world_size})", fn=fn)
     name = name_of(fn)
-    if not isinstance(args, Sequence) or isinstance(args, (str, bytes)):
-        raise TypeError(
-            f"cannot pass {type(args).__name__} as the arguments of {name}\n  args: a tuple\n"
-            f"  try: sim.run({name}, world_size={world_size}, args=(x,)), with the comma"
-        )
+    hint = f"sim.run({name}, world_size={world_size}, args=(x,)), with the comma"
+    check(f"cannot pass arguments to {name}", "list", hint, args=args)
     kind = kind_of_lazy(fn)
     if kind is not None:
-        raise TypeError(
-            f"cannot run {name} on ranks: a call of it runs nothing yet\n"
-            f"  fn: {_a(kind)} function\n"
-            f"  try: a function that runs it, as in lambda: {_RUNS[kind].format(name)}"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(
-            f"cannot pass {type(kwargs).__name__} as the keyword arguments of {name}\n  kwargs: a dict\n"
-            f"  try: sim.run({name}, world_size={world_size}, kwargs={{'x': 1}})"
-        )
+        hint = f"a function that runs it, as in lambda: {_RUNS[kind].format(name)}"
+        seen = f"fn: {_a(kind)} function"
+        raise TypeError(explain(f"cannot run {name} on ranks", "a call of it runs nothing yet", seen, hint))
+    hint = f"sim.run({name}, world_size={world_size}, kwargs={{'x': 1}})"
+    check(f"cannot pass keyword arguments to {name}", "mapping | None", hint, kwargs=kwargs)
     _check_arguments(fn, name, args, kwargs or {}, world_size)
     return dict(kwargs or {})
 
@@ -142,8 +131,6 @@ def _check_arguments(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as mistake:
-        raise TypeError(
-            f"cannot call {name} on ranks: {mistake}\n"
-            f"  args: {len(args)}; kwargs: {', '.join(map(str, kwargs)) or 'none'}; {name} takes {signature}\n"
-            f"  try: sim.run({name}, world_size={world_size}, args=(...), kwargs={{...}})"
-        ) from None
+        seen = f"args: {len(args)}; kwargs: {', '.join(map(str, kwargs)) or 'none'}; {name} takes {signature}"
+        hint = f"sim.run({name}, world_size={world_size}, args=(...), kwargs={{...}})"
+        raise TypeError(explain(f"cannot call {name} on ranks", str(mistake), seen, hint)) from None

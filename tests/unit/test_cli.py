@@ -121,7 +121,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
         ),
         pytest.param(
             ("--seq-len", "10000000", "--device", "cpu", "--memory-limit-gb", "1e9"),
-            ["error: the training part of the text has", "try: a smaller seq_len, or more text"],
+            ["error: cannot use the training part of the text: it has", "try: a smaller seq_len, or more text"],
             id="longer than the text",
         ),
         pytest.param(

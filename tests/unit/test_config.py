@@ -301,7 +301,11 @@ def test_the_plan_infers_dp_shard() -> None:
             4,
             r"4 data-parallel ranks x accumulate=3 evenly: .*\n.*\n.* 12 or 24",
         ),
-        (Config(model=LlamaConfig(vocab_size=128)), 1, "vocab_size=128 cannot hold the 256 byte values"),
+        (
+            Config(model=LlamaConfig(vocab_size=128)),
+            1,
+            "its 256 byte values need a vocab_size of 256\n  model.vocab_size: 128",
+        ),
     ],
 )
 def test_plans_that_cannot_work_are_refused(config: Config, world_size: int, message: str) -> None:

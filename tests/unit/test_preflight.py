@@ -269,7 +269,7 @@ def test_a_file_that_is_no_log_is_not_overwritten(tmp_path: Path) -> None:
     config = Config(train=TrainConfig(log=str(file)))
     file.write_text("what I want to keep\n")
     with pytest.raises(
-        ValueError, match=r"there is a file that is no log, and would be lost\n  try: --log-file .*jsonl"
+        ValueError, match=r"there is a file that is no log, and would be lost\n.*\n  try: --log-file .*jsonl"
     ):
         check_machine(config, dims, 1, on_host=True)
     for text in ("", '{"step": 1, "loss": 2.0}\n'):

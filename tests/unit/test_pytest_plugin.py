@@ -297,7 +297,7 @@ def test_failures_are_shown(tmp_path):
         assert f"test_lazy[{backend}] FAILED" in out
     assert "only rank 0 of 2 xfailed: later, on this rank" in out
     assert "--- rank 0 ---\nxfailed: later, on this rank" in plain
-    assert out.count("TypeError: test_lazy returned a coroutine, and nothing of it has run") >= 2
+    assert out.count("TypeError: cannot take what test_lazy returned: it is a coroutine, and nothing of it") >= 2
     assert "test_unpicklable[sim] PASSED" in out
     assert "the arguments of test_unpicklable cannot be sent to other processes" in out
     assert "fixtures: unpicklable" in out

@@ -229,7 +229,7 @@ def test_what_was_given_is_named(fn, name):
         "  fn: a coroutine function\n"
         f"  try: a function that runs it, as in lambda: asyncio.run({name}())"
     )
-    with pytest.raises(TypeError, match=re.escape(f"cannot pass int as the arguments of {name}\n")):
+    with pytest.raises(TypeError, match=re.escape(f"cannot pass arguments to {name}: args is an int, not a list\n")):
         sim.run(fn, 2, 5)
 
 
@@ -252,14 +252,15 @@ def test_a_result_that_has_yet_to_be_run():
         sim.run(calls(lazy), 2)
     assert isinstance(found.value, sim.RankFailed)
     assert str(found.value) == (
-        f"rank {found.value.rank} raised TypeError: call returned a coroutine, and nothing of it has run\n"
+        f"rank {found.value.rank} raised TypeError: cannot take what call returned: it is a coroutine, "
+        "and nothing of it has run\n"
         "  result: lazy(), which nobody has begun to run\n"
         "  try: to run it on the rank, as in asyncio.run(lazy())\n"
         "  replay: sim.run(..., world_size=2, seed=0)"
     )
-    with pytest.raises(TypeError, match=r"returned a generator, .*\n.*\n  try: .* list\(batches\(\)\)"):
+    with pytest.raises(TypeError, match=r"it is a generator, .*\n.*\n  try: .* list\(batches\(\)\)"):
         sim.run(calls(batches), 2)
-    with pytest.raises(TypeError, match=r"returned an asynchronous generator, .*\n.*\n  try: .*collect\(stream"):
+    with pytest.raises(TypeError, match=r"it is an asynchronous generator, .*\n.*\n  try: .*collect\(stream"):
         sim.run(calls(stream), 2)
     with pytest.raises(TypeError, match="fn: an asynchronous generator function"):
         sim.run(stream, 2)

@@ -49,10 +49,10 @@ def test_a_bad_option(options, kind, message):
 @pytest.mark.parametrize(
     ("fn", "args", "kwargs", "message"),
     [
-        (3, (), None, "cannot run 3 on ranks"),
-        (dist.get_rank, 5, None, "cannot pass int as the arguments of get_rank"),
-        (dist.get_rank, "abc", None, "cannot pass str as the arguments of get_rank"),
-        (dist.get_rank, (), 5, "cannot pass int as the keyword arguments of get_rank"),
+        (3, (), None, "cannot run it on ranks: fn is an int"),
+        (dist.get_rank, 5, None, "cannot pass arguments to get_rank: args is an int, not a list"),
+        (dist.get_rank, "abc", None, "cannot pass arguments to get_rank: args is a str, not a list"),
+        (dist.get_rank, (), 5, "cannot pass keyword arguments to get_rank: kwargs is an int"),
     ],
 )
 def test_what_cannot_be_called(fn, args, kwargs, message):
@@ -528,7 +528,7 @@ def test_what_a_trace_is_asked_for_has_to_exist():
     assert trace.bytes(axis="dp") == 8
     assert trace.bytes(axis="tp") == trace.bytes(op="send") == 0, "they exist, though nothing was communicated"
     refused = {
-        (lambda: trace.bytes(axis="ddp")): "no kind of axis 'ddp'\n  axis: 'ddp'\n  try: axis='dp'",
+        (lambda: trace.bytes(axis="ddp")): "no kind of axis 'ddp'\n  axis: 'ddp' .*\n  try: axis='dp'",
         (lambda: trace.bytes(op="allreduce")): "no kind of op 'allreduce'\n  op: 'allreduce'\n  try: op='all_reduce'",
         (lambda: trace.bytes(rank=2)): "rank must be from 0 to 1\n  rank: 2\n  try: rank=1",
         (lambda: trace.of_rank(-1)): "rank must be from 0 to 1\n  rank: -1\n  try: rank=0",

@@ -70,15 +70,10 @@ def _check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
         return
     by = lost[0][1]
     names = ", ".join(repr(name) for name, _ in lost[:3]) + (", ..." if len(lost) > 3 else "")
-    raise ValueError(
-        explain(
-            f"cannot step with {type(optimizer).__name__}",
-            f"{by} has replaced {len(lost)} of its {len(given)} parameters since it was made, so that the model would "
-            "not change",
-            f"replaced: {names}",
-            f"make the optimizer of model.parameters() after {by}",
-        )
-    )
+    count = f"{len(lost)} of its {len(given)} parameters"
+    blame = f"{by} has replaced {count} since it was made, so that the model would not change"
+    hint = f"make the optimizer of model.parameters() after {by}"
+    raise ValueError(explain(f"cannot step with {type(optimizer).__name__}", blame, f"replaced: {names}", hint))
 
 
 register_optimizer_step_pre_hook(_check_before_step)

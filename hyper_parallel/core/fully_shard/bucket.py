@@ -235,11 +235,10 @@ class Bucket:
             return
         elsewhere = [f"{p.name} ({p.local.device})" for p in self.params if p.local.device.type != "cpu"]
         if elsewhere:
-            raise RuntimeError(
-                f"parameters that were wrapped for CPU offload are not on the host: {', '.join(elsewhere)}\n"
-                "  seen: at a gather; offload_policy=CPUOffloadPolicy()\n"
-                "  try: model.to('cpu'), or model.to_empty(device='cpu') for a model made on meta"
-            )
+            asked, seen = "cannot gather parameters", "seen: offload_policy=CPUOffloadPolicy()"
+            blame = f"those that were wrapped for CPU offload are not on the host: {', '.join(elsewhere)}"
+            hint = "model.to('cpu'), or model.to_empty(device='cpu') for a model made on meta"
+            raise RuntimeError(explain(asked, blame, seen, hint))
 
     def take_over(self) -> None:
         """Take over the shards that were replaced."""
@@ -250,11 +249,9 @@ class Bucket:
         if len({computed_in(dtype, self.param_dtype) for dtype in dtypes}) > 1 or (
             self.storage.flat and len(dtypes) > 1
         ):
-            raise RuntimeError(
-                "parameters that were wrapped in one dtype now have several: "
-                + ", ".join(sorted(f"{p.name} is {p.local.dtype}" for p in self.params))
-                + "\n  try: convert the whole module to one dtype before wrapping"
-            )
+            asked, blame = "cannot gather parameters", "those that were wrapped in one dtype now have several"
+            seen = ", ".join(sorted(f"{p.name} is {p.local.dtype}" for p in self.params))
+            raise RuntimeError(explain(asked, blame, seen, "convert the whole module to one dtype before wrapping"))
         if self.storage.needs_data:
             self._check_place()
         with torch.inference_mode(False):  # an evaluation may be the first to notice; training follows
@@ -332,11 +329,10 @@ class Bucket:
         for param in self.params:
             if param.unsharded._version != param.made_version and not self.aliased:
                 param.made_version = param.unsharded._version
-                raise RuntimeError(
-                    f"forward changed the parameter {param.name!r} in place, which is lost when it is resharded\n"
-                    "  seen: an in-place operation on the gathered parameter, as nn.Embedding(max_norm=...) does\n"
-                    "  try: change the sharded parameter between steps, or pass it in ignored_params"
-                )
+                blame = f"forward changed the parameter {param.name!r} in place, which is lost when it is resharded"
+                seen = "seen: an in-place operation on the gathered parameter, as nn.Embedding(max_norm=...) does"
+                hint = "change the sharded parameter between steps, or pass it in ignored_params"
+                raise RuntimeError(explain("cannot reshard", blame, seen, hint))
 
     def start_gather(self) -> Pending:
         """Start to gather the shards into a buffer that holds rank after rank."""
@@ -645,14 +641,10 @@ class ExtensionBucket(Bucket):
     def _check_widths(self, widths: list[int]) -> None:
         before = [output.numel() // self.ranks for output in self._outputs]
         if widths != before:
-            raise RuntimeError(
-                explain(
-                    f"cannot gather {', '.join(param.name for param in self.params)}",
-                    "fsdp_pre_all_gather gives other tensors than the first time, and autograd may keep those",
-                    f"seen: {widths} bytes, before: {before}",
-                    "tensors of one shape and dtype each time; wrap again to change them",
-                )
-            )
+            asked = f"cannot gather {', '.join(param.name for param in self.params)}"
+            blame = "fsdp_pre_all_gather gives other tensors than the first time, and autograd may keep those"
+            hint = "tensors of one shape and dtype each time; wrap again to change them"
+            raise RuntimeError(explain(asked, blame, f"seen: {widths} bytes, before: {before}", hint))
 
     def finish_gather(self, received: torch.Tensor, *, keep_post_forward_shard: bool = False) -> None:
         """Have the extensions make, or fill, the unsharded parameters."""
@@ -692,14 +684,13 @@ class ExtensionBucket(Bucket):
         unsharded, inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
         self._free_later(inner)
         if unsharded.shape != param.shape:
-            raise RuntimeError(
-                explain(
-                    f"cannot use what fsdp_post_all_gather returns for {param.name!r}",
-                    "it is not of the shape of the parameter",
-                    f"seen: {tuple(unsharded.shape)}, expected: {tuple(param.shape)}",
-                    "all_gather_outputs, one below the other along dim 0",
-                )
+            asked = f"cannot use what fsdp_post_all_gather returns for {param.name!r}"
+            blame, hint = (
+                "it is not of the shape of the parameter",
+                "all_gather_outputs, one below the other along dim 0",
             )
+            seen = f"seen: {tuple(unsharded.shape)}, expected: {tuple(param.shape)}"
+            raise RuntimeError(explain(asked, blame, seen, hint))
         param.make_unsharded(unsharded)
 
 
@@ -716,15 +707,11 @@ def _padded(param: ManagedParam, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.shape == shape:
         return tensor
     if tensor.shape != param.local_shape:
-        raise RuntimeError(
-            explain(
-                f"cannot gather parameter {param.name!r}",
-                "its shards differ in size, and fsdp_pre_all_gather gives a tensor of another shape than its shard's",
-                f"shape: {tuple(param.shape)} over {param.ranks} ranks   given: {tuple(tensor.shape)}   shard: "
-                f"{tuple(param.local_shape)}",
-                f"a size of dim 0 that {param.ranks} divides; or what is no value of one element in the metadata",
-            )
-        )
+        blame = "its shards differ in size, and fsdp_pre_all_gather gives a tensor of another shape than its shard's"
+        seen = f"shape: {tuple(param.shape)} over {param.ranks} ranks   given: {tuple(tensor.shape)}"
+        seen += f"   shard: {tuple(param.local_shape)}"
+        hint = f"a size of dim 0 that {param.ranks} divides; or what is no value of one element in the metadata"
+        raise RuntimeError(explain(f"cannot gather parameter {param.name!r}", blame, seen, hint))
     padded = tensor.new_zeros(shape)
     padded[: param.length].copy_(tensor)
     return padded

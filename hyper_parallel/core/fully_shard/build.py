@@ -411,11 +411,10 @@ def refuse_gradients(found: FoundParameter, api: str) -> None:
 
     def refuse(gradient: torch.Tensor) -> None:
         del gradient
-        raise RuntimeError(
-            f"a gradient arrived for {name!r} as it was before {api} replaced it by a sharded parameter\n"
-            "  seen: a module outside of the unit, or a variable, that still uses the old one\n"
-            f"  try: if two modules share the weight, {_together(api)}"
-        )
+        blame = f"a gradient arrived for {name!r} as it was before {api} replaced it by a sharded parameter"
+        seen = "seen: a module outside of the unit, or a variable, that still uses the old one"
+        hint = f"if two modules share the weight, {_together(api)}"
+        raise RuntimeError(explain("cannot reduce gradients", blame, seen, hint))
 
     found.parameter.register_hook(refuse)
 
@@ -483,26 +482,16 @@ def copy_wrapped(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _check(module: nn.Module, units: list[Unit]) -> None:
     if nested_traced_units(module):
-        raise TypeError(
-            explain(
-                f"cannot copy a {type(module).__name__}",
-                "a cell in it was wrapped for torch.compile to trace",
-                "seen: hsdp(..., use_eager_hook=False)",
-                "its state_dict(), or copy the module before it is wrapped",
-            )
-        )
+        blame, seen = "a cell in it was wrapped for torch.compile to trace", "seen: hsdp(..., use_eager_hook=False)"
+        hint = "its state_dict(), or copy the module before it is wrapped"
+        raise TypeError(explain(f"cannot copy a {type(module).__name__}", blame, seen, hint))
     inside = set(module.modules())
     for unit in units:
         outside = [type(m).__name__ for m in (*unit.modules, *(s.module for s in _slots(unit))) if m not in inside]
         if outside:
-            raise ValueError(
-                explain(
-                    f"cannot copy a {type(module).__name__} alone",
-                    "its unit has modules outside of it",
-                    f"seen: {', '.join(dict.fromkeys(outside))}",
-                    "copy the module that contains them",
-                )
-            )
+            asked, blame = f"cannot copy a {type(module).__name__} alone", "its unit has modules outside of it"
+            seen = f"seen: {', '.join(dict.fromkeys(outside))}"
+            raise ValueError(explain(asked, blame, seen, "copy the module that contains them"))
 
 
 def _slots(unit: Unit) -> list[Slot]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import note_replaced
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement, has_extension
 from hyper_parallel.core.redistribute.api import redistribute
@@ -247,11 +248,9 @@ class ManagedParam:
         if isinstance(gradient, DTensor):
             gradient = self._summand(gradient, dtype, mean)
         if gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"the gradient of {self.name!r} is sparse, which fully_shard cannot reduce\n"
-                f"  seen: {gradient.layout}\n"
-                "  try: nn.Embedding(sparse=False), or pass the parameter in ignored_params"
-            )
+            asked, blame = "fully_shard cannot reduce gradients", f"the gradient of {self.name!r} is sparse"
+            hint = "nn.Embedding(sparse=False), or pass the parameter in ignored_params"
+            raise RuntimeError(explain(asked, blame, f"seen: {gradient.layout}", hint))
         is_wrapper: bool = is_traceable_wrapper_subclass(gradient)
         if is_wrapper:  # as that of a parameter of this kind may be
             gradient = torch.empty(self.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient.detach())

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket
 from hyper_parallel.core.fully_shard.comm import Pending, all_reduce, reduce_scatter, reduce_scatter_each
 from hyper_parallel.core.fully_shard.param import ManagedParam
@@ -310,11 +311,10 @@ class GradientReducer:
         trainable = [param for param in self.params if param.unsharded.requires_grad]
         if trainable != self._plan_for:
             if self.pending is not None or self.partial is not None:
-                raise RuntimeError(
-                    "requires_grad of a parameter changed while gradients wait to be reduced\n"
-                    f"  unit of: {self.bucket.params[0].name}\n"
-                    "  try: change it after a backward with gradient sync, or call zero_grad() first"
-                )
+                blame = "requires_grad of a parameter changed while gradients wait to be reduced"
+                seen = f"unit of: {self.bucket.params[0].name}"
+                hint = "change it after a backward with gradient sync, or call zero_grad() first"
+                raise RuntimeError(explain("cannot reduce gradients", blame, seen, hint))
             self._plan_for = trainable
             self._starts = [0, *accumulate(self._width(param) for param in trainable)]
             self._sizes = [*(self._width(param) for param in trainable), len(trainable)]

@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket
 from hyper_parallel.core.fully_shard.policy import UnitOptions
 from hyper_parallel.core.fully_shard.reduce import FusedAllReduces, GradientReducer, Reduction
@@ -288,11 +289,10 @@ class Structure:
                 if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in identities
             ]
             if unmanaged:
-                raise RuntimeError(
-                    f"parameters came into {type(root).__name__} after it was wrapped: {', '.join(unmanaged)}\n"
-                    "  seen: no unit reduces their gradients, so every rank would train its own copy\n"
-                    "  try: add them before wrapping, wrap the module that brings them, or pass them in ignored_params"
-                )
+                blame = f"parameters came into {type(root).__name__} after it was wrapped: {', '.join(unmanaged)}"
+                seen = "seen: no unit reduces their gradients, so every rank would train its own copy"
+                hint = "add them before wrapping, wrap the module that brings them, or pass them in ignored_params"
+                raise RuntimeError(explain("cannot run forward", blame, seen, hint))
         modules = dict.fromkeys(module for root in self._roots for module in root.modules())
         self._seen = [
             (module._modules, tuple(module._modules.values()), module._parameters, len(module._parameters))

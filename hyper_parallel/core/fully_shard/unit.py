@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.torch_compat import runs_eagerly
 from hyper_parallel.core.fully_shard.bucket import Bucket, NoDataError
 from hyper_parallel.core.fully_shard.comm import Pending
@@ -531,11 +532,10 @@ class Unit:
         for schedule in earlier:
             schedule.forget_failed_backward()
             if schedule.in_backward:
-                raise RuntimeError(
-                    f"the forward of {type(self.modules[0]).__name__} ran inside of a backward of modules in it\n"
-                    f"  seen: its first forward, in the backward of {type(schedule.units[0].modules[0]).__name__}\n"
-                    "  try: run the whole model's forward once before"
-                )
+                blame = f"the forward of {type(self.modules[0]).__name__} ran inside of a backward of modules in it"
+                seen = f"seen: its first forward, in the backward of {type(schedule.units[0].modules[0]).__name__}"
+                hint = "run the whole model's forward once before"
+                raise RuntimeError(explain("cannot make it the root", blame, seen, hint))
         _check_one_way(self.modules[0], units)
         # A submodule may have run alone before, for an evaluation or to find out shapes, and have become a root: what
         # it has under way goes on in the larger schedule. FSDP2 raises an error there.
@@ -555,11 +555,9 @@ class Unit:
     def pre_backward(self, call: ForwardCall) -> None:
         """Backward is about to use an output of `call`: gather again, and the unit that it reaches next ahead."""
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward with create_graph=True went through a fully_shard unit\n"
-                f"  unit: {type(self.modules[0]).__name__}; its parameters are freed when backward leaves it\n"
-                "  try: create_graph=False, or leave the modules that need second derivatives unwrapped"
-            )
+            blame = "backward with create_graph=True went through a fully_shard unit"
+            hint = "create_graph=False, or leave the modules that need second derivatives unwrapped"
+            raise self._error("run backward", blame, "its parameters are freed when backward leaves it", hint)
         schedule = self.schedule
         assert schedule is not None
         schedule.pre_backward()
@@ -580,11 +578,8 @@ class Unit:
         # After the gather, which takes the version of the shards as they are. Autograd's own check sees nothing: the
         # unsharded parameters are filled through `.data`, so that their version counters stand still.
         if call.version != self._gather.version:
-            raise RuntimeError(
-                "a parameter was changed between a forward and its backward\n"
-                f"  unit: {type(self.modules[0]).__name__}; seen: an in-place change, such as an optimizer's step\n"
-                "  try: all backwards of a forward before the step"
-            )
+            blame, hint = "a parameter was changed between a forward and its backward", "all backwards before the step"
+            raise self._error("run backward", blame, "seen: an in-place change, such as an optimizer's step", hint)
         for reducer in self.reducers:
             reducer.restore_pending()
         for unit in schedule.next_in_backward(self) if self.backward_prefetch is None else self.backward_prefetch:
@@ -601,12 +596,12 @@ class Unit:
         schedule = self.schedule
         if schedule is not None and schedule.in_backward_number == self.backward.number:
             return  # after the unit's post-backward: autograd accumulates when it likes
-        raise RuntimeError(
-            "backward went into a unit through a tensor that its forward did not return\n"
-            f"  unit: {type(self.modules[0]).__name__}; seen: a gradient of its parameters, which are freed by now\n"
-            "  try: return the tensor from forward, in any container or dataclass, instead of keeping it elsewhere "
-            "(such as self.aux_loss)"
-        )
+        blame = "backward went into a unit through a tensor that its forward did not return"
+        hint = "return the tensor from forward, in any container or dataclass, and keep none in such as self.aux_loss"
+        raise self._error("run backward", blame, "seen: a gradient of its parameters, which are freed by now", hint)
+
+    def _error(self, what: str, blame: str, seen: str, hint: str) -> RuntimeError:
+        return RuntimeError(explain(f"cannot {what}", blame, f"unit: {type(self.modules[0]).__name__}; {seen}", hint))
 
     @runs_eagerly
     def post_backward(self, call: ForwardCall) -> None:
@@ -795,13 +790,15 @@ def _check_one_way(root: nn.Module, units: list[Unit]) -> None:
     if average and add:
         names = {module: name for name, module in root.named_modules()}
         one, other = (f"{names[m]!r}" if names[m] else "the root" for m in (average[0].modules[0], add[0].modules[0]))
-        raise ValueError(
-            f"cannot train {type(root).__name__}: some of its units average gradients over ranks, others add them up, "
-            "so that no factor of the loss is right for both\n"
-            f"  seen: {one} averages, the default of plain parameters; {other} adds up, that of DTensors\n"
-            "  try: set_reduce_op_type('avg') on the root, which sets all, for a loss that is each rank's mean (FSDP2 "
-            "does so); or 'sum', for a loss that is each rank's share; or for each unit what it does now"
+        blame = (
+            "some of its units average gradients over ranks, others add them up, and no factor of the loss fits both"
         )
+        seen = f"seen: {one} averages, the default of plain parameters; {other} adds up, that of DTensors"
+        hint = (
+            "set_reduce_op_type('avg') on the root, which sets all, for a loss that is each rank's mean (FSDP2 does "
+            "so); or 'sum', for a loss that is each rank's share; or for each unit what it does now"
+        )
+        raise ValueError(explain(f"cannot train {type(root).__name__}", blame, seen, hint))
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -126,14 +126,13 @@ class _Unsharded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                explain(
-                    "hsdp cannot differentiate the gradients of its parameters",
-                    "their reduction over ranks has no derivative",
-                    "seen: create_graph=True, for parameters of a cell",
-                    "create_graph=False, or autograd.grad(loss, [x], create_graph=True) for inputs only",
-                )
+            asked = "hsdp cannot differentiate the gradients of its parameters"
+            blame, seen = (
+                "their reduction over ranks has no derivative",
+                "seen: create_graph=True, for parameters of a cell",
             )
+            hint = "create_graph=False, or autograd.grad(loss, [x], create_graph=True) for inputs only"
+            raise RuntimeError(explain(asked, blame, seen, hint))
         return None, _reduced(gradients[0], ctx.recipe).to(ctx.dtype), None
 
 

@@ -62,9 +62,11 @@ def check_member(asked: str, mesh: DeviceMesh, which: str = "the mesh") -> None:
     """
     if mesh.get_coordinate() is None:
         with _disable_current_modes():
-            seen = f"{describe_mesh(mesh)}   ranks: {mesh.mesh.flatten().tolist()}"
-        blame, hint = f"rank {dist.get_rank()}, which calls, is not on {which}", "call it on the mesh's ranks only"
-        raise ValueError(explain(asked, blame, f"mesh: {seen}", hint))
+            seen = (
+                f"mesh: {describe_mesh(mesh)}   ranks: {mesh.mesh.flatten().tolist()}   calling rank: {dist.get_rank()}"
+            )
+        blame, hint = f"the calling rank is not on {which}", "call it on the mesh's ranks only"
+        raise ValueError(explain(asked, blame, seen, hint))
 
 
 def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:
