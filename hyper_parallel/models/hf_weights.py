@@ -58,7 +58,7 @@ def export_huggingface(
     writes; with one, all its ranks call this, and rank 0 writes. The last file to appear is config.json: what is cut
     short cannot be loaded by mistake.
 
-    Communication: one tensor after the other is gathered (`full_tensor`). Beside its parts, a rank holds one full
+    Communication: one tensor after the other is gathered (`full_tensor`). Beside its shards, a rank holds one full
     tensor at a time, such as the first matrix of all experts of a layer, and rank 0 the tensors of one file. Stages of
     a pipeline hold some layers each: save a checkpoint, and export what one process loads from it.
 

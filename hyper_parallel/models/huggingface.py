@@ -92,7 +92,7 @@ def parallelize_huggingface(
         loss = model(input_ids=rows, labels=rows).loss / mesh["dp"].size()
 
     Beside what `huggingface_plan` says: each rank along tp has some of the experts of a mixture, unsplit, and computes
-    them for the tokens that the router, equal on all of them, sends there; biases of what returns shares of a sum are
+    them for the tokens that the router, equal on all of them, sends there; biases of what returns partial sums are
     added once; masks, positions and embeddings are this rank's rows. A router's auxiliary loss is that of these rows.
 
     Args:
@@ -289,7 +289,7 @@ class _OwnExperts:
 
 
 class _CountedOnce:
-    """Makes what every rank along an axis computes count once, where the ranks' results are shares of a sum.
+    """Makes what every rank along an axis computes count once, where the ranks' results are partial sums.
 
     Args:
         degree: number of ranks along the axis.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_parallel.core.common.checks import check, check_fields, check_least
+from hyper_parallel.core.common.checks import check, check_above, check_fields, check_least
 from hyper_parallel.core.common.errors import explain
 
 if TYPE_CHECKING:
@@ -88,15 +88,11 @@ class LlamaConfig:
             check_least(asked, 1, **{name: getattr(self, name)})
         check_least(asked, 0, norm_eps=self.norm_eps, init_std=self.init_std)
         check_least(asked, 1, rope_factor=self.rope_factor, rope_original_seq_len=self.rope_original_seq_len)
-        if not 0 < self.rope_theta < math.inf:
-            blame, hint = "rope_theta must be a finite number above 0", "rope_theta=10_000.0"
-            raise ValueError(explain(asked, blame, f"rope_theta: {self.rope_theta}", hint))
+        check_above(asked, 0, "rope_theta=10_000.0", rope_theta=self.rope_theta)
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if not 0 < low < high < math.inf:
-            blame, hint = "rope_low_freq_factor must be above 0 and below rope_high_freq_factor", "1.0 and 4.0"
-            raise ValueError(
-                explain(asked, blame, f"rope_low_freq_factor: {low}   rope_high_freq_factor: {high}", hint)
-            )
+            blame, seen = "rope_low_freq_factor must be above 0 and below rope_high_freq_factor", f"{low} and {high}"
+            raise ValueError(explain(asked, blame, f"they are: {seen}", "1.0 and 4.0"))
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
             seen, hint = f"head_size: {self.head_size}", f"head_size={max(2, self.head_size + self.head_size % 2)}"

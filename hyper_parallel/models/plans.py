@@ -266,7 +266,7 @@ class Streams:
         add_entries(plan, local_plan=dict.fromkeys(paths, self.residual))
 
     def add_shares(self, plan: ShardingPlan, path: str, inputs: Any, *, several: bool = False) -> None:
-        """Let a module take whole inputs and return shares of a sum, the first of its results if it has several."""
+        """Let a module take replicated inputs and return partial sums, the first of its results if it has several."""
         produced: Any = [self.pending, None] if several else self.pending
         add_module(plan, path, inputs, produced, [self.residual, None] if several else self.residual)
 

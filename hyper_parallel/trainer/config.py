@@ -19,7 +19,6 @@ import dataclasses
 import difflib
 import importlib
 import json
-import math
 import re
 import sys
 import types
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.common.checks import check, check_choice, check_fields, check_least
+from hyper_parallel.core.common.errors import explain
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.moe import ExpertsConfig, MoEConfig
 
@@ -58,9 +58,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields("cannot use [data]", self)
-        _at_least("data", self, 1, "max_bytes")
-        if not 0 <= self.ignored < 1:
-            raise ValueError(f"data.ignored must be in [0, 1), got {self.ignored}")
+        check_least("cannot use [data]", 1, max_bytes=self.max_bytes)
+        check_least("cannot use [data]", 0, 1, ignored=self.ignored)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class OptimizerConfig:
         lr: highest learning rate, reached after the warmup.
         warmup_steps: steps over which the rate grows linearly.
         schedule: "cosine" or "linear" decay to `min_lr_ratio * lr` at the last step, or "constant".
-        min_lr_ratio: last rate as a part of `lr`.
+        min_lr_ratio: last rate divided by `lr`.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         weight_decay: of the matrices; norms have none.
@@ -88,15 +87,11 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        check_fields("cannot use [optimizer]", self)
-        _at_least("optimizer", self, 0, "lr", "warmup_steps", "min_lr_ratio", "weight_decay", "max_grad_norm")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.schedule not in ("cosine", "linear", "constant"):
-            raise ValueError(
-                f"optimizer.schedule='{self.schedule}' is not known\n  try: 'cosine', 'linear' or 'constant'"
-            )
+        asked = "cannot use [optimizer]"
+        check_fields(asked, self)
+        check_least(asked, 0, **_some(self, "lr", "warmup_steps", "min_lr_ratio", "weight_decay", "max_grad_norm"))
+        check_least(asked, 0, 1, beta1=self.beta1, beta2=self.beta2)
+        check_choice(asked, "schedule", self.schedule, ("cosine", "linear", "constant"))
 
 
 @dataclass(frozen=True)
@@ -155,14 +150,13 @@ class TrainConfig:
     stuck_after_s: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields("cannot use [train]", self)
-        _one_of("train", self, "model", MODELS)
-        _one_of("train", self, "on_nonfinite", ("skip", "stop", "dump"))
-        _at_least("train", self, 1, "steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
-        _at_least("train", self, 0, "seed", "eval_every", "profile_steps")
-        for name in ("memory_limit_gb", "stuck_after_s"):
-            if getattr(self, name) is not None:
-                _at_least("train", self, 0, name)
+        asked = "cannot use [train]"
+        check_fields(asked, self)
+        check_choice(asked, "model", self.model, MODELS)
+        check_choice(asked, "on_nonfinite", self.on_nonfinite, ("skip", "stop", "dump"))
+        positive = ("steps", "batch_size", "seq_len", "accumulate", "eval_sequences", "max_skips")
+        check_least(asked, 1, **_some(self, *positive))
+        check_least(asked, 0, **_some(self, "seed", "eval_every", "profile_steps", "memory_limit_gb", "stuck_after_s"))
 
 
 @dataclass(frozen=True)
@@ -212,14 +206,13 @@ class ParallelConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        check_fields("cannot use [parallel]", self)
-        _one_of("parallel", self, "param_dtype", ("fp32", "bf16", "fp64"))
-        _one_of("parallel", self, "checkpointing", ("none", "full", "selective", "alternate"))
-        _one_of("parallel", self, "engine", ("fully_shard", "hsdp"))
-        if self.stages_per_rank is not None:
-            _at_least("parallel", self, 1, "stages_per_rank")
-        if self.layers_per_stage is not None:
-            self.stage_sizes()
+        asked = "cannot use [parallel]"
+        check_fields(asked, self)
+        check_choice(asked, "param_dtype", self.param_dtype, ("fp32", "bf16", "fp64"))
+        check_choice(asked, "checkpointing", self.checkpointing, ("none", "full", "selective", "alternate"))
+        check_choice(asked, "engine", self.engine, ("fully_shard", "hsdp"))
+        check_least(asked, 1, stages_per_rank=self.stages_per_rank)
+        self.stage_sizes()
 
     def stage_sizes(self) -> list[int] | None:
         """Return the layers of each pipeline stage, None where they are to be balanced.
@@ -231,9 +224,8 @@ class ParallelConfig:
             return None
         sizes = [word.strip() for word in self.layers_per_stage.split(",")]
         if not all(word.isdigit() for word in sizes):
-            raise ValueError(
-                f"parallel.layers_per_stage must be numbers with commas, got '{self.layers_per_stage}'\n  try: '1,2,1'"
-            )
+            blame, seen = "layers_per_stage must be numbers with commas", f"layers_per_stage: '{self.layers_per_stage}'"
+            raise ValueError(explain("cannot use [parallel]", blame, seen, "'1,2,1'"))
         return [int(word) for word in sizes]
 
 
@@ -259,11 +251,10 @@ class CheckpointConfig:
     resume_step: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields("cannot use [checkpoint]", self)
-        if self.resume_step is not None:
-            _at_least("checkpoint", self, 1, "resume_step")
-        _at_least("checkpoint", self, 0, "every")
-        _at_least("checkpoint", self, 1, "keep")
+        asked = "cannot use [checkpoint]"
+        check_fields(asked, self)
+        check_least(asked, 1, resume_step=self.resume_step, keep=self.keep)
+        check_least(asked, 0, every=self.every)
 
 
 @dataclass(frozen=True)
@@ -351,26 +342,14 @@ class Config:
         unit = dp_size * accumulate
         if size % unit:
             around = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
-            raise ValueError(
-                f"cannot split batch_size={size} sequences over {dp_size} data-parallel ranks "
-                f"x accumulate={accumulate} evenly\n  try: batch_size = {' or '.join(map(str, around))}"
-            )
+            over = f"{dp_size} data-parallel ranks x accumulate={accumulate} evenly"
+            hint = f"batch_size = {' or '.join(map(str, around))}"
+            asked, blame = f"cannot split batch_size={size} sequences over {over}", f"it is no multiple of {unit}"
+            raise ValueError(explain(asked, blame, f"{dp_size} x {accumulate} = {unit}", hint))
 
 
-def _one_of(section: str, values: object, name: str, choices: tuple[str, ...]) -> None:
-    value = getattr(values, name)
-    if not isinstance(value, str) or value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.75)
-        words = ", ".join(repr(choice) for choice in choices[:-1]) + f" or {choices[-1]!r}"
-        hint = f"try: {words}" + (f"; did you mean '{near[0]}'?" if near else "")
-        raise ValueError(f"{section}.{name}={value!r} is not known\n  {hint}")
-
-
-def _at_least(section: str, values: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(values, name)
-        if not (value >= least and math.isfinite(value)):
-            raise ValueError(f"{section}.{name} must be a number >= {least}, got {value}")
+def _some(values: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(values, name) for name in names}
 
 
 # -- TOML files --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.core.common.checks import check_choice, check_least
 from hyper_parallel.core.common.errors import explain
 
 __all__ = ["NonFiniteError", "NonFinitePolicy", "StopRequest", "dump_nonfinite", "nonfinite_error", "stop_on_signals"]
@@ -50,15 +51,8 @@ class NonFinitePolicy:
     max_skips: int = 10
 
     def __post_init__(self) -> None:
-        if self.on_nonfinite not in POLICIES:
-            blame = f"there is no policy {self.on_nonfinite!r}"
-            hint = " or ".join(map(repr, POLICIES))
-            seen = f"on_nonfinite: {self.on_nonfinite!r}"
-            raise ValueError(explain("cannot handle what is not finite", blame, seen, hint))
-        if self.max_skips < 0:
-            seen = f"max_skips: {self.max_skips}"
-            blame = "max_skips is negative"
-            raise ValueError(explain("cannot leave out steps", blame, seen, "max_skips=0, or on_nonfinite='stop'"))
+        check_choice("cannot handle what is not finite", "on_nonfinite", self.on_nonfinite, POLICIES)
+        check_least("cannot leave out steps", 0, max_skips=self.max_skips)
 
     def check(self, loss: float, grad_norm: float, skipped_in_a_row: int = 0) -> str:
         """Return what to do: "go", "skip", "stop" or "dump".
@@ -119,7 +113,7 @@ def dump_nonfinite(
     """Write what one rank knows about a step that went wrong, and return the file.
 
     The file is folder/step-00000007/rank-3.json: step, loss, norm, the indices of the rank's samples, and per parameter
-    the shape of this rank's part, the norm of the finite elements of its gradient, and the number of NaN and infinite
+    the shape of this rank's shard, the norm of the finite elements of its gradient, and the number of NaN and infinite
     elements in gradient and value; worst first. Nothing is communicated.
 
     Args:

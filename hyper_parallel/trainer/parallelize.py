@@ -359,7 +359,7 @@ def build_pipeline(
     """
     if not dims.pp_enabled:
         return None
-    stream = None  # between stages go a rank's own parts of what is split over the sequence
+    stream = None  # between stages go a rank's own shards of what is split over the sequence
     if dims.tp_enabled:
         stream = Layout.from_device_mesh(dims.get_mesh("tp"))("None", "tp", "None")
     return Pipeline(

@@ -79,7 +79,7 @@ def parallelize_llama(
         # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
         shard_blocks(model, dims, parallel)
 
-        # Now the weights: each rank fills its own part of the same values, whatever the degrees.
+        # Now the weights: each rank fills its own shards of the same values, whatever the degrees.
         init_parameters(model, run.train.seed, device=device)
 
     pipeline = build_pipeline(models, stages, run, dims, loss) if hooks.stages is None else None
@@ -133,7 +133,7 @@ def parallelize_moe(
         # 6. Data parallelism: split parameters over all ranks with other tokens; gather them block by block.
         shard_blocks(model, dims, parallel)
 
-        # Now the weights: each rank fills its own part of the same values, whatever the degrees.
+        # Now the weights: each rank fills its own shards of the same values, whatever the degrees.
         init_parameters(model, run.train.seed, device=device)
 
         # The auxiliary loss is a mean over the sequences of the global batch, as the loss is one over its tokens.

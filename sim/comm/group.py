@@ -243,7 +243,7 @@ class Group:
         return [m for waiting in (self.sends, self.recvs) for queue in waiting.values() for m in queue]
 
     def forget_unfinished(self) -> None:
-        """Drop what was left over when a run ended, and number on alike on all ranks."""
+        """Drop what had not completed when a run ended, and let all ranks go on with one sequence number."""
         self.slots.clear()
         self.sends.clear()
         self.recvs.clear()

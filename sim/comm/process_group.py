@@ -191,7 +191,7 @@ def _unsupported(name: str) -> Callable[..., Any]:
 
 
 class SimProcessGroup(Dispatched):
-    """One rank's end of a group. torch calls its methods, by old and new names alike."""
+    """One rank's end of a group. torch calls its methods, by old and new names."""
 
     def __init__(self, endpoint: Endpoint, group: Group, member: int) -> None:
         super().__init__(member, len(group.ranks))

@@ -225,7 +225,7 @@ def table(rows: Sequence[Sequence[str]], *, marked: Iterable[int] = ()) -> str:
 
 
 def _together(rows: Sequence[Sequence[str]], marks: set[int]) -> tuple[list[Sequence[str]], set[int]]:
-    """One row for all ranks whose rows are alike, in the order of the first of each."""
+    """One row for all ranks with equal rows, in the order of the first of each."""
     alike: dict[tuple[str, ...], list[int]] = {}  # "" and the cells of a rank, or a row that is of no rank
     for index, (first, *rest) in enumerate(rows):
         is_rank = first.removeprefix("rank ").isdigit()

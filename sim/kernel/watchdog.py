@@ -1,4 +1,4 @@
-"""Names a rank that keeps its turn for long, which the simulator cannot end: it says what it sees and goes on.
+"""A watchdog over turns: it names a rank that keeps its turn for long, which the simulator cannot end.
 
 A rank that blocks where the simulator cannot see it (a socket, a process of its own, a lock made elsewhere) sleeps with
 its turn, and no other rank can run. If what it sleeps for is another rank, that is a deadlock for ever; if not, it is

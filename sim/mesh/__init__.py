@@ -1,4 +1,4 @@
-"""Estimate memory and time of a training step on any number of devices, from the code that trains.
+"""Estimates of memory and time of a training step on any number of devices, from the code that trains.
 
     search -> estimate -> tracing -> program -> pricing, cost -> timeline, memory -> report, explain
     job -> models -> spec -> recipe

@@ -1,4 +1,4 @@
-"""Does it fit, how long is a step, where does the time go, and how sure is that."""
+"""Estimates of a step: memory, time, where the time goes, and how sure that is."""
 
 from __future__ import annotations
 

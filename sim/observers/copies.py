@@ -1,4 +1,4 @@
-"""Finds copies that differ among the local tensors of all ranks, and says which and where."""
+"""Comparison of copies among the local tensors of all ranks: which differ, and where."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Copy(NamedTuple):
 
     Attributes:
         local: Its part.
-        shape: Of the whole.
+        shape: Of the full tensor.
         ranks: Of the mesh, in mesh order, last axis fastest.
         sizes: Ranks along each axis.
         names: Of the axes.
@@ -172,15 +172,15 @@ def _failure(
     usual = locals_[classes.index(0)]
     odd = next(local for local, number in zip(locals_, classes, strict=True) if number)
     axes = _axes_to_blame(copy, dict(zip(ranks, classes, strict=True)))
-    whole = all(local.shape == usual.shape for local in locals_)
-    index = _first(_differs(odd, usual, copy.tolerance), usual) if whole else ()
+    same_shape = all(local.shape == usual.shape for local in locals_)
+    index = _first(_differs(odd, usual, copy.tolerance), usual) if same_shape else ()
     rows: dict[int, tuple[str, ...]] = {}
     for rank, local, number in zip(ranks, locals_, classes, strict=True):
-        count = int(_differs(local, usual, copy.tolerance).sum()) if number and whole else 0
+        count = int(_differs(local, usual, copy.tolerance).sum()) if number and same_shape else 0
         much = f"{count} of {local.numel()} elements differ" if count else ""
-        rows[rank] = (_value(local[index]) if whole else str(list(local.shape)), much)
-    where = f"the values at {list(index)} of" if whole else "the shapes of"
-    kind = f"{_dtype(usual)} {list(usual.shape)}" if whole else _dtype(usual)
+        rows[rank] = (_value(local[index]) if same_shape else str(list(local.shape)), much)
+    where = f"the values at {list(index)} of" if same_shape else "the shapes of"
+    kind = f"{_dtype(usual)} {list(usual.shape)}" if same_shape else _dtype(usual)
     named = " and ".join(repr(axis) for axis in axes)
     return Failure(
         f"the copies of {name!r} along {'axis' if len(axes) == 1 else 'axes'} {named} differ",

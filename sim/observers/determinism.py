@@ -1,4 +1,4 @@
-"""Runs a function again from the same seed and shows where it first does something else."""
+"""Repeated runs of a function from one seed, and the first place where they differ."""
 
 from __future__ import annotations
 

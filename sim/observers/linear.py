@@ -148,7 +148,7 @@ def _sum_of(name: str, terms: Sequence[Any], mark_of: MarkOf) -> Mark | None:
         return None
     for term, mark in zip(terms, marks, strict=True):
         if mark is None and not _is_zero(term):
-            raise Misuse(f"{name} puts it together with what is whole, which is then counted {first.ranks} times")
+            raise Misuse(f"{name} puts it together with a full value, which is then counted {first.ranks} times")
         if mark is not None and not mark.is_like(first):
             raise Misuse(f"{name} puts it together with a part of another reduction: {mark}")
     return first
@@ -193,12 +193,12 @@ def _product(plain: str, name: str, args: Sequence[Any], mark_of: MarkOf) -> Mar
     bias = args[place] if place is not None and place < len(args) else None
     if bias is None:
         return mark
-    if mark is None:  # the product is whole, and a part is added to it
-        raise Misuse(f"{name} adds a product to it that is whole, which is then counted once per rank")
+    if mark is None:  # the product is a full value, and a part is added to it
+        raise Misuse(f"{name} adds to it a product of full values, which is then counted once per rank")
     for term in tree_iter(bias):
         held = _mark(term, mark_of)
         if held is None and not _is_zero(term):
-            raise Misuse(f"{name} adds a bias that is whole, which is then counted {mark.ranks} times")
+            raise Misuse(f"{name} adds a bias in full, which is then counted {mark.ranks} times")
     return mark
 
 

@@ -1,7 +1,7 @@
-"""Follows the local tensors of `Partial` DTensors, and finds where one is used as if it were the whole.
+"""Marks of partial sums: the local tensors of `Partial` DTensors, and errors where one is used as if it were the sum.
 
 `DTensor.to_local()` of a `Partial` hands out one rank's part of a sum. As long as only linear things happen to it
-(it is moved, scaled, multiplied by what is whole, added to another part), the sum over the ranks can still be taken
+(it is moved, scaled, multiplied by a full value, added to another part), the sum over the ranks can still be taken
 later. What is not linear gives another result on the parts than on the sum, without any error: `relu`, a product of
 two parts, a constant that is added on every rank. A mode on the rank's thread looks at each operation of torch and
 carries the mark along, by storage; communication ends it.

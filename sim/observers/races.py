@@ -1,4 +1,4 @@
-"""Finds buffers that a rank touches between the issue of an operation and its `wait`.
+"""Races on buffers: touches of a buffer between the issue of an operation and its `wait`.
 
 Each operation in flight has parts of memory that it reads (the rank may read them, too, but not write them) and parts
 that it writes (the rank may do neither). A mode on the rank's thread looks at every operation of torch before it runs

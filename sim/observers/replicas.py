@@ -1,4 +1,4 @@
-"""Compares the copies of a tensor that its layout says are equal: every rank's is in this process.
+"""Comparison of the copies of a tensor that its layout says are equal: every rank's is in this process.
 
 The ranks of a mesh meet at a point of the program; whoever comes last looks at all local tensors and compares those
 that differ in nothing but their place along the axes with `Replicate()`. No operation of `torch.distributed` takes

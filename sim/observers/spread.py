@@ -163,7 +163,7 @@ def of_optimizer(optimizer: torch.optim.Optimizer, spread: Spread | None = None)
 
 
 def named(leaves: Sequence[Leaf]) -> dict[str, Leaf]:
-    """The tensors by name, made distinct where two modules call them alike; a tensor counts once under a name."""
+    """The tensors by name, made distinct where two modules use one name; a tensor counts once under a name."""
     found: dict[str, Leaf] = {}
     for leaf in leaves:
         if leaf.name in found and found[leaf.name].tensor is leaf.tensor:

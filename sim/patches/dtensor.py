@@ -216,7 +216,7 @@ class _OfOneRank(Exception):
 
 
 class _MeshKind(NamedTuple):
-    """What a result depends on of a mesh: alike on all ranks of the mesh, and on all outside of it."""
+    """What a result depends on of a mesh: equal on all ranks of the mesh, and on all outside of it."""
 
     position: int  # among the meshes of one call
     shape: tuple[int, ...]

@@ -125,7 +125,7 @@ def _spawn(host: Host) -> Undo:
             f"rank {context.rank} called torch.multiprocessing.spawn({name}, ...): it starts processes as ranks, but "
             f"the {host.network.world_size} simulated ranks run already\n"
             f"  fn: {name}\n"
-            f"  try: under torchrun and here alike, call {name}(int(os.environ['LOCAL_RANK']), ...) instead; or in a "
+            f"  try: under torchrun and in sim, call {name}(int(os.environ['LOCAL_RANK']), ...) instead; or in a "
             f"program of your own: sim.run(lambda: {name}(dist.get_rank(), ...), world_size={host.network.world_size})"
         )
 

@@ -2,13 +2,15 @@
 
     verify -> compare -> judge -> faults -> infer -> evidence
     verify, compare -> runs -> record, randomness
-    runs -> bound
+    runs -> bound, modes
+    modes -> bound, record
     judge -> report
     training -> judge, bound
-    steps -> judge, infer, record, bound
+    steps -> judge, infer, record, bound, modes
     verify, runs -> steps.mutants
 
-`runs` has both runs, `record` what goes through their modules, `bound` how far rounding can move it. `infer`
-finds the layouts that explain the local tensors, `faults` the causes where none does, `judge` the verdict and its
-place. `training` does the same for a run of the trainer, `steps` for a training step of one's own.
+`runs` has both runs, `modes` what they do otherwise than the program says, `record` what goes through their modules,
+`bound` how far rounding can move it. `infer` finds the layouts that explain the local tensors, `faults` the causes
+where none does, `judge` the verdict and its place. `training` does the same for a run of the trainer, `steps` for a
+training step of one's own.
 """

@@ -277,7 +277,7 @@ class Comparison:
                 left += 1
                 continue
             self._keys.append(key)
-            found = self._forward[key] = self._batch_norm(key, found)
+            found = self._forward[key] = self._cast(key, self._batch_norm(key, found))
             final = key.path == "" and key.side == "output" and not self._is_split_loss(key, found)
             given = entry.node is None and key.side == "input"
             events.append(Judged(key.path, title_of(entry), "forward", found, self._nodes(entry), final, given))
@@ -314,6 +314,16 @@ class Comparison:
         axes = " and ".join(self.task.mesh.alias_name[axis] for axis in rows)
         sentence = f"each rank along {axes} normalises with the mean and the variance of its own rows, not of all"
         return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
+
+    def _cast(self, key: Key, found: Finding) -> Finding:
+        """Say where a module casts by hand on the ranks, and not on one device."""
+        low = {rank: run.low[key.path] for rank, run in enumerate(self.runs) if key.path in run.low}
+        if key.side == "input" or not low or key.path in self.reference.low or found.status not in ("right", "pending"):
+            return found
+        dtype = str(next(iter(low.values()))).removeprefix("torch.")
+        sentence = f"{ranks_phrase(low)} computed it in {dtype} or cast to it by hand, and one device did not"
+        hint = "the same casts in both models; or autocast, or a mixed-precision policy"
+        return replace(found, status="wrong", sentence=sentence, suggestion=hint)
 
     def _is_split_loss(self, key: Key, found: Finding) -> bool:
         scalar = self.reference.recorder.entries[key].value.dim() == 0

@@ -24,6 +24,8 @@ from sim.explain.errors import RankFailed, SimError
 from sim.prove.bound import SAFETY, DoubleGroupedProducts
 from sim.prove.evidence import gap, unit_roundoff
 from sim.prove.infer import order_said
+from sim.prove.modes.choices import Choice, ChoiceKey, Choices
+from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.randomness import Draw, NoRandomness
 from sim.prove.record import (
     AxesOf,
@@ -111,6 +113,8 @@ class Run:
         changed_buffers: after the first forward.
         stepped_buffers: after each step.
         places: where the rank's elements are, of parameters that are DTensors on axes which the mesh does not have.
+        choices: what `topk` and its like took in the first forward.
+        low: modules that cast by hand, and to what.
         averages: some wrapper takes the mean of gradients over ranks.
     """
 
@@ -129,6 +133,8 @@ class Run:
     changed_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     stepped_buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
     places: dict[str, torch.Tensor] = field(default_factory=dict)
+    choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
+    low: Mapping[str, torch.dtype] = field(default_factory=dict)
     averages: bool = False
 
     def held(self, path: str) -> list[str]:
@@ -154,8 +160,10 @@ class _Session:
         model: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        dtype: torch.dtype,
         mesh: Layout | None = None,
         rank: int = 0,
+        taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
     ) -> None:
         self.task, self.model, self.args, self.kwargs = task, model, args, kwargs
         model.train(task.train)
@@ -181,16 +189,22 @@ class _Session:
         if task.optimizer_fn is not None and chosen and not hasattr(self.optimizer, "zero_grad"):
             made, hint = f"optimizer: {self.optimizer!r:.80}", "lambda params: torch.optim.SGD(params, lr=0.1)"
             raise TypeError(explain(ASKED, "optimizer_fn returned no optimizer", made, hint))
+        self.wide = WidePrecision(dtype, self._inside)
+        self.choices = Choices(self._inside, taken)
         self.quiet = NoRandomness(lambda: self.run.recorder.inside[-1] if self.run.recorder.inside else "")
 
     def forward(self) -> None:
         """Compute the outputs, and the loss if there is a function for it."""
-        with DoubleGroupedProducts(), self.quiet:
+        with DoubleGroupedProducts(), self.quiet, self.wide, self.choices:
             with self.run.recorder:
                 output = self._output()
                 self.run.draws = self.quiet.draws[:]
+            self.run.low, self.run.choices = self.wide.by_hand, self.choices.made
             self.run.changed_buffers = self._buffers()
             self.run.outputs, self.run.loss = self._finish(output)
+
+    def _inside(self) -> str | None:
+        return self.run.recorder.inside[-1] if self.run.recorder.inside else None
 
     def _output(self) -> Any:
         if self.axes is not None:
@@ -227,7 +241,7 @@ class _Session:
     def backward(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Differentiate, and take the optimizer's steps."""
         optimizer, outputs, loss = self.optimizer, self.run.outputs, self.run.loss
-        with DoubleGroupedProducts(), self.quiet:
+        with DoubleGroupedProducts(), self.quiet, self.wide:
             for step in range(self.task.steps):
                 if step:
                     outputs, loss = self._finish(self.model(*self.args, **self.kwargs))
@@ -266,12 +280,17 @@ class _Session:
         return {name: named[name] for name in self.run.leaves if name in named}
 
 
-def run_reference(task: Task, around: AbstractContextManager[Any] | None = None) -> Run:
+def run_reference(
+    task: Task,
+    around: AbstractContextManager[Any] | None = None,
+    taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
+) -> Run:
     """Compute everything on one device.
 
     Args:
         task: what to compute.
         around: a mode that forward, backward and steps run under.
+        taken: what `topk` and its like shall take.
     """
     dtype = torch.float64 if task.dtype.itemsize < 8 else task.dtype
     with torch.random.fork_rng(devices=[]):
@@ -279,7 +298,7 @@ def run_reference(task: Task, around: AbstractContextManager[Any] | None = None)
         model = converted(build(task), dtype)
         torch.manual_seed(task.seed + 1)
         args, kwargs = _given(task, {name: _whole(value, task.dtype, dtype) for name, value in task.inputs.items()})
-        session = _Session(task, model, args, kwargs)
+        session = _Session(task, model, args, kwargs, dtype, taken=taken)
         with around if around is not None else nullcontext():
             session.forward()
             session.backward(cotangents(session.run, task.seed))
@@ -343,6 +362,11 @@ class Ranks:
         every = range(self.world.world_size)
         return [self._sessions[rank].run for rank in every] if all(rank in self._sessions for rank in every) else []
 
+    @property
+    def notes(self) -> list[str]:
+        """What is computed otherwise than the program says."""
+        return narrow_words((session.wide for session in self._sessions.values()), self.task.dtype)
+
     def backward(self, grads: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Differentiate and take the steps, from each rank's gradients of its outputs."""
         with self._located("backward"):
@@ -361,7 +385,8 @@ class Ranks:
         torch.manual_seed(task.seed)
         model = build(task)
         torch.manual_seed(task.seed + 1 + self._part(mesh))
-        made = task.apply(model, mesh)
+        with WidePrecision(task.dtype):
+            made = task.apply(model, mesh)
         if made is not None and not isinstance(made, nn.Module):
             blame = f"parallelize returned a {type(made).__name__}, not a module"
             raise TypeError(explain(ASKED, blame, f"returned: {made!r:.80}", "return the parallel model, or None"))
@@ -372,7 +397,7 @@ class Ranks:
             wrapped = name in task.wrapped and mesh.size() > 1  # `shard_module` leaves a model on one rank as it is
             given[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, wrapped)
         args, kwargs = _given(task, given)
-        self._sessions[rank] = _Session(task, model, args, kwargs, task.mesh, rank)
+        self._sessions[rank] = _Session(task, model, args, kwargs, task.dtype, task.mesh, rank)
 
     def _part(self, mesh: DeviceMesh) -> int:
         """Return a number that is the same on ranks that see the same data, as a training script would seed them."""
@@ -554,6 +579,8 @@ def _tensors(run: Run) -> Iterator[tuple[Any, torch.Tensor]]:
         yield ("value", key), entry.value
         if entry.grad is not None:
             yield ("grad", key), entry.grad
+    for each, choice in run.choices.items():
+        yield ("choice", each), choice.given
     if run.loss is not None:
         yield "loss", run.loss.detach()
     for name, grad in run.gradients.items():

@@ -24,17 +24,18 @@ from sim.prove.bound import Perturbed
 from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
+from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
-from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, largest, run_reference
+from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, run_reference
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, run_mutants
 from sim.world import world
 
 __all__ = ["verify_plan"]
 
 _RUNS = 3
-_COARSE = 1e-9  # a bound in float64 that is larger than that, relative to the tensor, has another dtype behind it
 _MOST_SHAPES = 6  # tensors that a message lists
+_MOST_ROUNDS = 16  # of choices that follow from others
 
 
 def verify_plan(
@@ -100,7 +101,8 @@ def verify_plan(
             for its part. Ranks with different data then have the loss of their part, and the mean or the sum of these
             must be that of the whole batch. A model that returns a scalar needs none.
         optimizer_fn: called with a list of parameters. True: AdamW with lr=1e-3; None or False: no steps.
-        dtype: what floating-point parameters, buffers and inputs are converted to. In float32 the ranks are held
+        dtype: what floating-point parameters, buffers and inputs are converted to, and computed in where the program
+            asks for fewer bits. In float32 the ranks are held
             against one device in float64, with the bounds of float32.
         seed: of the model, and of what follows.
         steps: how many optimizer steps; activations and gradients are compared in the first.
@@ -148,16 +150,20 @@ def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations, mu
             if report is None:
                 raise
             return report
+        given = reference
+        reference, bounds, free = _agreed(task, reference, bounds, ranks.runs)
         compared = Comparison(task, reference, bounds, ranks.runs, said, judge)
-        compared.notes += [*_not_proved(reference), *_coarse(task, reference, bounds)]
+        compared.notes += [*_not_proved(reference), *free]
         grads = _grads(task, reference, compared)
         if grads is not None:
             _backward(ranks, grads, compared)
         report = compared.report()
+        if reference is not given:
+            reference.recorder.forget()
         events = list(w.trace.kept())
         unused = _unused_axes(mesh, report, {event.group for event in events})
         mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
-        return replace(report, notes=(*report.notes, *unused), mutants=mutants)
+        return replace(report, notes=(*report.notes, *ranks.notes, *unused), mutants=mutants)
 
 
 def _mutated(task: Task, said: Declarations, mutants: Sequence[Mutant], most: int) -> Sensitivity:
@@ -228,20 +234,6 @@ def _not_proved(reference: Run) -> list[str]:
     return [f"no gradients were compared, as {what} {how} be differentiated"]
 
 
-def _coarse(task: Task, reference: Run, bounds: Bounds) -> list[str]:
-    """Say if a model computes in float32 within, whatever it is converted to, as many do in norms and softmax."""
-    if task.dtype != torch.float64:
-        return []
-    for key, entry in reference.recorder.entries.items():
-        bound = bounds.of(("value", key), entry.value)
-        if key.side == "output" and bound > _COARSE * largest(entry.value) > 0:
-            return [
-                f"{key.path or 'the model'} computes in less than float64, so from there on the bounds are wide "
-                f"({bound:.0e} at its output), and smaller faults hide below them"
-            ]
-    return []
-
-
 def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> None:
     """Go backward; what a wrong forward leads to there does not hide the report of that."""
     try:
@@ -254,9 +246,29 @@ def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comp
         compared.notes.append(f"backward was not compared: {str(error).splitlines()[0]}")
 
 
-def _references(task: Task, made: nn.Module) -> tuple[Run, Bounds]:
-    """Run one device plainly and perturbed."""
-    reference = run_reference(task)
+def _agreed(task: Task, reference: Run, bounds: Bounds, runs: Sequence[Run]) -> tuple[Run, Bounds, list[str]]:
+    """Let one device choose as the ranks do, where candidates lie within the bound; say where."""
+    taken: dict[ChoiceKey, torch.Tensor] = {}
+    for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
+        limit = partial(_limit, bounds)
+        free = free_choices(reference.choices, [run.choices for run in runs], task.mesh, limit)
+        if not free:
+            break
+        taken |= free
+        reference, bounds = _references(task, _make(task.model_fn, task.seed), taken)
+    return reference, bounds, agreed_words(taken)
+
+
+def _limit(bounds: Bounds, key: ChoiceKey, given: torch.Tensor) -> float:
+    return bounds.of(("choice", key), given)
+
+
+def _references(
+    task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Tensor] | None = None
+) -> tuple[Run, Bounds]:
+    """Run one device plainly and perturbed, the latter with the choices of the first."""
+    reference = run_reference(task, taken=taken)
+    same = {key: choice.indices for key, choice in reference.choices.items()}
     known = {id(parameter) for parameter in made.parameters()}
     if any(id(parameter) in known for parameter in reference.leaves.values()):
         blame = "model_fn returned the same model twice, and each rank needs one of its own"
@@ -265,7 +277,7 @@ def _references(task: Task, made: nn.Module) -> tuple[Run, Bounds]:
     floor = 2.0**-24 if task.dtype == torch.float32 else None if task.dtype == torch.float64 else _unit(task.dtype)
     others = []
     for index in range(_RUNS):
-        other = run_reference(task, Perturbed(floor, seed=index))
+        other = run_reference(task, Perturbed(floor, seed=index), same)
         _check_same(reference, other)
         others.append(other)
     bounds = Bounds(reference, others, task.dtype)

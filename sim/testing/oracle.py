@@ -101,17 +101,17 @@ def gather_full(
     held = [_part(parts, rank, layout) for rank in layout.rank_list]
     rows: list[torch.Tensor] = []
     for index in range(_copy(layout, layout.rank_list[0])[0]):
-        whole = torch.zeros(tuple(shape), dtype=held[0].dtype, device=held[0].device)
+        full = torch.zeros(tuple(shape), dtype=held[0].dtype, device=held[0].device)
         owner = torch.full(tuple(shape), -1, dtype=torch.int64, device=held[0].device)
         for rank, part, box in zip(layout.rank_list, held, where, strict=True):
             _check_part(rank, part, layout, shape, layout.rank_list[0], held[0])
             if _copy(layout, rank)[1] != index:
                 continue
             place = tuple(slice(start, stop) for start, stop in box)
-            _check_agreement(rank, part, whole[place], owner[place], box, layout)
-            whole[place] = part
+            _check_agreement(rank, part, full[place], owner[place], box, layout)
+            full[place] = part
             owner[place] = torch.where(owner[place] < 0, rank, owner[place])
-        rows.append(whole)
+        rows.append(full)
     return rows[0] if kind is None else _reduced(torch.stack(rows), kind)
 
 

@@ -228,7 +228,7 @@ def _sizes(event: Event) -> tuple[str, list[list[int]], list[list[int]]]:
     if op in ("all_gather", "reduce_scatter"):
         many, one = (outputs, inputs) if op == "all_gather" else (inputs, outputs)
         if _numel(many) != _numel(one) * len(event.members) or len(set(map(math.prod, many))) > 1:  # uneven parts
-            # It has no rule for these and takes different sizes on the ranks for a mistake: they get the whole's.
+            # It has no rule for these and takes different sizes on the ranks for a mistake: they get the full size.
             return f"{op}_v", [[_numel(many)]], [[_numel(many)]]
         whole, part = [[_numel(many)]], [[_numel(one)]]
         return (op, part, whole) if op == "all_gather" else (op, whole, part)

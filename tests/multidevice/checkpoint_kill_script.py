@@ -33,7 +33,7 @@ CASES = [  # the step that is saved second; stage, victim, in the background
 ]
 
 
-def whole(step: int) -> torch.Tensor:
+def full(step: int) -> torch.Tensor:
     return torch.arange(21.0).reshape(7, 3) * step
 
 
@@ -68,7 +68,7 @@ def one_rank(root: Path, rank: int, case: tuple[int, str, int, bool]) -> None:
     )
 
     def save(step: int, value: int):
-        w = distribute_tensor(whole(value), mesh, [Shard(0)], src_data_rank=None)
+        w = distribute_tensor(full(value), mesh, [Shard(0)], src_data_rank=None)
         saved = checkpointer.save(step, {"w": w, "step": torch.tensor(value)}, {"value": value})
         return checkpointer.wait() if background else saved
 
@@ -98,7 +98,7 @@ def after(root: Path) -> dict[str, object]:
     with Checkpointer(root / "run", keep_last=1) as checkpointer:
         found = checkpointer.latest().name
         extra = checkpointer.load(tensors)
-        right = torch.equal(tensors["w"], whole(extra["value"])) and tensors["step"].item() == extra["value"]
+        right = torch.equal(tensors["w"], full(extra["value"])) and tensors["step"].item() == extra["value"]
         checkpointer.save(3, tensors)
     return {
         "latest": found,

@@ -1,7 +1,7 @@
-"""What the conformance tests share: what each rank brings along, and how results are compared.
+"""Helpers of the conformance tests: each rank's contribution, and the comparison of results.
 
 Every rank can work out what every other one contributes, so each result is compared with the obvious formula over
-all ranks' contributions, on every backend alike. Where a backend lacks something, the body leaves out that backend.
+all ranks' contributions, the same on every backend. Where a backend lacks something, the body leaves out that backend.
 """
 
 from __future__ import annotations

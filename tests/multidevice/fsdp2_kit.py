@@ -1,4 +1,4 @@
-"""What the tests of fully_shard against torch's FSDP2 share: models, data, and how three runs are compared.
+"""Helpers of the tests of fully_shard against torch's FSDP2: models, data, and the comparison of three runs.
 
 A *behaviour* is one function of a `Run`. It runs three times with the same seeds and data: with our fully_shard,
 with torch's, and on one device with the batches of all ranks together. Ours has to equal torch's to the last bit on
@@ -22,15 +22,16 @@ from rounding_kit import Alone, bound_of, results
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from units_kit import full
 
 import sim
 from hyper_parallel.core.fully_shard import api, utils
 
-# -- the three faces -----------------------------------------------------------------------------------------------
+# -- the three engines ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Face:
+class Engine:
     """One way to run a behaviour. `api` and `policies` have torch's names; None: on one device."""
 
     name: str
@@ -39,25 +40,25 @@ class Face:
     forward_method: str = ""
 
 
-OURS = Face("ours", api, utils, "register_forward_method")
-FSDP2 = Face("FSDP2", torch_fsdp, torch_fsdp, "register_fsdp_forward_method")
-ONE = Face("one device")
+OURS = Engine("ours", api, utils, "register_forward_method")
+FSDP2 = Engine("FSDP2", torch_fsdp, torch_fsdp, "register_fsdp_forward_method")
+ONE = Engine("one device")
 
 
 class Run:
-    """One run of a behaviour, by one face, on one rank; what it notes is compared with the other faces' notes.
+    """One run of a behaviour, by one engine, on one rank; what it notes is compared with the other engines' notes.
 
     Attributes:
         losses: Of each backward, this rank's; one device's is their mean.
-        tensors: Whole gradients and parameters, by name.
+        tensors: Full gradients and parameters, by name.
         facts: Anything else; compared between ours and FSDP2's only.
         costs: Numbers of which ours may be at most FSDP2's.
     """
 
-    def __init__(self, ctx: Any, face: Face, meshes: dict[Any, DeviceMesh] | None = None) -> None:
+    def __init__(self, ctx: Any, engine: Engine, meshes: dict[Any, DeviceMesh] | None = None) -> None:
         self.ctx = ctx
-        self.face = face
-        self.alone = face is ONE
+        self.engine = engine
+        self.alone = engine is ONE
         self.losses: list[torch.Tensor] = []
         self.tensors: dict[str, torch.Tensor | None] = {}
         self.facts: dict[str, Any] = {}
@@ -78,7 +79,7 @@ class Run:
         """fully_shard, over all ranks unless a mesh is given; nothing on one device."""
         if self.alone:
             return module
-        return self.face.api.fully_shard(module, **({"mesh": self.mesh()} | options))
+        return self.engine.api.fully_shard(module, **({"mesh": self.mesh()} | options))
 
     def wrap_blocks(self, model: Any, **options: Any) -> Any:
         """Each block a unit, and the rest."""
@@ -87,8 +88,8 @@ class Run:
         return self.wrap(model, **options)
 
     def policy(self, *args: Any, **options: Any) -> Any:
-        """A MixedPrecisionPolicy of the face."""
-        return None if self.alone else self.face.policies.MixedPrecisionPolicy(*args, **options)
+        """A MixedPrecisionPolicy of the engine."""
+        return None if self.alone else self.engine.policies.MixedPrecisionPolicy(*args, **options)
 
     def tell(self, module: Any, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of a wrapped module; nothing on one device."""
@@ -97,7 +98,7 @@ class Run:
     def forward_method(self, module: nn.Module, name: str) -> None:
         """Declare a method that gathers parameters as forward does."""
         if not self.alone:
-            getattr(self.face.api, self.face.forward_method)(module, name)
+            getattr(self.engine.api, self.engine.forward_method)(module, name)
 
     # -- models and data -----------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class Run:
         return self.ctx.float_dtype
 
     def build(self, make: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> Any:
-        """The same model on every rank and for every face."""
+        """The same model on every rank and for every engine."""
         torch.manual_seed(0)
         return make().to(self.ctx.device, dtype or self.dtype)
 
@@ -161,10 +162,10 @@ class Run:
         self.note_model(model)
 
     def note(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Note a tensor, whole."""
+        """Note a full tensor."""
         assert name not in self.tensors, name
         # what is offloaded comes to where the groups can gather it
-        self.tensors[name] = None if tensor is None else whole(tensor.detach().to(self.ctx.device)).clone()
+        self.tensors[name] = None if tensor is None else full(tensor.detach().to(self.ctx.device)).clone()
 
     def note_model(self, model: nn.Module, when: str = "") -> None:
         """Note all gradients and parameters."""
@@ -207,10 +208,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def loss_of(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     return model(*args, **kwargs).square().mean()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # -- models --------------------------------------------------------------------------------------------------------
@@ -323,11 +320,11 @@ class Theme:
         behaviour = self.checks[name]
         meshes = {} if meshes is None else meshes
         runs = {}
-        for face in (OURS, FSDP2, ONE):
-            if (face is ONE and not behaviour.one) or (face is FSDP2 and behaviour.without_fsdp2):
+        for engine in (OURS, FSDP2, ONE):
+            if (engine is ONE and not behaviour.one) or (engine is FSDP2 and behaviour.without_fsdp2):
                 continue
-            runs[face] = Run(ctx, face, meshes)
-            behaviour.body(runs[face])
+            runs[engine] = Run(ctx, engine, meshes)
+            behaviour.body(runs[engine])
         coarsest, measure = behaviour.dtype or ctx.float_dtype, None if behaviour.dtype else alone
         ours = runs[OURS]
         assert ours.losses or ours.tensors or ours.facts or ours.costs, "nothing was noted"
@@ -380,7 +377,7 @@ def compare(
     ours: dict[str, torch.Tensor | None],
     theirs: dict[str, torch.Tensor | None],
     dtype: torch.dtype | None,
-    face: Face,
+    engine: Engine,
     measure: Alone | None = None,
 ) -> None:
     """Equal to the last bit, or, if a dtype is given, within its eps times the number of summands.
@@ -388,23 +385,23 @@ def compare(
     Batch, widths and layers of these models multiply to less than 4096; in the short dtypes errors are random enough
     for a bound of 32. Where there is no float64, `measure` is what to measure the bound on.
     """
-    assert list(ours) == list(theirs), f"{face.name} has noted other names: {list(ours)} and {list(theirs)}"
+    assert list(ours) == list(theirs), f"{engine.name} has noted other names: {list(ours)} and {list(theirs)}"
     for name, wanted in theirs.items():
         got = ours[name]
-        assert (got is None) == (wanted is None), f"{name}: ours {got}, {face.name} {wanted}"
+        assert (got is None) == (wanted is None), f"{name}: ours {got}, {engine.name} {wanted}"
         if got is None or wanted is None:
             continue
-        assert got.shape == wanted.shape, f"{name}: ours {got.shape}, {face.name} {wanted.shape}"
-        if face is not ONE:
-            assert got.dtype == wanted.dtype, f"{name}: ours {got.dtype}, {face.name} {wanted.dtype}"
+        assert got.shape == wanted.shape, f"{name}: ours {got.shape}, {engine.name} {wanted.shape}"
+        if engine is not ONE:
+            assert got.dtype == wanted.dtype, f"{name}: ours {got.dtype}, {engine.name} {wanted.dtype}"
         if dtype is None:
-            assert torch.equal(got, wanted), f"{name} differs from {face.name}:\n{got}\n{wanted}\n{got - wanted}"
+            assert torch.equal(got, wanted), f"{name} differs from {engine.name}:\n{got}\n{wanted}\n{got - wanted}"
         elif got.numel():
             got, wanted = wanted_precision(got), wanted_precision(wanted)
             summands = 4096 if torch.finfo(dtype).eps < 1e-4 else 32
             bound = bound_of(wanted, theirs, measure, eps=torch.finfo(dtype).eps, summands=summands)
             distance = (got - wanted).abs().max().item()
-            assert distance <= bound, f"{name} is {distance} > {bound} from {face.name}:\n{got}\n{wanted}"
+            assert distance <= bound, f"{name} is {distance} > {bound} from {engine.name}:\n{got}\n{wanted}"
 
 
 def wanted_precision(tensor: torch.Tensor) -> torch.Tensor:
@@ -444,7 +441,7 @@ BEHAVIOURS = {
     "a_forward_without_backward_in_between": "a graph that is dropped",
     "a_unit_runs_twice_in_a_forward": "one block, twice",
     "another_order_of_units_in_each_step": "the recorded order is wrong from step to step",
-    "a_unit_is_left_out_in_some_steps": "a unit without a pass",
+    "a_unit_is_left_out_in_some_steps": "a unit without a forward",
     "an_inner_unit_runs_before_the_root": "in the same graph",
     "a_unit_is_called_after_the_root": "an inner unit, called by the loss",
     "checkpointing_each_block": "torch.utils.checkpoint around units",
@@ -502,7 +499,7 @@ BEHAVIOURS = {
     "the_first_micro_batch_communicates_too": "yes, no, yes",
     "weights_are_kept_while_accumulating": "set_reshard_after_backward",
     "weights_are_never_freed_while_accumulating": "and reshard_after_forward=False",
-    "the_flag_of_an_inner_unit_alone": "told to the blocks, not to the root",
+    "the_flag_of_an_inner_unit_alone": "set on the blocks, not on the root",
     "not_the_last_backward": "set_is_last_backward",
     "not_the_last_backward_and_no_communication": "all three flags, as pipeline schedules set them",
     "hsdp_every_micro_batch": "over two axes",
@@ -582,7 +579,7 @@ BEHAVIOURS = {
     "sequence_parallel_inside": "replicated weights, whose gradients are parts of a sum",
     "ignored_parameters": "plain tensors, reduced by hand",
     "all_parameters_of_a_unit_are_ignored": "a unit with nothing to do",
-    "replicated_parameters": "whole, and reduced over all ranks",
+    "replicated_parameters": "unsharded, and reduced over all ranks",
     "replicated_parameters_over_two_axes": "reduced over both axes",
     "replicated_parameters_while_accumulating": "they wait as the others do",
     "shards_on_the_host": "CPUOffloadPolicy",
@@ -614,7 +611,7 @@ BEHAVIOURS = {
     "the_optimizers_state_is_loaded": "into another model's optimizer",
     "the_optimizers_own_state_dict": "optimizer.load_state_dict",
     "a_checkpoint_goes_round": "torch.distributed.checkpoint, model and optimizer",
-    "a_checkpoint_of_another_layout": "saved by the other face over another mesh",
+    "a_checkpoint_of_another_layout": "saved by the other engine over another mesh",
     # memory
     "collectives_of_a_step": "count and bytes, in the first step and the next",
     "collectives_over_two_axes": "reduce_scatter and all_reduce",
@@ -635,12 +632,12 @@ BEHAVIOURS = {
     "gathers_are_ahead_of_their_units": "explicit prefetch, two ahead, forward and backward",
     "memory_of_a_step": "peak, and what is left after backward",
     "memory_over_two_axes": "the same with an all_reduce",
-    "memory_in_bf16": "whole parameters of half the size",
-    "memory_of_weights_kept_after_forward": "all whole at once",
+    "memory_in_bf16": "unsharded parameters of half the size",
+    "memory_of_weights_kept_after_forward": "all unsharded at once",
     "memory_under_checkpointing": "with recomputation",
     "memory_of_micro_batches": "with full gradients that wait",
     "memory_of_an_evaluation": "no more than two units at a time",
-    "memory_between_forward_and_backward": "nothing whole when all is freed",
+    "memory_between_forward_and_backward": "nothing unsharded when all is freed",
     # errors
     "no_module": "the argument is no module",
     "a_list_with_something_else": "one item is no module",
@@ -685,5 +682,5 @@ BEHAVIOURS = {
     "a_gradient_that_is_not_finite": "on one rank, and all see it",
     "an_average_of_the_weights": "lerp_ on shards",
     "weights_set_by_torchs_init": "nn.init on shards",
-    "a_penalty_on_the_weights": "the forward uses whole parameters",
+    "a_penalty_on_the_weights": "the forward uses unsharded parameters",
 }

@@ -19,8 +19,8 @@ def numbers(ctx: Any, *shape: int, least: int = -2) -> torch.Tensor:
     return (torch.arange(float(torch.Size(shape).numel()), device=ctx.device) % 7 + least).reshape(shape)
 
 
-def leaf(whole: torch.Tensor, layout: Layout) -> DTensor:
-    return distribute_tensor(whole.clone().requires_grad_(), layout)
+def leaf(full: torch.Tensor, layout: Layout) -> DTensor:
+    return distribute_tensor(full.clone().requires_grad_(), layout)
 
 
 def layouts(own: Layout) -> list[Layout]:

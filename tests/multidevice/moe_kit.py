@@ -77,11 +77,11 @@ class Trained:
 
 def share_of_loss(logits: torch.Tensor, targets: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return these rows' part of the mean over so many tokens."""
-    whole = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return whole / tokens
+    full = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return full / tokens
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of all of a tensor."""
     return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
 
@@ -159,7 +159,7 @@ def train(model: MoELlama, text: torch.Tensor, steps: int, *, reduce: Any = None
                 found.losses.append(loss.item())
         reduce(model)
         found.norms.append(float(clip_grad_norm_(model, 1e-2)))
-        found.gradients.append({name: whole(param.grad) for name, param in model.named_parameters()})
+        found.gradients.append({name: full(param.grad) for name, param in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
         after(model)

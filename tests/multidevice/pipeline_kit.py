@@ -154,7 +154,7 @@ def make(case: Case, device: torch.device, dtype: torch.dtype, mesh: Any) -> Pip
     )
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
@@ -187,10 +187,10 @@ def train(case: Case, device: torch.device, dtype: torch.dtype) -> Outcome:
         if isinstance(tied, TiedWeights):
             tied.add_gradients()
         found.norms.append(float(clip_grad_norm(pipeline.stages, MAX_NORM, pipeline.group, tied=tied)))
-        found.gradients.append({name: whole(param.grad) for name, param in named(pipeline)})
+        found.gradients.append({name: full(param.grad) for name, param in named(pipeline)})
         optimizer.step()
         optimizer.zero_grad()
-    found.parameters = {name: whole(param) for name, param in named(pipeline)}
+    found.parameters = {name: full(param) for name, param in named(pipeline)}
     return found
 
 

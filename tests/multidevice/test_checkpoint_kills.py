@@ -40,7 +40,7 @@ def test_processes_killed_at_every_stage_of_a_save() -> None:
         assert ("could not talk to each other" in told) == (stage not in ("prune", "done")), outcome
 
 
-def whole(step: int) -> torch.Tensor:
+def full(step: int) -> torch.Tensor:
     return torch.arange(21.0).reshape(7, 3) * step
 
 
@@ -50,7 +50,7 @@ def save_twice(root: Path, background: bool) -> list[str | None]:
     errors = []
     for step in (1, 2):
         dist.barrier()
-        w = distribute_tensor(whole(step), mesh, [Shard(0)], src_data_rank=None)
+        w = distribute_tensor(full(step), mesh, [Shard(0)], src_data_rank=None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             saved = checkpointer.save(step, {"w": w}, {"step": step})
@@ -63,7 +63,7 @@ def load_alone(root: Path) -> int:
     w = torch.zeros(7, 3)
     with Checkpointer(root) as checkpointer:
         step = checkpointer.load({"w": w})["step"]
-        assert torch.equal(w, whole(step))
+        assert torch.equal(w, full(step))
         assert checkpointer.latest().name == f"step-{step:08d}"
     return step
 

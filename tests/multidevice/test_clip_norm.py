@@ -27,11 +27,11 @@ def values(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def parameter(whole, mesh, placements, *, grad=True):
+def parameter(full, mesh, placements, *, grad=True):
     """A parameter on a mesh, and its gradient, of which every rank knows the whole."""
-    param = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, placements, src_data_rank=None))
+    param = nn.Parameter(distribute_tensor(torch.zeros_like(full), mesh, placements, src_data_rank=None))
     if grad:
-        param.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        param.grad = distribute_tensor(full, mesh, placements, src_data_rank=None)
     return param
 
 
@@ -41,9 +41,9 @@ def whole_of(x):
 
 def on_one_device(wholes, max_norm, p):
     """The norm and the clipped gradients of torch, in float64."""
-    params = [nn.Parameter(torch.zeros_like(whole, dtype=torch.float64)) for whole in wholes]
-    for param, whole in zip(params, wholes, strict=True):
-        param.grad = whole.cpu().double()
+    params = [nn.Parameter(torch.zeros_like(full, dtype=torch.float64)) for full in wholes]
+    for param, full in zip(params, wholes, strict=True):
+        param.grad = full.cpu().double()
     return nn.utils.clip_grad_norm_(params, max_norm, p), [param.grad for param in params]
 
 
@@ -119,7 +119,7 @@ def test_parameters_on_a_mix_of_meshes(ctx):
 @sim.ranks(4, backends=NO_GLOO)
 def test_a_pending_gradient_is_that_of_the_sum(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = values(5, 3).to(ctx.device)
+    full = values(5, 3).to(ctx.device)
     for p in NORMS:
         for held, op, placements in (
             (Replicate(), "sum", [Replicate(), Replicate()]),
@@ -127,13 +127,13 @@ def test_a_pending_gradient_is_that_of_the_sum(ctx):
             (Shard(1), "sum", [Shard(1), Shard(0)]),
             (Replicate(), "sum", [Shard(0), Replicate()]),  # copies beside a sharded parameter
         ):
-            param = parameter(whole, mesh, placements, grad=False)
-            mine = distribute_tensor(whole, mesh, [held, Replicate()], src_data_rank=None).to_local()
+            param = parameter(full, mesh, placements, grad=False)
+            mine = distribute_tensor(full, mesh, [held, Replicate()], src_data_rank=None).to_local()
             share = (0.25, 0.75) if op == "sum" else (-1.0, 3.0)
             mine = mine * share[mesh.get_local_rank("tp")]
-            grad = DTensor.from_local(mine, mesh, [held, Partial(op)], shape=whole.shape, stride=whole.stride())
+            grad = DTensor.from_local(mine, mesh, [held, Partial(op)], shape=full.shape, stride=full.stride())
             param.grad = grad
-            assert_clips([param], [whole], 0.5, p)
+            assert_clips([param], [full], 0.5, p)
             assert param.grad is grad, "scaled in place, and still pending"
             assert param.grad.placements[1] == Partial(op)
 
@@ -142,18 +142,18 @@ def test_a_pending_gradient_is_that_of_the_sum(ctx):
 def test_ranks_without_gradients_take_part(ctx):
     """Nothing waits, and where the copies of a gradient are there on no rank that holds them, it is 0."""
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = values(4, 4).to(ctx.device)
+    full = values(4, 4).to(ctx.device)
     for p in (2.0, math.inf):
         for with_gradient in ((0,), (3,), (0, 3), (1, 2, 3), ()):
             has = ctx.rank in with_gradient
             params = [
-                parameter(whole, mesh, [Shard(0), Shard(1)], grad=has),
-                parameter(whole, mesh, [Shard(1), Shard(1)], grad=False),
-                parameter(whole, mesh["dp"], [Shard(0)], grad=False),
+                parameter(full, mesh, [Shard(0), Shard(1)], grad=has),
+                parameter(full, mesh, [Shard(1), Shard(1)], grad=False),
+                parameter(full, mesh["dp"], [Shard(0)], grad=False),
             ]
             norm = clip_grad_norm_(params, 1.0, p)
             assert_same_bits(norm)
-            blocks = [whole[2 * (r // 2) :, 2 * (r % 2) :][:2, :2].reshape(-1) for r in with_gradient]
+            blocks = [full[2 * (r // 2) :, 2 * (r % 2) :][:2, :2].reshape(-1) for r in with_gradient]
             expected = torch.linalg.vector_norm(torch.cat(blocks), p).item() if blocks else 0.0
             assert norm.item() == pytest.approx(expected, rel=1e-5)
             assert has == (params[0].grad is not None)
@@ -165,16 +165,16 @@ def test_nan_and_inf_reach_every_rank(ctx):
     for p in NORMS:
         for bad in (math.nan, math.inf):
             for row in (0, 3):  # of another rank each
-                whole = values(4, 2).to(ctx.device)
-                whole[row, 1] = bad
-                param = parameter(whole, mesh, [Shard(0), Shard(0)])
+                full = values(4, 2).to(ctx.device)
+                full[row, 1] = bad
+                param = parameter(full, mesh, [Shard(0), Shard(0)])
                 norm = get_total_norm(param, p)
                 assert norm.isnan() if math.isnan(bad) else norm == math.inf, (p, bad, norm)
                 with pytest.raises(
                     RuntimeError, match=r"cannot clip gradients: the norm of order .* is (nan|inf), and"
                 ):
                     clip_grad_norm_(param, 1.0, p, error_if_nonfinite=True)
-                assert torch.equal(param.grad.full_tensor()[1:3], whole[1:3]), "left as it was"
+                assert torch.equal(param.grad.full_tensor()[1:3], full[1:3]), "left as it was"
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_every_collective_can_be_waited_for_later(ctx):
     n, rank = ctx.world_size, ctx.rank
     reduced, sent, summed = values(ctx, rank, 3), values(ctx, rank, 3), values(ctx, rank, 3)
-    parts, whole, scattered, listed = zero_list(ctx, 2), zeros(ctx, 2 * n), zeros(ctx, 2), zeros(ctx, 2)
+    parts, full, scattered, listed = zero_list(ctx, 2), zeros(ctx, 2 * n), zeros(ctx, 2), zeros(ctx, 2)
     into = zero_list(ctx, 2) if rank == 1 else None
     out, exchanged = zeros(ctx, 2), zeros(ctx, n)
     works = [
@@ -24,7 +24,7 @@ def test_every_collective_can_be_waited_for_later(ctx):
         dist.broadcast(sent, 1, async_op=True),
         dist.reduce(summed, 0, async_op=True),
         dist.all_gather(parts, values(ctx, rank, 2), async_op=True),
-        dist.all_gather_into_tensor(whole, values(ctx, rank, 2), async_op=True),
+        dist.all_gather_into_tensor(full, values(ctx, rank, 2), async_op=True),
         dist.reduce_scatter_tensor(scattered, values(ctx, rank, 2 * n), async_op=True),
         dist.reduce_scatter(listed, list(values(ctx, rank, 2 * n).chunk(n)), async_op=True),
         dist.gather(values(ctx, rank, 2), into, 1, async_op=True),
@@ -46,7 +46,7 @@ def test_every_collective_can_be_waited_for_later(ctx):
     if rank == 0:
         same(summed, all_values(ctx, 3).sum(0))
     same_list(parts, all_values(ctx, 2))
-    same(whole, all_values(ctx, 2).flatten())
+    same(full, all_values(ctx, 2).flatten())
     for found in (scattered, listed):
         same(found, all_values(ctx, 2 * n).sum(0).chunk(n)[rank])
     if into is not None:
@@ -151,8 +151,8 @@ def coalesce(ctx, **options) -> None:
         for out, size in zip(scattered, (2, 3), strict=True):
             dist.reduce_scatter_tensor(out, values(ctx, ctx.rank, n * size))
     together.wait()
-    for size, whole, part in zip((2, 3), gathered, scattered, strict=True):
-        same(whole, all_values(ctx, size).flatten())
+    for size, full, part in zip((2, 3), gathered, scattered, strict=True):
+        same(full, all_values(ctx, size).flatten())
         same(part, all_values(ctx, n * size).sum(0).chunk(n)[ctx.rank])
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that every rank makes alike and that fail before anything moves: refused on every backend that notices.
+"""Mistakes that every rank makes and that fail before anything moves: refused on every backend that notices.
 
 The simulator's own messages are tested in `tests/unit`; here it is that it raises where a real backend does, and
 what it raises: a ValueError, TypeError or RuntimeError.
@@ -19,7 +19,7 @@ REFUSALS = (ValueError, TypeError, RuntimeError)
 
 def mistakes(ctx) -> dict:
     n, rank = ctx.world_size, ctx.rank
-    after, x, whole = (rank + 1) % n, values(ctx, rank, 2), values(ctx, rank, 2 * n)
+    after, x, full = (rank + 1) % n, values(ctx, rank, 2), values(ctx, rank, 2 * n)
     other = dist.new_group(list(range(n)))
     return {
         # lists of the wrong length
@@ -52,10 +52,10 @@ def mistakes(ctx) -> dict:
         "all_gather: dtype": lambda: dist.all_gather(zero_list(ctx, 2, dtype=torch.int64), x),
         "all_gather_into_tensor: dtype": lambda: dist.all_gather_into_tensor(zeros(ctx, 2 * n, dtype=torch.int64), x),
         "reduce_scatter: dtype": lambda: dist.reduce_scatter(zeros(ctx, 2, dtype=torch.int64), [x] * n),
-        "reduce_scatter_tensor: dtype": lambda: dist.reduce_scatter_tensor(zeros(ctx, 2, dtype=torch.int64), whole),
+        "reduce_scatter_tensor: dtype": lambda: dist.reduce_scatter_tensor(zeros(ctx, 2, dtype=torch.int64), full),
         "gather: dtype": lambda: dist.gather(x, zero_list(ctx, 2, dtype=torch.int64), rank),
         "scatter: dtype": lambda: dist.scatter(zeros(ctx, 2, dtype=torch.int64), [x] * n, rank),
-        "all_to_all_single: dtype": lambda: dist.all_to_all_single(zeros(ctx, 2 * n, dtype=torch.int64), whole),
+        "all_to_all_single: dtype": lambda: dist.all_to_all_single(zeros(ctx, 2 * n, dtype=torch.int64), full),
         "all_to_all: mixed dtypes": lambda: dist.all_to_all(zero_list(ctx, 2), [x] * (n - 1) + [x.double()]),
         "all_reduce_coalesced: mixed dtypes": lambda: dist.all_reduce_coalesced([x, x.double()]),
         "all_reduce: complex MAX": lambda: dist.all_reduce(x.to(torch.complex64), dist.ReduceOp.MAX),

@@ -91,15 +91,15 @@ def test_gather_into_a_tensor(ctx):
     n, group, options = ctx.world_size, dist.group.WORLD, dist.GatherOptions()
     options.rootRank = 1
     for gather in (group.gather_single, group.gather_into_tensor):
-        whole = zeros(ctx, 2 * n, 3)
-        gather(whole, values(ctx, ctx.rank, 2, 3), options).wait()
-        same(whole, all_values(ctx, 2, 3).reshape(-1, 3) if ctx.rank == 1 else zeros(ctx, 2 * n, 3))
+        full = zeros(ctx, 2 * n, 3)
+        gather(full, values(ctx, ctx.rank, 2, 3), options).wait()
+        same(full, all_values(ctx, 2, 3).reshape(-1, 3) if ctx.rank == 1 else zeros(ctx, 2 * n, 3))
     for name in ("gather_single", "gather_into_tensor"):
         if hasattr(dist, name):
-            whole = zeros(ctx, 2 * n, 3) if ctx.rank == 1 else None
-            getattr(dist, name)(values(ctx, ctx.rank, 2, 3), whole, 1)
-            if whole is not None:
-                same(whole, all_values(ctx, 2, 3).reshape(-1, 3))
+            full = zeros(ctx, 2 * n, 3) if ctx.rank == 1 else None
+            getattr(dist, name)(values(ctx, ctx.rank, 2, 3), full, 1)
+            if full is not None:
+                same(full, all_values(ctx, 2, 3).reshape(-1, 3))
 
 
 @sim.ranks(3)
@@ -137,18 +137,18 @@ def test_all_gather_of_uneven_parts(ctx):
 def test_all_gather_into_a_tensor(ctx):
     n = ctx.world_size
     for dtype in dtypes(ctx):
-        whole = zeros(ctx, 2 * n, 3, dtype=dtype)
-        dist.all_gather_into_tensor(whole, values(ctx, ctx.rank, 2, 3, dtype=dtype))
-        same(whole, all_values(ctx, 2, 3, dtype=dtype).reshape(2 * n, 3))
+        full = zeros(ctx, 2 * n, 3, dtype=dtype)
+        dist.all_gather_into_tensor(full, values(ctx, ctx.rank, 2, 3, dtype=dtype))
+        same(full, all_values(ctx, 2, 3, dtype=dtype).reshape(2 * n, 3))
     dist.all_gather_into_tensor(zeros(ctx, 0, 2), zeros(ctx, 0, 2))
     if ctx.backend in HOST:
-        whole = zeros(ctx, 2 * n, 3)
-        dist.all_gather_into_tensor(whole, values(ctx, ctx.rank, 3, 2).t())
-        same(whole, torch.cat([part.t() for part in all_values(ctx, 3, 2)]))
+        full = zeros(ctx, 2 * n, 3)
+        dist.all_gather_into_tensor(full, values(ctx, ctx.rank, 3, 2).t())
+        same(full, torch.cat([part.t() for part in all_values(ctx, 3, 2)]))
     if hasattr(dist, "all_gather_single"):  # the newer name
-        whole = zeros(ctx, 2 * n)
-        dist.all_gather_single(whole, values(ctx, ctx.rank, 2))
-        same(whole, all_values(ctx, 2).flatten())
+        full = zeros(ctx, 2 * n)
+        dist.all_gather_single(full, values(ctx, ctx.rank, 2))
+        same(full, all_values(ctx, 2).flatten())
 
 
 @sim.ranks(3)

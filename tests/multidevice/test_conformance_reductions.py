@@ -43,9 +43,9 @@ def is_taken(ctx, collective: str, dtype: torch.dtype, op: ReduceOp) -> bool:
     return False
 
 
-def few(whole: torch.Tensor) -> torch.Tensor:
+def few(full: torch.Tensor) -> torch.Tensor:
     """Numbers of which three multiply to what fits into a byte."""
-    return whole if whole.is_complex() else whole.clamp(max=5)
+    return full if full.is_complex() else full.clamp(max=5)
 
 
 @sim.ranks(3)
@@ -209,11 +209,11 @@ def test_under_the_older_names(ctx):
     out = zeros(ctx, 2)
     group._reduce_scatter_base(out, values(ctx, ctx.rank, 2 * n), options).wait()
     same(out, all_values(ctx, 2 * n).amax(0).chunk(n)[ctx.rank])
-    group._allgather_base(whole := zeros(ctx, 2 * n), values(ctx, ctx.rank, 2)).wait()
-    same(whole, all_values(ctx, 2).flatten())
+    group._allgather_base(full := zeros(ctx, 2 * n), values(ctx, ctx.rank, 2)).wait()
+    same(full, all_values(ctx, 2).flatten())
     group.alltoall_base(out := zeros(ctx, n), values(ctx, ctx.rank, n), [], []).wait()
     same(out, all_values(ctx, n)[:, ctx.rank])
-    group.allgather_into_tensor_coalesced([whole := zeros(ctx, 2 * n)], [values(ctx, ctx.rank, 2)]).wait()
-    same(whole, all_values(ctx, 2).flatten())
+    group.allgather_into_tensor_coalesced([full := zeros(ctx, 2 * n)], [values(ctx, ctx.rank, 2)]).wait()
+    same(full, all_values(ctx, 2).flatten())
     group.reduce_scatter_tensor_coalesced([out := zeros(ctx, 2)], [values(ctx, ctx.rank, 2 * n)]).wait()
     same(out, all_values(ctx, 2 * n).sum(0).chunk(n)[ctx.rank])

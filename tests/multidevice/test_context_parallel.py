@@ -40,7 +40,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, what: object = "", bound:
 # -- attention -------------------------------------------------------------------------------------------------------
 
 
-def whole(dtype: torch.dtype, documents: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def full(dtype: torch.dtype, documents: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Queries, keys, values and the gradient of the output, of one device; and documents that lie in pieces."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, heads, 16, 8, generator=generator).to(dtype) for heads in (4, 2, 2, 4)]
@@ -49,7 +49,7 @@ def whole(dtype: torch.dtype, documents: bool) -> tuple[list[torch.Tensor], torc
 
 def alone(dtype: torch.dtype, causal: bool, documents: bool) -> list[torch.Tensor]:
     """The output and the gradients on one device, in float64."""
-    drawn, ids = whole(dtype, documents)
+    drawn, ids = full(dtype, documents)
     q, k, v, grad = (x.double().requires_grad_() for x in drawn)
     seen = torch.ones(16, 16, dtype=torch.bool).tril(0 if causal else 16).expand(2, 1, 16, 16)
     if ids is not None:
@@ -60,7 +60,7 @@ def alone(dtype: torch.dtype, causal: bool, documents: bool) -> list[torch.Tenso
 
 
 def check_attention(ctx, cp: ContextParallel, dtype: torch.dtype, causal: bool, documents: bool) -> None:
-    drawn, ids = whole(dtype, documents)
+    drawn, ids = full(dtype, documents)
     q, k, v, grad = (cp.split(x.to(ctx.device), dim=2).requires_grad_() for x in drawn)
     out = cp.attend(q, k, v, is_causal=causal, documents=None if ids is None else cp.split(ids.to(ctx.device)))
     out.backward(grad)

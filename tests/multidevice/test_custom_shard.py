@@ -33,13 +33,13 @@ def loose(layout, ndim):
 def test_enter_is_a_redistribution_and_the_local_part(ctx):
     own = layout_of(ctx)
     for shape in ((4, 4), (7, 3)):
-        whole, weight = numbers(ctx, *shape), numbers(ctx, *shape) + 1
+        full, weight = numbers(ctx, *shape), numbers(ctx, *shape) + 1
         for source, target in itertools.product(layouts(own), repeat=2):
             bare = target.reset_partial()
             free = loose(target, 2)
             for adding in (free, free[:1], []):
                 given = bare(*bare.alias_placements, partial=dict.fromkeys(adding, "sum"))
-                x = leaf(whole, source)
+                x = leaf(full, source)
                 part = enter(x, target, given)
                 assert torch.equal(part, to_local(redistribute(x.detach(), target))), (source, target)
                 grad = sim.scatter_full(weight, bare, ctx.rank)
@@ -56,12 +56,12 @@ def test_enter_is_a_redistribution_and_the_local_part(ctx):
 def test_leave_is_a_dtensor_of_parts_and_a_redistribution(ctx):
     own = layout_of(ctx)
     for shape in ((4, 4), (7, 3)):
-        whole, weight = numbers(ctx, *shape), numbers(ctx, *shape) + 1
+        full, weight = numbers(ctx, *shape), numbers(ctx, *shape) + 1
         for produced, target in itertools.product(layouts(own), repeat=2):
-            part = sim.scatter_full(whole, produced, ctx.rank).requires_grad_()
+            part = sim.scatter_full(full, produced, ctx.rank).requires_grad_()
             y = leave(part, produced, shape, target)
             assert y.shape == shape
-            assert torch.equal(full_tensor(y.detach()), whole), (produced, target)
+            assert torch.equal(full_tensor(y.detach()), full), (produced, target)
             y.backward(distribute_tensor(weight, target.reset_partial()))
             ways = 4 if "avg" in produced.partial.values() else 1
             expected = sim.scatter_full(weight, produced.reset_partial(), ctx.rank) / ways
@@ -102,11 +102,11 @@ def test_gradients_have_memory_of_their_own(ctx):
     """Two leaves that get the same gradient get it twice, so that clipping, in place, scales each once."""
     own = layout_of(ctx, (2,), ("tp",))
     same = Layout.from_device_mesh(DeviceMesh(ctx.device_type, torch.arange(2), mesh_dim_names=("tp",)))
-    whole = numbers(ctx, 4, 2)
+    full = numbers(ctx, 4, 2)
     for base in (own, same):
         split = base("tp")
-        made = [leaf(whole, own("tp")) for _ in range(2)]
-        plain = [sim.scatter_full(whole, own("tp"), ctx.rank).requires_grad_() for _ in range(2)]
+        made = [leaf(full, own("tp")) for _ in range(2)]
+        plain = [sim.scatter_full(full, own("tp"), ctx.rank).requires_grad_() for _ in range(2)]
         parts = [enter(x, split, split) for x in (*made, *(leave(p, own("tp"), (4, 2)) for p in plain))]
         (sum(parts) * torch.ones_like(plain[0])).sum().backward()  # a gradient that lies in memory
         grads = [*(to_local(x.grad) for x in made), *(p.grad for p in plain)]
@@ -119,16 +119,16 @@ def test_gradients_have_memory_of_their_own(ctx):
 def test_masked_parts_of_a_row_split_embedding(ctx):
     own = layout_of(ctx)
     ids = torch.tensor([[3, 1, 4], [1, 5, 2]], device=ctx.device)
-    whole = numbers(ctx, 6, 4)
+    full = numbers(ctx, 6, 4)
     for target in (own("dp"), own(), own("None", "None", "tp")):
-        table = leaf(whole, own("tp"))
+        table = leaf(full, own("tp"))
         x = torch.nn.functional.embedding(distribute_tensor(ids, own("dp")), table)
         assert any(type(placement) is not Partial and placement.is_partial() for placement in x.placements)
         part = enter(x, target, target)
-        assert torch.equal(part, sim.scatter_full(whole[ids], target, ctx.rank)), target
+        assert torch.equal(part, sim.scatter_full(full[ids], target, ctx.rank)), target
         weight = numbers(ctx, 2, 3, 4)
         part.backward(sim.scatter_full(weight, target, ctx.rank))
-        expected = torch.zeros_like(whole).index_add_(0, ids.flatten(), weight.flatten(0, 1))
+        expected = torch.zeros_like(full).index_add_(0, ids.flatten(), weight.flatten(0, 1))
         assert torch.equal(full_tensor(redistribute(table.grad, own("tp"))), expected), target
 
 
@@ -146,15 +146,15 @@ def test_a_split_mlp(ctx):
     own = layout_of(ctx)
     wholes = [numbers(ctx, *shape).requires_grad_() for shape in ((8, 4), (6, 4), (4, 6))]
     sources = own("dp", "tp"), own("tp"), own("None", "tp")
-    given = [leaf(whole.detach(), layout) for whole, layout in zip(wholes, sources, strict=True)]
+    given = [leaf(full.detach(), layout) for full, layout in zip(wholes, sources, strict=True)]
     y = mlp(*given, own)
     expected = (wholes[0] @ wholes[1].t()).relu() @ wholes[2].t()
     assert torch.equal(full_tensor(y.detach()), expected)
     weight = numbers(ctx, 8, 4)
     y.backward(distribute_tensor(weight, own("dp", "tp")))
     expected.backward(weight)
-    for whole, x in zip(wholes, given, strict=True):
-        assert torch.equal(full_tensor(x.grad), whole.grad)
+    for full, x in zip(wholes, given, strict=True):
+        assert torch.equal(full_tensor(x.grad), full.grad)
         assert x.grad.placements == x.placements
 
 
@@ -182,9 +182,9 @@ def test_a_crossing_communicates_once_each_way():
 
 def compare(ctx, fn, sharded, wholes, sources):
     """Compare values and gradients of a sharded function with those of `fn` on full tensors."""
-    leaves = [whole.clone().requires_grad_() for whole in wholes]
+    leaves = [full.clone().requires_grad_() for full in wholes]
     expected = fn(*leaves)
-    given = [leaf(whole, source) for whole, source in zip(wholes, sources, strict=True)]
+    given = [leaf(full, source) for full, source in zip(wholes, sources, strict=True)]
     got = sharded(*given)
     pairs = list(zip(got, expected, strict=True)) if isinstance(expected, (tuple, list)) else [(got, expected)]
     assert type(got) is type(expected) or isinstance(got, DTensor)
@@ -198,8 +198,8 @@ def compare(ctx, fn, sharded, wholes, sources):
         whole_total = whole_total + (z * weight).sum()
     total.backward()
     whole_total.backward()
-    for x, whole in zip(given, leaves, strict=True):
-        assert torch.equal(full_tensor(x.grad), whole.grad), (x.placements, full_tensor(x.grad), whole.grad)
+    for x, full in zip(given, leaves, strict=True):
+        assert torch.equal(full_tensor(x.grad), full.grad), (x.placements, full_tensor(x.grad), full.grad)
         assert x.grad.placements == x.placements or Layout.of(x).is_partial()
     return got
 
@@ -233,13 +233,13 @@ def test_a_matmul_over_every_axis(ctx):
 @sim.ranks(4, backends=NO_PROCESSES)
 def test_a_linear_function_of_pending_copies(ctx):
     own = layout_of(ctx)
-    whole = numbers(ctx, 4, 4) * 4
+    full = numbers(ctx, 4, 4) * 4
     for kind in ("sum", "avg"):
         pending = own("dp", partial={"tp": kind})
-        for entry in (pending, Layout.of(leaf(whole, pending))):
+        for entry in (pending, Layout.of(leaf(full, pending))):
             double = custom_shard(lambda x: 2 * x, own.mesh, [entry], pending, out_shapes=[4, 4])
             for source in layouts(own):
-                got = compare(ctx, lambda x: 2 * x, double, (whole,), (source,))
+                got = compare(ctx, lambda x: 2 * x, double, (full,), (source,))
                 assert Layout.of(got) == pending
 
 
@@ -247,11 +247,11 @@ def test_a_linear_function_of_pending_copies(ctx):
 def test_copies_of_the_same(ctx):
     """Every rank of tp makes the same copy, and they are added or averaged: each rank's gradient is a share."""
     own = layout_of(ctx)
-    whole = numbers(ctx, 4, 4)
+    full = numbers(ctx, 4, 4)
     for kind, times in (("sum", 6), ("avg", 3)):
         made = custom_shard(lambda x: 3 * x, own.mesh, ("dp",), own("dp", partial={"tp": kind}), out_shapes=(4, 4))
         for source in layouts(own):
-            compare(ctx, lambda x, times=times: times * x, made, (whole,), (source,))
+            compare(ctx, lambda x, times=times: times * x, made, (full,), (source,))
 
 
 @sim.ranks(4, backends=NO_PROCESSES)
@@ -372,13 +372,13 @@ def test_second_derivatives(ctx):
     product = custom_shard(
         lambda x, w: (x @ w).square(), own.mesh, [(None, None), (None, "tp")], (None, "tp"), out_shapes=(4, 4)
     )
-    given = [leaf(whole, own("tp")) for whole in wholes]
-    plain = [whole.clone().requires_grad_() for whole in wholes]
+    given = [leaf(full, own("tp")) for full in wholes]
+    plain = [full.clone().requires_grad_() for full in wholes]
     first = torch.autograd.grad(full_tensor(product(*given), grad_layout=()).sum(), given, create_graph=True)
     expected = torch.autograd.grad((plain[0] @ plain[1]).square().sum(), plain, create_graph=True)
     total = sum(full_tensor(grad, grad_layout=()).square().sum() for grad in first)
     total.backward()
     sum(grad.square().sum() for grad in expected).backward()
-    for x, whole, a, b in zip(given, plain, first, expected, strict=True):
+    for x, full, a, b in zip(given, plain, first, expected, strict=True):
         assert torch.equal(full_tensor(a.detach()), b)
-        assert torch.equal(full_tensor(x.grad), whole.grad)
+        assert torch.equal(full_tensor(x.grad), full.grad)

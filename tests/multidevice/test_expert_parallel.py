@@ -17,13 +17,13 @@ from moe_kit import (
     Trained,
     add_up,
     alone,
+    full,
     in_float32,
     mesh_of,
     own_rows,
     split,
     train,
     variant,
-    whole,
 )
 from rounding_kit import measured, tolerances
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -52,7 +52,7 @@ class Twin(NamedTuple):
 def twin_of(config: MoEConfig, device_type: str, dtype: torch.dtype) -> Twin:
     """Train on one device, once for all ranks and cases with this model, which only read it."""
     model = alone(config, device_type, dtype)
-    start = [(name, whole(param)) for name, param in model.named_parameters()]
+    start = [(name, full(param)) for name, param in model.named_parameters()]
     trained = train(model, TEXT.to(device_type), STEPS, after=update_expert_bias)
     return Twin(start, trained, model.state_dict(), take_aux(model))
 
@@ -64,7 +64,7 @@ def check(ctx: Any, case: Case) -> None:
     model = split(case, mesh, dtype)
     twin = twin_of(case.config, ctx.device_type, dtype)
     for (name, param), (_, value) in zip(model.named_parameters(), twin.start, strict=True):
-        assert torch.equal(whole(param), value), f"{name} starts differently"
+        assert torch.equal(full(param), value), f"{name} starts differently"
     over = [mesh[axis] for axis in case.rows]
     found = train(
         model,
@@ -89,7 +89,7 @@ def check(ctx: Any, case: Case) -> None:
     assert list(state) == list(wanted)
     close = tolerances(wanted.values(), in_float32, **CLOSE)
     for name, value in wanted.items():
-        torch.testing.assert_close(whole(state[name]), value.cpu(), **close)
+        torch.testing.assert_close(full(state[name]), value.cpu(), **close)
     check_aux(model, twin)
 
 
@@ -162,7 +162,7 @@ def test_all_tokens_go_to_the_experts_of_one_rank_and_some_ranks_have_no_rows(ct
     for each, text in ((model, mine), (twin, rows)):
         logits = each(text[:, :-1])
         (logits.square().sum() / TEXT.numel()).backward()
-        results.append({name: whole(param.grad) for name, param in each.named_parameters()})
+        results.append({name: full(param.grad) for name, param in each.named_parameters()})
     close = tolerances(results[1].values(), in_float32, **CLOSE)
     for name, grad in results[1].items():
         torch.testing.assert_close(results[0][name], grad, **close, msg=lambda text, n=name: f"{n}: {text}")
@@ -199,14 +199,14 @@ def test_state_of_one_mesh_is_loaded_on_another(ctx):
     mesh = mesh_of(ctx.device_type, case)
     model = split(case, mesh)
     train(model, own_rows(case, mesh), 1, after=lambda model: update_expert_bias(model, [mesh[a] for a in case.rows]))
-    state = {name: whole(value) for name, value in get_model_state_dict(model).items()}
+    state = {name: full(value) for name, value in get_model_state_dict(model).items()}
     shapes = {name: tuple(value.shape) for name, value in alone(CONFIG).state_dict().items()}
     assert {name: tuple(value.shape) for name, value in state.items()} == shapes
     other = Case({"ep": 4, "tp": 2}, etp=1)
     target = split(other, mesh_of(ctx.device_type, other))
     load_state_dict(target, state)
     loaded = get_model_state_dict(target)
-    assert all(torch.equal(whole(loaded[name]), value) for name, value in state.items())
+    assert all(torch.equal(full(loaded[name]), value) for name, value in state.items())
 
 
 @sim.ranks(4, backends=("sim",))

@@ -85,7 +85,7 @@ def weights_are_never_freed_while_accumulating(run):
 
 @THEME.behaviour()
 def the_flag_of_an_inner_unit_alone(run):
-    """Whoever is told, all units below follow: the blocks wait, the root reduces."""
+    """A flag of a unit holds for all units below: the blocks wait, the root reduces."""
     model = nested(run)
 
     def before(micro):
@@ -134,7 +134,7 @@ def hsdp_the_all_reduce_waits(run):
 
 @THEME.behaviour(4)
 def hsdp_the_all_reduce_of_some_units_waits(run):
-    """Blocks wait, and the root, told without its units, does not."""
+    """Blocks wait, and the root, set with recurse=False, does not."""
     model = nested(run, mesh=run.mesh(2, 2))
 
     def before(micro):

@@ -74,7 +74,7 @@ def test_a_face_that_does_otherwise_is_found():
     def less_data(run):
         model = run.net()
         run.wrap(model)
-        run.train(model, lambda step: loss_of(model, run.batch(step)) * (0.5 if run.face is OURS else 1))
+        run.train(model, lambda step: loss_of(model, run.batch(step)) * (0.5 if run.engine is OURS else 1))
 
     with pytest.raises(sim.RankFailed, match="differs from FSDP2"):
         check_on_two_ranks(less_data)
@@ -84,10 +84,10 @@ def test_a_face_that_does_otherwise_is_found():
 
 def test_higher_costs_and_other_facts_are_found():
     def dear(run):
-        run.costs["bytes"] = 2 if run.face is OURS else 1
+        run.costs["bytes"] = 2 if run.engine is OURS else 1
 
     def other(run):
-        run.facts["layout"] = run.face.name
+        run.facts["layout"] = run.engine.name
 
     def nothing(run):
         pass
@@ -99,7 +99,7 @@ def test_higher_costs_and_other_facts_are_found():
 
 def test_one_device_has_the_data_of_all_ranks():
     ctx = [sim.RankTest(rank, 3, "sim", torch.device("cpu")) for rank in range(3)]
-    whole = Run(ctx[0], ONE).batch(4)
-    assert torch.equal(torch.cat([Run(one, OURS).batch(4) for one in ctx]), whole)
+    full = Run(ctx[0], ONE).batch(4)
+    assert torch.equal(torch.cat([Run(one, OURS).batch(4) for one in ctx]), full)
     assert Run(ctx[1], ONE).parts() == [0, 1, 2]
     assert Run(ctx[1], FSDP2).parts() == [1]

@@ -347,7 +347,7 @@ def unsharded_weights_have_the_compute_dtype(run):
     model = run.build(Net, FP32)
     run.wrap_blocks(model, mp_policy=run.policy(BF16, FP32))
     run.tell(model.blocks[0], "unshard")
-    run.facts["whole"] = [(p.dtype, type(p), tuple(p.shape)) for p in model.blocks[0].parameters()]
+    run.facts["unsharded"] = [(p.dtype, type(p), tuple(p.shape)) for p in model.blocks[0].parameters()]
     run.note("up", model.blocks[0].up.weight)
     run.tell(model.blocks[0], "reshard")
     run.facts["parts"] = [(p.dtype, tuple(p.shape)) for p in model.blocks[0].parameters()]

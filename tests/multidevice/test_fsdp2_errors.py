@@ -16,14 +16,14 @@ ANY = Exception  # of FSDP2: an AssertionError, or what happens to go wrong
 
 
 def both_refuse(run, mistake, ours, theirs):
-    """Each face raises its kind; the other behaviours of the model are then as before."""
+    """Each engine raises its kind; the other behaviours of the model are then as before."""
     if run.alone:
         return
-    wanted = ours if run.face is OURS else theirs
+    wanted = ours if run.engine is OURS else theirs
     with pytest.raises(wanted) as caught:
         mistake()
     run.facts["refused"] = True
-    if run.face is OURS:
+    if run.engine is OURS:
         assert type(caught.value) is ours  # an error of the arguments, and not one that happened inside
         lines = str(caught.value).splitlines()
         assert len(lines) >= 2, lines
@@ -81,7 +81,7 @@ def a_parameter_in_two_units(run, model):
     model.blocks[1].up.weight = model.blocks[0].up.weight
     run.wrap_blocks(model)
     model(run.batch())
-    if run.face is FSDP2 and torch.__version__ < (2, 13):
+    if run.engine is FSDP2 and torch.__version__ < (2, 13):
         raise ValueError("as later versions do")
 
 
@@ -171,7 +171,7 @@ def a_forward_that_fails(run):
     with pytest.raises(ArithmeticError, match="on purpose"):
         model(run.batch())
     handle.remove()
-    if run.face is FSDP2:
+    if run.engine is FSDP2:
         model = run.net()  # instead of the reset, which older versions do not have
         run.wrap_blocks(model)
     run.train(model)
@@ -181,8 +181,8 @@ def a_forward_that_fails(run):
 def test_a_face_that_does_not_refuse_is_found():
     """The check itself fails where nothing is raised, and where ours raises another kind."""
 
-    def body(face, kind):
-        run = Run(sim.RankTest(0, 1, "sim", torch.device("cpu")), face)
+    def body(engine, kind):
+        run = Run(sim.RankTest(0, 1, "sim", torch.device("cpu")), engine)
         both_refuse(run, lambda: run.wrap([]), kind, kind)
 
     with sim.world(1) as world, pytest.raises(sim.RankFailed, match="the list is empty"):

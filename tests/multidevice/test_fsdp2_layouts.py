@@ -1,4 +1,4 @@
-"""fully_shard against FSDP2: meshes, placements, uneven sizes, tensor parallelism, parameters that are left whole."""
+"""fully_shard against FSDP2: meshes, placements, uneven sizes, tensor parallelism, parameters that stay unsharded."""
 
 import pytest
 import torch
@@ -261,7 +261,7 @@ def tensor_parallel(run, hidden=8, shape=(2, 2), wrap=True, avg=True, **options)
         units = [*(block[name] for block in model.blocks for name in ("up", "down")), model]
         for unit in units:
             run.wrap(unit, mesh=over, **options)
-            if avg and run.face.name == "ours":
+            if avg and run.engine.name == "ours":
                 unit.set_reduce_op_type("avg")  # a unit with DTensors has "sum" as its default
     return model
 
@@ -342,10 +342,10 @@ def tensor_parallel_clipped(run):
 def tensor_parallel_sums_by_default(run):
     """Ours adds up the gradients of units with DTensors, FSDP2 takes the mean: the loss is divided instead."""
     model = tensor_parallel(run, avg=False)
-    if run.face.name == "ours":
+    if run.engine.name == "ours":
         model.set_reduce_op_type("sum")  # the root has plain parameters only
     count = run.ctx.world_size // 2
-    divisor = count if run.face.name == "ours" else 1
+    divisor = count if run.engine.name == "ours" else 1
     optimizer = sgd(model)
     for step in range(2):
         optimizer.zero_grad()
@@ -367,7 +367,7 @@ def sequence_parallel_inside(run):
         units = [*(block[name] for block in model.blocks for name in ("up", "down")), model.head]
         for unit in units:
             run.wrap(unit, mesh=mesh["dp"])
-        if run.face.name == "ours":
+        if run.engine.name == "ours":
             for unit in (model.norm, *units):
                 unit.set_reduce_op_type("avg")
 
@@ -383,12 +383,12 @@ def sequence_parallel_inside(run):
     run.train(model, loss)
 
 
-# -- parameters that stay whole ------------------------------------------------------------------------------------
+# -- parameters that stay unsharded --------------------------------------------------------------------------------
 
 
 def reduce_by_hand(run, parameter):
     """What the user of FSDP2 has to do for a parameter that it ignores."""
-    if run.face.name != "one device" and parameter.grad is not None:
+    if run.engine.name != "one device" and parameter.grad is not None:
         dist.all_reduce(parameter.grad)
         parameter.grad.div_(run.ctx.world_size)
 
@@ -425,14 +425,14 @@ def all_parameters_of_a_unit_are_ignored(run):
 
 
 def replicated(run, model, mesh):
-    """`scale` and a norm stay whole: ours reduces them; for FSDP2 they are ignored, and reduced by hand."""
-    name = "replicate_params" if run.face.name == "ours" else "ignored_params"
+    """`scale` and a norm stay unsharded: ours reduces them; for FSDP2 they are ignored, and reduced by hand."""
+    name = "replicate_params" if run.engine.name == "ours" else "ignored_params"
     for index, block in enumerate(model.blocks):
         run.wrap(block, mesh=mesh, **({name: set(block.norm.parameters())} if index == 1 else {}))
     run.wrap(model, mesh=mesh, **{name: {model.scale}})
 
     def by_hand():
-        if run.face.name == "FSDP2":
+        if run.engine.name == "FSDP2":
             for parameter in (model.scale, *model.blocks[1].norm.parameters()):
                 reduce_by_hand(run, parameter)
 
@@ -488,7 +488,7 @@ def offloaded(run, model):
     if run.alone:
         return {}
     model.cpu()
-    return {"offload_policy": run.face.policies.CPUOffloadPolicy(pin_memory=run.ctx.device_type != "cpu")}
+    return {"offload_policy": run.engine.policies.CPUOffloadPolicy(pin_memory=run.ctx.device_type != "cpu")}
 
 
 @THEME.behaviour()
@@ -538,7 +538,7 @@ def made_on_the_meta_device(run):
 
 def fused(run, **options):
     """Options that ours has and FSDP2 has not; the numbers are the same."""
-    return options if run.face.name == "ours" else {}
+    return options if run.engine.name == "ours" else {}
 
 
 @THEME.behaviour()

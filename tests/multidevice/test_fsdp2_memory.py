@@ -81,7 +81,7 @@ def sent(run):
 
 def allowed(run, model):
     """What ours may have more per step: a flag for each parameter and rank, and a start at 512 bytes for each unit."""
-    return 8 * len(list(model.parameters())) * run.ctx.world_size + 512 * (BLOCKS + 1) if run.face is FSDP2 else 0
+    return 8 * len(list(model.parameters())) * run.ctx.world_size + 512 * (BLOCKS + 1) if run.engine is FSDP2 else 0
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def counted(run, model, when="", backwards=1):
 
 def stack(run, *, fuse=False, **options):
     model = run.build(Stack, torch.float32)
-    if fuse and run.face.name == "ours":
+    if fuse and run.engine.name == "ours":
         options["comm_fusion"] = True
     return run.wrap_blocks(model, **options)
 
@@ -182,7 +182,7 @@ def collectives_of_frozen_units(run):
     model = run.build(Stack, torch.float32)
     for block in model.blocks[:2]:
         block.requires_grad_(False)
-    run.wrap_blocks(model, **({"comm_fusion": True} if run.face.name == "ours" else {}))
+    run.wrap_blocks(model, **({"comm_fusion": True} if run.engine.name == "ours" else {}))
     costs_of_steps(run, model)
     assert run.costs["reductions of step 1"] == BLOCKS - 2 + 1
 
@@ -235,7 +235,7 @@ def collectives_of_an_evaluation(run):
 def collectives_of_an_evaluation_that_keeps_the_weights(run):
     def body(run, model, step):
         model.set_reshard_after_forward(False)
-        for part in (*model.blocks, model) if run.face.name == "ours" else ():
+        for part in (*model.blocks, model) if run.engine.name == "ours" else ():
             part.unshard()  # ours keeps through forwards without gradients what was gathered by hand
         for _ in range(3):
             with torch.no_grad():
@@ -298,7 +298,7 @@ def memory_of_a_step(run):
     model = stack(run)
     memory_of_steps(run, model)
     parts = sum(p.to_local().nbytes for p in model.parameters())
-    assert run.costs["after backward"] < 2.1 * parts  # the shards and their gradients: nothing is whole
+    assert run.costs["after backward"] < 2.1 * parts  # the shards and their gradients: nothing is unsharded
 
 
 @THEME.behaviour(4, one=False)

@@ -102,7 +102,7 @@ def made_after_a_training_step(run):
     run.train(model, optimizer=sgd(model))
 
 
-@THEME.behaviour(without_fsdp2="the root shows whole parameters after an evaluation: a new optimizer trains copies")
+@THEME.behaviour(without_fsdp2="the root shows unsharded parameters after an evaluation: a new optimizer trains copies")
 def made_after_an_evaluation(run):
     model = nested(run)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def made_after_an_evaluation(run):
     run.train(model, optimizer=sgd(model))
 
 
-@THEME.behaviour(without_fsdp2="the root shows whole parameters between forward and backward")
+@THEME.behaviour(without_fsdp2="the root shows unsharded parameters between forward and backward")
 def made_between_forward_and_backward(run):
     model = nested(run, reshard_after_forward=False)
     loss = loss_of(model, run.batch())
@@ -235,7 +235,7 @@ def weights_set_by_torchs_init(run):
 
 @THEME.behaviour()
 def a_penalty_on_the_weights(run):
-    """The loss uses the parameters themselves, inside of the forward, where they are whole."""
+    """The loss uses the parameters themselves, inside of the forward, where they are unsharded."""
     model = run.net()
     forward = model.blocks[0].forward
     model.blocks[0].forward = lambda x: forward(x) * (1 + model.blocks[0].up.weight.square().mean())

@@ -1,6 +1,6 @@
 """fully_shard against FSDP2: when parameters are gathered and freed, by default and by hand.
 
-After `reshard_after_forward=False` or an evaluation, FSDP2 leaves whole parameters in the modules, and ours shows
+After `reshard_after_forward=False` or an evaluation, FSDP2 leaves unsharded parameters in the modules, and ours shows
 the shards: what the modules show is therefore compared where both gather by hand only.
 """
 
@@ -140,7 +140,7 @@ def kept_after_backward_without_a_step(run):
     run.note_model(model)
 
 
-@THEME.behaviour(without_fsdp2="goes on with the weights from before the optimizer's step, if not told to reshard")
+@THEME.behaviour(without_fsdp2="goes on with the weights from before the optimizer's step, without a call to reshard")
 def kept_after_backward_with_a_step(run):
     model = nested(run)
     optimizer = sgd(model)
@@ -175,7 +175,7 @@ def gathered_and_freed_by_hand(run):
     for part in (model.blocks[1], model):
         run.facts[f"returned {len(run.facts)}"] = run.tell(part, "unshard")
         run.facts[f"shown {len(run.facts)}"] = shown(model)
-        run.note(f"whole {len(run.facts)}", model.head.weight)
+        run.note(f"unsharded {len(run.facts)}", model.head.weight)
         run.tell(part, "reshard")
         run.tell(part, "reshard")
         run.facts[f"shown {len(run.facts)}"] = shown(model)
@@ -195,7 +195,7 @@ def gathered_by_a_handle(run):
             handle.wait()
     run.facts["shown"] = shown(model)
     for name, parameter in model.named_parameters():
-        run.note(f"whole {name}", parameter)
+        run.note(f"unsharded {name}", parameter)
     run.train(model, optimizer=optimizer)
 
 
@@ -242,7 +242,7 @@ def a_unit_of_several_modules_gathered_through_any(run):
     model = run.net()
     run.wrap([model.blocks[0], model.blocks[1]])
     run.wrap(model)
-    run.tell(model.blocks[1] if run.face.name == "ours" else model.blocks[0], "unshard")
+    run.tell(model.blocks[1] if run.engine.name == "ours" else model.blocks[0], "unshard")
     run.facts["shown"] = shown(model)
     run.tell(model.blocks[0], "reshard")
     run.train(model)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2_kit import FSDP2, OURS, Even, Run, Theme, loss_of, whole
+from fsdp2_kit import FSDP2, OURS, Even, Run, Theme, full, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -56,8 +56,8 @@ def note_state(run, state, when=""):
 
 
 def shifted(model):
-    """Values other than the model's, whole."""
-    return {name: whole(value.detach()) * 0.5 + 1 for name, value in model.state_dict().items()}
+    """Values other than the model's, as full tensors."""
+    return {name: full(value.detach()) * 0.5 + 1 for name, value in model.state_dict().items()}
 
 
 # -- saving --------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def saved_between_steps(run):
         note_state(run, model.state_dict(), f"after step {step}")
 
 
-@THEME.behaviour(without_fsdp2="its root, whole after the evaluation, saves whole parameters")
+@THEME.behaviour(without_fsdp2="its root, unsharded after the evaluation, saves unsharded parameters")
 def saved_after_an_evaluation(run):
     model = nested(run)
     with torch.no_grad():
@@ -231,7 +231,7 @@ def one_loads_what_the_other_has_saved(run):
     if run.alone:
         model.load_state_dict(shifted(model))
     else:
-        other = Run(run.ctx, FSDP2 if run.face is OURS else OURS, run.meshes)
+        other = Run(run.ctx, FSDP2 if run.engine is OURS else OURS, run.meshes)
         source = other.wrap_blocks(other.net())
         with torch.no_grad():
             for parameter in source.parameters():
@@ -342,12 +342,12 @@ def a_checkpoint_goes_round(run):
 
 @THEME.behaviour(4)
 def a_checkpoint_of_another_layout(run):
-    """Saved over (2, 2), loaded over 4; and by the other face than the one that has saved it."""
+    """Saved over (2, 2), loaded over 4; and by the other engine than the one that has saved it."""
     model = run.build(Even)
     if run.alone:
         model.load_state_dict(shifted(model))
     else:
-        other = Run(run.ctx, FSDP2 if run.face is OURS else OURS, run.meshes)
+        other = Run(run.ctx, FSDP2 if run.engine is OURS else OURS, run.meshes)
         source = other.build(Even)
         other.wrap_blocks(source, mesh=run.mesh(2, 2))
         with torch.no_grad():

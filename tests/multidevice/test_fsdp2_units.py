@@ -294,7 +294,7 @@ def an_inner_output_that_some_ranks_return(run):
     model = run.build(Between)
     for unit in (model.embed, model.middle.inner, model.middle, model.head, model):
         run.wrap(unit)
-    if run.face is FSDP2:
+    if run.engine is FSDP2:
         run.tell(model, ZEROS, True)
     train_by_turns(run, model)
 
@@ -319,7 +319,7 @@ def an_input_that_some_ranks_return(run):
     model = run.build(Around)
     for unit in (model.middle, model):
         run.wrap(unit)
-    if run.face is FSDP2:
+    if run.engine is FSDP2:
         run.tell(model, ZEROS, True)
     train_by_turns(run, model)
 

@@ -9,11 +9,12 @@ import copy
 import gc
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import bound_of, results, shorter
+from rounding_kit import results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
+from units_kit import assert_freed, assert_near, full, gradients, mesh_of, values, wrap_nested
 
 import sim
 from hyper_parallel.core.fully_shard.api import HSDPModule, fully_shard
@@ -71,31 +73,8 @@ def data(ctx, step=0, dtype=None, rank=None, per_rank=4):
     return (x if rank is None else x[rank * per_rank : (rank + 1) * per_rank]).to(ctx.device)
 
 
-def mesh_of(ctx, *shape):
-    shape = shape or (ctx.world_size,)
-    return init_device_mesh(ctx.device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def wrap_nested(model, wrap=fully_shard, **options):
-    for block in model.blocks:
-        wrap(block, **options)
-    return wrap(model, **options)
-
-
 def loss_of(model, x):
     return model(x).square().mean()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
-
-
-def values(model):
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
 def alone():
@@ -103,16 +82,7 @@ def alone():
     return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
 
 
-def assert_close(ours, theirs, summands=4096, alone=alone):
-    """Equal within rounding: in float64, batch, widths and layers of these models multiply to less than 4096."""
-    assert list(ours) == list(theirs)
-    for name, wanted in theirs.items():
-        got = ours[name]
-        assert (got is None) == (wanted is None), name
-        if wanted is not None:
-            bound = bound_of(wanted, theirs, alone, summands=summands)
-            assert got.shape == wanted.shape, name
-            assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+assert_close = partial(assert_near, alone=alone)  # batch, widths and layers multiply to less than 4096
 
 
 def assert_same(ctx, ours, theirs):
@@ -124,15 +94,6 @@ def assert_same(ctx, ours, theirs):
     for name, wanted in theirs.items():
         assert (ours[name] is None) == (wanted is None), name
         assert wanted is None or torch.equal(ours[name], wanted), name
-
-
-def assert_freed(model):
-    """Every unit is resharded: the modules show DTensors, and unsharded parameters have no memory."""
-    for module in model.modules():
-        unit = unit_of(module)
-        for bucket in unit.buckets if unit else ():
-            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0, type(module)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 def train(ctx, model, steps=3, rank=None, dtype=None, lr=0.1, clip=None):
@@ -160,7 +121,7 @@ def check_against_one_device(ctx, model, plain, **options):
     assert_close(params, wanted_params)
 
 
-# -- the whole, on every mesh and nesting --------------------------------------------------------------------------
+# -- training, on every mesh and nesting ---------------------------------------------------------------------------
 
 
 def whole_model(model, wrap, **options):
@@ -365,7 +326,7 @@ def test_slots_own_setattr_and_attributes_of_parameters(ctx):
     assert type(model).__name__ == "HSDPSlotted"
     assert repr(model).startswith("HSDPSlotted(in_features=5")
     assert model.extra == "kept"
-    assert model.sets >= 4  # made, sharded, whole, sharded again
+    assert model.sets >= 4  # made, sharded, unsharded, sharded again
     assert model.weight.no_decay
     twin = copy.deepcopy(model)
     assert type(twin) is type(model)
@@ -583,7 +544,7 @@ def test_user_hooks_see_what_the_module_sees(ctx):
     model.register_forward_hook(lambda m, a, o: o * 2)
     fully_shard(model, mesh=mesh_of(ctx))
     model.register_forward_hook(lambda m, a, o: o + 1)
-    assert torch.equal(model(torch.zeros(1, 5)), 2 * whole(model.bias)[None] + 1)
+    assert torch.equal(model(torch.zeros(1, 5)), 2 * full(model.bias)[None] + 1)
     assert seen == [nn.Parameter, nn.Parameter]
 
 
@@ -882,10 +843,10 @@ def test_fp16_gradients_are_scaled_before_they_could_overflow(ctx):
         if not sync_first:
             model.set_requires_gradient_sync(True)
             (model(torch.full((1, 4), 40000.0, device=ctx.device)) * 0.75).sum().backward()
-        assert torch.equal(whole(model.weight.grad), torch.full((3, 4), 30000.0 * (1 if sync_first else 2)))
+        assert torch.equal(full(model.weight.grad), torch.full((3, 4), 30000.0 * (1 if sync_first else 2)))
 
 
-# -- when parameters are whole -------------------------------------------------------------------------------------
+# -- when parameters are unsharded ---------------------------------------------------------------------------------
 
 
 @sim.ranks(2)
@@ -1246,7 +1207,7 @@ def test_state_dict_errors_and_buffers(ctx):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).to(ctx.device)
     fully_shard(model, mesh=mesh_of(ctx))
-    good = {name: whole(value) + 1 for name, value in model.state_dict().items()}
+    good = {name: full(value) + 1 for name, value in model.state_dict().items()}
     before = values(model)
     for bad in (
         torch.zeros(4, 5),

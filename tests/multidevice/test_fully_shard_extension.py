@@ -54,12 +54,12 @@ class Weight8(torch.Tensor):
 
     def fsdp_post_all_gather(self, outputs, scale, param_dtype, *, out=None):
         (eights,) = outputs
-        whole = eights.to(param_dtype) * scale.to(param_dtype)
+        full = eights.to(param_dtype) * scale.to(param_dtype)
         if out is not None:
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-                (out._local_tensor if isinstance(out, DTensor) else out).copy_(whole)
+                (out._local_tensor if isinstance(out, DTensor) else out).copy_(full)
             return None
-        return whole, (whole,)
+        return full, (full,)
 
 
 class Padding8(Weight8):
@@ -206,9 +206,9 @@ def test_replicas_a_copy_a_state_dict_and_an_evaluation_first(ctx):
     assert train(twin, ctx.rank) == expected
     model.load_state_dict(values)
     assert train(model, ctx.rank) == expected
-    whole = net(Weight8)
-    fully_shard(whole, mesh=mesh, replicate_params=list(whole.parameters()))
-    assert train(whole, ctx.rank) == pytest.approx(expected, rel=1e-5)  # one sum over all ranks
+    full = net(Weight8)
+    fully_shard(full, mesh=mesh, replicate_params=list(full.parameters()))
+    assert train(full, ctx.rank) == pytest.approx(expected, rel=1e-5)  # one sum over all ranks
 
 
 @pytest.mark.parametrize("kind", [Weight8, Pair])
@@ -235,8 +235,8 @@ def test_tensor_parallel(ctx):
 
     def run(wrap):
         model = net(Weight8, (6, 8))
-        whole = distribute_tensor(model[0].weight.held, mesh["tp"], [Shard(0)])
-        local = DTensor.from_local(Weight8(whole.to_local()), mesh["tp"], [Shard(0)], run_check=False)
+        full = distribute_tensor(model[0].weight.held, mesh["tp"], [Shard(0)])
+        local = DTensor.from_local(Weight8(full.to_local()), mesh["tp"], [Shard(0)], run_check=False)
         model[0].weight = nn.Parameter(local)
         model[0].bias = nn.Parameter(distribute_tensor(model[0].bias.detach(), mesh["tp"], [Shard(0)]))
         wrap(model, mesh=mesh["dp"])

@@ -1,6 +1,6 @@
 """fully_shard and every kind of parameter: against the same model on one device, in float64 where it is reduced.
 
-A parameter may be plain (and then split along any dim, or kept whole), a DTensor that keeps its layout, or a DTensor
+A parameter may be plain (and then split along any dim, or replicated), a DTensor that keeps its layout, or a DTensor
 that is split further. Here also: what changes how parameters are kept and reduced, but must not change any number.
 """
 
@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from fsdp2_kit import Net, loss_of, sgd, whole
-from rounding_kit import bound_of, results, shorter
+from fsdp2_kit import Net, full, loss_of, sgd
+from rounding_kit import results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
+from units_kit import assert_near, gradients, mesh_of, values
 
 import sim
 from hyper_parallel.core.fully_shard import reduce as reduce_file
@@ -32,11 +33,6 @@ MODES = FullyShardParamMode
 EPS, EPS_SINGLE = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
 
 # -- the comparison ------------------------------------------------------------------------------------------------
-
-
-def mesh_of(ctx, *shape, names=("replicate", "shard")):
-    shape = shape or (ctx.world_size,)
-    return init_device_mesh(ctx.device_type, shape, mesh_dim_names=names[-len(shape) :])
 
 
 def build(ctx, make, dtype=None):
@@ -81,14 +77,6 @@ def assert_freed(model):
                 assert param.unsharded.grad is None
 
 
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
-
-
-def values(model):
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
-
-
 def alone(make=Net, dtype=torch.float32, make_optimizer=sgd):
     torch.manual_seed(0)
     model, ctx = make().to(dtype), sim.RankTest(0, 4, "sim", torch.device("cpu"))
@@ -99,19 +87,7 @@ def alone(make=Net, dtype=torch.float32, make_optimizer=sgd):
 ALONE_IN_SHORT = partial(alone, dtype=torch.float16)
 
 
-def assert_close(ours, theirs, eps=EPS, summands=4096, alone=alone):
-    """Equal within rounding: in float64, batch, widths and layers multiply to less than 4096."""
-    assert list(ours) == list(theirs)
-    for name, wanted in theirs.items():
-        got = ours[name]
-        assert (got is None) == (wanted is None), (name, got, wanted)
-        if wanted is None or wanted.numel() == 0:
-            continue
-        assert got.shape == wanted.shape, name
-        bound = bound_of(wanted, theirs, alone, eps=eps, summands=summands)
-        kind = torch.complex128 if wanted.is_complex() else torch.float64
-        distance = (got.cpu().to(kind) - wanted.cpu().to(kind)).abs().max().item()
-        assert distance <= bound, (name, distance, got, wanted)
+assert_close = partial(assert_near, alone=alone, eps=EPS)  # batch, widths and layers multiply to less than 4096
 
 
 def assert_equal(ours, theirs):
@@ -340,7 +316,7 @@ def test_a_unit_of_scalars_only(ctx):
         check(ctx, model, plain)
 
 
-# -- plain parameters that are kept whole ------------------------------------------------------------------------------
+# -- plain parameters that are replicated ------------------------------------------------------------------------------
 
 
 @sim.ranks(4, backends=NO_GLOO)
@@ -1071,7 +1047,7 @@ def on_host(tensors):
 
 
 def one_buffer(model):
-    """Whether the parts of each unit lie in one piece of memory."""
+    """Whether the parts of each unit lie in one block of memory."""
     for unit in units_in(model):
         for bucket in unit.buckets:
             pointers = {param.local.untyped_storage().data_ptr() for param in bucket.params if param.local_numel}
@@ -1133,13 +1109,13 @@ def test_steps_are_seen_while_whole_parameters_are_kept(ctx, make_optimizer):
                 loss_of(model, data(ctx, 10 * step + micro, (ctx.rank, 2))).backward()
                 loss_of(plain, data(ctx, 10 * step + micro, (None, 2))).backward()
             # AdamW divides by what may be tiny
-            assert_close(gradients(model), gradients(plain), EPS_SINGLE, 16, ALONE[make_optimizer])
+            assert_close(gradients(model), gradients(plain), alone=ALONE[make_optimizer], eps=EPS_SINGLE, summands=16)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         with torch.no_grad():
             x = data(ctx, part=(0, 2))
-            assert_close({"y": model(x)}, {"y": plain(x)}, EPS_SINGLE, 16, ALONE[make_optimizer])
+            assert_close({"y": model(x)}, {"y": plain(x)}, alone=ALONE[make_optimizer], eps=EPS_SINGLE, summands=16)
 
 
 @sim.ranks(2)
@@ -1288,7 +1264,9 @@ def test_main_gradients(ctx):
             assert parameter.main_grad.placements == parameter.placements
             assert parameter.main_grad.dtype == torch.float32
             wanted = plain.get_parameter(name).grad
-            assert_close({name: parameter.main_grad.full_tensor()}, {name: wanted}, EPS_SINGLE, 64, alone=None)
+            assert_close(
+                {name: parameter.main_grad.full_tensor()}, {name: wanted}, eps=EPS_SINGLE, summands=64, alone=None
+            )
         held = {name: p.main_grad for name, p in model.named_parameters()}
         model.zero_grad(set_to_none=False)
         assert all(p.main_grad is held[name] for name, p in model.named_parameters())
@@ -1376,7 +1354,7 @@ def test_sums_over_tensor_parallel_ranks_are_in_reduce_dtype(ctx, micros):
     for micro in range(micros):
         model.set_requires_gradient_sync(micro == micros - 1)
         model(own).sum().backward()
-    assert whole(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9)] * 4
+    assert full(model.weight.grad).tolist() == [micros * 2 * (1.0 + 2.0**-9)] * 4
 
 
 # -- hooks of the user -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a long run takes: memory, threads, open files and process groups stay what they were after the first hundred.
+"""Growth of long runs: none in memory, threads, open files and process groups after the first hundred steps.
 
 Each case runs in a process of its own, which prints what it has after `FIRST` rounds and after all.
 """

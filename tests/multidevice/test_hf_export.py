@@ -72,8 +72,8 @@ def test_a_sharded_model_goes_out_and_comes_back(ctx, config, tmp_path):
     load(state)
     expected = alone(config, seed=3).state_dict()
     for name, tensor in get_model_state_dict(other).items():
-        whole = full_tensor(tensor) if hasattr(tensor, "placements") else tensor
-        assert torch.equal(whole.cpu(), expected[name]), name
+        full = full_tensor(tensor) if hasattr(tensor, "placements") else tensor
+        assert torch.equal(full.cpu(), expected[name]), name
 
 
 def _by_their_names(model: torch.nn.Module) -> dict[str, torch.Tensor]:

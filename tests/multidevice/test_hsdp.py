@@ -1,15 +1,17 @@
 """hsdp against the same model on one device, which sees the batches of all ranks: in float64 where it is reduced."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import bound_of, measured, results, shorter
+from rounding_kit import measured, results, shorter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from units_kit import assert_freed, assert_near, full, gradients, values
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
@@ -70,33 +72,12 @@ def batch(ctx, step=0, micro=0, rank=None, dtype=None):
     return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
-
-
-def values(model):
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
-
-
 def alone():
     ctx = sim.RankTest(0, 4, "sim", torch.device("cpu"))
     return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
 
 
-def assert_close(ours, theirs, summands=2**16):
-    """Equal within rounding: in float64, batch, widths, layers and steps multiply to less than 2**16."""
-    assert list(ours) == list(theirs)
-    for name, wanted in theirs.items():
-        got = ours[name]
-        assert (got is None) == (wanted is None), name
-        if wanted is not None:
-            bound = bound_of(wanted, theirs, alone, summands=summands)
-            assert got.shape == wanted.shape, name
-            assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+assert_close = partial(assert_near, alone=alone, summands=2**16)
 
 
 def train(ctx, model, *, rank=None, steps=3, micros=1, sync=lambda: None, between=None, dtype=None):
@@ -126,15 +107,6 @@ def check_against_one_device(ctx, model, plain, **options):
         assert_close({"loss": loss / ctx.world_size}, {"loss": wanted})
     assert_close(grads, wanted_grads)
     assert_close(params, wanted_params)
-
-
-def assert_freed(model):
-    """The modules show DTensors, and the unsharded parameters that are parts elsewhere have no memory."""
-    for module in model.modules():
-        unit = unit_of(module)
-        for bucket in unit.buckets if unit else ():
-            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0, type(module)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 def whole_bytes(module):
@@ -286,7 +258,7 @@ def test_torch_clips_and_steps_what_is_split_as_asked_and_what_is_whole(ctx):
     plain(batch(ctx)).square().mean().backward()
     for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_):
         norms = [clip(m.parameters(), 0.1) for m in (model, plain)]
-        assert_close({"norm": whole(norms[0])}, {"norm": norms[1]})
+        assert_close({"norm": full(norms[0])}, {"norm": norms[1]})
     assert_close(gradients(model), gradients(plain))
     for m in (model, plain):
         torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True).step()
@@ -615,7 +587,7 @@ def test_acc_grad_of_a_dtensor_that_keeps_its_layout(ctx):
     model(x).to_local().sum().backward()
     assert elements(model.weight.acc_grad) == ctx.rank // 2 + 1.0
     assert model.weight.acc_grad.placements == (Partial(), Shard(0))
-    assert torch.equal(whole(model.weight.acc_grad), torch.full((4, 4), 3.0, device=ctx.device))
+    assert torch.equal(full(model.weight.acc_grad), torch.full((4, 4), 3.0, device=ctx.device))
 
 
 @sim.ranks(2, backends=NO_GLOO)
@@ -746,7 +718,7 @@ def test_prefetch_cells(ctx):
     check_against_one_device(ctx, model, net(ctx))
 
 
-# -- with other faces, levels and libraries ------------------------------------------------------------------------
+# -- with other APIs, levels and libraries -------------------------------------------------------------------------
 
 
 @sim.ranks(4, backends=NO_GLOO)
@@ -795,11 +767,11 @@ def test_state_dicts(ctx, level):
     loss.backward()
     assert list(sharded) == list(net(ctx).state_dict())
     assert all(isinstance(value, DTensor) for value in sharded.values())
-    full = {name: whole(value) for name, value in get_model_state_dict(model).items()}
+    unsharded = {name: full(value) for name, value in get_model_state_dict(model).items()}
     for way, state in (
         ({"threshold": 0}, sharded),
         ({"threshold": 1, "shard_size": 2, "optimizer_level": "level3"}, sharded),
-        ({"threshold": 0, "shard_size": 4, "comm_fusion": True}, full),
+        ({"threshold": 0, "shard_size": 4, "comm_fusion": True}, unsharded),
     ):
         other = wrap(net(ctx), **way)
         with torch.no_grad():
@@ -969,8 +941,8 @@ def test_a_cell_with_a_dtensor_adds_gradients_up(ctx):
         hsdp(other, threshold=threshold)
         assert other.weight.hsdp_effective_shard_size == (2 if threshold == 0 else 1)
         other(torch.full((1, 4), ctx.rank + 1.0, device=ctx.device)).sum().backward()
-        assert torch.equal(whole(other.weight.grad), torch.full((4, 4), 3.0, device=ctx.device))
-        assert torch.equal(whole(other.bias.grad), torch.full((4,), 2.0, device=ctx.device))
+        assert torch.equal(full(other.weight.grad), torch.full((4, 4), 3.0, device=ctx.device))
+        assert torch.equal(full(other.bias.grad), torch.full((4,), 2.0, device=ctx.device))
 
 
 @sim.ranks(2, backends=NO_GLOO)

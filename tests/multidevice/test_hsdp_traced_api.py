@@ -7,12 +7,13 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import bound_of, is_stand_in, results, shorter
+from rounding_kit import is_stand_in, results, shorter
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from units_kit import assert_near, compiled, full, gradients, values
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard, get_model_state_dict, load_state_dict
@@ -73,34 +74,14 @@ def batch(ctx, step=0, rank=None, dtype=None):
     return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad.detach()) for name, p in model.named_parameters()}
-
-
-def values(model):
-    return {name: whole(p.detach()) for name, p in model.named_parameters()}
-
-
 def alone():
     ctx = sim.RankTest(0, 4, "sim", torch.device("cpu"))
     return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
 
 
 def assert_close(ours, theirs, scale=1.0):
-    """Equal within rounding: in float64, batch, widths, layers and steps multiply to less than 4,096."""
-    assert list(ours) == list(theirs)
-    theirs = {name: wanted if wanted is None else wanted * scale for name, wanted in theirs.items()}
-    for name, wanted in theirs.items():
-        got = ours[name]
-        assert (got is None) == (wanted is None), name
-        if wanted is not None:
-            bound = bound_of(wanted, theirs, alone)
-            assert got.shape == wanted.shape, name
-            assert (got - wanted).abs().max().item() <= bound, (name, got, wanted)
+    scaled = {name: wanted if wanted is None else wanted * scale for name, wanted in theirs.items()}
+    assert_near(ours, scaled, alone)
 
 
 def train(ctx, model, *, call=None, rank=None, micros=1, steps=2, dtype=None):
@@ -127,14 +108,6 @@ def check(ctx, model, wanted, **options):
         assert_close({"loss": loss / ctx.world_size}, {"loss": wanted_loss})
     assert_close(grads, wanted[1])
     assert_close(params, wanted[2])
-
-
-def compiled(ctx, model, backend):
-    if is_stand_in(ctx):  # to try dtypes there, which graphs do not change, takes no graph
-        return model
-    torch._dynamo.reset()
-    torch.fx.traceback.current_meta.clear()  # torch 2.11 leaves marks of checkpoints there that "eager" has seen
-    return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
 
 
 def backward(ctx, model, step=0, call=None):
@@ -196,8 +169,8 @@ def test_effective_shard_sizes(ctx):
     weight = model.blocks[1].up.weight
     assert weight.placements == (Replicate(), Shard(0))
     assert weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    full, part = whole(weight.detach()), 16 // 2
-    assert torch.equal(weight.to_local(), full[ctx.rank % 2 * part :][:part])
+    unsharded, part = full(weight.detach()), 16 // 2
+    assert torch.equal(weight.to_local(), unsharded[ctx.rank % 2 * part :][:part])
 
 
 @sim.ranks(2, backends=NO_GLOO)
@@ -210,7 +183,7 @@ def test_grad_scale(ctx):
             backward(ctx, model)
             assert_close(gradients(model), gradients(plain), 0.25)
             if flag:
-                assert_close({"acc": whole(model.head.weight.acc_grad)}, {"acc": plain.head.weight.grad}, 0.25)
+                assert_close({"acc": full(model.head.weight.acc_grad)}, {"acc": plain.head.weight.grad}, 0.25)
 
 
 @sim.ranks(4, backends=NO_GLOO)
@@ -249,7 +222,7 @@ def test_what_adds_up_is_shown(ctx):
                 waits = Partial() if micro == 0 else Replicate()
                 assert weight.acc_grad.placements == (waits, waits if level == "level1" else Shard(0))
                 assert (weight.grad is None) == (micro == 0)
-            assert_close({"acc": whole(weight.acc_grad)}, {"acc": plain.blocks[0].up.weight.grad})
+            assert_close({"acc": full(weight.acc_grad)}, {"acc": plain.blocks[0].up.weight.grad})
             assert_close(gradients(model), gradients(plain))
             model.zero_grads()
             assert all(p.grad is None and getattr(p, "acc_grad", None) is None for p in model.parameters())
@@ -271,7 +244,7 @@ def test_hooks_of_parameters_run_once_per_synced_step(ctx):
             seen = []
             for m in (plain, model):
                 m.head.weight.register_hook(lambda gradient: 2 * gradient)
-            model.head.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(whole(p.grad)))
+            model.head.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(full(p.grad)))
             for micro in range(4):
                 model.set_requires_grad_sync(micro != 1)
                 backward(ctx, model, micro)
@@ -340,11 +313,11 @@ def roots(ctx):
     """Models of two traced cells: in an hsdp root with hooks, and in a fully_shard root."""
     mesh = init_device_mesh(ctx.device_type, (ctx.world_size,))
     for level in LEVELS:
-        for face in ("hsdp", "fully_shard"):
+        for api in ("hsdp", "fully_shard"):
             model = net(ctx)
             for block in model.blocks:
                 hsdp(block, threshold=0, optimizer_level=level, use_eager_hook=False)
-            if face == "hsdp":
+            if api == "hsdp":
                 hsdp(model, threshold=0, optimizer_level=level)
                 sync = model.set_requires_grad_sync
             else:
@@ -448,12 +421,12 @@ def test_state_dicts(ctx):
     assert model.load_state_dict(wanted).missing_keys == []
     held = model.state_dict()
     assert list(held) == list(wanted)
-    assert {name: whole(value).tolist() for name, value in held.items()} == {k: v.tolist() for k, v in wanted.items()}
+    assert {name: full(value).tolist() for name, value in held.items()} == {k: v.tolist() for k, v in wanted.items()}
     assert held["blocks.0.up.weight"].placements == (Replicate(), Shard(0))
     gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert all(type(value) is torch.Tensor for value in gathered.values())
     assert {k: v.tolist() for k, v in gathered.items()} == {k: v.tolist() for k, v in wanted.items()}
-    # To another layout, to the other form, and to the other face.
+    # To another layout, to the other form, and to the other API.
     others = [wrap(net(ctx), threshold=1), hsdp(net(ctx), threshold=0), fully_shard(net(ctx)), net(ctx)]
     for other in others:
         with torch.no_grad():
@@ -464,7 +437,7 @@ def test_state_dicts(ctx):
     for nothing in (torch.zeros(16, WIDTH, device="meta"), torch.zeros(16, WIDTH, dtype=ctx.float_dtype).to_sparse()):
         with pytest.raises(ValueError, match=r"cannot load 'blocks.1.up.weight': got a .*(meta|sparse)"):
             model.load_state_dict({"scale": torch.zeros(()), "blocks.1.up.weight": nothing}, strict=False)
-        assert whole(model.scale.detach()) == 1.5  # nothing has been copied
+        assert full(model.scale.detach()) == 1.5  # nothing has been copied
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
         model.load_state_dict({**held, "other": torch.zeros(1)})
 
@@ -519,7 +492,7 @@ def test_another_dtype_that_a_graph_would_round_is_an_error(ctx):
                 call(torch.full((1, WIDTH), 1 / 3))
             model.set_requires_grad_sync(True)
         call(torch.full((1, WIDTH), 1 / 3)).sum().backward()
-        assert torch.equal(whole(model.weight.grad), torch.full((WIDTH, WIDTH), 1 / 3))
+        assert torch.equal(full(model.weight.grad), torch.full((WIDTH, WIDTH), 1 / 3))
 
 
 class Either(nn.Module):
@@ -590,7 +563,7 @@ def test_dtensors_are_refused_and_nothing_is_changed(ctx):
         assert type(model) is nn.Linear
         hsdp(model, threshold=0)  # as the error says
         model(distribute_tensor(torch.ones(2, 8), mesh, [Replicate()] * 2)).sum().backward()
-        assert torch.equal(whole(model.weight.grad), torch.full((8, 8), 2.0, device=ctx.device))
+        assert torch.equal(full(model.weight.grad), torch.full((8, 8), 2.0, device=ctx.device))
 
 
 @sim.ranks(4, backends=NO_GLOO)
@@ -652,10 +625,10 @@ def test_a_weight_that_another_module_shares(ctx):
     backward_all(ctx, plain)
     assert_close(gradients(model), gradients(plain))
 
-    for face in (hsdp, lambda m: hsdp(m, use_eager_hook=False), fully_shard):
+    for wrap in (hsdp, lambda m: hsdp(m, use_eager_hook=False), fully_shard):
         model = Tied().to(ctx.device, ctx.float_dtype)
         hsdp(model.block, threshold=0, use_eager_hook=False)
         with pytest.raises(ValueError, match=r"(?s)'head.weight': it is the same as 'weight'.*seen: .*try: "):
-            face(model)
+            wrap(model)
         with pytest.raises(RuntimeError, match=r"(?s)a gradient arrived for 'weight'.*seen: .*try: "):
             backward(ctx, model)  # of a root that nobody has wrapped

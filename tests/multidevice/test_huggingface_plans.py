@@ -145,8 +145,8 @@ def check_alike(found: Run, wanted: Run, bound: float = 1e-10) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=bound)
     for step, (ours, theirs) in enumerate([*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]):
         assert ours.keys() == theirs.keys()
-        for name, whole in theirs.items():
-            error = (ours[name] - whole).abs().max() / whole.abs().max()
+        for name, full in theirs.items():
+            error = (ours[name] - full).abs().max() / full.abs().max()
             assert error < bound, f"step {step}: {name} differs by {error:.1e}"
 
 
@@ -243,7 +243,7 @@ def test_embeddings_and_positions_that_are_given() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         rank = mesh["dp"].get_local_rank()
         model = parallelize_huggingface(build(case), mesh)
-        found = gradient(model, *(whole.chunk(2)[rank] for whole in (embeds, places, ROWS)))
+        found = gradient(model, *(full.chunk(2)[rank] for full in (embeds, places, ROWS)))
         torch.testing.assert_close(found / 2, wanted.chunk(2)[rank], rtol=1e-9, atol=1e-14)
 
     sim.run(body, world_size=4)

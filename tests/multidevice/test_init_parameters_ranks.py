@@ -63,12 +63,12 @@ def split(model, mesh, *entries):
 
 
 def check(ctx, make, mesh, *entries):
-    whole = init_parameters(build(make), 3, device=ctx.device)
+    full = init_parameters(build(make), 3, device=ctx.device)
     model = split(build(make), mesh, *entries)
     before = torch.get_rng_state()
     assert init_parameters(model, 3) is model
     assert torch.equal(torch.get_rng_state(), before)
-    expected = whole.state_dict()
+    expected = full.state_dict()
     for name, tensor in model.state_dict().items():
         assert tensor.device.type == ctx.device_type, name
         if isinstance(tensor, DTensor):
@@ -110,8 +110,8 @@ def test_a_llama_trains_on_what_was_filled(ctx):
     fully_shard(model, mesh=mesh)
     init_parameters(model, 3)
     ids = torch.arange(8, device=ctx.device)[None]
-    whole = init_parameters(build(lambda: Llama(LLAMA)), 3, device=ctx.device)
+    full = init_parameters(build(lambda: Llama(LLAMA)), 3, device=ctx.device)
     out = model(ids)
-    torch.testing.assert_close(out, whole(ids), rtol=0, atol=0)
+    torch.testing.assert_close(out, full(ids), rtol=0, atol=0)
     out.square().mean().backward()
     assert all(parameter.grad.to_local().isfinite().all() for parameter in model.parameters())

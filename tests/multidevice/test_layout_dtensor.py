@@ -25,11 +25,11 @@ def test_every_rank_holds_its_slice(ctx):
     mesh = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
     for entries, shape in CASES:
         layout = Layout.from_device_mesh(mesh)(*entries)
-        whole = torch.arange(float(torch.Size(shape).numel()), device=ctx.device).reshape(shape)
-        x = distribute_tensor(whole, *to_torch(layout, shape))
+        full = torch.arange(float(torch.Size(shape).numel()), device=ctx.device).reshape(shape)
+        x = distribute_tensor(full, *to_torch(layout, shape))
         assert layout.local_shape(shape) == tuple(x.to_local().shape), layout
-        assert torch.equal(x.to_local(), whole[layout.local_slice(shape)]), layout
-        assert torch.equal(x.full_tensor(), whole), layout
+        assert torch.equal(x.to_local(), full[layout.local_slice(shape)]), layout
+        assert torch.equal(x.full_tensor(), full), layout
         read = Layout.of(x)
         assert read.mesh == x.device_mesh
         for rank in range(ctx.world_size):

@@ -133,8 +133,8 @@ def check_alike(found: Outcome, wanted: Outcome, bound: float = 1e-10) -> None:
     pairs = [*zip(found.gradients, wanted.gradients, strict=True), (found.parameters, wanted.parameters)]
     for step, (ours, theirs) in enumerate(pairs):
         assert ours.keys() == theirs.keys()
-        for name, whole in theirs.items():
-            error = (ours[name] - whole).abs().max() / whole.abs().max()
+        for name, full in theirs.items():
+            error = (ours[name] - full).abs().max() / full.abs().max()
             assert error < bound, f"step {step}: {name} differs by {error:.1e}"
 
 

@@ -1,4 +1,4 @@
-"""What a review of parallel dimensions, checkpoints and the trainer was about: what would go wrong without a word."""
+"""Silent failures of parallel dimensions, checkpoints and the trainer, as a review has found them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ TINY = Config(
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def whole() -> dict[str, torch.Tensor]:
+def full() -> dict[str, torch.Tensor]:
     return {"w": torch.arange(6.0).view(2, 3), "none": torch.empty(0, 4), "step": torch.tensor(3)}
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
     """Load what `whole` is, into tensors with other values."""
-    found = {name: torch.full_like(tensor, 7) for name, tensor in whole().items()}
+    found = {name: torch.full_like(tensor, 7) for name, tensor in full().items()}
     load_checkpoint(folder, found)
     return found
 
@@ -90,9 +90,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 )
 def test_a_record_that_contradicts_itself_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any]):
     folder = tmp_path / "saved"
-    save_checkpoint(folder, whole())
+    save_checkpoint(folder, full())
     rewrite(folder, lambda content: None)
-    assert load(folder)["w"].equal(whole()["w"]), "a record that was only written again is as good"
+    assert load(folder)["w"].equal(full()["w"]), "a record that was only written again is as good"
     rewrite(folder, change)
     with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged"):
         load(folder)
@@ -100,7 +100,7 @@ def test_a_record_that_contradicts_itself_is_refused(tmp_path: Path, change: Cal
 
 def test_no_byte_of_a_checkpoint_can_change_without_a_word(tmp_path: Path):
     folder = tmp_path / "saved"
-    save_checkpoint(folder, whole(), {"lr": 0.1}, per_rank={"rng": torch.arange(3)})
+    save_checkpoint(folder, full(), {"lr": 0.1}, per_rank={"rng": torch.arange(3)})
     for path in sorted(folder.iterdir()):
         good = path.read_bytes()
         for place in range(0, len(good), 3):
@@ -108,7 +108,7 @@ def test_no_byte_of_a_checkpoint_can_change_without_a_word(tmp_path: Path):
             with pytest.raises(CheckpointError):
                 load(folder)
         path.write_bytes(good)
-    assert load(folder)["w"].equal(whole()["w"])
+    assert load(folder)["w"].equal(full()["w"])
 
 
 @pytest.mark.sim
@@ -118,9 +118,9 @@ def test_no_rank_is_left_waiting_if_the_first_cannot_look_into_the_folder(tmp_pa
         run = Checkpointer(tmp_path / "run", async_save=background)
         if dist.get_rank() == 0:
             run._clean = lambda: os.listdir(tmp_path / "gone")
-        ended = [run.save(1, whole()), run.wait()]
+        ended = [run.save(1, full()), run.wait()]
         run.__dict__.pop("_clean", None)
-        ended += [run.save(2, whole()), run.wait()]
+        ended += [run.save(2, full()), run.wait()]
         run.close()
         return [(saved.step, saved.error) for saved in ended if saved is not None]
 
@@ -141,9 +141,9 @@ def test_an_error_that_nobody_thought_of_is_told(tmp_path: Path, background: boo
 
     run = Checkpointer(tmp_path / "run", async_save=background, on_stage=surprise)
     if background:
-        run.save(1, whole())
+        run.save(1, full())
     with pytest.raises(KeyError, match="surprise"):
-        run.wait() if background else run.save(1, whole())
+        run.wait() if background else run.save(1, full())
 
 
 def test_a_save_under_way_is_finished_before_a_loss_that_is_not_finite_ends_the_run(

@@ -1,4 +1,4 @@
-"""What a step of a pipeline communicates, and what it leaves in memory: counted on simulated ranks."""
+"""Communication of a pipeline's step, and memory after it: counted on simulated ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_step(case: Case, evaluates: bool) -> None:
     device = torch.device("cpu")
     mesh = init_device_mesh("cpu", (case.pp, case.dp, case.tp), mesh_dim_names=("pp", "dp", "tp"))
     pipeline = make(case, device, torch.float32, mesh)
-    rows, targets = (whole.chunk(case.dp)[mesh["dp"].get_local_rank()] for whole in rows_and_targets(device))
+    rows, targets = (full.chunk(case.dp)[mesh["dp"].get_local_rank()] for full in rows_and_targets(device))
     run = pipeline.eval if evaluates else pipeline.step
     run(rows, targets)
     dist.barrier()

@@ -66,7 +66,7 @@ def batch(rows: int = 4, length: int = 6) -> torch.Tensor:
 
 def plan(sequence: bool, *, root: bool = False, dp: str = "dp") -> ShardingPlan:
     """The residual stream split over the sequence or whole; DTensors between blocks, or none at all (root)."""
-    between, whole = (dp, "tp" if sequence else "None", "None"), (dp, "None", "None")
+    between, full = (dp, "tp" if sequence else "None", "None"), (dp, "None", "None")
     share = (Shard(0), Partial())
     local = {
         "embed": share,
@@ -74,7 +74,7 @@ def plan(sequence: bool, *, root: bool = False, dp: str = "dp") -> ShardingPlan:
         "**.norm": between,
         "blocks.*.mlp": share,
         "head": (dp, "None", "tp"),
-        **({"": whole} if root else {}),
+        **({"": full} if root else {}),
     }
     return ShardingPlan(
         plan={
@@ -85,12 +85,12 @@ def plan(sequence: bool, *, root: bool = False, dp: str = "dp") -> ShardingPlan:
             "**.norm.weight": ("None",),
             "head.weight": ("tp", "None"),
         },
-        input_plan={"blocks.*.mlp.input": whole, "head.input": whole, "embed.input": (dp, "None")},
+        input_plan={"blocks.*.mlp.input": full, "head.input": full, "embed.input": (dp, "None")},
         output_plan={
             "embed.output": between,
             "blocks.*.output": between,
             "blocks.*.mlp.output": between,
-            "head.output": whole,
+            "head.output": full,
         },
         local_plan=local,
         wrap_inputs=True,
@@ -104,11 +104,11 @@ def in_float32() -> dict[str, torch.Tensor]:
 
 
 def compare(model: nn.Module, reference: nn.Module) -> None:
-    wanted = [whole.grad for whole in reference.parameters()]
+    wanted = [full.grad for full in reference.parameters()]
     close = tolerances(wanted, in_float32, rtol=1e-11, atol=1e-12)
-    for (name, param), whole in zip(model.named_parameters(), wanted, strict=True):
+    for (name, param), full in zip(model.named_parameters(), wanted, strict=True):
         assert param.grad.placements == param.placements, name
-        torch.testing.assert_close(full_tensor(param.grad), whole, **close, msg=name)
+        torch.testing.assert_close(full_tensor(param.grad), full, **close, msg=name)
 
 
 @pytest.mark.parametrize("root", [False, True])
@@ -160,20 +160,20 @@ def test_with_fully_shard_over_another_axis(recompute):
             model.zero_grad()
             logits = model(tokens.chunk(2)[mesh["dp"].get_local_rank()])
             (logits.square().mean() / 2).backward()
-        for (name, param), (_, whole) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-            torch.testing.assert_close(full_tensor(param.grad), whole.grad, rtol=1e-11, atol=1e-12, msg=name)
+        for (name, param), (_, full) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+            torch.testing.assert_close(full_tensor(param.grad), full.grad, rtol=1e-11, atol=1e-12, msg=name)
 
     sim.run(body, world_size=4)
 
 
-def _without_dp(whole: ShardingPlan) -> ShardingPlan:
+def _without_dp(full: ShardingPlan) -> ShardingPlan:
     def strip(value):
         if any(isinstance(entry, (Shard, Replicate, Partial)) for entry in value):
             return tuple(value[1:])
         return tuple("None" if entry == "dp" else entry for entry in value)
 
     fields = {
-        name: {key: strip(value) for key, value in getattr(whole, name).items()}
+        name: {key: strip(value) for key, value in getattr(full, name).items()}
         for name in ("plan", "input_plan", "output_plan", "local_plan")
     }
     return ShardingPlan(**fields, wrap_inputs=True)
@@ -267,11 +267,11 @@ def test_a_plain_tensor_of_which_nothing_says_what_it_is():
     def body():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = shard_module(Loose(), mesh, loose)
-        whole = distribute_tensor(torch.ones(2, 4), Layout.from_device_mesh(mesh)("None", "None"))
+        full = distribute_tensor(torch.ones(2, 4), Layout.from_device_mesh(mesh)("None", "None"))
         with pytest.raises(ValueError, match=r"input 'input' of module 'inner'(.|\n)*nothing says which shard"):
-            model(whole)
+            model(full)
         model = shard_module(Loose(), mesh, replace(loose, wrap_inputs=True))
-        assert full_tensor(model(whole)).shape == (2, 4)
+        assert full_tensor(model(full)).shape == (2, 4)
 
     sim.run(body, world_size=2)
 

@@ -29,12 +29,12 @@ def placed(x, mesh, *entries):
     return distribute_tensor(x.to(mesh.device_type), Layout.from_device_mesh(mesh)(*entries)).requires_grad_()
 
 
-def whole(tensor):
+def full(tensor):
     return full_tensor(tensor.detach()).cpu() if isinstance(tensor, DTensor) else tensor.detach().cpu()
 
 
 def same(got, wanted, what="", tolerance=TOLERANCE):
-    got, wanted = whole(got), whole(wanted)
+    got, wanted = full(got), full(wanted)
     assert got.shape == wanted.shape, what
     assert not got.numel() or (got - wanted).abs().max().item() <= tolerance, (what, got, wanted)
 
@@ -195,7 +195,7 @@ def test_what_is_raised_inside_leaves_the_parameters_as_they_were(ctx):
     given.input_plan = {"input": ("dp", "None")}
     shard_module(net, mesh, given)
     before, x = dict(net.named_parameters()), placed(numbers(4, 5), mesh)
-    expected = whole(net(x))
+    expected = full(net(x))
     for error, wrong in ((ArithmeticError, x), (ValueError, placed(numbers(4), mesh))):  # inside, and on the way in
         net.fail = error is ArithmeticError
         with pytest.raises(error):
@@ -449,7 +449,7 @@ def test_fully_shard_around_local_code(ctx):
 
 
 def test_what_is_sent():
-    """Shapes are agreed on once for all calls alike; a pending sum goes to where it is wanted in one reduce_scatter."""
+    """Shapes are exchanged once for all equal calls; a pending sum goes to its target in one reduce_scatter."""
 
     def body(sizes):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -72,11 +72,11 @@ WEIGHTS = {
 
 def plan(act=("dp",), **fields):
     """Columns, then rows; activations between the blocks as `act` says."""
-    whole = (act[0], "None", "None")
+    full = (act[0], "None", "None")
     return ShardingPlan(
         plan=WEIGHTS,
-        input_plan={"input": act, "blocks.*.up.input": whole, "head.input": whole},
-        output_plan={"blocks.*.output": act, "output": whole},
+        input_plan={"input": act, "blocks.*.up.input": full, "head.input": full},
+        output_plan={"blocks.*.output": act, "output": full},
         **fields,
     )
 
@@ -85,7 +85,7 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def whole(tensor):
+def full(tensor):
     return full_tensor(tensor.detach()).cpu() if isinstance(tensor, DTensor) else tensor.detach().cpu()
 
 
@@ -97,9 +97,9 @@ def train(net, x, steps=3, optimizer=sgd, factor=1.0, accumulate=1):
         for _ in range(accumulate):
             loss = net(x).square().mean() * (factor / accumulate)
             loss.backward()
-            losses.append(whole(loss).item())
+            losses.append(full(loss).item())
         made.step()
-    return losses, {name: whole(param.grad) for name, param in net.named_parameters()}
+    return losses, {name: full(param.grad) for name, param in net.named_parameters()}
 
 
 def in_float32():
@@ -115,7 +115,7 @@ def tolerance_of(dtype):
 
 
 def same(got, wanted, tolerance=TOLERANCE):
-    assert (whole(got) - whole(wanted)).abs().max().item() <= tolerance, (got, wanted)
+    assert (full(got) - full(wanted)).abs().max().item() <= tolerance, (got, wanted)
 
 
 def same_training(net, x, alone=None, **options):
@@ -584,7 +584,7 @@ def test_functions(ctx):
     assert (made.__name__, made.__doc__, made.__wrapped__) == ("add", "Adds.", add)
     total, k = made(x, y=x, k=x)
     assert (layouts_of(total), layouts_of(k)) == ("columns", "whole")
-    same(total, 2 * whole(x))
+    same(total, 2 * full(x))
     assert layouts_of(shard_module(torch.sin, mesh, ShardingPlan(input_plan={"input": ROWS}))(x)) == "rows"
     assert layouts_of(shard_module(lambda x: x, mesh, ShardingPlan(output_plan={"output": ROWS}))(x)) == "rows"
     named = ShardingPlan(input_plan={"input": {"k": ROWS}}, wrap_inputs=True)

@@ -1,4 +1,4 @@
-"""What users do to a sharded model beside training it: copies, second derivatives, and code that cannot be right."""
+"""Sharded models beside training: copies, second derivatives, and code that cannot be right."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def penalty_in_float32():
 
 
 def assert_gradients(model, reference):
-    wanted = [whole.grad for whole in reference.parameters()]
+    wanted = [full.grad for full in reference.parameters()]
     close = tolerances(wanted, penalty_in_float32, rtol=1e-11, atol=1e-12)
-    for (name, param), whole in zip(model.named_parameters(), wanted, strict=True):
-        torch.testing.assert_close(full_tensor(param.grad).cpu(), whole, **close, msg=name)
+    for (name, param), full in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(full_tensor(param.grad).cpu(), full, **close, msg=name)
 
 
 @sim.ranks(4)
@@ -213,8 +213,8 @@ def test_a_trained_parameter_without_a_layout_where_ranks_repeat_the_work():
         mesh = mesh_of()["tp"]
         model = shard_module(make(FeedForward), mesh, ShardingPlan(local_plan={"": ("None",)}))
         model(distribute_tensor(batch(), mesh, ("None",))).square().mean().backward()
-        for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(param.grad, whole.grad)
+        for param, full in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, full.grad)
 
     sim.run(body, world_size=4)
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from units_kit import full, mesh_of
 
 import sim
 from hyper_parallel.core.dtensor.layout import Layout
@@ -83,17 +84,8 @@ def wrap(model, mesh, how=fully_shard, *, root=True):
     return how(model, mesh=mesh, ignored_params={block.plain for block in model.blocks}) if root else model
 
 
-def mesh_of(ctx, *shape):
-    shape = shape or (ctx.world_size,)
-    return init_device_mesh(ctx.device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
 def tensors(state):
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def whole(value):
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def assert_holds(model, wanted):
@@ -101,7 +93,7 @@ def assert_holds(model, wanted):
     found = tensors(model.state_dict())
     assert found.keys() == wanted.keys()
     for name, value in found.items():
-        assert torch.equal(whole(value), wanted[name].to(value.dtype)), name
+        assert torch.equal(full(value), wanted[name].to(value.dtype)), name
 
 
 def changed(ctx):
@@ -144,7 +136,7 @@ def test_the_getter_agrees_with_the_unwrapped_model(ctx):
                     and not (asked.full_state_dict or name.endswith("plain"))
                 ), name
                 assert not value.requires_grad
-                assert torch.equal(whole(value), values[name].to(value.device)), name
+                assert torch.equal(full(value), values[name].to(value.device)), name
                 assert value.device.type == ("cpu" if asked.cpu_offload else ctx.device_type)
 
 
@@ -172,7 +164,7 @@ def test_the_getter_returns_what_torchs_does(ctx):
                 assert torch.equal(found[name], value), name
     parts = get_model_state_dict(ours)
     parts["embed.weight"].to_local().fill_(9.0)  # the model's own memory, as in state_dict()
-    assert (whole(ours.embed.weight) == 9.0).all()
+    assert (full(ours.embed.weight) == 9.0).all()
 
 
 @sim.ranks(4, backends=SIM_ONLY)
@@ -392,10 +384,10 @@ def test_wrapped_parts_load_by_themselves_and_under_an_unwrapped_root(ctx):
     wanted = {name: value + 1 for name, value in wanted.items()}
     block = {name.removeprefix("blocks.1."): value for name, value in wanted.items() if name.startswith("blocks.1.")}
     assert model.blocks[1].load_state_dict(block) == ([], [])
-    assert all(torch.equal(whole(value), block[name]) for name, value in model.blocks[1].state_dict().items())
+    assert all(torch.equal(full(value), block[name]) for name, value in model.blocks[1].state_dict().items())
     block = as_dtensors(block, mesh, [Shard(1)])
     load_state_dict(nn.Sequential(model.blocks[0]), {f"0.{name}": value for name, value in block.items()})
-    assert torch.equal(whole(model.blocks[0].up.weight), whole(block["up.weight"]))
+    assert torch.equal(full(model.blocks[0].up.weight), full(block["up.weight"]))
 
     with pytest.raises(RuntimeError, match=r"(?s)blocks.0.up.weight.*mixed torch.Tensor and DTensor"):
         model.load_state_dict(wanted, strict=False)  # torch's own
@@ -413,7 +405,7 @@ def test_wrapped_parts_load_by_themselves_and_under_an_unwrapped_root(ctx):
         assert not any("_orig_mod" in name for name in found)
         doubled = {n: v * 2 if isinstance(v, torch.Tensor) else v for n, v in found.items()}
         assert load_state_dict(compiled, doubled) == ([], [])
-        assert_holds(model, {n.removeprefix("body."): whole(v) for n, v in tensors(doubled).items()})
+        assert_holds(model, {n.removeprefix("body."): full(v) for n, v in tensors(doubled).items()})
 
 
 @sim.ranks(4, backends=SIM_ONLY)
@@ -444,7 +436,7 @@ def test_a_parameter_that_one_rank_holds_alone_loads_the_same_from_part_and_whol
 def test_what_does_not_fit_is_refused_before_anything_happens(ctx):
     mesh = mesh_of(ctx)
     model, wanted = wrap(net(ctx), mesh), changed(ctx)
-    before = {name: whole(value).clone() for name, value in tensors(model.state_dict()).items()}
+    before = {name: full(value).clone() for name, value in tensors(model.state_dict()).items()}
     moving = as_dtensors(wanted, mesh, [Shard(1)])
     shapes = {
         "blocks.1.up.weight": r"\(5, 7\)   this rank's shard: \([120], 7\)",
@@ -542,15 +534,15 @@ def test_hooks_and_overrides_see_what_the_caller_gave(ctx):
     model[3].register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
     hooks = [len(module._load_state_dict_pre_hooks) for module in model.modules()]
     state = {
-        name: whole(value) + 1 for name, value in model.state_dict().items() if name not in ("0.weight", "1.weight")
+        name: full(value) + 1 for name, value in model.state_dict().items() if name not in ("0.weight", "1.weight")
     }
     state["0.old"] = torch.randn(3, 5, device=ctx.device)
     given = dict(state)
     assert model.load_state_dict(state) == ([], [])  # the last hook forgave what was missing
     late = ["1.weight"]
     assert seen == [("0.child", []), ("0", []), ("1", late), torch.Tensor, ("2", late), ("3", late), ("", [])]
-    assert torch.equal(whole(model[0].weight), given["0.old"].t())
-    assert torch.equal(whole(model[1].bias), given["1.bias"] + 1)
+    assert torch.equal(full(model[0].weight), given["0.old"].t())
+    assert torch.equal(full(model[1].bias), given["1.bias"] + 1)
     assert state.keys() == given.keys()
     assert all(state[name] is value for name, value in given.items())
     with pytest.raises(ValueError, match=r"cannot load '0.weight': got a Tensor of shape \(5, 4\)"):
@@ -558,7 +550,7 @@ def test_hooks_and_overrides_see_what_the_caller_gave(ctx):
     assert [len(module._load_state_dict_pre_hooks) for module in model.modules()] == hooks
     state["0.weight"] = state.pop("0.old") + 1  # of another shape until it is converted
     model.load_state_dict(state)
-    assert torch.equal(whole(model[0].weight), given["0.old"].t() + 1)
+    assert torch.equal(full(model[0].weight), given["0.old"].t() + 1)
 
     source = nn.Sequential(Old(), nn.Linear(5, 5), Own(), nn.BatchNorm1d(5)).state_dict()
     source._metadata["3"]["version"] = 1  # before batches were counted: torch fills in what the dict lacks

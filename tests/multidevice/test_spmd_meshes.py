@@ -40,18 +40,18 @@ def ranks_of(group):
 def check_part_of_part(root, data_mesh, rows, device):
     """A weight that tp has split, split further: chunk of chunk on each rank, and whole again."""
     spmd = spmd_mesh_of(root["tp"], data_mesh)
-    whole = torch.arange(rows * 3, dtype=torch.float32, device=device).reshape(rows, 3)
-    mine = part(whole, root.get_local_rank("tp"), root["tp"].size())
+    full = torch.arange(rows * 3, dtype=torch.float32, device=device).reshape(rows, 3)
+    mine = part(full, root.get_local_rank("tp"), root["tp"].size())
     mine = part(mine, data_mesh.get_local_rank(), data_mesh.size())
     split = DTensor.from_local(
-        mine.clone(), spmd.mesh, (Shard(0), Shard(0)), run_check=False, shape=whole.shape, stride=whole.stride()
+        mine.clone(), spmd.mesh, (Shard(0), Shard(0)), run_check=False, shape=full.shape, stride=full.stride()
     )
-    assert torch.equal(split.full_tensor(), whole)
-    assert torch.equal(distribute_tensor(whole, spmd.mesh, (Shard(0), Shard(0))).to_local(), mine)
-    return split, whole
+    assert torch.equal(split.full_tensor(), full)
+    assert torch.equal(distribute_tensor(full, spmd.mesh, (Shard(0), Shard(0))).to_local(), mine)
+    return split, full
 
 
-def check_checkpoint(split, whole, folder, device):
+def check_checkpoint(split, full, folder, device):
     """Saved as it lies, loaded as it lies and onto other meshes."""
     dcp.save({"w": split}, checkpoint_id=folder)
     again = DTensor.from_local(
@@ -66,9 +66,9 @@ def check_checkpoint(split, whole, folder, device):
     assert torch.equal(again.to_local(), split.to_local())
     flat = init_device_mesh(device.type, (dist.get_world_size(),))
     for target in (flat, split_world(device.type, 2)):
-        other = distribute_tensor(torch.full_like(whole, -1.0), target, [Shard(0)] * target.ndim)
+        other = distribute_tensor(torch.full_like(full, -1.0), target, [Shard(0)] * target.ndim)
         dcp.load({"w": other}, checkpoint_id=folder)
-        assert torch.equal(other.full_tensor(), whole)
+        assert torch.equal(other.full_tensor(), full)
 
 
 @sim.ranks(4)
@@ -76,17 +76,17 @@ def test_part_of_part_and_checkpoint_and_replicas(ctx, tmp_path):
     root = init_device_mesh(ctx.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
     before = groups_made()
     for rows in (8, 7, 5, 1):
-        split, whole = check_part_of_part(root, root["dp"], rows, ctx.device)
+        split, full = check_part_of_part(root, root["dp"], rows, ctx.device)
     assert groups_made() == before
-    split, whole = check_part_of_part(root, root["dp"], 7, ctx.device)
-    check_checkpoint(split, whole, tmp_path, ctx.device)
+    split, full = check_part_of_part(root, root["dp"], 7, ctx.device)
+    check_checkpoint(split, full, tmp_path, ctx.device)
 
     # The same weight, by hsdp: the ranks along dp have copies of it, which are split as well.
     halves = split_replicated(root, (0,), 2)
     assert halves.mesh.shape == (2, 1, 2)
-    kept = distribute_tensor(whole, halves.mesh, (Shard(0), Replicate(), Shard(0)))
+    kept = distribute_tensor(full, halves.mesh, (Shard(0), Replicate(), Shard(0)))
     assert torch.equal(kept.to_local(), split.to_local())
-    assert torch.equal(kept.full_tensor(), whole)
+    assert torch.equal(kept.full_tensor(), full)
 
     # Groups made for a split of the world work, and are made once.
     pairs = split_world(ctx.device_type, 2)
@@ -107,8 +107,8 @@ def test_part_of_part_and_checkpoint_and_replicas(ctx, tmp_path):
 def test_sizes_that_no_axis_divides(ctx, tmp_path):
     root = init_device_mesh(ctx.device_type, (3, 2), mesh_dim_names=("dp", "tp"))
     for rows in (13, 7, 3):
-        split, whole = check_part_of_part(root, root["dp"], rows, ctx.device)
-    check_checkpoint(split, whole, tmp_path, ctx.device)
+        split, full = check_part_of_part(root, root["dp"], rows, ctx.device)
+    check_checkpoint(split, full, tmp_path, ctx.device)
 
 
 @sim.ranks(8, backends=NO_GLOO)
@@ -156,9 +156,9 @@ def test_two_data_axes(ctx):
     spmd = spmd_mesh_of(root["tp"], root["replicate", "shard"])
     assert spmd.mesh.mesh_dim_names == ("tp", "replicate", "shard")
     assert spmd.mesh.get_all_groups() == [root.get_group(name) for name in ("tp", "replicate", "shard")]
-    whole = torch.arange(7.0, device=ctx.device)
-    split = distribute_tensor(whole, spmd.mesh, (Shard(0), Replicate(), Shard(0)))
-    mine = part(part(whole, root.get_local_rank("tp"), 2), root.get_local_rank("shard"), 2)
+    full = torch.arange(7.0, device=ctx.device)
+    split = distribute_tensor(full, spmd.mesh, (Shard(0), Replicate(), Shard(0)))
+    mine = part(part(full, root.get_local_rank("tp"), 2), root.get_local_rank("shard"), 2)
     assert torch.equal(split.to_local(), mine)
     dp = root["replicate", "shard"]._flatten("dp")  # the parameter's axis is the product of both
     assert spmd_mesh_of(dp, root["replicate", "shard"]) == (root["replicate", "shard"], (), (0,))
@@ -252,10 +252,10 @@ def test_split_world_has_all_sizes(ctx):
     made = groups_made()
     assert split_world("cpu", 4).mesh.tolist() == [[0, 1, 2, 3]]
     assert split_world("cpu", 4).get_group("shard") == dist.group.WORLD
-    whole = split_world("cpu", 1)
-    assert whole.mesh.tolist() == [[0], [1], [2], [3]]
-    assert whole.get_group("replicate") == dist.group.WORLD
-    assert whole.mesh_dim_names == ("replicate", "shard")
+    full = split_world("cpu", 1)
+    assert full.mesh.tolist() == [[0], [1], [2], [3]]
+    assert full.get_group("replicate") == dist.group.WORLD
+    assert full.mesh_dim_names == ("replicate", "shard")
     assert groups_made() == made + 1  # one, of the calling rank alone, for both
 
 

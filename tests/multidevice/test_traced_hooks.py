@@ -1,16 +1,17 @@
 """Weights that are gathered inside of forward, against the same model on one device; under torch.compile, too."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from rounding_kit import bound_of, is_stand_in, results
+from rounding_kit import is_stand_in, results
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from units_kit import assert_near, compiled, full, gradients, mesh_of, values
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
@@ -93,27 +94,6 @@ def wrap(cell, mesh, level, *, threshold=8, grad_scale=1.0, accumulate=False, re
     return install(cell, placed, Storage(platform), options, Grouping(unsharded_gradients=level is LEVEL1))
 
 
-def mesh_of(ctx, *shape):
-    shape = shape or (ctx.world_size,)
-    return init_device_mesh(ctx.device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def compiled(ctx, model, backend):
-    if is_stand_in(ctx):  # to try dtypes there, which graphs do not change, takes no graph
-        return model
-    torch._dynamo.reset()
-    torch.fx.traceback.current_meta.clear()  # torch 2.11 leaves marks of checkpoints there that "eager" has seen
-    return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model):
-    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
-
-
 def train(ctx, model, call=None, rank=None, steps=2, dtype=None):
     call = model if call is None else call
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
@@ -124,7 +104,7 @@ def train(ctx, model, call=None, rank=None, steps=2, dtype=None):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return losses, gradients(model), {name: whole(p.detach()) for name, p in model.named_parameters()}
+    return losses, gradients(model), values(model)
 
 
 def alone():
@@ -132,15 +112,7 @@ def alone():
     return results(*train(ctx, net(ctx, torch.float32), dtype=torch.float32))
 
 
-def assert_close(ours, theirs):
-    """Equal within rounding: in float64, batch, widths and layers of these models multiply to less than 1024."""
-    assert list(ours) == list(theirs)
-    for name, wanted in theirs.items():
-        assert (ours[name] is None) == (wanted is None), name
-        if wanted is not None:
-            bound = bound_of(wanted, theirs, alone, summands=1024)
-            assert ours[name].shape == wanted.shape, name
-            assert (ours[name] - wanted).abs().max().item() <= bound, (name, ours[name], wanted)
+assert_close = partial(assert_near, alone=alone, summands=1024)
 
 
 def check_against_one_device(ctx, model, call, wanted):
@@ -535,10 +507,8 @@ def test_accumulation(ctx):
                     of_replicas = Partial() if step < 2 else Replicate()
                     assert model.embed.weight.acc_grad.placements == (of_replicas, of_shard_axis)
                 sums = {name: getattr(p, "acc_grad", None) for name, p in model.named_parameters()}
-                assert_close({name: None if g is None else whole(g) for name, g in sums.items()}, wanted)
-                assert_close(
-                    {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}, wanted
-                )
+                assert_close({name: None if g is None else full(g) for name, g in sums.items()}, wanted)
+                assert_close({n: None if p.grad is None else full(p.grad) for n, p in model.named_parameters()}, wanted)
                 unit.zero_grads()
                 assert model.embed.weight.grad is model.embed.weight.acc_grad is None
 
@@ -571,7 +541,7 @@ def test_accumulation_in_another_dtype(ctx):
             unit.set_requires_grad_sync(step == 2)
             model(torch.full((1, 8), factor, device=ctx.device, dtype=torch.bfloat16)).sum().backward()
         wanted = torch.full((8, 8), 1 + 2 * 2**-10, device=ctx.device)
-        assert torch.equal(whole(model.weight.acc_grad), wanted), level
+        assert torch.equal(full(model.weight.acc_grad), wanted), level
 
 
 def accumulated(level, synced, accumulate=True):

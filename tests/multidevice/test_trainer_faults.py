@@ -70,7 +70,7 @@ def test_a_run_of_processes_survives_a_kill() -> None:
     assert len(outcomes) == 5, done.stderr
     for outcome in outcomes:
         where, victim, background, left = outcome["case"]
-        whole, again = outcome["whole"], outcome["again"]
+        full, again = outcome["whole"], outcome["again"]
         assert outcome["killed"][victim] == signal.SIGKILL, outcome
         survivor = outcome["killed"][1 - victim]
         if survivor != "RankLostError":  # it had left the last step behind before the other one died in the background
@@ -82,11 +82,11 @@ def test_a_run_of_processes_survives_a_kill() -> None:
         else:
             assert done_before == (3 if where == "prune" else 2), outcome  # at "prune" the third one is complete
         if left == 2:
-            assert again["losses"] == whole["losses"][done_before:], outcome
-            assert again["valid"] == whole["valid"], outcome
+            assert again["losses"] == full["losses"][done_before:], outcome
+            assert again["valid"] == full["valid"], outcome
         else:
-            assert again["losses"] == pytest.approx(whole["losses"][done_before:], rel=1e-5), outcome
-            assert again["valid"] == pytest.approx(whole["valid"], rel=1e-5), outcome
+            assert again["losses"] == pytest.approx(full["losses"][done_before:], rel=1e-5), outcome
+            assert again["valid"] == pytest.approx(full["valid"], rel=1e-5), outcome
         assert again["failures"] == []
         assert outcome["left"] == ["step-00000003", "step-00000004"], f"leftovers: {outcome}"
 
@@ -100,7 +100,7 @@ def numbers(result: TrainResult) -> list[tuple[float, float, float | None]]:
 def test_a_simulated_run_survives_a_kill_anywhere(tmp_path: Path, background: bool) -> None:
     """The rank dies at operations that are spread over the whole run, saves included."""
     parallel = ParallelConfig(dp_shard=2)
-    whole = sim.run(train, 2, args=(replace(TINY, parallel=parallel),))[0]
+    full = sim.run(train, 2, args=(replace(TINY, parallel=parallel),))[0]
     went_on_from = set()
     for at in range(0, 400, 13):
         keep = CheckpointConfig(folder=str(tmp_path / str(at)), every=1, background=background)
@@ -112,7 +112,7 @@ def test_a_simulated_run_survives_a_kill_anywhere(tmp_path: Path, background: bo
             died = bool(world.faults.log)
         again = sim.run(train, 2, args=(config,))[0]
         went_on_from.add(again.first_step - 1)
-        assert numbers(again) == numbers(whole)[again.first_step - 1 :], f"killed at operation {at}"
+        assert numbers(again) == numbers(full)[again.first_step - 1 :], f"killed at operation {at}"
         assert again.save_failures == ()
         if not died:
             break
@@ -479,7 +479,7 @@ def kill_with_ranks(host: subprocess.Popen[str]) -> None:
     host.wait()
 
 
-def check_resumes(folder: Path, fault: Fault, degrees: tuple[str, ...], whole: Any) -> str:
+def check_resumes(folder: Path, fault: Fault, degrees: tuple[str, ...], full: Any) -> str:
     """A run that a fault befalls goes on by itself, to the same end; return what it has printed."""
     run = torchrun(folder, fault, *degrees, ranks=int(degrees[1]))
     try:
@@ -489,7 +489,7 @@ def check_resumes(folder: Path, fault: Fault, degrees: tuple[str, ...], whole: A
         kill_with_ranks(run)
     print(f"| {' | '.join(fault)} | {' '.join(degrees)} | {seconds:.1f} |")
     assert run.returncode == 0, out + err
-    assert losses(folder) == whole(degrees), out + err
+    assert losses(folder) == full(degrees), out + err
     went_on = fault[2] != "first step"
     assert ("went on from step " in out) == went_on, out + err
     assert not list((folder / "saved").glob(".*")), "leftovers"
@@ -542,8 +542,8 @@ def test_degrees_that_are_given_hold_and_dp_shard_takes_what_is_left(tmp_path: P
         layouts.append(result.layout)
         found += result.losses
     assert layouts == ["4 ranks: dp_shard=2 x tp=2", "2 ranks: tp=2", "4 ranks: dp_shard=2 x tp=2"]
-    whole = train(TINY.with_changes("train", {"steps": 3}))
-    assert found == pytest.approx(whole.losses, rel=1e-4)
+    full = train(TINY.with_changes("train", {"steps": 3}))
+    assert found == pytest.approx(full.losses, rel=1e-4)
     for ranks in (1, 3):
         with pytest.raises(ValueError, match=rf"world_size={ranks} is not divisible by .* = 2\n.*\n  try: "):
             sim.run(train, ranks, args=(config,))

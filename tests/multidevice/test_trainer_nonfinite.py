@@ -1,4 +1,4 @@
-"""A loss that is not finite, in whole runs: what each policy does, alike on every rank."""
+"""A loss that is not finite, in whole runs: what each policy does, the same on every rank."""
 
 from __future__ import annotations
 

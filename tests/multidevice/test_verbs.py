@@ -28,13 +28,13 @@ def numbers(ctx, *shape):
     return (torch.arange(float(torch.Size(shape).numel()), device=ctx.device) % 7 + 1).reshape(shape)
 
 
-def check(x, layout, whole):
+def check(x, layout, full):
     """The calling rank holds what the layout gives it, says so, and the ranks together hold the whole."""
     assert type(x) is DTensor, layout
-    assert x.shape == whole.shape, layout
-    assert Layout.of(x).slices(whole.shape).tolist() == on_ranks(layout, Layout.of(x)).slices(whole.shape).tolist()
-    assert torch.equal(x.to_local(), whole[layout.local_slice(whole.shape)]), layout
-    assert torch.equal(full_tensor(x), whole), layout
+    assert x.shape == full.shape, layout
+    assert Layout.of(x).slices(full.shape).tolist() == on_ranks(layout, Layout.of(x)).slices(full.shape).tolist()
+    assert torch.equal(x.to_local(), full[layout.local_slice(full.shape)]), layout
+    assert torch.equal(full_tensor(x), full), layout
 
 
 def on_ranks(layout, other):
@@ -50,10 +50,10 @@ def on_ranks(layout, other):
 @sim.ranks(4)
 def test_every_verb_takes_every_form(ctx):
     mesh = mesh_of(ctx)
-    whole = numbers(ctx, 8, 6)
+    full = numbers(ctx, 8, 6)
     wanted = Layout.from_device_mesh(mesh)(("dp", "tp"), "None")
-    part = whole[wanted.local_slice(whole.shape)].clone()
-    x = distribute_tensor(whole, Layout.from_device_mesh(mesh)("tp", "dp"))
+    part = full[wanted.local_slice(full.shape)].clone()
+    x = distribute_tensor(full, Layout.from_device_mesh(mesh)("tp", "dp"))
     alone, anywhere = Layout.from_device_mesh(mesh), Layout((2, 2), ("dp", "tp"))(("dp", "tp"))
     with_mesh = {
         "layout": (wanted,),
@@ -72,12 +72,12 @@ def test_every_verb_takes_every_form(ctx):
         "placements by name": (None, [Shard(0), Shard(0)]),
     }
     for form, arguments in with_mesh.items():
-        check(distribute_tensor(whole, *arguments), wanted, whole)
-        check(from_local(part, *arguments, shape=(8, 6)), wanted, whole)
+        check(distribute_tensor(full, *arguments), wanted, full)
+        check(from_local(part, *arguments, shape=(8, 6)), wanted, full)
         assert torch.equal(from_local(part, *arguments).to_local(), part), form
     for form, arguments in {**with_mesh, **on_known_mesh}.items():
         y = redistribute(x, *arguments)
-        check(y, wanted, whole)
+        check(y, wanted, full)
         assert (y.device_mesh, y.placements) == (mesh, (Shard(0), Shard(0))), form
         pending = redistribute(x, *arguments, async_op=True)
         assert isinstance(pending, PendingRedistribute)
@@ -85,16 +85,16 @@ def test_every_verb_takes_every_form(ctx):
         assert pending.wait() is pending.wait()
     entries = (("dp", "tp"), "None")
     for grad_layout in (wanted, anywhere, entries, [Shard(0), Shard(0)]):
-        leaf = distribute_tensor(whole.clone().requires_grad_(), wanted)
+        leaf = distribute_tensor(full.clone().requires_grad_(), wanted)
         to_local(leaf, grad_layout=grad_layout).square().sum().backward()
-        check(leaf.grad, wanted, 2 * whole)
+        check(leaf.grad, wanted, 2 * full)
         local = part.clone().requires_grad_()
         from_local(local, wanted, shape=(8, 6), grad_layout=grad_layout).backward(leaf.grad)
         assert torch.equal(local.grad, 2 * part)
     for form in ((alone(),), (mesh, ()), (mesh, [Replicate()] * 2), (mesh, ("None", None))):
-        x = distribute_tensor(whole, *form)
+        x = distribute_tensor(full, *form)
         assert x.placements == (Replicate(), Replicate())
-        assert torch.equal(from_local(whole, *form).full_tensor(), whole)
+        assert torch.equal(from_local(full, *form).full_tensor(), full)
     assert redistribute(x, ()) is x
 
 
@@ -104,26 +104,26 @@ def test_every_verb_takes_every_form(ctx):
 @sim.ranks(4)
 def test_results_work_where_torch_s_do(ctx):
     mesh = mesh_of(ctx)
-    whole = numbers(ctx, 8, 6)
-    part = whole.chunk(2)[ctx.rank // 2].chunk(2, 1)[ctx.rank % 2].clone()
+    full = numbers(ctx, 8, 6)
+    part = full.chunk(2)[ctx.rank // 2].chunk(2, 1)[ctx.rank % 2].clone()
     made = {
-        "distributed": distribute_tensor(whole, mesh, ("dp", "tp")),
+        "distributed": distribute_tensor(full, mesh, ("dp", "tp")),
         "from local": from_local(part, mesh, ("dp", "tp")),
-        "redistributed": redistribute(distribute_tensor(whole, mesh, ("tp", "dp")), ("dp", "tp")),
+        "redistributed": redistribute(distribute_tensor(full, mesh, ("tp", "dp")), ("dp", "tp")),
     }
-    other = torch_distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+    other = torch_distribute_tensor(full, mesh, [Replicate(), Shard(0)])
     for how, x in made.items():
-        assert torch.equal((x @ other.t()).full_tensor(), whole @ whole.t()), how
-        assert torch.equal((x.relu() + 1).sum(0).full_tensor(), (whole + 1).sum(0)), how
-        assert torch.equal(x.redistribute(mesh, [Replicate(), Replicate()]).to_local(), whole), how
-        assert torch.equal(copy.deepcopy(x).full_tensor(), whole), how
+        assert torch.equal((x @ other.t()).full_tensor(), full @ full.t()), how
+        assert torch.equal((x.relu() + 1).sum(0).full_tensor(), (full + 1).sum(0)), how
+        assert torch.equal(x.redistribute(mesh, [Replicate(), Replicate()]).to_local(), full), how
+        assert torch.equal(copy.deepcopy(x).full_tensor(), full), how
         file = io.BytesIO()
         torch.save({"x": x}, file)
         file.seek(0)
         read = torch.load(file, weights_only=False)["x"]
         assert read.placements == x.placements, how
         assert torch.equal(read.to_local(), x.to_local()), how
-        assert (x.stride(), x.dtype, x.device) == (whole.stride(), whole.dtype, whole.device), how
+        assert (x.stride(), x.dtype, x.device) == (full.stride(), full.dtype, full.device), how
 
 
 @sim.ranks(4)
@@ -175,14 +175,14 @@ SHAPES = [(8, 4), (7, 5), (3, 1), (0, 4), (1, 0)]
 def test_values_of_even_uneven_empty_and_ordered_splits(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))
     for shape, entries in itertools.product(SHAPES, LAYOUTS):
-        whole = numbers(ctx, *shape)
+        full = numbers(ctx, *shape)
         layout = own(*entries)
-        x = distribute_tensor(whole, layout)
-        check(x, layout, whole)
-        check(from_local(whole[layout.local_slice(shape)], layout, shape=shape), layout, whole)
+        x = distribute_tensor(full, layout)
+        check(x, layout, full)
+        check(from_local(full[layout.local_slice(shape)], layout, shape=shape), layout, full)
         for others in LAYOUTS:
             there = redistribute(x, own(*others))
-            check(there, own(*others), whole)
+            check(there, own(*others), full)
             back = redistribute(there, layout)
             assert torch.equal(back.to_local(), x.to_local()), (entries, others)
             assert back.placements == x.placements
@@ -201,17 +201,17 @@ def test_scalars_and_uneven_splits_against_the_mesh_s_order(ctx):
     assert full_tensor(redistribute(x, [Partial(), Replicate()])).item() == 3.0
     layout = Layout.from_device_mesh(mesh)(("tp", "dp"))
     for size, names in ((8, ("dp", "tp")), (7, ("tp", "dp"))):
-        whole = numbers(ctx, size)
+        full = numbers(ctx, size)
         for x in (
-            distribute_tensor(whole, layout),
-            redistribute(distribute_tensor(whole, mesh, ("dp",)), layout),
-            from_local(whole[layout.local_slice((size,))], layout, shape=(size,)),
+            distribute_tensor(full, layout),
+            redistribute(distribute_tensor(full, mesh, ("dp",)), layout),
+            from_local(full[layout.local_slice((size,))], layout, shape=(size,)),
         ):
-            check(x, layout, whole)
+            check(x, layout, full)
             assert x.device_mesh.mesh_dim_names == names
             assert redistribute(x, Layout.of(x)) is x
-            assert torch.equal((x + x).full_tensor(), 2 * whole)
-            assert torch.equal(x.full_tensor(), whole)
+            assert torch.equal((x + x).full_tensor(), 2 * full)
+            assert torch.equal(x.full_tensor(), full)
 
 
 @sim.ranks(4)
@@ -220,20 +220,20 @@ def test_pending_reductions(ctx):
     for shape, (kind, reduce) in itertools.product(((4, 6), (5, 3), (1, 2), (0, 2)), KINDS.items()):
         copies = torch.stack([numbers(ctx, *shape) + rank % 3 for rank in range(4)])
         over_tp = [reduce(copies[index : index + 2], 0) for index in (0, 2)]
-        whole = reduce(torch.stack(over_tp), 0)
+        full = reduce(torch.stack(over_tp), 0)
         x = from_local(copies[ctx.rank], own(partial={"dp": kind, "tp": kind}))
-        assert torch.equal(full_tensor(x), whole)
+        assert torch.equal(full_tensor(x), full)
         for entries in LAYOUTS:
-            check(redistribute(x, own(*entries)), own(*entries), whole)
+            check(redistribute(x, own(*entries)), own(*entries), full)
         half = redistribute(x, own("tp", partial={"dp": kind}))
         rows = own("tp").local_slice(shape)
         assert torch.equal(half.to_local(), over_tp[ctx.rank // 2][rows])
-        check(redistribute(half, own("None", "dp")), own("None", "dp"), whole)
+        check(redistribute(half, own("None", "dp")), own("None", "dp"), full)
         for layout in (own(partial={"tp": kind}), own("dp", partial={"tp": kind})):
-            opened = distribute_tensor(whole, layout)
+            opened = distribute_tensor(full, layout)
             assert Layout.of(opened) == layout
-            assert torch.equal(full_tensor(opened), whole)
-            assert torch.equal(full_tensor(redistribute(redistribute(opened, ()), layout)), whole)
+            assert torch.equal(full_tensor(opened), full)
+            assert torch.equal(full_tensor(redistribute(redistribute(opened, ()), layout)), full)
 
 
 @sim.ranks(4)
@@ -286,36 +286,36 @@ def test_views_that_merge_split_dims(ctx):
     """torch's view leaves strided parts, which no layout says; what is made of them is right all the same."""
     if torch.__version__ < "2.12":
         pytest.skip("torch 2.11 refuses views that merge a split dim that is not the first")
-    mesh, whole = mesh_of(ctx), numbers(ctx, 8, 8)
-    x = distribute_tensor(whole, mesh, ("dp", "tp")).requires_grad_()
+    mesh, full = mesh_of(ctx), numbers(ctx, 8, 8)
+    x = distribute_tensor(full, mesh, ("dp", "tp")).requires_grad_()
     flat = x.reshape(64)
     own = Layout.from_device_mesh(mesh)
-    assert torch.equal(full_tensor(flat.detach()), whole.reshape(64))
+    assert torch.equal(full_tensor(flat.detach()), full.reshape(64))
     there = redistribute(flat, own(("tp", "dp")))
-    check(there.detach(), own(("tp", "dp")), whole.reshape(64))
+    check(there.detach(), own(("tp", "dp")), full.reshape(64))
     there.sum().redistribute(mesh, [Replicate()] * 2).backward()
-    assert torch.equal(full_tensor(x.grad), torch.ones_like(whole))
+    assert torch.equal(full_tensor(x.grad), torch.ones_like(full))
 
 
 @sim.ranks(4)
 def test_what_norms_and_embeddings_leave_pending(ctx):
     """Powers that are to be added up, and rows that one rank has: more than a layout says, and reduced all the same."""
-    mesh, whole = mesh_of(ctx), numbers(ctx, 5, 3)
+    mesh, full = mesh_of(ctx), numbers(ctx, 5, 3)
     everywhere = [Replicate()] * 2
-    x = distribute_tensor(whole, mesh, ("dp", "tp")).requires_grad_()
+    x = distribute_tensor(full, mesh, ("dp", "tp")).requires_grad_()
     for p, dim in itertools.product((2.0, 1.0, 3.0, 0.0, float("inf"), -float("inf")), (None, 1)):
-        pending, wanted = (torch.linalg.vector_norm(t, p, dim) for t in (x, whole))
+        pending, wanted = (torch.linalg.vector_norm(t, p, dim) for t in (x, full))
         torch.testing.assert_close(full_tensor(pending.detach()), wanted)
         for target in (everywhere, [Partial(), Replicate()], [Replicate(), Partial("avg")]):
             moved = redistribute(pending, mesh, target)
             assert moved.placements == tuple(target)
             torch.testing.assert_close(moved.full_tensor(), wanted)
     (3 * redistribute(x.norm(), mesh, everywhere)).backward()
-    torch.testing.assert_close(full_tensor(x.grad), 3 * whole / whole.norm())
-    table = distribute_tensor(whole, mesh, ("tp", "None"))
+    torch.testing.assert_close(full_tensor(x.grad), 3 * full / full.norm())
+    table = distribute_tensor(full, mesh, ("tp", "None"))
     rows = torch.tensor([0, 4, 2], device=ctx.device)
     found = torch.nn.functional.embedding(distribute_tensor(rows, mesh, everywhere), table)
-    assert torch.equal(full_tensor(found), whole[rows])
+    assert torch.equal(full_tensor(found), full[rows])
 
 
 # -- agreement with torch ----------------------------------------------------------------------------------------------
@@ -326,10 +326,10 @@ STATES = [*itertools.product([Replicate(), Shard(0), Shard(1), Partial()], repea
 @sim.ranks(4)
 def test_every_verb_agrees_with_torch_s(ctx):
     mesh = mesh_of(ctx)
-    whole = numbers(ctx, 8, 4)
+    full = numbers(ctx, 8, 4)
     for placements in STATES:
-        theirs = torch_distribute_tensor(whole, mesh, placements)
-        ours = distribute_tensor(whole, mesh, placements)
+        theirs = torch_distribute_tensor(full, mesh, placements)
+        ours = distribute_tensor(full, mesh, placements)
         assert ours._spec == theirs._spec
         assert torch.equal(full_tensor(ours), theirs.full_tensor())
         if Partial() not in placements:  # there our sum may be prepared otherwise
@@ -340,7 +340,7 @@ def test_every_verb_agrees_with_torch_s(ctx):
         assert torch.equal(made.to_local(), as_torch.to_local())
         for target in STATES:
             ours = redistribute(theirs, mesh, target)
-            assert torch.equal(full_tensor(ours), whole), (placements, target)
+            assert torch.equal(full_tensor(ours), full), (placements, target)
             if Partial() in target:  # which torch keeps for itself
                 assert ours.placements == target
                 continue
@@ -354,12 +354,12 @@ def test_uneven_splits_agree_with_torch_s(ctx):
     mesh = mesh_of(ctx)
     in_order = [state for state in STATES if Partial() not in state]
     for shape in ((7, 5), (3, 2), (1, 4)):
-        whole = numbers(ctx, *shape)
+        full = numbers(ctx, *shape)
         for source, target in itertools.product(in_order, repeat=2):
-            theirs = torch_distribute_tensor(whole, mesh, source)
-            assert torch.equal(distribute_tensor(whole, mesh, source).to_local(), theirs.to_local())
+            theirs = torch_distribute_tensor(full, mesh, source)
+            assert torch.equal(distribute_tensor(full, mesh, source).to_local(), theirs.to_local())
             ours = redistribute(theirs, mesh, target)
-            assert torch.equal(ours.to_local(), torch_distribute_tensor(whole, mesh, target).to_local())
+            assert torch.equal(ours.to_local(), torch_distribute_tensor(full, mesh, target).to_local())
             assert torch.equal(theirs.redistribute(mesh, target).to_local(), ours.to_local())
 
 
@@ -373,9 +373,9 @@ def signs(x):
 @sim.ranks(4)
 def test_requires_grad_is_as_torch_has_it(ctx):
     mesh, split, whole_there = mesh_of(ctx, (4,), ("dp",)), [Shard(0)], [Replicate()]
-    whole, part = numbers(ctx, 8, 4), numbers(ctx, 2, 4)
+    full, part = numbers(ctx, 8, 4), numbers(ctx, 2, 4)
     for wants in (False, True):
-        tensor, local = whole.clone().requires_grad_(wants), part.clone().requires_grad_(wants)
+        tensor, local = full.clone().requires_grad_(wants), part.clone().requires_grad_(wants)
         theirs = torch_distribute_tensor(tensor, mesh, split)
         ours = distribute_tensor(tensor, mesh, split)
         assert signs(ours) == signs(theirs)
@@ -388,7 +388,7 @@ def test_requires_grad_is_as_torch_has_it(ctx):
             assert signs(redistribute(ours, whole_there)) == (False, True, True, DTensor)
             assert signs(from_local(local, mesh, split)) == signs(DTensor.from_local(local, mesh, split))
             assert signs(to_local(ours)) == signs(to_local(theirs)) == (False, True, True, torch.Tensor)
-    parameter = torch.nn.Parameter(whole)
+    parameter = torch.nn.Parameter(full)
     assert signs(distribute_tensor(parameter, mesh, split)) == signs(torch_distribute_tensor(parameter, mesh, split))
     counts = distribute_tensor(torch.arange(8, device=ctx.device), mesh, split)
     assert redistribute(counts, [Replicate()]).requires_grad is False

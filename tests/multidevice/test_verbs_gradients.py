@@ -29,15 +29,15 @@ def mesh_of(ctx, sizes=(2, 2), names=("dp", "tp")):
 def test_redistribute_between_all_layouts(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))
     for shape in ((4, 4), (7, 3)):
-        whole, weight = numbers(ctx, *shape), numbers(ctx, *shape) - 3
+        full, weight = numbers(ctx, *shape), numbers(ctx, *shape) - 3
         for source, target in itertools.product(layouts(own), repeat=2):
-            x = leaf(whole, source)
+            x = leaf(full, source)
             y = redistribute(x, target)
             y.backward(distribute_tensor(weight, target.reset_partial()))
             if torch.__version__ >= "2.12" or shape == (4, 4) or source != target:  # torch 2.11's copy of an uneven
                 assert Layout.of(x.grad) == Layout.of(x).reset_partial(), (source, target)  # gradient is a whole one
             assert torch.equal(full_tensor(x.grad), weight), (source, target)
-            assert torch.equal(full_tensor(redistribute(y.detach(), source)), whole), (source, target)
+            assert torch.equal(full_tensor(redistribute(y.detach(), source)), full), (source, target)
 
 
 @sim.ranks(4)
@@ -71,11 +71,11 @@ def test_redistribute_across_meshes(ctx):
         (Layout.from_device_mesh(left)(partial={"dp": "sum"}), both("tp", "dp")),
     ]
     for shape, (source, target) in itertools.product(((8, 4), (7, 5)), ways):
-        whole, weight = numbers(ctx, *shape), numbers(ctx, *shape) - 3
-        x = leaf(whole, source)
+        full, weight = numbers(ctx, *shape), numbers(ctx, *shape) - 3
+        x = leaf(full, source)
         y = redistribute(x, target)
         if ctx.rank in target.rank_list:
-            assert torch.equal(to_local(y.detach()), whole[target.local_slice(shape)])
+            assert torch.equal(to_local(y.detach()), full[target.local_slice(shape)])
         y.backward(distribute_tensor(weight, target))
         if ctx.rank in source.rank_list:
             assert torch.equal(to_local(x.grad), weight[source.local_slice(shape)])
@@ -86,35 +86,35 @@ def test_redistribute_across_meshes(ctx):
 def test_several_in_flight_give_what_one_after_the_other_does(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))
     for shape in ((4, 4), (7, 3)):
-        whole = numbers(ctx, *shape)
-        x, z = leaf(whole, own("dp")), leaf(2 * whole, own(partial={"dp": "sum"}))
+        full = numbers(ctx, *shape)
+        x, z = leaf(full, own("dp")), leaf(2 * full, own(partial={"dp": "sum"}))
         first = redistribute(x, own("None", "tp"), async_op=True)
         second = redistribute(z, own("tp", "dp"), async_op=True)
         ys = first.wait(), second.wait()
-        assert torch.equal(full_tensor(ys[0].detach()), whole)
-        assert torch.equal(full_tensor(ys[1].detach()), 2 * whole)
+        assert torch.equal(full_tensor(ys[0].detach()), full)
+        assert torch.equal(full_tensor(ys[1].detach()), 2 * full)
         for y in ys:
-            y.backward(distribute_tensor(whole, Layout.of(y)))
-        assert torch.equal(full_tensor(x.grad), whole)
-        assert torch.equal(full_tensor(z.grad), whole)
+            y.backward(distribute_tensor(full, Layout.of(y)))
+        assert torch.equal(full_tensor(x.grad), full)
+        assert torch.equal(full_tensor(z.grad), full)
 
 
 @sim.ranks(4)
 def test_gradients_accumulate_and_round_trips_change_nothing(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))
-    whole = numbers(ctx, 7, 3)
-    x = leaf(whole, own("dp"))
+    full = numbers(ctx, 7, 3)
+    x = leaf(full, own("dp"))
     for times in (1, 2):
         back = redistribute(redistribute(x, own(("tp", "dp"))), own("dp"))
         assert torch.equal(to_local(back.detach()), to_local(x.detach()))
         to_local(back, grad_layout=("dp",)).square().sum().backward()
-        assert torch.equal(full_tensor(x.grad), 2 * times * whole)
+        assert torch.equal(full_tensor(x.grad), 2 * times * full)
         full_tensor(x, grad_layout=()).sum().backward()
-        assert torch.equal(full_tensor(x.grad), 2 * times * whole + 1)
-        x.grad.sub_(distribute_tensor(torch.ones_like(whole), own("dp")))
+        assert torch.equal(full_tensor(x.grad), 2 * times * full + 1)
+        x.grad.sub_(distribute_tensor(torch.ones_like(full), own("dp")))
     optimizer = torch.optim.SGD([x], lr=0.5)
     optimizer.step()
-    assert torch.equal(full_tensor(x.detach()), whole - 0.5 * 4 * whole)
+    assert torch.equal(full_tensor(x.detach()), full - 0.5 * 4 * full)
 
 
 @sim.ranks(4)
@@ -122,16 +122,16 @@ def test_gradients_have_memory_of_their_own(ctx):
     """Two leaves that get the same gradient get it twice, so that clipping, in place, scales each once."""
     mesh = mesh_of(ctx)
     own, turned = Layout.from_device_mesh(mesh), Layout.from_device_mesh(mesh_of(ctx, (1, 2, 2), ("pp", "dp", "tp")))
-    whole = numbers(ctx, 7, 3)
+    full = numbers(ctx, 7, 3)
     for layout in (own("dp", "tp"), own(("tp", "dp")), own()):
-        pairs = [[leaf(whole, layout) for _ in range(2)] for _ in range(2)]
-        parts = [whole[layout.local_slice(whole.shape)].clone().requires_grad_() for _ in range(2)]
+        pairs = [[leaf(full, layout) for _ in range(2)] for _ in range(2)]
+        parts = [full[layout.local_slice(full.shape)].clone().requires_grad_() for _ in range(2)]
         to_local_of = [to_local(x, grad_layout=Layout.of(x)) for x in pairs[0]]
         sum(to_local_of).square().sum().backward()
         elsewhere = [redistribute(x, turned(*layout.alias_placements)) for x in pairs[1]]
         there = elsewhere[0].detach()
         sum(elsewhere).backward(4 * there)
-        made = [from_local(part, layout, shape=whole.shape) for part in parts]
+        made = [from_local(part, layout, shape=full.shape) for part in parts]
         sum(made).backward(4 * made[0].detach())
         for x, z in (*pairs, parts):
             assert torch.equal(z.grad, 4 * z.detach()), layout
@@ -142,23 +142,23 @@ def test_gradients_have_memory_of_their_own(ctx):
             x.grad = None
             for _ in range(2):
                 to_local(x, grad_layout=Layout.of(x)).sum().backward()
-            assert torch.equal(full_tensor(x.grad), torch.full_like(whole, 2))
+            assert torch.equal(full_tensor(x.grad), torch.full_like(full, 2))
 
 
 @sim.ranks(4)
 def test_gradients_of_gradients(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))
     for shape in ((4, 4), (7, 3)):
-        whole, weight = numbers(ctx, *shape), numbers(ctx, *shape) - 3
+        full, weight = numbers(ctx, *shape), numbers(ctx, *shape) - 3
         for source, target in ((own("dp"), own("None", "tp")), (own(("dp", "tp")), own()), (own(), own("tp", "dp"))):
-            x = leaf(whole, source)
+            x = leaf(full, source)
             y = redistribute(x, target)
             (slope,) = torch.autograd.grad(y * y * y, x, distribute_tensor(weight, target), create_graph=True)
-            assert torch.equal(full_tensor(slope.detach()), 3 * whole**2 * weight)
+            assert torch.equal(full_tensor(slope.detach()), 3 * full**2 * weight)
             (bend,) = torch.autograd.grad(slope, x, distribute_tensor(weight, source))
-            assert torch.equal(full_tensor(bend), 6 * whole * weight**2)
+            assert torch.equal(full_tensor(bend), 6 * full * weight**2)
         split = own("dp", "tp")
-        local = whole[split.local_slice(shape)].clone().requires_grad_()
+        local = full[split.local_slice(shape)].clone().requires_grad_()
         there = to_local(redistribute(from_local(local, split, shape=shape), own(("tp", "dp"))))
         (slope,) = torch.autograd.grad(there.pow(3).sum(), local, create_graph=True)
         assert torch.equal(slope, 3 * local**2)
@@ -169,8 +169,8 @@ def test_gradients_of_gradients(ctx):
 @sim.ranks(4)
 def test_gradients_of_gradients_where_parts_are_alike_copies_or_shares(ctx):
     own = Layout.from_device_mesh(mesh_of(ctx))
-    whole, weight = numbers(ctx, 4, 2), numbers(ctx, 4, 2) - 3
-    copies = torch.stack([whole + rank for rank in range(4)]).requires_grad_()
+    full, weight = numbers(ctx, 4, 2), numbers(ctx, 4, 2) - 3
+    copies = torch.stack([full + rank for rank in range(4)]).requires_grad_()
     push = torch.stack([weight - rank for rank in range(4)])
     for kind, y in {"sum": copies.sum(0), "avg": copies.mean(0)}.items():
         (slopes,) = torch.autograd.grad(y**3, copies, weight, create_graph=True)
@@ -180,23 +180,23 @@ def test_gradients_of_gradients_where_parts_are_alike_copies_or_shares(ctx):
         (slope,) = torch.autograd.grad(y * y * y, local, distribute_tensor(weight, own("dp", "tp")), create_graph=True)
         (bend,) = torch.autograd.grad(slope, local, push[ctx.rank])
         torch.testing.assert_close((slope.detach(), bend), (slopes[ctx.rank].detach(), bends[ctx.rank]))
-    alike, batch = whole[:, 0].clone().requires_grad_(), numbers(ctx, 8, 4) - 3
+    alike, batch = full[:, 0].clone().requires_grad_(), numbers(ctx, 8, 4) - 3
     (slope,) = torch.autograd.grad((batch @ alike).pow(3).sum(), alike, create_graph=True)
     (bend,) = torch.autograd.grad(slope, alike, alike, create_graph=True)
-    (twist,) = torch.autograd.grad(bend, alike, whole[:, 0])
-    local = whole[:, 0].clone().requires_grad_()
+    (twist,) = torch.autograd.grad(bend, alike, full[:, 0])
+    local = full[:, 0].clone().requires_grad_()
     there = to_local(from_local(local, own()), grad_layout=())
     (again,) = torch.autograd.grad((batch @ there).pow(3).sum(), local, create_graph=True)
     assert torch.equal(again.detach(), slope.detach())
     assert torch.equal(torch.autograd.grad(again, local, local)[0], bend.detach())
     for kind, ways in (("sum", 1), ("avg", 4)):
-        x = leaf(whole[:, 0], own("dp"))
+        x = leaf(full[:, 0], own("dp"))
         there = full_tensor(x, grad_layout=own(partial={"dp": kind, "tp": kind}))
         (share,) = torch.autograd.grad((batch.chunk(4)[ctx.rank] @ there).pow(3).sum(), x, create_graph=True)
         torch.testing.assert_close(full_tensor(share.detach()), slope.detach() / ways)
         (bent,) = torch.autograd.grad(share, x, x, create_graph=True)
         torch.testing.assert_close(full_tensor(bent.detach()), bend.detach() / ways)
-        (twisted,) = torch.autograd.grad(bent, x, distribute_tensor(whole[:, 0], own("dp")))
+        (twisted,) = torch.autograd.grad(bent, x, distribute_tensor(full[:, 0], own("dp")))
         torch.testing.assert_close(full_tensor(twisted), twist / ways)
 
 
@@ -244,27 +244,27 @@ def test_from_local_of_copies_of_which_one_counts(ctx):
 def test_to_local_is_refused_only_where_ranks_hold_the_same_or_copies(ctx):
     mesh = mesh_of(ctx, (2, 1, 2), ("dp", "cp", "tp"))
     own = Layout.from_device_mesh(mesh)
-    whole = numbers(ctx, 5, 3)
+    full = numbers(ctx, 5, 3)
     for entries in (("dp", "tp"), (("tp", "dp"),), (("dp", "cp", "tp"),), ("tp", ("dp", "cp"))):
-        x = leaf(whole, own(*entries))
+        x = leaf(full, own(*entries))
         to_local(x).square().sum().backward()
-        assert torch.equal(full_tensor(x.grad), 2 * whole), entries
+        assert torch.equal(full_tensor(x.grad), 2 * full), entries
     loose = {"'tp'": own("dp"), "'dp', 'tp'": own(), "'dp'": own("tp", partial={"dp": "sum"})}
     for names, layout in loose.items():
-        x = leaf(whole, layout)
+        x = leaf(full, layout)
         with pytest.raises(ValueError, match=f"through to_local: over {names} ranks hold the same or copies to reduce"):
             to_local(x).sum().backward()
         assert x.grad is None
-    x = leaf(whole, own("dp", "tp"))
+    x = leaf(full, own("dp", "tp"))
     with pytest.raises(ValueError, match="through full_tensor: over 'dp', 'tp' ranks hold the same"):
         full_tensor(x).sum().backward()
-    assert torch.equal(full_tensor(x.detach()), whole)
-    assert torch.equal(to_local(x.detach()), whole[own("dp", "tp").local_slice((5, 3))])
+    assert torch.equal(full_tensor(x.detach()), full)
+    assert torch.equal(to_local(x.detach()), full[own("dp", "tp").local_slice((5, 3))])
 
 
 @sim.ranks(4)
 def test_every_rank_computes_the_same_loss(ctx):
-    """A replicated tensor, one loss, computed alike on all ranks: the gradient is the loss's, not four times it."""
+    """A replicated tensor, one loss, computed by every rank: the gradient is the loss's, not four times it."""
     own = Layout.from_device_mesh(mesh_of(ctx))
     start, batch = numbers(ctx, 4, 3), numbers(ctx, 6, 4)
     alone = start.clone().requires_grad_()

@@ -112,13 +112,13 @@ def main() -> None:
     for where, victim, degrees, background, left in CASES:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
-            whole = replace(RUN, parallel=ParallelConfig(**degrees))
+            full = replace(RUN, parallel=ParallelConfig(**degrees))
             keep = CheckpointConfig(folder=f"{folder}/run", every=1, keep=2, background=background)
-            config = replace(whole, checkpoint=keep)
+            config = replace(full, checkpoint=keep)
             again = config if left == 2 else replace(config, parallel=ParallelConfig())
             outcome = {
                 "case": [where, victim, background, left],
-                "whole": ranks(root, "whole", 2, whole)[0],
+                "whole": ranks(root, "whole", 2, full)[0],
                 "killed": ranks(root, "killed", 2, config, killed=(where, victim)),
                 "again": ranks(root, "again", left, again)[0],
                 "left": sorted(path.name for path in (root / "run").iterdir()),

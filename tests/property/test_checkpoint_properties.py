@@ -1,4 +1,4 @@
-"""What is loaded is what was saved, bit for bit: any shapes, dtypes, layouts and meshes, on either side."""
+"""Round trips of checkpoints, bit for bit: any shapes, dtypes, layouts and meshes, on either side."""
 
 from __future__ import annotations
 

@@ -111,14 +111,14 @@ def splitting(drawn):
 def expected_norm(case, rank):
     parts = [torch.zeros(1, dtype=torch.complex128)]
     for number, drawn in enumerate(case.params):
-        whole = whole_of(drawn, number)
+        full = whole_of(drawn, number)
         if drawn.layout is None:
-            parts += [whole] * drawn.has[rank]
+            parts += [full] * drawn.has[rank]
             continue
         on = along(case.mesh, rank, drawn.layout.alias_name)
         for other in along(case.mesh, rank, splitting(drawn)):
             if drawn.has[other]:
-                parts.append(sim.scatter_full(whole, drawn.layout, on.index(other)))
+                parts.append(sim.scatter_full(full, drawn.layout, on.index(other)))
     everything = torch.cat([part.reshape(-1).to(torch.complex128) for part in parts])
     return torch.linalg.vector_norm(everything, case.p).item()
 
@@ -135,16 +135,16 @@ def make(case, rank, mesh):
     """The parameters of one rank with their gradients."""
     made = []
     for number, drawn in enumerate(case.params):
-        whole = whole_of(drawn, number)
+        full = whole_of(drawn, number)
         if drawn.layout is None:
-            value, grad = torch.zeros_like(whole), whole
+            value, grad = torch.zeros_like(full), full
         else:
             names = drawn.layout.alias_name
             on = mesh if names == case.mesh.alias_name else mesh[names]
             index = along(case.mesh, rank, names).index(rank)
             value, grad = (
                 from_local(sim.scatter_full(x, y, index, seed=case.seed), moved(y, on), shape=drawn.shape)
-                for x, y in ((torch.zeros_like(whole), drawn.layout), (whole, drawn.grad_layout))
+                for x, y in ((torch.zeros_like(full), drawn.layout), (full, drawn.grad_layout))
             )
         param = nn.Parameter(value.detach())
         if drawn.has[rank]:

@@ -119,8 +119,8 @@ def parts(case: Case) -> list[torch.Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     cp = ContextParallel(mesh, case.split.ulysses, case.split.balance)
     assert cp.sequence == case.split
-    *whole, documents = tensors(case)
-    q, k, v, grad = (cp.split(x, dim=2).requires_grad_(number < 3) for number, x in enumerate(whole))
+    *full, documents = tensors(case)
+    q, k, v, grad = (cp.split(x, dim=2).requires_grad_(number < 3) for number, x in enumerate(full))
     ids = cp.split(documents) if case.documents else None
     out = cp.attend(q, k, v, is_causal=case.causal, documents=ids)
     out.backward(grad)
@@ -139,7 +139,7 @@ def test_attention_over_ranks_is_that_of_one_device(case: Case) -> None:
     found = sim.run(parts, case.split.size, (case,))
     for rank, of_rank in enumerate(found):
         held = torch.cat([torch.arange(*ends) for ends in case.split.intervals(rank, case.seq)])
-        for name, mine, whole, bound in zip(("out", "q", "k", "v"), of_rank, expected, bounds, strict=True):
+        for name, mine, full, bound in zip(("out", "q", "k", "v"), of_rank, expected, bounds, strict=True):
             assert mine.dtype == case.dtype
-            excess = (mine.double() - whole[:, :, held]).abs() - bound[:, :, held]
+            excess = (mine.double() - full[:, :, held]).abs() - bound[:, :, held]
             assert (excess <= 0).all(), f"{name} of rank {rank}: {excess.max().item():.3g} beyond the bound"

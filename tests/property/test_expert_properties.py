@@ -136,8 +136,8 @@ def on_ranks(case: Drawn) -> dict[str, Any]:
     for name, grad in found.items():
         if name.startswith("experts."):
             assert not isinstance(grad, DTensor) or grad.placements == layer.get_parameter(name).placements
-            whole = full_tensor(grad) if isinstance(grad, DTensor) else grad
-            found[name] = added(whole.clone(), mesh, ("dp", "cp"))
+            full = full_tensor(grad) if isinstance(grad, DTensor) else grad
+            found[name] = added(full.clone(), mesh, ("dp", "cp"))
     return {**found, "bias": layer.router.bias}
 
 

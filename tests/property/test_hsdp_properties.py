@@ -138,7 +138,7 @@ def batch(step, micro, ranks, rank=None):
     return x if rank is None else x[rank * PER_RANK : (rank + 1) * PER_RANK]
 
 
-def whole(tensor):
+def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -168,8 +168,8 @@ def train(model, case, rank=None):
         if case.evaluate:
             with torch.inference_mode():
                 model(batch(step, 0, case.ranks, rank))
-    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
-    return losses, gradients, {name: whole(p.detach()) for name, p in model.named_parameters()}
+    gradients = {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
+    return losses, gradients, {name: full(p.detach()) for name, p in model.named_parameters()}
 
 
 def assert_close(name, got, wanted):

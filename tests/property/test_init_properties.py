@@ -97,8 +97,8 @@ def filled(layout, shape, dtype, names, seed):
 def test_every_part_is_a_slice_of_the_whole(case):
     layout, shape, dtype, names, seed = case
     with torch.device("meta"):
-        whole = Steps(shape, dtype, names)
-    expected = init_parameters(whole, seed).w.detach()
+        full = Steps(shape, dtype, names)
+    expected = init_parameters(full, seed).w.detach()
     parts = sim.run(filled, len(layout.rank_list), case)
     for rank, part in enumerate(parts):
         assert torch.equal(part, sim.scatter_full(expected, layout, rank)), (rank, part, expected)

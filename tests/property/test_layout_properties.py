@@ -30,11 +30,11 @@ def arange(shape):
     return torch.arange(math.prod(shape)).reshape(shape)
 
 
-def chunked(whole, layout):
+def chunked(full, layout):
     """The twin: the part of every rank, made by nothing but torch.chunk, split after split."""
     parts = {}
     for rank, coordinates in zip(layout.rank_list, product(*map(range, layout.mesh_shape)), strict=True):
-        part = whole
+        part = full
         for dim, entry in enumerate(layout.alias_placements):
             for name in (entry,) if isinstance(entry, str) else entry:
                 if name == "None":
@@ -48,11 +48,11 @@ def chunked(whole, layout):
     return parts
 
 
-def by_torch(whole, mesh_shape, placements, rank_list):
+def by_torch(full, mesh_shape, placements, rank_list):
     """The part of every rank as DTensor makes it: one placement after the other, by torch's own splitting."""
     parts = {}
     for rank, coordinates in zip(rank_list, product(*map(range, mesh_shape)), strict=True):
-        part = whole
+        part = full
         for size, coordinate, placement in zip(mesh_shape, coordinates, placements, strict=True):
             if isinstance(placement, Shard | _StridedShard):
                 part = placement._split_tensor(part, size, with_padding=False)[0][coordinate]
@@ -60,8 +60,8 @@ def by_torch(whole, mesh_shape, placements, rank_list):
     return parts
 
 
-def ours(whole, layout):
-    return {rank: whole[layout.local_slice(whole.shape, rank)] for rank in layout.rank_list}
+def ours(full, layout):
+    return {rank: full[layout.local_slice(full.shape, rank)] for rank in layout.rank_list}
 
 
 def assert_same_parts(left, right):
@@ -87,13 +87,13 @@ def test_slices_are_a_chunk_of_a_chunk(case, random):
     layout, shape = case
     ranks = random.sample(range(200), len(layout.rank_list))
     layout = Layout.from_dict({**layout.to_dict(), "rank_list": ranks})
-    whole = arange(shape)
-    parts = chunked(whole, layout)
-    assert_same_parts(ours(whole, layout), parts)
+    full = arange(shape)
+    parts = chunked(full, layout)
+    assert_same_parts(ours(full, layout), parts)
     table = layout.slices(shape)
     assert table.shape == (len(ranks), len(shape), 2)
     for rank, row in zip(ranks, table.tolist(), strict=True):
-        assert_same_parts({rank: whole[tuple(slice(*ends) for ends in row)]}, {rank: parts[rank]})
+        assert_same_parts({rank: full[tuple(slice(*ends) for ends in row)]}, {rank: parts[rank]})
         assert layout.local_shape(shape, rank) == tuple(parts[rank].shape)
 
 
@@ -173,41 +173,41 @@ def test_equal_means_the_same_parts(pair):
 @given(placed(ordered=False))
 def test_torch_agrees_on_splits_in_mesh_order(case):
     layout, shape = case
-    whole = arange(shape)
+    full = arange(shape)
     placements = to_placements(layout, shape)
     assert not any(isinstance(placement, _StridedShard) for placement in placements)
-    assert_same_parts(by_torch(whole, layout.mesh_shape, placements, layout.rank_list), ours(whole, layout))
+    assert_same_parts(by_torch(full, layout.mesh_shape, placements, layout.rank_list), ours(full, layout))
 
 
 @many
 @given(placed(even=True))
 def test_torch_agrees_on_even_splits_in_any_order(case):
     layout, shape = case
-    whole = arange(shape)
+    full = arange(shape)
     placements = to_placements(layout, shape)
-    assert_same_parts(by_torch(whole, layout.mesh_shape, placements, layout.rank_list), ours(whole, layout))
+    assert_same_parts(by_torch(full, layout.mesh_shape, placements, layout.rank_list), ours(full, layout))
 
 
 @many
 @given(placed(partial=("sum",)))
 def test_torch_agrees_on_any_split_once_the_mesh_is_in_split_order(case):
     layout, shape = case
-    whole = arange(shape)
+    full = arange(shape)
     plain = in_split_order(layout, len(shape))
     placements = to_placements(plain, shape)
     assert not any(isinstance(placement, _StridedShard) for placement in placements)
     assert plain.partial.items() == layout.partial.items()
     assert sorted(plain.rank_list) == sorted(layout.rank_list)
-    assert_same_parts(by_torch(whole, plain.mesh_shape, placements, plain.rank_list), ours(whole, layout))
+    assert_same_parts(by_torch(full, plain.mesh_shape, placements, plain.rank_list), ours(full, layout))
 
 
 @many
 @given(placed())
 def test_what_cannot_become_a_dtensor_is_refused(case):
     layout, shape = case
-    whole = arange(shape)
-    split = by_torch(whole, layout.mesh_shape, layout.placements, layout.rank_list)
-    mine = ours(whole, layout)
+    full = arange(shape)
+    split = by_torch(full, layout.mesh_shape, layout.placements, layout.rank_list)
+    mine = ours(full, layout)
     said = refusal(layout, shape)
     if not said:
         assert all(torch.equal(split[rank], mine[rank]) for rank in mine)

@@ -1,4 +1,4 @@
-"""What follows from other recordings is what would be recorded, event by event and bit for bit."""
+"""Derived recordings beside real ones, event by event and bit for bit."""
 
 from __future__ import annotations
 

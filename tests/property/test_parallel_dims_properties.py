@@ -1,4 +1,4 @@
-"""Whatever degrees are drawn: they multiply to the world size, infer back, and cut the ranks as the table says."""
+"""Drawn degrees: they multiply to the world size, infer back, and split the ranks as the table says."""
 
 from __future__ import annotations
 

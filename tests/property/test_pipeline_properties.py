@@ -183,7 +183,7 @@ def by_pipeline(case: Case):
         fill(stage)
         wrap(stage, case.wrapped, mesh["dp"])
     run = Pipeline(stages, mesh["pp"], case.schedule, case.micro_batches, loss_of, keep_gathered=case.keep)
-    tokens, target = (whole.chunk(case.data)[mesh["dp"].get_local_rank()] for whole in batch(case))
+    tokens, target = (full.chunk(case.data)[mesh["dp"].get_local_rank()] for full in batch(case))
     found = []
     for _ in range(STEPS):
         loss = run.step(tokens, target)

@@ -1,4 +1,4 @@
-"""What plans say of memory and of time, against what is allocated and against what no plan may be worse than.
+"""Memory and time of plans, against what is allocated and against what no plan may be worse than.
 
 Memory is watched on one rank at a time: its tensors are real, and its collectives return at once and move nothing.
 1,100 examples by default and 55,000 with --hypothesis-profile=deep.
@@ -196,8 +196,8 @@ def test_rounds_move_the_same_and_take_longer(case, on, share):
         if step.rounds == 1:
             continue
         for rank in step.ranks:
-            whole = [sum(moves(step, rank, index).receives) for index in range(step.rounds)]
-            assert sum(whole) * step.itemsize == step.recv_bytes[list(step.ranks).index(rank)]
+            full = [sum(moves(step, rank, index).receives) for index in range(step.rounds)]
+            assert sum(full) * step.itemsize == step.recv_bytes[list(step.ranks).index(rank)]
 
 
 # -- nodes -----------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_rounds_move_the_same_and_take_longer(case, on, share):
 @examples(3)
 @given(st.data())
 def test_nodes_of_one_rank_or_of_all_make_no_difference(data):
-    """One node has no slow links, and nodes of one rank have no others: one link alone prices the same plans alike."""
+    """One node has no slow links, and nodes of one rank have no others: with one kind of link, prices are equal."""
     case = data.draw(transitions(src=True))
     ranks = len(case[0].rank_list)
     assume(ranks > 1)

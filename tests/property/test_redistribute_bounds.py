@@ -1,4 +1,4 @@
-"""What plans cost, against counts of single elements and against the obvious plans; nothing is executed here.
+"""Costs of plans, against counts of single elements and against the obvious plans; nothing is executed here.
 
 1,000 examples by default and 50,000 with --hypothesis-profile=deep.
 """

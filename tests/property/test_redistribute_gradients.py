@@ -51,15 +51,15 @@ def whole_of(shape):
     return (torch.arange(math.prod(shape)).reshape(shape) % 17 - 5).to(torch.float64)
 
 
-def loss_of(whole):
-    return (whole * whole * whole).sum() + (whole * (whole_of(whole.shape) % 7)).sum()
+def loss_of(full):
+    return (full * full * full).sum() + (full * (whole_of(full.shape) % 7)).sum()
 
 
 def on_one_device(shape):
     """The gradient of the loss, without any rank."""
-    whole = whole_of(shape).requires_grad_()
-    loss_of(whole).backward()
-    return whole.grad
+    full = whole_of(shape).requires_grad_()
+    loss_of(full).backward()
+    return full.grad
 
 
 def wanted(grad, layout, rank):
@@ -98,9 +98,9 @@ def check(grads, grad, layout):
 def test_the_gradient_of_the_whole_is_that_of_one_device(path):
     def on_rank():
         part, x, mesh = start(path)
-        whole = full_tensor(follow(x, path.hops, mesh), grad_layout=())
-        torch.testing.assert_close(whole, whole_of(path.shape), rtol=1e-12, atol=1e-12)
-        loss_of(whole).backward()
+        full = full_tensor(follow(x, path.hops, mesh), grad_layout=())
+        torch.testing.assert_close(full, whole_of(path.shape), rtol=1e-12, atol=1e-12)
+        loss_of(full).backward()
         return part.grad
 
     check(run(on_rank, path), on_one_device(path.shape), path.src)
@@ -137,8 +137,8 @@ def test_a_double_round_trip_leaves_values_and_gradients_alone(path):
         x = redistribute(x, back.with_mesh(mesh))
         y = follow(x, way, mesh)
         assert torch.equal(to_local(y).detach(), to_local(x).detach())
-        for whole in (full_tensor(x, grad_layout=()), full_tensor(y, grad_layout=())):
-            loss_of(whole).backward()
+        for full in (full_tensor(x, grad_layout=()), full_tensor(y, grad_layout=())):
+            loss_of(full).backward()
             grads.setdefault(dist.get_rank(), []).append(part.grad)
             part.grad = None
 

@@ -141,7 +141,7 @@ def cases(draw):
     return Case(model, mesh, rows, width, start, fields, wrap, draw(st.integers(1, 2)), draw(st.integers(0, 99)))
 
 
-def whole(tensor):
+def full(tensor):
     return full_tensor(tensor.detach()) if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -167,15 +167,15 @@ def on_rank(case, model, value, reference):
         y = net(x)
         loss = y.sin().sum()
         loss.backward()
-    assert_close("output", whole(y), reference["output"])
-    assert_close("loss", whole(loss), reference["loss"])
+    assert_close("output", full(y), reference["output"])
+    assert_close("loss", full(loss), reference["loss"])
     gradient = reference["gradient of the input"]
     if case.wrap and mesh.size() > 1:  # every rank gets its part of it, the whole where ranks hold the same
         assert_close("gradient of the input", x.grad, sim.scatter_full(gradient, start))
     else:
-        assert_close("gradient of the input", whole(x.grad), gradient)
+        assert_close("gradient of the input", full(x.grad), gradient)
     for name, param in net.named_parameters():
-        assert_close(name, whole(param.grad), reference[name])
+        assert_close(name, full(param.grad), reference[name])
         if isinstance(param, DTensor):
             assert param.grad.placements == param.placements, name
             assert param.grad.device_mesh == param.device_mesh, name

@@ -1,4 +1,4 @@
-"""Whatever goes wrong: every rank that is left finishes, re-forms or raises, in the same way each time."""
+"""Drawn faults: every surviving rank finishes, joins a new group or raises, in the same way each time."""
 
 from __future__ import annotations
 

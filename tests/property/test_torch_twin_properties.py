@@ -1,4 +1,4 @@
-"""What the twin says torch receives is what torch receives: byte for byte, rank by rank, collective by collective."""
+"""The twin of torch's planner beside torch: byte for byte, rank by rank, collective by collective."""
 
 import itertools
 import math
@@ -33,12 +33,12 @@ def redistribute(world, pairs, shape):
     def on_rank():
         rank, (first, _) = dist.get_rank(), pairs[0]
         mesh = init_device_mesh("cpu", first.mesh_shape, mesh_dim_names=first.alias_name)
-        whole = torch.empty(shape, device="meta")
+        full = torch.empty(shape, device="meta")
         seen = []
         for src, dst in pairs:
             source, target = (layout.placement_to_tensor_map(len(shape)).placements for layout in (src, dst))
             local = torch.zeros(src.local_shape(shape, rank))
-            x = DTensor.from_local(local, mesh, source, shape=whole.shape, stride=whole.stride())
+            x = DTensor.from_local(local, mesh, source, shape=full.shape, stride=full.stride())
             known = len(world.trace.of_rank(rank))
             y = x.redistribute(mesh, target)
             assert tuple(y.to_local().shape) == dst.local_shape(shape, rank)

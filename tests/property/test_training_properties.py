@@ -1,4 +1,4 @@
-"""However the ranks are arranged, a run is the run of one device: losses, gradients' norms, weights, optimizer state.
+"""Drawn arrangements of ranks compared with one device: losses, norms of gradients, weights, optimizer state.
 
 And a run that is saved goes on under any other arrangement; under the same one bit for bit.
 """
@@ -89,17 +89,17 @@ def test_a_saved_run_goes_on_under_any_ranks(data, problem, step, changed):
     before = data.draw(arrangements(problem), label="saved by")
     after = data.draw(arrangements(problem), label="goes on by") if changed else before
     with folder() as keep:
-        whole = run(before.of(problem), before.world_size, keep, every=1)
+        full = run(before.of(problem), before.world_size, keep, every=1)
         middle = saved(step_folder(keep, step))
         for later in range(step + 1, STEPS + 1):
             shutil.rmtree(step_folder(keep, later))
         rest = run(after.of(problem), after.world_size, keep)
         unchanged = saved(step_folder(keep, step))
-    reference(problem).check(whole)
+    reference(problem).check(full)
     reference(problem).check(rest, first_step=step + 1)
     assert all(torch.equal(middle[name], tensor) for name, tensor in unchanged.items())
     if after == before:
-        different = [name for name, value in rest.items() if not torch.equal(value, whole[name])]
+        different = [name for name, value in rest.items() if not torch.equal(value, full[name])]
         assert not different, "the same ranks must go on bit for bit"
 
 

@@ -1,4 +1,4 @@
-"""Wrong arguments to every public name: an error of ours, alike on all ranks, and what was called still works."""
+"""Wrong arguments to every public name: an error of ours, the same on all ranks, and what was called still works."""
 
 from __future__ import annotations
 

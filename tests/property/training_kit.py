@@ -1,4 +1,4 @@
-"""What the property tests of training draw and compare: problems with a reference on one device, and arrangements.
+"""Strategies of the property tests of training: problems with a reference on one device, and arrangements.
 
 The reference of a problem runs on one device, plainly and three times perturbed (`sim.prove.bound.Perturbed`): how far
 its losses, its weights and its optimizer's state then move bounds how far any other order of the same sums moves them.

@@ -32,13 +32,13 @@ def test_memory_is_that_of_what_is_live():
 
 def test_memory_of_a_resized_storage_is_its_size_of_the_moment():
     with watch_memory() as memory:
-        whole = torch.empty(1000)
+        full = torch.empty(1000)
         with record_function("phase: whole"):
-            whole.untyped_storage().resize_(0)
+            full.untyped_storage().resize_(0)
         with record_function("phase: freed"):
             torch.empty(30)
         with record_function("phase: again"):
-            whole.untyped_storage().resize_(4000)
+            full.untyped_storage().resize_(4000)
     assert [memory.at_start(phase) for phase in ("whole", "freed", "again")] == [4000, 0, 0]
     assert [memory.peak(phase) for phase in ("whole", "freed", "again")] == [4000, 120, 4000]
 

@@ -106,8 +106,14 @@ def invoke(*arguments: str) -> tuple[int, str]:
         pytest.param(
             ("--device", "tpu"), ["error: cannot get a platform for 'tpu'", "'cpu', 'cuda', 'npu'"], id="unknown device"
         ),
-        pytest.param(("--steps", "0"), ["error: train.steps must be a number >= 1, got 0"], id="no steps"),
-        pytest.param(("--lr", "nan"), ["error: optimizer.lr must be a number >= 0, got nan"], id="no learning rate"),
+        pytest.param(
+            ("--steps", "0"), ["error: cannot use [train]: steps must be a finite number of at least 1"], id="no steps"
+        ),
+        pytest.param(
+            ("--lr", "nan"),
+            ["error: cannot use [optimizer]: lr must be a finite number of at least 0"],
+            id="no learning rate",
+        ),
         pytest.param(
             ("--batch-size", "12", "--sim", "8"),
             ["error: cannot split batch_size=12 sequences over 8", "try: batch_size = 8 or 16"],
@@ -489,12 +495,18 @@ def test_a_run_with_several_dimensions_says_what_it_does_and_goes_on() -> None:
         (("--model", "mole"), ["error: cannot find the model: there is no model 'mole'", "try: 'moe'"]),
         (("--ep", "2", "--sim", "2"), ["cannot split experts over ep=2: model 'llama' has none"]),
         (("--tp", "3", "--sim", "3"), ["num_attention_heads=4 is not divisible by tp=3"]),
-        (("--engine", "ddp"), ["error: parallel.engine='ddp' is not known", "'fully_shard'", "'hsdp'"]),
-        (("--precision", "fp16"), ["error: parallel.param_dtype='fp16' is not known"]),
-        (("--on-nonfinite", "halt"), ["error: train.on_nonfinite='halt' is not known", "'skip', 'stop' or 'dump'"]),
-        (("--stuck-after", "-1"), ["error: train.stuck_after_s must be a number >= 0, got -1.0"]),
-        (("--keep", "0"), ["error: checkpoint.keep must be a number >= 1, got 0"]),
-        (("--layers-per-stage", "1;2"), ["parallel.layers_per_stage must be numbers with commas", "try: '1,2,1'"]),
+        (
+            ("--engine", "ddp"),
+            ["error: cannot use [parallel]: there is no kind of engine 'ddp'", "'fully_shard'", "'hsdp'"],
+        ),
+        (("--precision", "fp16"), ["error: cannot use [parallel]: there is no kind of param_dtype 'fp16'"]),
+        (
+            ("--on-nonfinite", "halt"),
+            ["error: cannot use [train]: there is no kind of on_nonfinite 'halt'", "one of 'skip', 'stop', 'dump'"],
+        ),
+        (("--stuck-after", "-1"), ["error: cannot use [train]: stuck_after_s must be a finite number of at least 0"]),
+        (("--keep", "0"), ["error: cannot use [checkpoint]: keep must be a finite number of at least 1"]),
+        (("--layers-per-stage", "1;2"), ["layers_per_stage must be numbers with commas", "try: '1,2,1'"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

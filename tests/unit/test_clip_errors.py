@@ -148,9 +148,9 @@ def test_without_a_mesh_it_is_torchs_own(dtype, p, foreach):
     pair = []
     wholes = [torch.randn(shape, generator=generator, dtype=dtype) for shape in ((3, 4), (), (5,))]
     for _ in range(2):
-        params = [nn.Parameter(torch.zeros_like(whole)) for whole in wholes]
-        for param, whole in zip(params, wholes, strict=True):
-            param.grad = whole.clone()
+        params = [nn.Parameter(torch.zeros_like(full)) for full in wholes]
+        for param, full in zip(params, wholes, strict=True):
+            param.grad = full.clone()
         pair.append([*params, nn.Parameter(torch.zeros(2))])
     norm = clip_grad_norm_(iter(pair[0]), torch.tensor(0.5), p, foreach=foreach)
     expected = nn.utils.clip_grad_norm_(pair[1], 0.5, float(p), foreach=foreach)

@@ -98,10 +98,10 @@ def test_large_scores_do_not_overflow(documents: torch.Tensor | None) -> None:
         cp = cp_of(1)
         return cp.attend(*(cp.split(x, dim=2) for x in (q, k, v)), documents=documents)
 
-    whole = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    full = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
     for rank, found in enumerate(sim.run(body, world_size=2)):
         held = torch.cat([torch.arange(*ends) for ends in SequenceSplit(2).intervals(rank, SEQ)])
-        torch.testing.assert_close(found, whole[:, :, held].float(), rtol=1e-2, atol=1.0)  # of values around 1e3
+        torch.testing.assert_close(found, full[:, :, held].float(), rtol=1e-2, atol=1.0)  # of values around 1e3
 
 
 # -- what is sent, and when ------------------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ def test_the_traffic_is_what_the_cost_says(
 
     def body() -> None:
         cp = cp_of(ulysses)
-        whole = (normal(1, number, seq, 5, dtype=dtype) for number in (heads, kv_heads, kv_heads))
-        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in whole)
+        full = (normal(1, number, seq, 5, dtype=dtype) for number in (heads, kv_heads, kv_heads))
+        q, k, v = (cp.split(x, dim=2).requires_grad_() for x in full)
         cp.attend(q, k, v).sum().backward()
 
     with sim.world(split.size) as world:
@@ -269,13 +269,13 @@ def test_autocast_casts_as_torch_does(degree: int) -> None:
 
 def test_sums_are_kept_in_float32() -> None:
     """Rounding of each block's output to bfloat16 apart, more blocks are no less precise."""
-    whole = F.scaled_dot_product_attention(*(x.double() for x in qkv(torch.bfloat16)), is_causal=True, enable_gqa=True)
+    full = F.scaled_dot_product_attention(*(x.double() for x in qkv(torch.bfloat16)), is_causal=True, enable_gqa=True)
 
     def body() -> float:
         cp = cp_of(1)
         ids = torch.zeros(BATCH, SEQ // 8, dtype=torch.int64)
         found = cp.attend(*(cp.split(x, dim=2) for x in qkv(torch.bfloat16)), documents=ids)
-        return (found.double() - cp.split(whole, dim=2)).abs().div(cp.split(whole, dim=2).abs()).max().item()
+        return (found.double() - cp.split(full, dim=2)).abs().div(cp.split(full, dim=2).abs()).max().item()
 
     assert max(sim.run(body, world_size=8)) <= torch.finfo(torch.bfloat16).eps / 2 * 1.01, "one rounding, at the end"
 

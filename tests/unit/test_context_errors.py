@@ -1,4 +1,4 @@
-"""What a new user does wrong with context parallelism: four parts, before anything is communicated."""
+"""Errors of context parallelism: four parts, before anything is communicated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mesh_of(*sizes: int) -> DeviceMesh:
 
 
 def said(world_size: int, call) -> str:
-    """Return what a call on every rank raises, which must be alike on all and come before any communication."""
+    """Return what a call on every rank raises, which must be the same on all and come before any communication."""
 
     def body() -> str:
         with pytest.raises((TypeError, ValueError)) as caught:
@@ -65,7 +65,7 @@ def test_a_mesh_without_the_calling_rank() -> None:
     def body() -> None:
         mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("cp",))
         if dist.get_rank() == 2:
-            with pytest.raises(ValueError, match="the calling rank is not on the mesh"):
+            with pytest.raises(ValueError, match="rank 2, which calls, is not on the mesh"):
                 ContextParallel(mesh)
 
     sim.run(body, world_size=3)
@@ -144,7 +144,7 @@ def test_a_number_of_tokens_that_no_rank_can_have(tokens: int) -> None:
     )
 
 
-SHAPES = "q (batch, heads, seq, head_dim); k and v alike, with heads that divide those of q"
+SHAPES = "q (batch, heads, seq, head_dim); k and v too, with heads that divide those of q"
 
 
 def attend(q: object, k: object = None, v: object = None, degree: int = 1, **options: object) -> str:

@@ -1,4 +1,4 @@
-"""Who holds which positions, and what of another part they can see: against masks drawn position by position."""
+"""Positions of each rank, and what they see of another part: against masks drawn position by position."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_what_is_visible_is_what_a_mask_says(split: SequenceSplit, causal: bool)
 
 def scores_per_rank(split: SequenceSplit, seq: int) -> list[int]:
     """How many scores each ring rank computes in causal attention."""
-    whole = np.tril(np.ones((seq, seq), dtype=int))
-    return [int(whole[positions(split.part(rank, seq))].sum()) for rank in range(split.ring)]
+    full = np.tril(np.ones((seq, seq), dtype=int))
+    return [int(full[positions(split.part(rank, seq))].sum()) for rank in range(split.ring)]
 
 
 @pytest.mark.parametrize("ring", [2, 3, 8])

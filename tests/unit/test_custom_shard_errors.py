@@ -1,4 +1,4 @@
-"""What a new user does wrong with `custom_shard` and `parallelize_value_and_grad`: four parts, before anything runs."""
+"""Errors of `custom_shard` and `parallelize_value_and_grad`: four parts, before anything runs."""
 
 import re
 
@@ -162,7 +162,7 @@ MISTAKES = {
         (
             "cannot make a DTensor from local shards",
             "shard has shape (6, 4), and the layout gives it (3, 4)",
-            "the whole",
+            "the full tensor",
         ),
     ),
 }

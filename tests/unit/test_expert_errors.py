@@ -1,4 +1,4 @@
-"""What cannot be split over ranks is refused on all of them alike, before anything is said to the others."""
+"""Errors of expert parallelism: on all ranks, before any communication."""
 
 from __future__ import annotations
 

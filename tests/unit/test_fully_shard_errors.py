@@ -1,4 +1,4 @@
-"""Mistakes in calling fully_shard: the text names the blame and a way out, on every rank alike, before any byte."""
+"""Mistakes in calling fully_shard: the text names the blame and a way out, on every rank, before any byte."""
 
 import pytest
 import torch
@@ -400,7 +400,7 @@ def test_a_rank_outside_of_the_mesh():
             fully_shard(nn.Linear(2, 2), mesh=half)
             return ""
         with pytest.raises(
-            ValueError, match=r"on rank 2, which is not in its mesh\n  mesh: axis 0=2   ranks: \[0, 1\]"
+            ValueError, match=r"rank 2, which calls, is not on the mesh\n  mesh: axis 0=2   ranks: \[0, 1\]"
         ) as e:
             fully_shard(nn.Linear(2, 2), mesh=half)
         return str(e.value)
@@ -620,8 +620,8 @@ def test_a_gradient_for_a_parameter_as_it_was_before_wrapping(wrap):
         text = fails_on_every_rank(
             call, RuntimeError, r"a gradient arrived for 'weight' as it was before .* replaced it", communicates=True
         )
-        face, other = ("hsdp", "fully_shard") if wrap is hsdp else ("fully_shard", "hsdp")
-        assert face in text
+        api, other = ("hsdp", "fully_shard") if wrap is hsdp else ("fully_shard", "hsdp")
+        assert api in text
         assert other not in text
 
 

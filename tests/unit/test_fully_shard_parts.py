@@ -89,40 +89,40 @@ def splits(draw):
     return shape, draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 9))
 
 
-def parts_by_torch(whole, dim, ranks):
+def parts_by_torch(full, dim, ranks):
     """`torch.chunk`, which leaves empty parts out."""
-    chunks = list(torch.chunk(whole, ranks, dim))
-    return chunks + [whole.narrow(dim, 0, 0)] * (ranks - len(chunks))
+    chunks = list(torch.chunk(full, ranks, dim))
+    return chunks + [full.narrow(dim, 0, 0)] * (ranks - len(chunks))
 
 
 @many
 @given(splits())
 def test_parts_are_those_of_torch_chunk(split):
     shape, dim, ranks = split
-    whole = numbered(shape)
-    wanted = parts_by_torch(whole.detach(), dim, ranks)
+    full = numbered(shape)
+    wanted = parts_by_torch(full.detach(), dim, ranks)
     padded = set()
     for rank in range(ranks):
-        param = ManagedParam("p", [], whole, placement(ranks, rank, dim))
-        assert torch.equal(param.shard_of(whole.detach()), wanted[rank])
+        param = ManagedParam("p", [], full, placement(ranks, rank, dim))
+        assert torch.equal(param.shard_of(full.detach()), wanted[rank])
         assert param.local_shape == wanted[rank].shape
         assert param.local_numel == wanted[rank].numel() <= param.chunk
         assert [param.range_of(r)[1] - param.range_of(r)[0] for r in range(ranks)] == [w.shape[dim] for w in wanted]
         padded.add(param.chunk)
     assert len(padded) == 1  # every rank sends the same amount
-    assert padded.pop() * ranks >= whole.numel()
+    assert padded.pop() * ranks >= full.numel()
 
 
 @many
 @given(shapes)
 def test_a_parameter_that_is_whole_is_one_part(shape):
-    for whole in (numbered(shape), numbered([])):
-        param = ManagedParam("p", [], whole, placement(4, 3, None))
-        assert param.shard_of(whole) is whole
+    for full in (numbered(shape), numbered([])):
+        param = ManagedParam("p", [], full, placement(4, 3, None))
+        assert param.shard_of(full) is full
         assert (param.ranks, param.chunk, param.local_shape, param.contiguous_on_dim_0) == (
             1,
-            whole.numel(),
-            whole.shape,
+            full.numel(),
+            full.shape,
             True,
         )
 
@@ -131,12 +131,12 @@ def test_a_parameter_that_is_whole_is_one_part(shape):
 @given(splits())
 def test_rows_cover_the_whole_exactly_once(split):
     shape, dim, ranks = split
-    whole = numbered(shape)
-    param = ManagedParam("p", [], whole, placement(ranks, 0, dim))
-    wanted = parts_by_torch(whole.detach(), dim, ranks)
+    full = numbered(shape)
+    param = ManagedParam("p", [], full, placement(ranks, 0, dim))
+    wanted = parts_by_torch(full.detach(), dim, ranks)
     room = max(ranks * param.chunk, param.numel) if param.contiguous_on_dim_0 else param.numel
     flat = torch.full((room,), -1.0)
-    flat[: param.numel] = whole.detach().view(-1)
+    flat[: param.numel] = full.detach().view(-1)
     wide = torch.full((ranks, param.chunk + 3), -2.0)
     rows = wide[:, 1 : param.chunk + 1]  # of any stride, with neighbours
     seen = torch.zeros(room)
@@ -185,8 +185,8 @@ def brute_row(params, dims, gradients, ranks, rank):
 def test_gradients_are_packed_row_by_row_and_padded_with_zeros(members, ranks, dtype, has_place):
     wholes = [numbered(shape) for (shape, _, _), _ in members]
     dims = [dim for (_, dim, _), _ in members]
-    params = [ManagedParam("p", [], whole, placement(ranks, 0, dim)) for whole, dim in zip(wholes, dims, strict=True)]
-    gradients = [whole.detach().to(dtype) if used else None for whole, (_, used) in zip(wholes, members, strict=True)]
+    params = [ManagedParam("p", [], full, placement(ranks, 0, dim)) for full, dim in zip(wholes, dims, strict=True)]
+    gradients = [full.detach().to(dtype) if used else None for full, (_, used) in zip(wholes, members, strict=True)]
     held = [None if gradient is None else gradient.reshape(-1) for gradient in gradients]
     reducer = reducer_of(params, ranks)
     width = reducer._starts[-1] + len(params)
@@ -256,10 +256,10 @@ def make_bucket(mesh, values, dims, *, flat=False, param_dtype=None, on_host=Fal
         ManagedParam(
             f"p{index}",
             [Slot(owner, str(index))],
-            whole,
-            plain_placement(whole, f"p{index}", data, lambda p, d=dim: Shard(d or 0), None, replicate=dim is None),
+            full,
+            plain_placement(full, f"p{index}", data, lambda p, d=dim: Shard(d or 0), None, replicate=dim is None),
         )
-        for index, (whole, dim) in enumerate(zip(wholes, dims, strict=True))
+        for index, (full, dim) in enumerate(zip(wholes, dims, strict=True))
     ]
     group = None if dims[0] is None else data.shard_group
     storage = Storage(get_platform("cpu"), flat=flat, on_host=on_host)

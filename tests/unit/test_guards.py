@@ -1,4 +1,4 @@
-"""What ends a run early: a signal, a NaN, a rank that is stuck."""
+"""Early ends of a run: a signal, a NaN, a rank that is stuck."""
 
 from __future__ import annotations
 

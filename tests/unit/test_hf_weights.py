@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: what we write transformers computes alike, what it writes we do; and what is refused."""
+"""Folders of Hugging Face: ours in transformers, and theirs in our models, compute the same; and what is refused."""
 
 from __future__ import annotations
 
@@ -177,11 +177,11 @@ def test_a_stage_and_an_untied_model_take_what_they_need(tmp_path: Path) -> None
     names = list(last.state_dict())
     load_huggingface({name.replace("layers.2.", "layers.2._checkpoint_wrapped_module."): x
                       for name, x in last.state_dict().items()}, tmp_path)  # fmt: skip
-    whole = build(config).state_dict()
+    full = build(config).state_dict()
     assert "head.weight" in names
     assert "embed.weight" not in names
     for name in names:
-        assert torch.equal(last.state_dict()[name], whole[name].float()), name
+        assert torch.equal(last.state_dict()[name], full[name].float()), name
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

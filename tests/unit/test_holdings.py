@@ -1,4 +1,4 @@
-"""Who holds what between the steps of a plan: arithmetic on all ranks at once against sets of single elements.
+"""Holdings between the steps of a plan: arithmetic on all ranks at once against sets of single elements.
 
 The twin below says in a dozen lines of Python what a `Holding` means: every element of every dim is walked through.
 """

@@ -1,4 +1,4 @@
-"""Mistakes in calling hsdp: a ValueError of four parts, on every rank alike, before anything is sent or changed."""
+"""Mistakes in calling hsdp: a ValueError of four parts, on every rank, before anything is sent or changed."""
 
 import numpy as np
 import pytest

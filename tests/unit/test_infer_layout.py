@@ -1,4 +1,4 @@
-"""Which layouts explain given parts, how well one does, and what is said when none does."""
+"""Layouts that explain given shards, how well one does, and the error when none does."""
 
 import math
 from fractions import Fraction

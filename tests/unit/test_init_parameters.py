@@ -41,10 +41,10 @@ def split(model, *entries, sizes=(2,), names=("dp",)):
     return model
 
 
-def check_parts(model, whole):
+def check_parts(model, full):
     for name, tensor in model.state_dict().items():
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        expected = sim.scatter_full(whole[name], Layout.of(tensor)) if isinstance(tensor, DTensor) else whole[name]
+        expected = sim.scatter_full(full[name], Layout.of(tensor)) if isinstance(tensor, DTensor) else full[name]
         assert torch.equal(part, expected), name
 
 
@@ -71,9 +71,9 @@ def drawn(fill, count=100_000, key=0):
 
 @pytest.mark.parametrize("shape", [(), (5,), (40, 3000), (17, 1024), (3, 2, 2000), (9, 7, 3, 3), (0, 4), (300_000,)])
 def test_tiles_cover_each_element_once(shape):
-    whole = tuple(slice(0, size) for size in shape)
+    full = tuple(slice(0, size) for size in shape)
     counts = torch.zeros(shape)
-    for tile in tiles(shape, whole):
+    for tile in tiles(shape, full):
         counts[tile] += 1
         assert counts[tile].numel() <= 2**14
     assert bool((counts == 1).all())
@@ -404,9 +404,9 @@ def test_the_llama_is_the_same_for_any_number_of_ranks(world_size):
     def body():
         sizes = (max(world_size // 8, 1), min(world_size, 8))
         model = split(on_meta(Llama, SMALL), ("tp", "dp"), sizes=sizes, names=("dp", "tp"))
-        check_parts(init_parameters(model, 3), whole)
+        check_parts(init_parameters(model, 3), full)
 
-    whole = init_parameters(on_meta(Llama, SMALL), 3).state_dict()
+    full = init_parameters(on_meta(Llama, SMALL), 3).state_dict()
     sim.run(body, world_size=world_size)
 
 
@@ -485,9 +485,9 @@ def test_rejected_draws_do_not_move_later_ones():
         w.data.add_(torch.randn_like(w))
 
     def body():
-        check_parts(init_parameters(split(on_meta(Own, fill), "dp", sizes=(4,)), 5), whole)
+        check_parts(init_parameters(split(on_meta(Own, fill), "dp", sizes=(4,)), 5), full)
 
-    whole = init_parameters(on_meta(Own, fill), 5).state_dict()
+    full = init_parameters(on_meta(Own, fill), 5).state_dict()
     sim.run(body, world_size=4)
 
 
@@ -503,7 +503,7 @@ def test_a_model_of_fully_shard(own):
         for layer in model.layers:
             wrap(layer, mesh=mesh)
         wrap(model, mesh=mesh)
-        check_parts(init_parameters(model, 3), whole)
+        check_parts(init_parameters(model, 3), full)
         out = model(ids)
         out.sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -515,7 +515,7 @@ def test_a_model_of_fully_shard(own):
 
     ids = torch.arange(8)[None]
     plain = init_parameters(on_meta(Llama, SMALL), 3)
-    whole, first = plain.state_dict(), plain(ids)
+    full, first = plain.state_dict(), plain(ids)
     again = init_parameters(on_meta(Llama, SMALL), 4)
     other, expected = again.state_dict(), again(ids)
     assert all(torch.equal(out, first) for out in sim.run(body, world_size=4))
@@ -532,10 +532,10 @@ def test_code_that_mixes_parameters_with_plain_tensors():
             w.clamp_(max=40).div_(3)
 
     def body():
-        check_parts(init_parameters(split(on_meta(Own, fill), None, "dp", sizes=(3,)), 5), whole)
+        check_parts(init_parameters(split(on_meta(Own, fill), None, "dp", sizes=(3,)), 5), full)
 
-    whole = init_parameters(on_meta(Own, fill), 5).state_dict()
-    assert whole["w"][1, 3].item() == pytest.approx(7 / 3)
+    full = init_parameters(on_meta(Own, fill), 5).state_dict()
+    assert full["w"][1, 3].item() == pytest.approx(7 / 3)
     sim.run(body, world_size=3)
 
 
@@ -557,10 +557,10 @@ def test_code_that_mixes_parameters_with_plain_tensors():
 )
 def test_what_needs_all_elements_gets_them(fill):
     def body():
-        check_parts(init_parameters(split(on_meta(Own, fill), None, "dp", sizes=(4,)), 5), whole)
+        check_parts(init_parameters(split(on_meta(Own, fill), None, "dp", sizes=(4,)), 5), full)
 
-    whole = init_parameters(on_meta(Own, fill), 5).state_dict()
-    assert not whole["w"].isnan().any()
+    full = init_parameters(on_meta(Own, fill), 5).state_dict()
+    assert not full["w"].isnan().any()
     sim.run(body, world_size=4)
 
 
@@ -682,12 +682,12 @@ def test_wrong_models():
         assert all(parameter.is_meta for parameter in model.parameters()), "nothing has changed"
         model = fully_shard(nn.Linear(4, 4), mesh=mesh)
         model.unshard()
-        whole = refused(lambda: init_parameters(model))
+        full = refused(lambda: init_parameters(model))
         model.reshard()
         init_parameters(model)
-        return pending, other, whole
+        return pending, other, full
 
-    pending, other, whole = sim.run(body, world_size=2)[1]
+    pending, other, full = sim.run(body, world_size=2)[1]
     assert "'weight' has a reduction pending" in pending
     assert "its DTensors are on a mesh of another device type, 'cpu'" in other
-    assert "the model shows unsharded parameters" in whole
+    assert "the model shows unsharded parameters" in full

@@ -158,12 +158,12 @@ def test_local_shape_follows_chunk():
 
 
 def test_order_of_axes_matters():
-    whole = torch.arange(7)
+    full = torch.arange(7)
     tp_outside, dp_outside = MESH(("tp", "dp")), MESH(("dp", "tp"))
-    assert [whole[tp_outside.local_slice((7,), rank)].tolist() for rank in range(8)] == [
+    assert [full[tp_outside.local_slice((7,), rank)].tolist() for rank in range(8)] == [
         [0], [2], [4], [6], [1], [3], [5], [],
     ]  # fmt: skip
-    assert [whole[dp_outside.local_slice((7,), rank)].tolist() for rank in range(8)] == [
+    assert [full[dp_outside.local_slice((7,), rank)].tolist() for rank in range(8)] == [
         [0], [1], [2], [3], [4], [5], [6], [],
     ]  # fmt: skip
 

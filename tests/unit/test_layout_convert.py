@@ -90,12 +90,12 @@ def test_with_mesh(mesh):
 @pytest.mark.parametrize("size", [24, 12, 0])
 def test_even_splits_in_every_order_are_dtensors(mesh, order, size):
     layout = Layout.from_device_mesh(mesh)("None", order)
-    whole = torch.arange(2.0 * size).reshape(2, size)
-    place, placements = to_torch(layout, whole.shape)
+    full = torch.arange(2.0 * size).reshape(2, size)
+    place, placements = to_torch(layout, full.shape)
     assert place is mesh
-    assert placements == to_placements(layout, whole.shape) == layout.placements
-    x = distribute_tensor(whole, place, placements, src_data_rank=None)
-    assert torch.equal(x.to_local(), whole[layout.local_slice(whole.shape)])
+    assert placements == to_placements(layout, full.shape) == layout.placements
+    x = distribute_tensor(full, place, placements, src_data_rank=None)
+    assert torch.equal(x.to_local(), full[layout.local_slice(full.shape)])
     assert Layout.of(x) == layout
     assert Layout.of(x).alias_placements == layout.alias_placements
     assert Layout.of(x).mesh is mesh
@@ -105,15 +105,15 @@ def test_even_splits_in_every_order_are_dtensors(mesh, order, size):
 @pytest.mark.parametrize("size", [23, 13, 7, 1])
 def test_uneven_splits_in_every_order_are_dtensors_on_a_mesh_in_split_order(mesh, order, size):
     layout = Layout.from_device_mesh(mesh)(order, "None")
-    whole = torch.arange(2.0 * size).reshape(size, 2)
-    place, placements = to_torch(layout, whole.shape)
+    full = torch.arange(2.0 * size).reshape(size, 2)
+    place, placements = to_torch(layout, full.shape)
     assert placements == (Shard(0),) * 3
     assert place.mesh_dim_names == order
     assert (place is mesh) is (order == ("dp", "cp", "tp"))
     assert [place.get_group(name) for name in order] == [mesh.get_group(name) for name in order], "no new groups"
-    assert to_torch(layout, whole.shape)[0] == place
-    x = distribute_tensor(whole, place, placements, src_data_rank=None)
-    assert torch.equal(x.to_local(), whole[layout.local_slice(whole.shape)])
+    assert to_torch(layout, full.shape)[0] == place
+    x = distribute_tensor(full, place, placements, src_data_rank=None)
+    assert torch.equal(x.to_local(), full[layout.local_slice(full.shape)])
     assert Layout.of(x).slices(x.shape).shape == (12, 2, 2)
     for rank in range(12):
         assert Layout.of(x).local_slice(x.shape, rank) == layout.local_slice(x.shape, rank)
@@ -124,9 +124,9 @@ def test_a_default_order_dim_beside_an_uneven_re_ordered_one(mesh):
     place, placements = to_torch(layout, (7, 5))
     assert place.mesh_dim_names == ("cp", "tp", "dp")
     assert placements == (Shard(1), Shard(0), Shard(0))
-    whole = torch.arange(35).reshape(7, 5)
-    x = distribute_tensor(whole, place, placements, src_data_rank=None)
-    assert torch.equal(x.to_local(), whole[layout.local_slice((7, 5))])
+    full = torch.arange(35).reshape(7, 5)
+    x = distribute_tensor(full, place, placements, src_data_rank=None)
+    assert torch.equal(x.to_local(), full[layout.local_slice((7, 5))])
 
 
 def test_axes_of_size_1_do_not_make_a_split_uneven():

@@ -219,8 +219,8 @@ def test_a_mistake_is_one_message_and_exit_code_2(arguments: tuple[str, ...], me
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--checkpointing", "ful"), "parallel.checkpointing='ful' is not known"),
-        (("--precision", "fp8"), "parallel.param_dtype='fp8' is not known"),
+        (("--checkpointing", "ful"), "cannot use [parallel]: there is no kind of checkpointing 'ful'"),
+        (("--precision", "fp8"), "cannot use [parallel]: there is no kind of param_dtype 'fp8'"),
         (("--hiden-size", "8"), "No such option: --hiden-size"),
         (("--hiden-size", "8"), "--hidden-size"),
         (("no.toml",), "cannot read the config 'no.toml': no such file"),

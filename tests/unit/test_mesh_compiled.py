@@ -1,4 +1,4 @@
-"""What a compiled block keeps and computes again: as torch.compile's own cut of the graph has it."""
+"""Activations that a compiled block keeps or computes again: as torch.compile's own partition of the graph has it."""
 
 from __future__ import annotations
 

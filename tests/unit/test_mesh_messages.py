@@ -1,4 +1,4 @@
-"""What goes from stage to stage: in parts that ranks along tp send and gather, and with a host that waits for it."""
+"""Messages between stages: in shards that ranks along tp send and gather, and with a host that waits for them."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What the recorder writes down of operations, memory, communication and streams."""
+"""Records of operations, memory, communication and streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people read of estimates: tables, words, and what to change."""
+"""Reports of estimates: tables, words, and what to change."""
 
 from __future__ import annotations
 

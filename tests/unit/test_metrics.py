@@ -1,4 +1,4 @@
-"""What a run reports of itself: FLOPs against naive counts, memory, logs, pictures, TensorBoard."""
+"""Reports of a run: FLOPs against naive counts, memory, logs, pictures, TensorBoard."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def on_mesh():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def own_part(whole, layout):
-    return sim.scatter_full(whole, layout)
+def own_part(full, layout):
+    return sim.scatter_full(full, layout)
 
 
 PAIRS = [
@@ -109,9 +109,9 @@ def test_strides_of_the_whole_are_as_those_of_a_part(part, shape, strides):
 def test_executing_records_no_gradient():
     def on_rank():
         gather, keep = plan(MESH("dp"), MESH(), (4,), torch.float32), plan(MESH(), MESH("dp"), (4,), torch.float32)
-        halves, whole = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(4))
+        halves, full = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(4))
         idle = execute(plan(MESH("dp"), MESH("dp"), (4,), torch.float32), halves)
-        return execute(gather, halves).requires_grad, execute(keep, whole).requires_grad, idle is halves
+        return execute(gather, halves).requires_grad, execute(keep, full).requires_grad, idle is halves
 
     assert sim.run(on_rank, world_size=4) == [(False, False, True)] * 4
 
@@ -168,8 +168,8 @@ def test_within_a_slice_of_a_mesh():
         first = DeviceMesh("cpu", [dist.get_rank() // 2 * 2], mesh_dim_names=("one",))
         return full_tensor(y).tolist(), redistribute(x, first, ()).to_local().numel()
 
-    whole = torch.arange(16.0).reshape(4, 4).tolist()
-    assert sim.run(on_rank, world_size=4) == [(whole, 16), (whole, 0)] * 2
+    full = torch.arange(16.0).reshape(4, 4).tolist()
+    assert sim.run(on_rank, world_size=4) == [(full, 16), (full, 0)] * 2
 
 
 @pytest.mark.parametrize("way", ["out of", "into"])

@@ -1,4 +1,4 @@
-"""What a user gets wrong in a pipeline is said, and a step that fails leaves nothing behind."""
+"""Errors of pipelines; a step that fails has no effect on the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers a stage has, which stages a rank has, and which schedules run what: without a process group."""
+"""Layers of each stage, stages of each rank, and what each schedule runs: without a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plan is taken, and what it costs: on topologies small enough that every number can be worked out by hand."""
+"""The choice of a plan, and its cost: on topologies small enough that every number can be worked out by hand."""
 
 import pickle
 import re
@@ -157,12 +157,12 @@ def test_where_fewer_bytes_begin_to_pay_on_one_node(count, expected):
     mesh = Layout((2, 2), ("dp", "tp"))
     on = Topology("one node", Link(11e-6, 1e-6, 1e9))
     found = plan(mesh("tp", partial={"dp": "sum"}), mesh(), (count,), FLOAT, on)
-    whole = 4 * count
-    one, two = 14e-6 + 1.5 * whole / 1e9, 24e-6 + whole / 1e9
+    full = 4 * count
+    one, two = 14e-6 + 1.5 * full / 1e9, 24e-6 + full / 1e9
     assert found.num_collectives == expected
     assert found.seconds == pytest.approx(min(one, two))
     assert (one < two) == (expected == 1)
-    assert found.recv_bytes.tolist() == [whole * 3 // 2 if expected == 1 else whole] * 4
+    assert found.recv_bytes.tolist() == [full * 3 // 2 if expected == 1 else full] * 4
 
 
 @pytest.mark.parametrize(("part", "expected"), [(249, ["node+gpu"]), (251, ["node", "gpu"])])
@@ -247,10 +247,10 @@ def test_every_round_takes_its_latency():
 def test_a_gather_in_rounds_is_priced_as_the_exchange_it_is():
     """On rails a ring crosses with 1/4 of the bytes; in rounds each rank sends to each, and all of it crosses."""
     mesh = MESH("None", BOTH)
-    whole = plan(mesh, MESH("None", "None"), (8, 64), FLOAT, RAILS)
-    assert steps_of(whole) == [("all_gather", "node+gpu")]
+    full = plan(mesh, MESH("None", "None"), (8, 64), FLOAT, RAILS)
+    assert steps_of(full) == [("all_gather", "node+gpu")]
     part, start = 4 * 8 * 64 // 8, 5e-6 + 7 * 3e-7
-    assert whole.seconds == pytest.approx(start + part / 1e8)
+    assert full.seconds == pytest.approx(start + part / 1e8)
     [step] = plan(mesh, MESH("None", "None"), (8, 64), FLOAT, RAILS, max_extra_bytes=512).steps
     assert step.rounds == 8
     assert step.seconds == pytest.approx(start + 4 * part / 1e8 + (step.rounds - 1) * start)

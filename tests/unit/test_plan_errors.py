@@ -1,4 +1,4 @@
-"""What is said to who plans with wrong arguments: four parts, before anything is planned or communicated."""
+"""Errors of planning: four parts, before anything is planned or communicated."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What is refused before any rank starts: degrees that do not fit the model, each other, the text or the pipeline."""
+"""Errors before any rank starts: degrees that do not fit the model, each other, the text or the pipeline."""
 
 from __future__ import annotations
 

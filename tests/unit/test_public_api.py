@@ -1,4 +1,4 @@
-"""What the package exports, and that its docstrings' examples hold."""
+"""Exports of the package, and the examples of its docstrings."""
 
 import ast
 import doctest

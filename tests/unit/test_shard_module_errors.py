@@ -1,4 +1,4 @@
-"""What a new user does wrong with a plan: four parts, on every rank alike, before anything is communicated."""
+"""Errors of plans: four parts, on every rank, before anything is communicated."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How a ShardingPlan is read: every spelling of layouts, paths with globs, which argument a layout is for."""
+"""Reading of a ShardingPlan: every spelling of layouts, paths with globs, which argument a layout is for."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Worlds that stand for a backend: what it does not reduce is refused, at the call and on every rank alike."""
+"""Worlds that stand for a backend: what it does not reduce is refused, at the call and on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new user gets wrong: each mistake is named at once, with what to do instead."""
+"""Errors of the simulator's arguments: each mistake is named at once, with what to do instead."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ def test_a_device_by_the_name_of_accelerator():
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_dtensors_on_a_mapped_device(causal):
     """The CPU has an operator of its own for it, which DTensors do not know."""
-    whole = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    full = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def body() -> bool:
         mesh = dist.init_device_mesh("cuda", (2,))
-        heads = [distribute_tensor(each, mesh, [Shard(1)]) for each in whole]
+        heads = [distribute_tensor(each, mesh, [Shard(1)]) for each in full]
         found = attention(*heads, is_causal=causal).full_tensor()
-        torch.testing.assert_close(found, attention(*whole, is_causal=causal))
+        torch.testing.assert_close(found, attention(*full, is_causal=causal))
         return True
 
     assert sim.run(body, 2, map_device="cuda") == [True, True]

@@ -1073,9 +1073,9 @@ def reduces(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
 
 
 def gathers(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-    whole = torch.zeros(8)
-    part = whole.chunk(2)[dist.get_rank()]
-    return whole, dist.all_gather_into_tensor(whole, part.copy_(x), async_op=True)
+    full = torch.zeros(8)
+    part = full.chunk(2)[dist.get_rank()]
+    return full, dist.all_gather_into_tensor(full, part.copy_(x), async_op=True)
 
 
 def sends(x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:

@@ -110,7 +110,7 @@ def test_the_process_draws_on_as_if_nothing_had_run():
 
 
 def test_what_follows_a_world_s_own_history_does_not_follow_the_process_s():
-    """Two runs of one world go on from each other, alike in each world."""
+    """Two runs of one world go on from each other, the same in each world."""
 
     def of_world() -> list[Any]:
         with sim.world(2, seed=3) as world:

@@ -164,10 +164,10 @@ def test_messages():
 
 def test_parts_of_one_storage_are_told_apart():
     def body(own, other) -> None:
-        whole = torch.zeros(6, 4)
-        part = own(whole)
+        full = torch.zeros(6, 4)
+        part = own(full)
         work = dist.all_gather([part, torch.zeros(part.shape)], torch.zeros(part.shape), async_op=True)
-        other(whole).add_(1)
+        other(full).add_(1)
         work.wait()
 
     top, rest, left, right = (lambda w: w[:3]), (lambda w: w[3:]), (lambda w: w[:, :2]), (lambda w: w[:, 2:])
@@ -206,8 +206,8 @@ def test_code_that_waits_as_it_should():
             model(replicated(torch.ones(2, 8))).sum().backward()
             optimizer.step()
         x = functional.all_reduce(torch.ones(3), "sum", mesh) * 2
-        whole = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
-        return x.sum().item() + whole.redistribute(mesh, [Replicate()]).to_local().sum().item()
+        full = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
+        return x.sum().item() + full.redistribute(mesh, [Replicate()]).to_local().sum().item()
 
     assert sim.run(body, 4, check_races=True) == [69.0] * 4
 

@@ -512,9 +512,9 @@ def test_what_is_not_linear_is_refused_and_nothing_else(name):
 
     def body() -> tuple[torch.Tensor, torch.Tensor]:
         x = part()
-        whole = x.clone()
-        dist.all_reduce(whole)
-        return operation(x), operation(whole)
+        full = x.clone()
+        dist.all_reduce(full)
+        return operation(x), operation(full)
 
     parts = sim.run(body, 2)
     linear = torch.allclose(sum(each.double() for each, _ in parts), parts[0][1].double(), rtol=1e-4, atol=1e-5)
@@ -547,13 +547,13 @@ def test_what_is_said_about_sums_and_products():
     def said(body: Callable[[], Any]) -> str:
         return text_of(body, 2, check_replicas=True).splitlines()[0].partition(": ")[2]
 
-    assert said(lambda: part() + 1) == "add puts it together with what is whole, which is then counted 2 times"
+    assert said(lambda: part() + 1) == "add puts it together with a full value, which is then counted 2 times"
     assert said(lambda: part() * part()) == "mul multiplies two parts"
     assert said(lambda: 1 / part()) == "reciprocal is not linear"
     assert said(lambda: W / part()) == "div divides by it"
-    assert said(lambda: F.linear(part(), W, ROW)) == "addmm adds a bias that is whole, which is then counted 2 times"
+    assert said(lambda: F.linear(part(), W, ROW)) == "addmm adds a bias in full, which is then counted 2 times"
     assert said(lambda: torch.addmm(part(), W, W)) == (
-        "addmm adds a product to it that is whole, which is then counted once per rank"
+        "addmm adds to it a product of full values, which is then counted once per rank"
     )
     assert said(lambda: part() + part("avg")) == (
         "add puts it together with a part of another reduction: avg over axis 'tp' (2 ranks)"
@@ -626,7 +626,7 @@ def test_dtensors_take_care_of_themselves():
 
 
 def test_a_number_read_from_a_partial_dtensor():
-    """The one place where torch's DTensor takes a part for the whole."""
+    """The one place where torch's DTensor takes a part for the sum."""
 
     def body() -> float:
         return DTensor.from_local(torch.ones(2), mesh_of(TP), [Partial()]).sum().item()
@@ -650,8 +650,8 @@ def test_training_with_parts_inside_is_left_alone():
                 x = distribute_tensor(torch.randn(3, 4), mesh, [Shard(1)])
                 y = DTensor.from_local(x.to_local() @ weight.to_local().t(), mesh, [Partial()])
                 shown = y.to_local() * 0.5 + y.to_local() * 0.5
-                whole = DTensor.from_local(shown, mesh, [Partial()]).redistribute(placements=[Replicate()])
-                whole.to_local().relu().sum().backward()
+                full = DTensor.from_local(shown, mesh, [Partial()]).redistribute(placements=[Replicate()])
+                full.to_local().relu().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         return weight.full_tensor().detach()
@@ -698,12 +698,12 @@ def test_marks_go_with_their_tensors():
 def test_both_checks_at_once():
     def body(racy: bool, misused: bool) -> None:
         x = part()
-        whole = x.clone()
-        work = dist.all_reduce(whole, async_op=True)
+        full = x.clone()
+        work = dist.all_reduce(full, async_op=True)
         if racy:
-            whole.relu()
+            full.relu()
         work.wait()
-        (x if misused else whole).relu()
+        (x if misused else full).relu()
 
     sim.run(body, 2, (False, False), check_races=True, check_replicas=True)
     assert "relu is not linear" in text_of(lambda: body(False, True), 2, check_races=True, check_replicas=True)

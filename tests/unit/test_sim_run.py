@@ -265,7 +265,7 @@ def test_a_failure_in_torch_keeps_torchs_lines(run: Run) -> None:
         ("sys.exit('no data')", 1, "no data\nrank 1 called sys.exit('no data')\n  seen: "),
         ("sys.exit(256)", 1, "rank 1 called sys.exit(256)\n  seen: "),
         ("os._exit(3)", 1, "called os._exit(3), which would end all 2 simulated ranks\n"),
-        ("torch.multiprocessing.spawn(print)", 1, "try: under torchrun and here alike, call print(int("),
+        ("torch.multiprocessing.spawn(print)", 1, "try: under torchrun and in sim, call print(int("),
         ("sim.run(print, 2)", 1, "a rank cannot start ranks of its own\n"),
         (
             "sim.script.launch.main(['--nproc', '2', 'script.py']) and sys.exit(2)",

@@ -118,12 +118,12 @@ def shards(mesh: DeviceMesh, dim: int) -> list[Any]:
 def model_step(mesh: DeviceMesh, batch: int, seq: int, hidden: int, heads: int) -> list[Any]:
     """Forward, backward and a step of what a transformer is made of."""
     torch.manual_seed(0)
-    whole = [Replicate()] * mesh.ndim
+    full = [Replicate()] * mesh.ndim
     first = [*[Shard(0)] * (mesh.ndim - 1), Replicate()]
     size = hidden // heads
 
     def param(*shape: int, dim: int | None = None) -> torch.nn.Parameter:
-        placements = whole if dim is None else [*whole[:-1], Shard(dim)]
+        placements = full if dim is None else [*full[:-1], Shard(dim)]
         return torch.nn.Parameter(distribute_tensor(torch.randn(shape), mesh, placements))
 
     table, gain, up = param(13, hidden), param(hidden), param(3 * hidden, hidden, dim=0)
@@ -393,7 +393,7 @@ def test_a_decomposition_is_worked_out_once_per_world(monkeypatch):
 
 
 def test_rules_ask_for_the_rank_only_where_it_is_noted(monkeypatch):
-    """All else that a result depends on is alike on all ranks of a mesh. It fails when torch asks elsewhere."""
+    """All else that a result depends on is equal on all ranks of a mesh. It fails when torch asks elsewhere."""
     allowed = {
         "compute_local_shape_and_global_offset",  # noted where ranks differ
         "redistribute_cost",  # whether the rank is in the mesh belongs to the key; the cost is one of placements

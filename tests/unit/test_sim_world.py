@@ -455,14 +455,14 @@ def test_bytes_of_every_collective():
 
     def body() -> None:
         group = dist.group.WORLD
-        mine, whole = torch.ones(rows), torch.ones(rows * n)
+        mine, full = torch.ones(rows), torch.ones(rows * n)
         dist.all_reduce(mine)
-        group._allgather_base(whole, mine).wait()
-        group._reduce_scatter_base(mine, whole).wait()
-        dist.all_to_all_single(torch.ones(rows * n), whole)
+        group._allgather_base(full, mine).wait()
+        group._reduce_scatter_base(mine, full).wait()
+        dist.all_to_all_single(torch.ones(rows * n), full)
         dist.broadcast(mine, 1)
         dist.reduce(mine, 1)
-        dist.scatter(mine, list(whole.clone().split(rows)) if dist.get_rank() == 1 else None, 1)
+        dist.scatter(mine, list(full.clone().split(rows)) if dist.get_rank() == 1 else None, 1)
         dist.gather(mine, [torch.ones(rows) for _ in range(n)] if dist.get_rank() == 1 else None, 1)
         dist.barrier()
         rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""What torch would do, without doing it: known plans, the reasons it refuses, and versions that cannot be asked."""
+"""The twin of torch's planner: known plans, the reasons it refuses, and versions that cannot be asked."""
 
 import sys
 
@@ -256,7 +256,7 @@ def test_byte_counts_cannot_be_changed():
 
 
 def test_the_kinds_are_those_of_the_placements():
-    whole = np.full((1, 1), 8)
+    full = np.full((1, 1), 8)
     kinds = {
         (Partial(), Replicate()): "all_reduce",
         (Partial(), Shard(0)): "reduce_scatter",
@@ -265,4 +265,4 @@ def test_the_kinds_are_those_of_the_placements():
         (Replicate(), Partial()): "copy",
     }
     for (before, after), kind in kinds.items():
-        assert bounds._load(whole, 2, before, after, on_cpu=False).kind == kind
+        assert bounds._load(full, 2, before, after, on_cpu=False).kind == kind

@@ -1,4 +1,4 @@
-"""What the trace keeps of each event, and what other tools make of it: Perfetto, matplotlib, torch's analyser."""
+"""Events of the trace, and their export to other tools: Perfetto, matplotlib, torch's analyser."""
 
 from __future__ import annotations
 
@@ -338,16 +338,16 @@ def test_the_analyser_finds_nothing_wrong_in_a_clean_run(tmp_path):
 def test_the_analyser_reads_every_operation(tmp_path):
     def body() -> None:
         rank, n = dist.get_rank(), 4
-        x, whole = torch.ones(8), torch.zeros(8 * n)
+        x, full = torch.ones(8), torch.zeros(8 * n)
         dist.all_reduce(x)
         dist.reduce(x, dst=1)
         dist.broadcast(x.bfloat16(), src=2)
-        dist.all_gather_into_tensor(whole, x)
+        dist.all_gather_into_tensor(full, x)
         dist.all_gather([torch.zeros(8) for _ in range(n)], x)
         sizes = [1, 2, 0, 4]
         dist.all_gather([torch.zeros(size) for size in sizes], torch.ones(sizes[rank]))
         dist.reduce_scatter_tensor(torch.zeros(2), x)
-        dist.reduce_scatter(torch.zeros(8), list(whole.chunk(n)))
+        dist.reduce_scatter(torch.zeros(8), list(full.chunk(n)))
         dist.all_to_all_single(torch.zeros(8), x)
         dist.all_to_all([torch.zeros(2)] * n, list(x.chunk(n)))
         dist.gather(x, [torch.zeros(8) for _ in range(n)] if rank == 3 else None, dst=3)

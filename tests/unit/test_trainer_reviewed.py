@@ -1,4 +1,4 @@
-"""What a review of the trainer has found, and must not come back."""
+"""Faults that a review of the trainer has found, and that must not come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new user does wrong with the verbs: four parts, the same on every rank, and nothing communicated before."""
+"""Errors of `redistribute` and its relatives: four parts, the same on every rank, before any communication."""
 
 import re
 

@@ -273,10 +273,15 @@ def test_a_row_split_layer_is_right_still():
     assert verify(Two, lambda m, mesh: parallelize_module(m, mesh, styles), optimizer_fn=True).ok
 
 
-def test_a_report_says_that_a_model_computes_in_float32_within():
-    report = verify(lambda: Two(lambda y: y.float().softmax(-1).to(y.dtype)), nothing)
+def test_a_model_that_computes_in_float32_within_has_the_bounds_of_float64():
+    def model():
+        return Two(lambda y: y.float().softmax(-1).to(y.dtype))
+
+    report = verify(model, nothing)
     assert report.ok
-    assert report.notes[0].startswith("the model computes in less than float64, so from there on the bounds are wide")
+    assert max(row.bound for row in report.rows) < 1e-11
+    off = verify(model, lambda m, mesh: m.up.register_forward_hook(lambda a, b, y: y + 1e-9) and None)
+    assert off.first.place == "up.output"
 
 
 def test_proofs_leave_no_tensors_behind():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from zoo_kit import Tied, draw, rounding
 
 import sim
 
@@ -116,6 +118,85 @@ def test_gradients_that_nobody_averages():
     report = verify("dp=2", shard_batch=rows, rank_step=lambda *given: accumulating(*given, average=False))
     assert report.first.place == "the gradient of head.bias"
     assert "parts of an average over dp" in report.first.sentence
+
+
+def low(model, batch, op=dist.ReduceOp.AVG, dtype=torch.bfloat16):
+    """Autocast, and gradients that are reduced in 16 bits."""
+    with torch.autocast("cpu", dtype):
+        loss = loss_of(model(batch[0]).float(), batch[1])
+    loss.backward()
+    for parameter in model.parameters() if dist.is_initialized() else ():
+        grad = parameter.grad.to(dtype)
+        dist.all_reduce(grad, op=op)
+        parameter.grad.copy_(grad)
+    return loss
+
+
+def compressed(model, mesh, share=True):
+    """DDP whose buckets travel in bfloat16."""
+
+    def reduced(state, bucket):
+        grad = bucket.buffer().to(torch.bfloat16)
+        grad /= dist.get_world_size() if share else 1
+        future = dist.all_reduce(grad, async_op=True).get_future()
+        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+    model = nn.parallel.DistributedDataParallel(model)
+    model.register_comm_hook(None, reduced)
+    return model
+
+
+def scaled(model, batch, average=True):
+    """Losses that a GradScaler scales."""
+    scaler, optimizer = torch.amp.GradScaler("cpu", growth_interval=1), torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model(batch[0]).float(), batch[1])
+    scaler.scale(loss).backward()
+    for parameter in model.parameters() if average and dist.is_initialized() else ():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**17
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_mixed_precision_is_right_in_any_form(dtype):
+    for options in (
+        {"step": low},
+        {"rank_step": partial(low, dtype=torch.float16)},
+        {"parallelize": compressed},
+        {"step": scaled},
+    ):
+        report = verify("dp=2", shard_batch=rows, dtype=dtype, **options)
+        assert report.ok, str(report)
+
+
+def test_faults_in_mixed_precision_are_found():
+    scale = "2 times what it should be"
+    for options, words in (
+        ({"step": partial(low, op=dist.ReduceOp.SUM)}, scale),
+        ({"parallelize": partial(compressed, share=False)}, scale),
+        ({"step": scaled, "rank_step": partial(scaled, average=False)}, "parts of an average over dp"),
+    ):
+        first = verify("dp=2", shard_batch=rows, **options).first
+        assert first.kind == "gradient"
+        assert words in first.sentence
+
+
+def squared(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(("options", "ok"), [({}, True), ({"ranks": (1,)}, False), ({"off": 1e-11}, False)])
+def test_what_a_step_chooses_near_a_tie_is_free(options, ok):
+    x = draw(2, 3, 16)
+    report = sim.verify_step(squared, Tied, x, "tp=2", parallelize=partial(rounding, **options), steps=2)
+    assert report.ok == ok, str(report)
+    assert ok == any("topk of the model" in note for note in report.notes), report.notes
 
 
 def test_a_step_may_have_an_optimizer_of_its_own():

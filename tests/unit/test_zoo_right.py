@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -33,9 +34,11 @@ from zoo_kit import (
     Mlp,
     Net,
     Scatter,
+    Tied,
     axis,
     draw,
     megatron,
+    rounding,
     share,
     take,
     tokens,
@@ -43,6 +46,7 @@ from zoo_kit import (
 
 import sim
 from hyper_parallel import ShardingPlan, custom_shard, fully_shard, hsdp, shard_module
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy as Policy
 from hyper_parallel.core.shard.loss import vocab_parallel_cross_entropy
 from hyper_parallel.models import huggingface_plan, llama_loss, llama_plan, parallelize_huggingface
 from hyper_parallel.models.llama import Llama, LlamaConfig
@@ -471,6 +475,97 @@ def test_data_parallel_wrappers(name):
     split = ("r", "s") if "r=" in mesh else "dp"
     steps = {"optimizer_fn": partial(torch.optim.AdamW, lr=1e-2), "steps": 2}
     is_right(partial(Net, 1), (rows,), mesh, parallelize=wrap, input_layouts=[(split,)], loss_fn=of_own, **steps)
+
+
+# -- mixed precision ---------------------------------------------------------------------------------------------------
+
+BF16, FP16 = torch.bfloat16, torch.float16
+POLICIES = {
+    "parameters": {"param_dtype": BF16},
+    "gradients added up in float32": {"param_dtype": BF16, "reduce_dtype": torch.float32},
+    "gradients added up in bfloat16": {"reduce_dtype": BF16},
+    "float16, and float32 outputs": {"param_dtype": FP16, "reduce_dtype": FP16, "output_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("wrap", [fsdp2, fully_shard])
+@pytest.mark.parametrize("name", POLICIES)
+def test_mixed_precision_of_sharded_parameters(name, wrap, dtype):
+    policy = (MixedPrecisionPolicy if wrap is fsdp2 else Policy)(**POLICIES[name])
+    how = {"parallelize": each(wrap, mp_policy=policy), "input_layouts": [("dp",)], "loss_fn": of_own, "dtype": dtype}
+    report = is_right(partial(Net, 1), (tokens(4),), "dp=2", **how)
+    low = str(POLICIES[name]["reduce_dtype" if "param_dtype" not in POLICIES[name] else "param_dtype"])[6:]
+    wide = str(dtype)[6:]
+    assert f"computed in {wide} where the program says {low}, whose rounding is not compared" in report.notes
+    if dtype == torch.float64:  # as sharp as without mixed precision
+        assert max(row.bound for row in report.rows if row.kind != "update") < 1e-11
+
+
+class Cast(Net):
+    """A model that computes under autocast, with norms and a softmax of its own in float32."""
+
+    def forward(self, ids):
+        with torch.autocast("cpu", BF16):
+            return super().forward(ids).float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_autocast(dtype):
+    is_right(partial(Cast, 1), (IDS,), "tp=2", parallelize=megatron, dtype=dtype, also=PENDING)
+    how = {"parallelize": each(fsdp2), "input_layouts": [("dp",)], "loss_fn": of_own, "dtype": dtype}
+    is_right(partial(Cast, 1), (IDS,), "dp=2", **how)
+
+
+def test_a_model_that_is_built_in_bfloat16_and_scores_experts_in_float32():
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.mlp = nn.Linear(WIDTH, 4, bias=False), Mlp()
+            self.scale = torch.ones(WIDTH, dtype=BF16)  # no buffer, so nothing converts it
+
+        def forward(self, x):
+            weight = F.softmax(self.gate(x), -1, dtype=torch.float32).to(x.dtype).amax(-1, keepdim=True)
+            return self.mlp(x * self.scale) * weight
+
+    styles = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+    how = {"parallelize": lambda m, mesh: parallelize_module(m, mesh, styles)}
+    report = is_right(lambda: Routed().to(BF16), (X,), "tp=2", **how, also=PENDING)
+    assert max(row.bound for row in report.rows if row.kind != "update") < 1e-11
+
+
+# -- choices near a tie ------------------------------------------------------------------------------------------------
+
+TAKE = {
+    "topk": lambda scores: scores.topk(2, -1).indices,
+    "topk, in no order": lambda scores: scores.topk(2, -1, sorted=False).indices,
+    "sort": lambda scores: scores.sort(-1, descending=True).indices[..., :2],
+    "argsort": lambda scores: scores.argsort(stable=True, dim=-1)[..., :2],
+    "argmax": lambda scores: scores.argmax(-1, keepdim=True),
+    "argmin": lambda scores: scores.argmin(-1).unsqueeze(-1),
+    "max": lambda scores: scores.max(-1).indices.unsqueeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", TAKE)
+def test_what_is_chosen_near_a_tie_is_free(name):
+    report = is_right(partial(Tied, TAKE[name]), (X,), "tp=2", parallelize=rounding, also=PENDING)
+    assert max(row.bound for row in report.rows if row.kind != "update") < 1e-11  # no choice flips in perturbed runs
+    assert any("one device took those that the ranks chose" in note for note in report.notes), report.notes
+
+
+def test_rows_may_be_split_where_something_is_chosen():
+    def rows(model, mesh):
+        own, turn = model.take, torch.tensor([0, 1, 2, 0], dtype=torch.float64)
+        model.take = lambda scores: own(scores * (1 + 1e-15 * turn))
+        return ddp(model, mesh)
+
+    loss = {"loss_fn": lambda y, x: y.square().mean(), "input_layouts": [("dp",)]}
+    report = is_right(Tied, (X,), "dp=2", parallelize=rows, **loss)
+    assert any("topk of the model" in note for note in report.notes), report.notes
+
+
+# -- several axes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [fsdp2, fully_shard])

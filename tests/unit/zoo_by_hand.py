@@ -15,9 +15,11 @@ from zoo_kit import (
     Leave,
     Net,
     Scatter,
+    Tied,
     axis,
     draw,
     megatron,
+    rounding,
     split_block,
     summed,
     take,
@@ -583,9 +585,32 @@ def _(model, mesh, broken):
 
 
 @case(
+    "one rank that breaks ties otherwise than the others",
+    ("forward", "", "output"),
+    "rank 1 (tp=1) is wrong",
+    model=Tied,
+    inputs=(draw(4, 6, WIDTH),),
+)
+def _(model, mesh, broken):
+    rounding(model, mesh, ranks=(1,) if broken else (0, 1))
+
+
+@case(
+    "a choice between candidates that are further apart than rounding",
+    ("forward", "", "output"),
+    "all ranks hold the same, and it is wrong",
+    model=Tied,
+    inputs=(draw(4, 6, WIDTH),),
+)
+def _(model, mesh, broken):
+    rounding(model, mesh, off=1e-11 if broken else 1e-15)
+
+
+@case(
     "a cast to bfloat16 on one path only",
     ("forward", "blocks.1.mlp.up", "output"),
-    "they were computed in bfloat16 or cast to it",
+    "computed it in bfloat16 or cast to it by hand, and one device did not",
+    hint="autocast",
 )
 def _(model, mesh, broken):
     megatron(model, mesh)

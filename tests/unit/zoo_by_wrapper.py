@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from zoo_case import Case, register
-from zoo_kit import WIDTH, draw, summed, tokens
+from zoo_kit import WIDTH, Net, axis, draw, megatron, summed, tokens
 
 from hyper_parallel import fully_shard, hsdp
+from hyper_parallel.core.fully_shard.policy import MixedPrecisionPolicy as Policy
 
 CASES: list[Case] = []
 case = register(CASES)
@@ -172,6 +174,91 @@ def _(model, mesh, broken):
     for block in model.blocks:
         fully_shard(block, mesh=mesh, ignored_params=ignored)
     fully_shard(model, mesh=mesh, ignored_params=ignored)
+
+
+# -- mixed precision ---------------------------------------------------------------------------------------------------
+
+BF16 = torch.bfloat16
+
+
+def mixed(wrap, model, mesh):
+    """Units that compute in bfloat16 and add up gradients in float32."""
+    policy = (MixedPrecisionPolicy if wrap is fsdp2 else Policy)(param_dtype=BF16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        wrap(block, mesh=mesh, mp_policy=policy)
+    wrap(model, mesh=mesh, mp_policy=policy)
+
+
+@case(
+    "gradients of bfloat16 units that are added up, where a mean is meant",
+    ("gradient", "embed", "weight"),
+    "2 times what it should be",
+    mesh="dp=2",
+    options={**ROWS, "loss_fn": mean},
+)
+def _(model, mesh, broken):
+    mixed(fsdp2, model, mesh)
+    if broken:
+        for unit in (model, *model.blocks):
+            unit.set_gradient_divide_factor(1.0)
+
+
+@case(
+    "gradients of a bfloat16 unit on one rank that are a hundredth too large",
+    ("gradient", "blocks.1.norm1", "weight"),
+    "rank 1 (dp=1) is wrong",
+    mesh="dp=2",
+    options={**ROWS, "loss_fn": mean},
+)
+def _(model, mesh, broken):
+    mixed(fully_shard, model, mesh)
+    if broken and dist.get_rank() == 1:
+        for parameter in model.blocks[1].parameters():
+            parameter.register_hook(lambda grad: grad * 1.01)
+
+
+class Cast(Net):
+    """A model under autocast."""
+
+    def forward(self, ids):
+        with torch.autocast("cpu", BF16):
+            return super().forward(ids).float()
+
+
+@case(
+    "no reduction after a row-split weight, under autocast",
+    ("forward", "blocks.0.mlp.down", "output"),
+    "parts of a sum over tp",
+    "nothing reduced it",
+    hint="all_reduce",
+    model=Cast,
+    options={"dtype": torch.float32},
+)
+def _(model, mesh, broken):
+    megatron(model, mesh)
+    if broken:
+        model.blocks[0].mlp.leave = lambda y: y
+
+
+@case(
+    "a bfloat16 all_reduce that also divides",
+    ("forward", "blocks.1.mlp", "output"),
+    "averaged once too often over 'tp'",
+)
+def _(model, mesh, broken):
+    megatron(model, mesh)
+    group, size = axis(mesh)[2], axis(mesh)[1]
+
+    class Low(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return summed(y.to(BF16), group).to(y.dtype) / (size if broken else 1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    model.blocks[1].mlp.leave = Low.apply
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Save and load tensors of any layout: the calls."""
+"""The calls that save and load tensors of any layout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Folders that are there as a whole or not at all, and the lease of the one run that may write them.
+"""Folders that are complete or not there at all, and the lease of the one run that may write them.
 
-A folder is written beside its place, renamed into it, and renamed away first when it is to go. Beside a checkpoint
-`name` may lie, hidden: `.name.saving-<attempt>`, which nobody has finished; `.name.replaced-...`, a complete one that
-another is about to take the place of; `.name.deleted-...`, on its way out.
+A folder is written under another name and then renamed; before it is deleted, it is renamed again. Beside a checkpoint
+`name` there may be hidden folders: `.name.saving-<attempt>`, a save that is not complete; `.name.replaced-...`, a
+complete checkpoint that another one is about to replace; `.name.deleted-...`, one that is being deleted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read and write plans for torch.distributed.checkpoint, made from the boxes of our own layouts.
 
-torch computes the box of a DTensor for even splits in mesh order; for others it contradicts itself. Everything after
-that, replicas written once, completeness, and which saved box overlaps which wanted one, is torch's.
+torch computes the box of a DTensor for even splits in mesh order; for others it contradicts itself. All else is
+torch's: that replicas are written once, completeness, and which saved box overlaps which wanted one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Leaves that every part imports; `errors` needs nothing, not even torch, which a command's help does without.
+"""Leaves that every package imports; `errors` does not even import torch, so that a command's help is fast.
 
     checks, drawing, torch_compat -> errors
     groups -> torch only

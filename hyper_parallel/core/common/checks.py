@@ -22,6 +22,7 @@ from hyper_parallel.core.common.errors import explain, nearest
 
 __all__ = [
     "check",
+    "check_above",
     "check_choice",
     "check_fields",
     "check_int",
@@ -173,8 +174,8 @@ def check_fields(asked: str, values: Any) -> None:
             check(asked, kinds, **{field.name: getattr(values, field.name)})
 
 
-def check_least(asked: str, least: float, **given: Any) -> None:
-    """Refuse numbers below a bound, infinite ones and NaN; None has no bound.
+def check_least(asked: str, least: float, below: float = math.inf, /, **given: Any) -> None:
+    """Refuse numbers outside of bounds, infinite ones and NaN; None has no bound.
 
     >>> check_least("cannot save a checkpoint", 0, step=-1)
     Traceback (most recent call last):
@@ -185,16 +186,36 @@ def check_least(asked: str, least: float, **given: Any) -> None:
 
     Args:
         asked: the start of an error message, "cannot ...".
-        least: the bound.
+        least: the lower bound.
+        below: the upper one, which is no such number itself.
         given: numbers by name.
 
     Raises:
-        ValueError: the first that is below, or no finite number.
+        ValueError: the first that is outside, or no finite number.
     """
     for name, value in given.items():
-        if value is not None and not least <= value < math.inf:
-            blame = f"{name} must be a finite number of at least {least}"
+        if value is not None and not least <= value < below:
+            bounds = f"a finite number of at least {least}" if below == math.inf else f"at least {least}, below {below}"
+            blame = f"{name} must be {bounds}"
             raise ValueError(explain(asked, blame, _seen(name, value), f"{name}={least}"))
+
+
+def check_above(asked: str, bound: float, hint: str = "", /, **given: float) -> None:
+    """Refuse numbers up to a bound, infinite ones and NaN.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        bound: is no such number itself.
+        hint: what to try.
+        given: numbers by name.
+
+    Raises:
+        ValueError: the first that is not above, or no finite number.
+    """
+    for name, value in given.items():
+        if not bound < value < math.inf:
+            blame = f"{name} must be a finite number above {bound}"
+            raise ValueError(explain(asked, blame, _seen(name, value), hint or f"{name}={bound + 1}"))
 
 
 def check_choice(asked: str, name: str, given: object, choices: Iterable[str], hint: str = "") -> None:
@@ -212,8 +233,10 @@ def check_choice(asked: str, name: str, given: object, choices: Iterable[str], h
     """
     known = list(choices)
     if not isinstance(given, str) or given not in known:
-        hint = hint or f"{name}={nearest(given, known)}"
-        raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", _seen(name, given), hint))
+        near = nearest(given, known)
+        more = len(known) <= 4 and near in map(repr, known)  # otherwise there are too many, or near names them all
+        seen = _seen(name, given) + (f"   known: {', '.join(map(repr, known))}" if more else "")
+        raise ValueError(explain(asked, f"there is no kind of {name} {given!r}", seen, hint or f"{name}={near}"))
 
 
 def check_modules(asked: str, name: str, given: Any) -> list[torch.nn.Module]:

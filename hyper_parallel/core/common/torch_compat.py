@@ -1,4 +1,4 @@
-"""Torch's wrappers and optimizers met halfway: eager code, plain names, and parameters that a model has replaced."""
+"""Compatibility with torch's wrappers and optimizers: eager code, plain names, and replaced parameters."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.context_parallel.index import SequenceSplit
-from hyper_parallel.core.mesh.device_mesh import axes_of
+from hyper_parallel.core.mesh.device_mesh import axes_of, check_member
 
 
 def check_mesh(mesh: object) -> DeviceMesh:
@@ -33,10 +33,7 @@ def check_mesh(mesh: object) -> DeviceMesh:
     if list(axes.ranks) != sorted(axes.ranks):
         blame = "the ranks of the mesh are not in increasing order, and process groups have no other"
         raise ValueError(explain(asked, blame, seen, "the axis of a mesh from init_device_mesh"))
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            explain(asked, "the calling rank is not on the mesh", seen, "call it on the mesh's ranks only")
-        )
+    check_member(asked, mesh)
     return mesh
 
 

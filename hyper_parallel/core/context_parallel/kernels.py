@@ -1,6 +1,7 @@
 """torch's fused attention on the CPU, called below `scaled_dot_product_attention`, which keeps the log-sums to itself.
 
-It never holds all scores, takes any floating dtype, wants as many key heads as query heads, and knows no documents.
+It never allocates all scores, takes any floating dtype, needs as many key heads as query heads, and has no mask for
+documents.
 """
 
 from __future__ import annotations

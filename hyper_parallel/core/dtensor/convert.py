@@ -1,8 +1,8 @@
 """Layouts as torch has them: the placements and the mesh of a DTensor, and DTensors made of parts.
 
-A DTensor can say less than a layout. Where several axes split one dim against mesh order, torch writes strided shards;
-they are right when the split is even, and torch contradicts itself when it is not. Then the same tensor is carried on a
-mesh whose axes run in split order, made from the same process groups, on which every split is plain.
+A DTensor can say less than a layout. Where several axes split one dim in another order than the mesh's, torch has
+strided shards. They are right when the split is even; when it is not, torch contradicts itself. Then the DTensor is put
+on a mesh whose axes are in the order of the splits, made of the same process groups, on which `Shard` is enough.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Ownership of the elements of a tensor: pure arithmetic on ints and numpy arrays, for one rank or for 100,000.
 
 One rule covers everything. Splitting `size` elements over `n` ranks gives each rank a part of ceil(size / n) elements,
-in order; the last parts are smaller or empty (`torch.chunk`, with the empty parts that it leaves out). A dim that
+in order; the last parts are smaller or empty (`torch.chunk`, which omits the empty ones). A dim that
 several axes split is split by the first axis, then each part by the next: a chunk of a chunk.
 
 Here an axis is its index from the left, and `splits` holds, per tensor dim, the axes that split it, outer first.

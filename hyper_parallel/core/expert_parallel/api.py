@@ -1,4 +1,4 @@
-"""`expert_parallel`: give each rank some of the experts of a model."""
+"""`expert_parallel`: the call that gives each rank some of the experts of a model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def expert_parallel(
 
     Weights of every `GroupedExperts` become DTensors on the axes ep and tp, of which each rank keeps its experts. Ranks
     along ep have different tokens. Inside of an expert tp either splits the inner width (`etp` its degree): ranks along
-    it are given the same tokens, and return shares of a sum. Or it splits nothing (`etp=1`): they are given different
+    it are given the same tokens, and return partial sums. Or it splits nothing (`etp=1`): they are given different
     tokens, parts of the same sequences, for unsplit experts. What brings tokens there is the plan, see `moe_plan`.
 
     Communication: none now; see `GroupedExperts.forward`. Where no expert is split and tp there, its gradients are

@@ -295,7 +295,7 @@ class GroupedExperts(nn.Module):
 
 
 def _own_part(weight: Tensor) -> Tensor:
-    """Return this rank's part of a parameter. Ranks that hold the same part have computed on tokens of their own."""
+    """Return this rank's shard of a parameter. Ranks that hold the same shard have computed on tokens of their own."""
     if not isinstance(weight, DTensor):
         return weight
     layout = Layout.of(weight)

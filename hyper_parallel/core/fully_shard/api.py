@@ -1,4 +1,4 @@
-"""`fully_shard`: split a module's parameters over a mesh, gather them around its forward and backward."""
+"""`fully_shard`: the call that shards a module's parameters and gathers them around its forward and backward."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Bucket:
         self.unmoved = False
         self._made = None
         self._flat_shards = None
-        # An empty shard tells nothing by its address, nor does one without data.
+        # The address of an empty shard, or of one without data, says nothing.
         in_place = all(
             param.address and t.device == self.storage.device for param, t in zip(self.params, locals_, strict=True)
         )

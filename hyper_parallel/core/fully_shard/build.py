@@ -1,4 +1,4 @@
-"""From modules and the placements of their parameters to a unit: find, check, bucket, take over; copies of units."""
+"""Construction of a unit from modules and the placements of their parameters, and copies of units."""
 
 from __future__ import annotations
 

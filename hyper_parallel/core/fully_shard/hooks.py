@@ -1,4 +1,4 @@
-"""One forward call of a unit, and the hooks by which autograd tells when backward enters and leaves it."""
+"""One forward call of a unit, and the autograd hooks that run its pre-backward and post-backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The methods that a wrapped module gains, and the state of it that torch's own tools look for.
 
-A wrapped module is a `torch.distributed.fsdp.FSDPModule`. Every method of that class is one of the engine's here, so
-that none of torch's looks for parameters where there are none.
+A wrapped module is a `torch.distributed.fsdp.FSDPModule`. The engine overrides every method of that class, since
+torch's own would look for parameter groups that do not exist here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from hyper_parallel.core.common.checks import check, check_choice, check_modules
+from hyper_parallel.core.common.checks import check, check_above, check_choice, check_modules
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.schedule import note_pending_reductions
 from hyper_parallel.core.fully_shard.state_dict import load_into
@@ -427,8 +427,7 @@ class ManagedModule(FSDPModule):
         """
         asked, hint = "cannot divide gradients", "set_gradient_divide_factor(1.0), which adds gradients up"
         check(asked, "float", hint, ValueError, factor=factor)
-        if not factor > 0:
-            raise ValueError(explain(asked, "factor must be above 0", f"factor: {factor}", hint))
+        check_above(asked, 0, hint, factor=factor)
         options = needed_unit(self).options
         options.divide_by, options.chose_reduction = float(factor), True
 

@@ -22,7 +22,7 @@ from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.placements import is_strided
 from hyper_parallel.core.fully_shard.policy import DataParallelMeshDims, FullyShardParamMode
-from hyper_parallel.core.mesh.device_mesh import flatten_axes
+from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh, flatten_axes
 from hyper_parallel.core.mesh.spmd_mesh import spmd_mesh_of
 from hyper_parallel.platform import Platform, get_platform
 
@@ -32,7 +32,6 @@ __all__ = [
     "PlacementFn",
     "common_spmd_mesh",
     "data_axes",
-    "describe_mesh",
     "has_extension",
     "kept_placement",
     "plain_placement",
@@ -155,10 +154,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device_types: set[str]) -> DataParalle
         blame = f"the first axis is to replicate and the second to shard, but they are named {names}"
         hint = f"mesh[{names[1]!r}, {names[0]!r}] of a mesh built in that order"
         raise ValueError(explain(asked, blame, seen, hint))
-    if mesh.get_coordinate() is None:
-        blame = f"it was called on rank {dist.get_rank()}, which is not in its mesh"
-        seen = f"{seen}   ranks: {mesh.mesh.flatten().tolist()}"
-        raise ValueError(explain(asked, blame, seen, "call fully_shard on the ranks of the mesh only"))
+    check_member(asked, mesh)
     with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
         in_order = bool((mesh.mesh.diff(dim=-1) > 0).all())
     if not in_order:
@@ -231,12 +227,6 @@ def platform_of(mesh: DeviceMesh) -> Platform:
         blame = f"there is no platform for the device type {mesh.device_type!r}"
         asked, seen = "fully_shard cannot use its mesh", f"mesh: {describe_mesh(mesh)}"
         raise ValueError(explain(asked, blame, seen, "a mesh on cuda, npu or cpu")) from error
-
-
-def describe_mesh(mesh: Any) -> str:
-    """Names and sizes of a mesh, for messages."""
-    names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
-    return ", ".join(f"{name}={size}" for name, size in zip(names, torch.Size(mesh.shape), strict=True))
 
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -388,7 +378,7 @@ def unified_placement(
 
 def common_spmd_mesh(placements: Sequence[ParameterPlacement], data: DataParallelMesh) -> DeviceMesh | None:
     """The one SPMD mesh of the DTensor parameters among these, if there is exactly one over this data mesh."""
-    # Of several, nobody has said on which one plain parameters should be: they stay on the data mesh.
+    # If there are several, none is preferred: plain parameters stay on the data mesh.
     found: list[DeviceMesh] = []
     for placement in placements:
         is_over_data = placement.data is not None and placement.data.mesh == data.mesh

@@ -1,7 +1,7 @@
 """Reduction of gradients, from unsharded ones to those of shards: pack, reduce_scatter, all_reduce, apply.
 
-`GradientReducer` packs and issues; a `Reduction` is one under way; a `FusedAllReduce` takes what reductions of several
-units leave for the replicate axis.
+`GradientReducer` packs and issues; a `Reduction` is one under way; a `FusedAllReduce` is one all_reduce over
+the replicate axis for the shards of several units.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """State dicts of sharded models: values of any layout go in, shards or full tensors come out.
 
 Loading lets torch walk through the modules. Just before a module takes its values, a hook brings each of them into the
-layout of its parameter, so that a module's own hooks and overrides see what the caller gave, and so that no more than
-one module's values are in memory twice.
+layout of its parameter. So a module's own hooks and overrides see what the caller gave, and no more than one module's
+values are in memory twice.
 """
 
 from __future__ import annotations

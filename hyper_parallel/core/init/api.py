@@ -1,4 +1,4 @@
-"""Fill a model shard by shard, with the same global values on every mesh."""
+"""`init_parameters`: the call that fills a model shard by shard, with the same global values on every mesh."""
 
 from __future__ import annotations
 

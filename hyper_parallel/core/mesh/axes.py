@@ -58,14 +58,10 @@ class MeshAxes:
         try:
             return self.ranks.index(rank)
         except ValueError:
-            raise ValueError(
-                explain(
-                    f"cannot find rank {rank} on the mesh",
-                    "rank is not one of its ranks",
-                    f"mesh: {self}   ranks: {describe_ranks(self.ranks)}",
-                    f"rank={self.ranks[0]}, or a mesh that holds rank {rank}",
-                )
-            ) from None
+            seen = f"mesh: {self}   ranks: {describe_ranks(self.ranks)}"
+            hint = f"rank={self.ranks[0]}, or a mesh that holds rank {rank}"
+            asked = f"cannot find rank {rank} on the mesh"
+            raise ValueError(explain(asked, "rank is not one of its ranks", seen, hint)) from None
 
     def coordinates(self, position: int) -> tuple[int, ...]:
         """Return the coordinate along each axis of a mesh position."""

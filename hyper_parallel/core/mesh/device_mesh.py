@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,6 +41,30 @@ def axes_of(mesh: Any) -> MeshAxes:
     axes = check_axes(tuple(mesh.shape), tuple(names), ranks)
     with _LOCK:
         return _AXES.setdefault(mesh, axes)
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Return the names and sizes of a mesh's axes, for messages."""
+    names = mesh.mesh_dim_names or [f"axis {index}" for index in range(mesh.ndim)]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def check_member(asked: str, mesh: DeviceMesh, which: str = "the mesh") -> None:
+    """Refuse a mesh that the calling rank is not on.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        mesh: the mesh.
+        which: what to call it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if mesh.get_coordinate() is None:
+        with _disable_current_modes():
+            seen = f"{describe_mesh(mesh)}   ranks: {mesh.mesh.flatten().tolist()}"
+        blame, hint = f"rank {dist.get_rank()}, which calls, is not on {which}", "call it on the mesh's ranks only"
+        raise ValueError(explain(asked, blame, f"mesh: {seen}", hint))
 
 
 def flatten_axes(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:
@@ -102,10 +127,7 @@ def reorder_axes(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
         raise ValueError(explain(asked, "names must hold each axis of the mesh once", seen, repr(axes.names)))
     if tuple(names) == axes.names:
         return mesh
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            explain(asked, "the calling rank is not on the mesh", seen, "call it on the mesh's ranks only")
-        )
+    check_member(asked, mesh)
     order = [axes.index(name) for name in names]
     groups = [mesh.get_group(axis) for axis in order]
     with _disable_current_modes():

@@ -1,9 +1,9 @@
 """The SPMD mesh of a sharded parameter that has a mesh of its own already.
 
 A tensor-parallel weight lies on a mesh of its own, and is split further over the data-parallel ranks. One DTensor must
-then tell both splits, on one mesh. With the axes of that mesh in the order of the splits, the parameter's own first,
-plain `Shard` placements mean part-of-part, for uneven sizes as well, and to distributed checkpoints too. Such a mesh is
-put together from the groups that exist; its ranks follow from the mesh that both were sliced from.
+then describe both splits, on one mesh. If the axes of that mesh are in the order of the splits, the parameter's own
+first, plain `Shard` placements mean a shard of a shard, also for uneven sizes and in distributed checkpoints. Such a
+mesh is made of the groups that exist; its ranks follow from the mesh that both were sliced from.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import group_of
+from hyper_parallel.core.mesh.device_mesh import check_member, describe_mesh
 
 __all__ = [
     "SpmdMesh",
@@ -138,7 +139,7 @@ def split_replicated(param_mesh: DeviceMesh, replicated: Sequence[int], shard_si
     shared = tuple(replicated)
     key = (param_mesh, shared, shard_size)
     if key not in made:
-        _check_here(param_mesh, "cannot split parameters further", "the parameters' mesh")
+        check_member("cannot split parameters further", param_mesh, "the parameters' mesh")
         kept = tuple(axis for axis in range(param_mesh.ndim) if axis not in shared)
         sizes = [param_mesh.size(axis) for axis in kept]
         cube = _ranks(param_mesh).transpose(*kept, *shared).reshape(*sizes, -1)
@@ -166,13 +167,16 @@ def divisor(shard_size: int, rows: int, domain: int) -> int:
 # How an SPMD mesh is put together
 
 
+_TOGETHER = "cannot put a parameter's mesh and the data mesh together"
+
+
 def _spmd_mesh(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> SpmdMesh:
-    asked, seen = "cannot put a parameter's mesh and the data mesh together", _both(param_mesh, data_mesh)
+    asked, seen = _TOGETHER, _both(param_mesh, data_mesh)
     if param_mesh.device_type != data_mesh.device_type:
         blame = f"one is of {param_mesh.device_type!r}, the other of {data_mesh.device_type!r}"
         raise ValueError(explain(asked, blame, seen, "slices of one mesh for both"))
-    _check_here(param_mesh, asked, "the parameter's mesh")
-    _check_here(data_mesh, asked, "the data mesh")
+    check_member(asked, param_mesh, "the parameter's mesh")
+    check_member(asked, data_mesh, "the data mesh")
     param, data = _ranks(param_mesh), _ranks(data_mesh)
     shared = tuple(axis for axis in range(param.ndim) if _is_shared(param_mesh, data_mesh, axis, param, data))
     kept = tuple(axis for axis in range(param.ndim) if axis not in shared)
@@ -194,14 +198,9 @@ def _is_shared(param_mesh: DeviceMesh, data_mesh: DeviceMesh, axis: int, param: 
     common = int(_among(line, data).sum())
     if 1 < common < len(line):
         called = _name(param_mesh, axis) or f"axis {axis}"
-        raise ValueError(
-            explain(
-                "cannot put a parameter's mesh and the data mesh together",
-                f"of the {len(line)} ranks along {called!r} of the parameter's mesh, {common} are on the data mesh",
-                _both(param_mesh, data_mesh),
-                f"a data mesh with all of {called!r}, if need be along an axis that replicates, or with none of it",
-            )
-        )
+        blame = f"of the {len(line)} ranks along {called!r} of the parameter's mesh, {common} are on the data mesh"
+        hint = f"a data mesh with all of {called!r}, if need be along an axis that replicates, or with none of it"
+        raise ValueError(explain(_TOGETHER, blame, _both(param_mesh, data_mesh), hint))
     return common > 1
 
 
@@ -211,7 +210,7 @@ def _cross(own: Ranks, data: Ranks, param_mesh: DeviceMesh, data_mesh: DeviceMes
     Along every axis of the root, at most one of the two slices moves away from the calling rank. So the coordinates of
     the rank at (i, j) are those of the slices' ranks i and j, added up, less those of the calling rank.
     """
-    asked, seen = "cannot put a parameter's mesh and the data mesh together", _both(param_mesh, data_mesh)
+    asked, seen = _TOGETHER, _both(param_mesh, data_mesh)
     roots = [_ranks(_root_of(data_mesh))]
     other = _root_of(param_mesh)
     if other is not _root_of(data_mesh) and not _same(_ranks(other), roots[0]):
@@ -240,14 +239,10 @@ def _split(
     """Return the mesh that cuts the last axis of `cube` in two; the axes before it are axes `kept` of `mesh`."""
     domain = cube.shape[-1]
     if shard_size < 1 or domain % shard_size:
-        raise ValueError(
-            explain(
-                f"cannot split a parameter over {shard_size} ranks",
-                f"shard_size does not divide the {domain} ranks that hold the same data",
-                f"shard_size: {shard_size}   mesh: {f'{domain} ranks' if mesh is None else _describe(mesh)}",
-                f"shard_size={divisor(max(shard_size, 1), domain, domain)}",
-            )
-        )
+        blame = f"shard_size does not divide the {domain} ranks that hold the same data"
+        seen = f"shard_size: {shard_size}   mesh: {f'{domain} ranks' if mesh is None else describe_mesh(mesh)}"
+        hint = f"shard_size={divisor(max(shard_size, 1), domain, domain)}"
+        raise ValueError(explain(f"cannot split a parameter over {shard_size} ranks", blame, seen, hint))
     ranks = cube.reshape(*cube.shape[:-1], domain // shard_size, shard_size)
     shard = _group(_line(ranks, -1), "shard", mesh)
     replicate = _group(_line(ranks, -2), "replicate", mesh)
@@ -366,17 +361,5 @@ def _distinct(names: Sequence[str | None]) -> tuple[str, ...]:
     return tuple(taken)
 
 
-def _check_here(mesh: DeviceMesh, asked: str, which: str) -> None:
-    if mesh.get_coordinate() is None:
-        seen = f"mesh: {_describe(mesh)}   calling rank: {dist.get_rank()}"
-        raise ValueError(
-            explain(asked, f"the calling rank is not on {which}", seen, "call it on the mesh's ranks only")
-        )
-
-
 def _both(param_mesh: DeviceMesh, data_mesh: DeviceMesh) -> str:
-    return f"parameter's mesh: {_describe(param_mesh)}   data mesh: {_describe(data_mesh)}"
-
-
-def _describe(mesh: DeviceMesh) -> str:
-    return ", ".join(f"{_name(mesh, axis) or f'axis {axis}'}={mesh.size(axis)}" for axis in range(mesh.ndim))
+    return f"parameter's mesh: {describe_mesh(param_mesh)}   data mesh: {describe_mesh(data_mesh)}"

@@ -1,4 +1,4 @@
-"""Boundaries between stages: what is sent, found out by a probe where nobody said it."""
+"""Boundaries between stages: shapes and dtypes of what is sent, found by a probe forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage as torch's schedules run it: it counts the loss itself, and leaves gradients to who reduces them."""
+"""A stage as torch's schedules run it: it counts the loss itself, and does not reduce gradients."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class TiedWeights:
         clip_grad_norm(pipeline.stages, 1.0, pipeline.group, tied=tied)
         optimizer.step()
 
-    Both have the same layout over the other axes, so that each rank adds up its own part with that of one other rank.
+    Both have the same layout over the other axes, so that each rank adds up its own shard with that of one other rank.
 
     Communication: of this call, one all_gather of an object over the pipeline axis.
 
@@ -93,7 +93,7 @@ class TiedWeights:
     def copy_values(self) -> None:
         """Give the last stage's parameter the values of the first stage's.
 
-        Communication: its part, from each rank of the first stage to one of the last.
+        Communication: its shard, from each rank of the first stage to one of the last.
         """
         if self._first is not None and self._last is not None:
             self._last.values.copy_(self._first.values)

@@ -4,11 +4,11 @@
     plan, bounds, candidates -> transition -> cost -> holdings
     show -> bounds, plan
 
-One way, from top to bottom; nothing returns to a file that it has left.
+Calls go from top to bottom, and never back up.
 
-api           the verbs, and their arguments
+api           the functions, and their arguments
 gradients     a DTensor in another layout, its gradient, and local parts
-transition    both layouts, read once into tuples of ints: below, nothing asks a `Layout`
+transition    both layouts, read once into tuples of ints: the files below use no `Layout`
 holdings      who holds what between two steps
 steps         a step as data: who sends what, and the copies and buffers that this takes
 builder       the step between two holdings

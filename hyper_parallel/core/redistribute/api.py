@@ -1,4 +1,4 @@
-"""The verbs on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
+"""The functions on torch's DTensor: `redistribute`, `distribute_tensor`, `from_local`, `to_local` and `full_tensor`."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def from_local(
         x = from_local(part, layout, shape=(7, 4))
         x = from_local(part, mesh, [Shard(0), Replicate()], shape=(7, 4))
 
-    Forward: no communication with `shape`. Without it, the ranks of the mesh tell each other the shapes and dtypes of
+    Forward: no communication with `shape`. Without it, the ranks of the mesh exchange the shapes and dtypes of
     their parts, and parts that differ are refused on all of them: what they belong to is not guessed. Backward: the
     gradient is redistributed to `grad_layout`, and each rank takes its part.
 

@@ -1,8 +1,8 @@
-"""The ways to get from one layout to another that are worth pricing.
+"""Candidate plans: the ways from one layout to another that are worth pricing.
 
-All follow one form: keep what is wanted, reduce, exchange, gather last. For every element that form moves the least
-there is: one copy short of all copies to the rank that reduces it, which is one that needs it if any holder does, and
-then one copy to each rank that needs it and is not that one. The others trade bytes for fewer steps, or for less over
+All follow one form: keep what is wanted, reduce, exchange, gather last. The first candidate moves the fewest bytes.
+Each element is reduced at one rank, at one that needs it if any rank with a copy does: n copies take n - 1 transfers.
+Then it goes once to each other rank that needs it. The other candidates trade bytes for fewer steps, or for less over
 slow links.
 """
 

@@ -1,4 +1,4 @@
-"""Redistributions that pass gradients on, and parts of DTensors that do.
+"""Redistributions that pass gradients on, and local tensors of DTensors that do.
 
 A local tensor does not say whether its gradients on several ranks are one gradient, which each of them has computed, or
 partial sums, still to be added. torch takes the first for granted; where that is wrong, it trains on a wrong gradient

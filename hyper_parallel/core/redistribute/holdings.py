@@ -1,6 +1,7 @@
 """Elements held by each rank between two steps of a plan, and their counts on all ranks at once.
 
-A holding is a layout, or a part that no layout can express. Counts are numpy arrays that broadcast over the mesh.
+A holding is what a layout says, or a part of a tensor that no layout can express. Counts are numpy arrays that
+broadcast over the mesh.
 """
 
 from __future__ import annotations

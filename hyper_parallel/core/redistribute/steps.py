@@ -1,8 +1,8 @@
 """Steps of a plan: data that can be printed, priced and compared, and what each rank sends, receives and copies in one.
 
-Who sends what is worked out on each rank from global facts. A rank receives what it needs from the ranks that have it.
-Where several have it each gives an even share, and the order in which they are asked differs from one receiver to the
-next, so that nobody gives the larger shares to all.
+Each rank works out from global facts who sends what. A rank receives what it needs from the ranks that have it. If
+several have it, each sends an even share. Shares may differ by an element, so the order of senders differs from one
+receiver to the next: no rank sends the larger share to all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The transition between two layouts, read once: axes, ranks, sizes and splits as tuples of ints.
 
-`read` is the only function below the verbs that asks a `Layout` anything. Two meshes of the same ranks are cut into the
-axes that both have in common, and axes that nodes cut are cut there.
+Below `api`, only `read` uses a `Layout`. If two meshes have the same ranks, both are refined to the sub-axes that they
+have in common. An axis that reaches over several nodes is split where the nodes end.
 """
 
 from __future__ import annotations

@@ -260,9 +260,8 @@ def _redistributed(x: Any, layout: Layout) -> Any:
 
 def _redistributed_or_wrapped(x: Any, layout: Layout) -> Any:
     if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
-        global_shape = (
-            None if any(layout.splits(x.dim())) else tuple(x.shape)
-        )  # what nobody splits has the shape of its shard
+        # A tensor that is not split has the shape of its shard; of others, `from_local` asks the ranks.
+        global_shape = None if any(layout.splits(x.dim())) else tuple(x.shape)
         try:
             return from_local(x, layout, shape=global_shape)
         except ValueError as error:

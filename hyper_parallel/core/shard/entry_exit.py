@@ -1,13 +1,13 @@
 """Entry and exit of modules that compute on local tensors: `enter` takes the local shard, `leave` wraps one.
 
-Each does in one step, with one communication forward and one backward, what a redistribution beside `to_local` or
-`from_local` does in two. The gradient of a gathered input, for one, goes back as a single reduce_scatter to where the
-input was split, and not as an all_reduce of which most is then thrown away.
+Each replaces a redistribution and a `to_local` or `from_local` by one step, with one communication forward and one
+backward. For example, the gradient of a gathered input goes back to where the input was split by one reduce_scatter,
+not by an all_reduce of which most is then thrown away.
 
     forward    enter: x -> target, take the shard         leave: the shards in produced -> target
     backward   enter: shards in grad_layout -> as x is    leave: the gradient -> as the shards are, of sums in full
 
-Layouts and shapes are checked by who calls, once; an entry or exit without communication costs some microseconds.
+Callers check layouts and shapes, once: an entry or exit without communication costs some microseconds.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def _spec_fields(
     return tuple(vars(spec).items())
 
 
-# -- the shape of a tensor that ranks hold shards of: they tell each other, and nothing is guessed ---------------------
+# -- the shape of a tensor that ranks hold shards of: exchanged, and never guessed -------------------------------------
 
 
 _MOST_DIMS = 32

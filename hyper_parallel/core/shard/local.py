@@ -60,27 +60,27 @@ def custom_shard(
     | pending as a sum | | the full one, equal on all ranks |
     | replicated | are all replicated | the full one: the ranks repeat the same work |
     | replicated | are all split or pending | to be added: each rank has done a share of the work |
-    | held by all ranks | differ in this | refused, before anything runs: say it with `in_grad_layouts` |
+    | replicated | differ in this | refused before anything runs, unless `in_grad_layouts` says it |
 
-    A pending average is like an input that is held and has shares; a pending max, min or prod is refused. Outputs that
-    are left alone have no say, and are refused afterwards if they want a gradient which would depend on it. An output
-    that is replicated, or of which ranks have copies to add, gives each of them its full gradient. Parts that `fn`
-    does not get as arguments have no rule: hand weights over as arguments.
+    The gradients of a pending average are added; a pending max, min or prod is refused. Outputs without a layout do not
+    count here, and are refused afterwards if they want a gradient which would depend on it. An output
+    that is replicated, or of which ranks have copies to add, gives each of them its full gradient. Tensors that
+    `fn` does not get as arguments have no rule: pass weights as arguments.
 
-    Communication: forward one redistribution per input that is elsewhere; where `out_shapes` does not say how large
-    outputs are, also one exchange of shapes for each that is split. Backward one redistribution per input, straight
-    from what the table says to where the input is, and one per output whose gradient arrives elsewhere.
+    Communication: forward one redistribution per input that is in another layout; where `out_shapes` does not say how
+    large outputs are, also one exchange of shapes for each that is split. Backward one redistribution per input, from
+    what the table says to the input's layout, and one per output whose gradient arrives in another layout.
 
     Args:
         fn: the code for one rank.
         device_mesh: the mesh of all layouts.
         in_layouts: as in `ShardingPlan`: one layout, for the first argument; a list by position; or a dict by name.
-            None leaves an argument alone, DTensors too.
-        out_layouts: one layout; a list where `fn` returns a list or tuple; a dict where it returns a mapping. None
-            leaves an output alone.
+            None: the argument is passed as it is, DTensors too.
+        out_layouts: one layout; a list where `fn` returns a list or tuple; a dict where it returns a mapping. None:
+            the output is returned as it is.
         out_shapes: sizes of the whole outputs, in elements: one shape, a list or a dict of them, as `out_layouts` is
             built; or a function of the arguments, as they were given, that returns these. None, also for one of
-            several: the ranks tell each other the shapes of their shards.
+            several: the ranks exchange the shapes of their shards.
         in_grad_layouts: layouts of gradients, as `in_layouts` is built, for what the table refuses or gets wrong: split
             as the input is, and `partial={"tp": "sum"}` where gradients are to be added. None: as in the table.
 
@@ -178,7 +178,7 @@ class _Code:
             names = ", ".join(map(repr, unclear))
             blame = (
                 f"over {names} its gradients could be one gradient, computed by each rank, or partial sums to be "
-                "added, as some outputs are held by all ranks, and others are not"
+                "added, as some outputs are replicated, and others are not"
             )
             if any(layout.partial.get(name, "sum") != "sum" for name in unclear):
                 blame = f"over {names} copies are to be compared or multiplied, and whose counts is not known here"
@@ -251,11 +251,11 @@ def _by_rule(layout: Layout, outs: Sequence[Layout]) -> _Input:
         pending = layout._partial[axis]
         if size == 1 or specs[axis] is not None or pending == "sum":
             continue
-        held = [(out._specs or ())[axis] is None and out._partial[axis] is None for out in outs]
+        replicated = [(out._specs or ())[axis] is None and out._partial[axis] is None for out in outs]
         depends = depends or pending is None
-        if pending not in (None, "avg") or (pending is None and any(held) and not all(held)):
+        if pending not in (None, "avg") or (pending is None and any(replicated) and not all(replicated)):
             unclear.append(name)
-        elif pending == "avg" or not any(held):
+        elif pending == "avg" or not any(replicated):
             adding[axis] = "sum"
     grad = layout._with(layout._splits, layout._specs, tuple(adding))
     return _Input(layout, None if unclear or (depends and not outs) else grad, tuple(unclear), depends)
@@ -302,7 +302,7 @@ class _Shapes:
 
     def _unlike(self, tree: LayoutTree, shapes: Any) -> ValueError:
         blame, seen = "out_shapes is built otherwise than out_layouts", f"out_layouts: {describe(tree)}"
-        hint = "one shape per layout, None for one that the ranks shall tell each other"
+        hint = "one shape per layout, None for one that the ranks exchange"
         return ValueError(explain(self._asked, blame, f"{seen}   out_shapes: {shapes!r}", hint))
 
 

@@ -1,6 +1,6 @@
 """Modules whose own code computes on local tensors: arguments and parameters are this rank's shards while it runs.
 
-What the gradients of those shards are follows from the layouts of what the code returns. Along an axis over which every
+The layouts of the results decide how gradients of those shards are treated. Along an axis over which every
 result is replicated, ranks repeat the same work, and the gradient of a replicated argument is one gradient. Where no
 result is, each rank has done a share of the work, and the gradients are partial sums.
 """
@@ -40,7 +40,7 @@ __all__ = ["LocalModule", "Lookup", "begin_lookup", "end_lookup", "shared_axes"]
 
 
 def shared_axes(asked: str, produced: LayoutTree) -> frozenset[str]:
-    """Return the axes over which ranks do shares of the work, and not the same.
+    """Return the axes over which ranks share the work instead of repeating it.
 
     >>> layout = Layout((2, 4), ("dp", "tp"))
     >>> sorted(shared_axes("", layout("dp", "None", partial={"tp": "sum"})))
@@ -202,7 +202,7 @@ class LocalModule:
             raise ValueError(explain(f"cannot take the inputs of {self.where}", blame, "inputs: plain tensors", hint))
 
     def _wrapped(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return a plain tensor that is a shard in a layout; where the ranks do shares, its gradients are added."""
+        """Return a plain tensor as a shard in a layout; where the ranks share the work, its gradients are added."""
         grad_layout = self._grad_layout(layout)
         if grad_layout is None or not grad_layout.is_partial() or not (torch.is_grad_enabled() and x.requires_grad):
             return x
@@ -219,7 +219,7 @@ class LocalModule:
         return enter(x, known[1], self._grad_layout(known[1]))
 
     def _grad_layout(self, layout: Layout) -> Layout | None:
-        """Return the layout of the gradient of shards: as they are, and shares where the ranks share the work."""
+        """Return the layout of the gradient of shards: theirs, with a sum pending where the ranks share the work."""
         known = self._grads.get(layout)
         if known is None or known.mesh is not layout.mesh:
             known = self._grads[layout] = grad_layout_of(layout, self.shared)

@@ -111,7 +111,7 @@ class LocalParameters:
         grad_layout: returns the layout of the gradients of a parameter's shards.
         region: the others of the model.
         where: the module, for messages.
-        shared: the axes over which its ranks do shares of the work.
+        shared: the axes over which its ranks share the work.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads a hardware description: figures with units, sources and evidence grades, in TOML.
+"""Reader of hardware descriptions: figures with units, sources and evidence grades, in TOML.
 
 ```toml
 title = "My accelerator, in nodes of 8"

@@ -1,4 +1,4 @@
-"""Measures this machine, and fits a hardware description to it.
+"""Measurement of this machine, and the hardware description that is fitted to it.
 
 `measure()` starts processes that work at the same time, as training does: each computes matmuls, attention and
 streams on its share of the cores (or on its GPU), and they communicate. On a CPU they also train tiny models, see

@@ -1,4 +1,4 @@
-"""Build the model of one stage on the one living rank, as training does: the same plan, engine and order."""
+"""The model of one stage on the one living rank, built as training does: the same plan, engine and order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write down what the one living rank does: its operations, communication, waits and memory, as a list of events.
+"""The record of what the one living rank does: operations, communication, waits and memory, as a list of events.
 
 The recorder sees every operation of torch as a dispatch mode above the fake tensors, every collective as the lone
 world's listener, every stream and event as its platform, and every block of memory by the life of its storage.

@@ -1,4 +1,4 @@
-"""Run a step of the real model, plan and engine on one rank that lives alone, and write down what it does.
+"""A recorded step of the real model, plan and engine on one rank that lives alone.
 
 One recording is made for each *kind* of stage: those with the same layers around and in them do the same. The programs
 of all ranks of a pipeline are put together from these, in the order of the real schedule.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TypeAlias
 
-from hyper_parallel.core.common.checks import check, check_int, check_least, read_int
+from hyper_parallel.core.common.checks import check, check_above, check_int, check_least, read_int
 from hyper_parallel.core.common.errors import explain
 from sim.explain.errors import ranks_phrase
 
@@ -211,9 +210,7 @@ def _is_count(value: object) -> bool:
 
 def _check_factor(fault: Fault, factor: float) -> None:
     check(_asked(fault), "float", factor=factor)
-    if not 0 < factor < math.inf:
-        blame = "factor must be a finite number above 0"
-        raise ValueError(explain(_asked(fault), blame, f"factor: {factor!r}", "factor=2.0"))
+    check_above(_asked(fault), 0, "factor=2.0", factor=factor)
 
 
 def _check_at(fault: Fault, at: object) -> None:

@@ -1,4 +1,4 @@
-"""Runs a function many times, each time with another interleaving, other faults and another number of ranks."""
+"""Many runs of a function, each with another interleaving, other faults and another number of ranks."""
 
 from __future__ import annotations
 

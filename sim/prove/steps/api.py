@@ -19,10 +19,12 @@ from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
+from sim.prove.modes.choices import ChoiceKey, Choices, agreed_words, free_choices
+from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import converted
-from sim.prove.steps.compare import LoopComparison, Permutation
+from sim.prove.steps.compare import LoopComparison, Permutation, bound_of
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
 from sim.prove.steps.names import read_names
 from sim.prove.steps.watch import LoopRecord, LoopWatch
@@ -32,6 +34,7 @@ __all__ = ["verify_step"]
 
 _ASKED = "cannot verify a step"
 _RUNS = 3
+_MOST_ROUNDS = 16  # of choices that follow from others
 _DEPTH = 3  # attributes of attributes in which modules are looked for, such as those of a pipeline's schedule
 
 
@@ -97,7 +100,8 @@ def verify_step(
         names: names of parameters on the ranks -> names on one device, several for a fused one; `*` stands for one
             part of a path, the same on both sides.
         optimizer_fn: called with a list of parameters. True: AdamW with lr=1e-3; None or False: none.
-        dtype: what floating-point parameters, buffers and batches are converted to.
+        dtype: what floating-point parameters, buffers and batches are converted to, and computed in where the program
+            asks for fewer bits.
         seed: of the model, and of what follows.
         steps: how many.
 
@@ -158,30 +162,44 @@ class _StepTask:
     seed: int
     steps: int
 
-    def references(self) -> tuple[LoopRecord, list[LoopRecord]]:
-        """Take the steps on one device, plainly and perturbed."""
-        expected = self._on_one()
+    def references(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
+        """Take the steps on one device, plainly and perturbed, the latter with the choices of the first."""
+        expected = self._on_one(None, taken)
+        same = {key: choice.indices for key, choice in expected.choices.items()}
         bad = next((name for step in expected.steps for name, grad in step.gradients.items() if _is_nan(grad)), None)
         if bad is not None:
             blame = "one device computes nan, and nan cannot be compared"
             raise ValueError(explain(_ASKED, blame, f"nan in the gradient of {bad}", "a batch with finite results"))
         floor = None if self.dtype == torch.float64 else torch.finfo(self.dtype).eps / 2
-        return expected, [self._on_one(Perturbed(floor, seed=number)) for number in range(_RUNS)]
+        return expected, [self._on_one(Perturbed(floor, seed=number), same) for number in range(_RUNS)]
 
-    def _on_one(self, around: AbstractContextManager[Any] | None = None) -> LoopRecord:
+    def _on_one(
+        self, around: AbstractContextManager[Any] | None, taken: Mapping[ChoiceKey, torch.Tensor] | None
+    ) -> LoopRecord:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = converted(self.model_fn(), self.dtype)
             torch.manual_seed(self.seed + 1)
             with around or nullcontext():
-                return self._take(model, [model], self.step, _copied(self.batch, self.dtype))
+                batch = _copied(self.batch, self.dtype)
+                return self._take(model, [model], self.step, batch, WidePrecision(self.dtype), taken)
 
-    def _take(self, model: Any, roots: list[nn.Module], step: Callable[[Any, Any], Any], batch: Any) -> LoopRecord:
+    def _take(
+        self,
+        model: Any,
+        roots: list[nn.Module],
+        step: Callable[[Any, Any], Any],
+        batch: Any,
+        wide: WidePrecision,
+        taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
+    ) -> LoopRecord:
         watch = LoopWatch(roots, self.steps)
         watch.note_initial()
         chosen = [parameter for parameter in watch.parameters().values() if parameter.requires_grad]
         optimizer = self.optimizer_fn(chosen) if self.optimizer_fn is not None and chosen else None
-        with watch:
+        choices = Choices(lambda: watch.where if watch.is_inside else None, taken)
+        watch.record.choices = choices.made
+        with watch, wide, choices:
             for _ in range(self.steps):
                 loss = step(model, batch)
                 there = [parameter.grad is not None for parameter in watch.parameters().values()]
@@ -206,6 +224,7 @@ class _StepTask:
         """Take the steps on the ranks, with a fault put in or without, and compare."""
         found: dict[int, LoopRecord] = {}
         orders: dict[int, list[torch.Tensor]] = {}
+        wide: dict[int, WidePrecision] = {}
 
         def body() -> None:
             rank = dist.get_rank()
@@ -213,7 +232,8 @@ class _StepTask:
             torch.manual_seed(self.seed)
             model = converted(self.model_fn(), self.dtype)
             torch.manual_seed(self.seed + 1)
-            made = self.parallelize(model, mesh) if self.parallelize is not None else model
+            with wide.setdefault(rank, WidePrecision(self.dtype)):
+                made = self.parallelize(model, mesh) if self.parallelize is not None else model
             made = model if made is None else made
             batch = _copied(self.batch, self.dtype)
             if self.shard_batch is not None:
@@ -221,22 +241,41 @@ class _StepTask:
                 orders[rank] = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
             roots = list(_modules_in(made))
             put_into_model(mutant, roots, rank)
-            found[rank] = self._take(made, roots, self.rank_step, batch)
+            found[rank] = self._take(made, roots, self.rank_step, batch, wide[rank])
 
         with world(math.prod(self.mesh.mesh_shape), seed=self.seed) as ranks:
             with put_in(ranks, mutant):
                 ranks.run(body)
             events = list(ranks.trace.kept())
         records = [found[rank] for rank in sorted(found)]
+        expected, moved, notes = self._agreed(expected, moved, records)
         of_ranks = list(dict.fromkeys(name for record in records for name in record.initial))
         names = read_names(_ASKED, self.names, of_ranks, list(expected.initial))
         comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
+        comparison.notes += [*notes, *narrow_words(wide.values(), self.dtype)]
         report = comparison.report()
         return (
             report
             if mutant is not None
             else replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
         )
+
+    def _agreed(
+        self, expected: LoopRecord, moved: Sequence[LoopRecord], records: Sequence[LoopRecord]
+    ) -> tuple[LoopRecord, Sequence[LoopRecord], list[str]]:
+        """Let one device choose as the ranks do, where candidates lie within the bound; say where."""
+        taken: dict[ChoiceKey, torch.Tensor] = {}
+        for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
+
+            def limit(key: ChoiceKey, given: torch.Tensor, others: Sequence[LoopRecord] = moved) -> float:
+                return bound_of(given, [other.choices[key].given for other in others if key in other.choices])
+
+            free = free_choices(expected.choices, [record.choices for record in records], self.mesh, limit)
+            if not free:
+                break
+            taken |= free
+            expected, moved = self.references(taken)
+        return expected, moved, agreed_words(taken)
 
     def _mutated(self, events: Sequence[Any], names: Sequence[str], most: int) -> Sensitivity:
         expected, moved = self.references()

@@ -20,7 +20,7 @@ from sim.prove.runs import largest
 from sim.prove.steps.names import find_names, submesh
 from sim.prove.steps.watch import CallKey, LoopRecord, RecordedStep
 
-__all__ = ["LoopComparison"]
+__all__ = ["LoopComparison", "bound_of"]
 
 _FEW = 8.0  # roundings that any tensor is granted, in units of its largest element
 _STEP = 16.0  # those of an optimizer's step, each
@@ -28,6 +28,16 @@ _COARSE, _TINY = 2.0**-7, 1e-5  # a bound above both proves nothing: beside its 
 _MOST_SAID = 6
 
 Permutation = tuple[int, ...]
+
+
+def bound_of(
+    full: torch.Tensor, moved: Sequence[torch.Tensor], dtype: torch.dtype | None = None, floor: float = _FEW
+) -> float:
+    """Return what rounding can do to a tensor: some times what it did in perturbed runs, or a few units."""
+    moves = [top(gap(other, full)) for other in moved if other.shape == full.shape and full.is_floating_point()]
+    finite = [move for move in moves if math.isfinite(move)]
+    unit = unit_roundoff(dtype or full.dtype)
+    return max(SAFETY * max(finite, default=0.0), floor * unit * largest(full), torch.finfo(torch.float64).tiny)
 
 
 class LoopComparison:
@@ -109,7 +119,7 @@ class LoopComparison:
                 missing = f"; the ranks' {self._some(self.names.missing)} stand for none" if self.names.missing else ""
                 yield replace(row, verdict="bug", sentence=f"no rank has it{missing}", suggestion=hint)
                 continue
-            yield self._row(row, self._find(parts, full, self._bound(full, ())))
+            yield self._row(row, self._find(parts, full, bound_of(full, ())))
 
     def _of_step(self, number: int) -> list[ReportRow]:
         mine = self.expected.steps[number]
@@ -150,7 +160,7 @@ class LoopComparison:
             title = (
                 f"{side} {way}".strip().removesuffix(" 0") if side == "input" else f"{side} {way.lstrip('.')}".strip()
             )
-            found = self._find(parts, full, self._bound(full, moved), may_reorder=True)
+            found = self._find(parts, full, bound_of(full, moved), may_reorder=True)
             yield self._row(ReportRow(path, title, "forward"), found)
 
     def _calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, list[torch.Tensor]]:
@@ -170,7 +180,7 @@ class LoopComparison:
             if step.losses
         }
         if parts:
-            found = self._find(parts, full, self._bound(full, moved, mine.losses[0].dtype))
+            found = self._find(parts, full, bound_of(full, moved, mine.losses[0].dtype))
             found = replace(found, status="right") if found.status == "pending" else found
             if found.status == "unexplained" and "should hold the same" in found.sentence:
                 sentence = "neither the mean nor the sum of the ranks' losses is that of one device"
@@ -209,7 +219,7 @@ class LoopComparison:
                 continue
             moved = [getattr(other, kind)[name] for other in others if getattr(other, kind).get(name) is not None]
             floor = _STEP * (number + 1) if kind == "updates" else _FEW
-            found = self._find(parts, full, self._bound(full, moved, floor=floor))
+            found = self._find(parts, full, bound_of(full, moved, floor=floor))
             if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
                 found = replace(found, status="right")  # the optimizer adds them up
             if kind == "buffers" and found.status != "right":
@@ -224,18 +234,6 @@ class LoopComparison:
         return all(each in step.partial for step in steps.values() for each in theirs if each in step.gradients)
 
     # -- one tensor --------------------------------------------------------------------------------------------------
-
-    def _bound(
-        self,
-        full: torch.Tensor,
-        moved: Sequence[torch.Tensor],
-        dtype: torch.dtype | None = None,
-        floor: float = _FEW,
-    ) -> float:
-        moves = [top(gap(other, full)) for other in moved if other.shape == full.shape and full.is_floating_point()]
-        finite = [move for move in moves if math.isfinite(move)]
-        unit = unit_roundoff(dtype or full.dtype)
-        return max(SAFETY * max(finite, default=0.0), floor * unit * largest(full), torch.finfo(torch.float64).tiny)
 
     def _find(
         self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float, *, may_reorder: bool = False

@@ -17,6 +17,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.overrides import TorchFunctionMode
 
 from sim.kernel.context import current_rank
+from sim.prove.modes.choices import Choice, ChoiceKey
 from sim.prove.randomness import NoRandomness
 from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
 
@@ -58,12 +59,14 @@ class LoopRecord:
         steps: what it did in each.
         paths: of the modules.
         roots: the paths of those that were called from outside of any other.
+        choices: what `topk` and its like took.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: list[RecordedStep] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
+    choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
 
     def root_of(self, path: str) -> str:
         """Return the root that a module or a tensor belongs to."""
@@ -91,7 +94,10 @@ class LoopRecord:
             )
             for step in self.steps
         ]
-        return LoopRecord(named(self.initial), steps, [new(path) for path in self.paths], [new(r) for r in self.roots])
+        choices = {(new(path), op, number): choice for (path, op, number), choice in self.choices.items()}
+        return LoopRecord(
+            named(self.initial), steps, [new(path) for path in self.paths], [new(r) for r in self.roots], choices
+        )
 
 
 class LoopWatch:

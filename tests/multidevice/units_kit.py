@@ -1,0 +1,79 @@
+"""Wrapped models and their unsharded parameters and gradients, to compare with a run on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rounding_kit import Alone, Results, bound_of, is_stand_in
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import sim
+from hyper_parallel.core.fully_shard.api import fully_shard
+from hyper_parallel.core.fully_shard.unit import unit_of
+
+
+def mesh_of(ctx: sim.RankTest, *shape: int, names: tuple[str, ...] = ("replicate", "shard")) -> DeviceMesh:
+    """A mesh of all ranks, or of a shape."""
+    shape = shape or (ctx.world_size,)
+    return init_device_mesh(ctx.device_type, shape, mesh_dim_names=names[-len(shape) :])
+
+
+def wrap_nested(model: Any, wrap: Any = fully_shard, **options: Any) -> Any:
+    """Wrap each block, then the model."""
+    for block in model.blocks:
+        wrap(block, **options)
+    return wrap(model, **options)
+
+
+def compiled(ctx: sim.RankTest, model: nn.Module, backend: str | None) -> Any:
+    """A model in one graph."""
+    if is_stand_in(ctx):  # to try dtypes there, which graphs do not change, takes no graph
+        return model
+    torch._dynamo.reset()
+    torch.fx.traceback.current_meta.clear()  # torch 2.11 leaves marks of checkpoints there that "eager" has seen
+    return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+
+
+def full(tensor: Any) -> Any:
+    """All of a DTensor, gathered by torch; what is none as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    """Unsharded gradients by name, None where there is none."""
+    return {name: None if p.grad is None else full(p.grad.detach()) for name, p in model.named_parameters()}
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    """Unsharded parameters by name."""
+    return {name: full(p.detach()) for name, p in model.named_parameters()}
+
+
+def assert_near(
+    ours: Results, theirs: Results, alone: Alone | None, *, eps: float | None = None, summands: int = 4096
+) -> None:
+    """Equal within rounding: in float64, batch, widths, layers and steps multiply to less than `summands`."""
+    assert list(ours) == list(theirs)
+    for name, wanted in theirs.items():
+        got = ours[name]
+        assert (got is None) == (wanted is None), (name, got, wanted)
+        if got is None or wanted is None:
+            continue
+        assert got.shape == wanted.shape, name
+        if wanted.numel():
+            bound = bound_of(wanted, theirs, alone, eps=eps, summands=summands)
+            kind = torch.complex128 if wanted.is_complex() else torch.float64
+            distance = (got.cpu().to(kind) - wanted.cpu().to(kind)).abs().max().item()
+            assert distance <= bound, (name, distance, got, wanted)
+
+
+def assert_freed(model: nn.Module) -> None:
+    """Every unit is resharded: the modules show DTensors, and unsharded parameters have no memory."""
+    for module in model.modules():
+        unit = unit_of(module)
+        for bucket in unit.buckets if unit else ():
+            assert bucket.unsharded_buffer.untyped_storage().nbytes() == 0, type(module)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
