@@ -281,7 +281,7 @@ class Llama(nn.Module):
         return Block(self.config)
 
     def keep(self, layers: Container[int], *, embed: bool, head: bool) -> Self:
-        """Drop, in place, everything but some layers: what is left is one stage of a pipeline.
+        """Drop, in place, everything but some layers: the rest is one stage of a pipeline.
 
         >>> stage = Llama(LlamaConfig(num_hidden_layers=4)).keep(range(2, 4), embed=False, head=True)
         >>> [name for name, _ in stage.named_children()], [name for name, _ in stage.layers.named_children()]

@@ -165,7 +165,7 @@ class ParallelConfig:
 
     Args:
         dp_replicate: ranks that hold copies of the same shards.
-        dp_shard: ranks that each weight is split over; None: all that are left.
+        dp_shard: ranks that each weight is split over; None: the ranks divided by all other degrees.
         cp: ranks that split each sequence, by context parallelism.
         ulysses_degree: the part of cp that splits heads, the rest is a ring; None: all of it.
         tp: ranks that split each layer, by tensor parallelism.

@@ -41,7 +41,7 @@ class NonFinitePolicy:
     Args:
         on_nonfinite: "skip": leave out the optimizer's step. "stop": end the run. "dump": write a folder that says
             which gradients are to blame, then end the run.
-        max_skips: so many steps in a row are left out; one more ends the run.
+        max_skips: so many steps in a row are skipped; one more ends the run.
 
     Raises:
         ValueError: no such policy, a negative number of skips.
@@ -62,7 +62,7 @@ class NonFinitePolicy:
         Args:
             loss: of the global batch.
             grad_norm: over all parameters.
-            skipped_in_a_row: how many steps just before this one have been left out.
+            skipped_in_a_row: how many steps just before this one were skipped.
         """
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return "go"
@@ -85,12 +85,12 @@ def nonfinite_error(
         step: number of the step, from 1.
         loss: of the global batch.
         grad_norm: over all parameters.
-        skipped_in_a_row: steps just before that were left out for the same reason.
+        skipped_in_a_row: steps just before that were skipped for the same reason.
         dumped_to: folder that `dump_nonfinite` was given.
     """
     bad = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
     if skipped_in_a_row:
-        bad += f", after {skipped_in_a_row} steps in a row that were left out"
+        bad += f", after {skipped_in_a_row} steps in a row that were skipped"
     if dumped_to is None:
         hint = "on_nonfinite='dump' to see which parameters and samples; a lower learning rate, a longer warmup"
     else:
@@ -221,7 +221,7 @@ def stop_on_signals(stop: StopRequest | None = None, signals: Sequence[str] = _S
             train(config, stop=stop)
 
     For the launcher, which is the process's main thread: torchrun and cluster schedulers send SIGTERM some time before
-    they kill, and SIGUSR1 is what Slurm's `--signal=USR1@60` sends. Signals that the system does not have are left out.
+    they kill, and SIGUSR1 is what Slurm's `--signal=USR1@60` sends. Signals that the system does not have are omitted.
     The flag is also set while the main thread waits in C++ code, as in a collective, where Python calls no handlers.
 
     Args:

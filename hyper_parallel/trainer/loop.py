@@ -168,7 +168,7 @@ class Trainer:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self, on_step: OnStep | None = None) -> TrainResult:
-        """Take all steps that are left, log them, validate at the end, and save when it is time."""
+        """Take all remaining steps, log them, validate at the end, and save when it is time."""
         train, first_rank = self.config.train, self.place.rank == 0
         records, first_step = deque[StepRecord](maxlen=KEPT), self.steps_done + 1
         stopped: str | None = None
@@ -364,7 +364,7 @@ def training_step(
         groups: what the loss is added up over.
         accumulate: backward passes; with a pipeline its micro-batches, which it knows itself.
         reduce_each: every backward pass reduces gradients over ranks, not the last one alone.
-        max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
+        max_grad_norm: gradients are scaled down to it; 0: they are not scaled.
         accepts: called with loss and norm, which are equal on every rank; False skips the optimizer's step.
     """
     loss = forward_backward(model, inputs, targets, share, groups.dtype, accumulate, reduce_each)
@@ -387,7 +387,7 @@ def finish_step(
         optimizer: of its parameters.
         share_of_loss: of this rank.
         groups: what the loss is added up over.
-        max_grad_norm: gradients are scaled down to it; 0: they are left as they are.
+        max_grad_norm: gradients are scaled down to it; 0: they are not scaled.
         accepts: tells whether the optimizer's step is taken.
     """
     loss = groups.over_shares(share_of_loss)

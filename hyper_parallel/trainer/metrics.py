@@ -137,7 +137,7 @@ def count_flops(model_fn: Callable[[], Any], tokens: Tensor) -> int:
 
 @lru_cache(maxsize=64)
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
-    """Return the FLOPs of forward and backward per token, activation recompute left out.
+    """Return the FLOPs of forward and backward per token, without activation recompute.
 
     >>> config = LlamaConfig()
     >>> matrices = config.num_parameters() - config.vocab_size * config.hidden_size - 9 * config.hidden_size

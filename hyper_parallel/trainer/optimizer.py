@@ -62,7 +62,7 @@ def update(optimizer: torch.optim.Optimizer, accepted: bool = True) -> None:
 
     Args:
         optimizer: of the calling rank.
-        accepted: False clears the gradients of a step that is left out.
+        accepted: False clears the gradients of a skipped step.
     """
     if accepted:
         optimizer.step()

@@ -59,7 +59,7 @@ class Parallelized:
         pipeline: runs the stages; None without one, then there is one part, and it is called.
         context: tells which tokens of a sequence are this rank's; None: all of them.
         tied: the embedding that is the head, too, on two stages; None: there is no such, or no pipeline.
-        after_step: called after every optimizer step, with False if it was left out.
+        after_step: called after every optimizer step, with False if it was skipped.
     """
 
     parts: list[nn.Module]
@@ -268,7 +268,7 @@ def compile_blocks(model: Llama, enabled: bool, hooks: BuildHooks = AS_TRAINED) 
 
 
 def shard_blocks(model: Any, dims: ParallelDims, parallel: ParallelConfig) -> None:
-    """Split the parameters of each block over the ranks with other tokens, then those of what is left of the model.
+    """Split the parameters of each block over the ranks with other tokens, then those of the rest of the model.
 
     Each block becomes one unit: its weights are gathered while it computes, its gradients reduced when its backward is
     done. Gradients are added up over ranks: each rank's loss is its share of the mean over the global batch.
@@ -296,7 +296,7 @@ def shard_units(
     *,
     reshard_after_forward: bool,
 ) -> None:
-    """Make a unit of `fully_shard` of each block, one of its experts, and one of what is left of the model.
+    """Make a unit of `fully_shard` of each block, one of its experts, and one of the rest of the model.
 
     Args:
         model: changed in place.

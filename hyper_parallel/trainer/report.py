@@ -57,13 +57,13 @@ class StepRecord:
         loss: mean cross-entropy over the global batch, before the step; nats per token.
         lr: learning rate.
         grad_norm: norm of the gradient over all parameters, before clipping.
-        seconds: time this step took, validation left out.
+        seconds: time this step took, without validation.
         tokens_per_s: tokens of the global batch by that time.
         valid_loss: mean cross-entropy on the held-back text after the step, where it was measured.
         mfu: the model's FLOPs by the peak of all devices, 0 to 1; None where the peak is not known.
         memory_bytes: the most that live tensors of the first rank have taken in this step; see `metrics.memory_bytes`.
         tokens: tokens of the global batch that the loss counts.
-        skipped: the optimizer's step was left out, because loss or gradient were not finite.
+        skipped: the optimizer's step was skipped, because loss or gradient were not finite.
         predicted: what it was predicted to take.
     """
 
@@ -123,7 +123,7 @@ class TrainResult:
 
     @property
     def seconds(self) -> float:
-        """Time spent on these steps, validation left out."""
+        """Time spent on these steps, without validation."""
         return sum(record.seconds for record in self.steps)
 
     @property
@@ -136,7 +136,7 @@ class TrainResult:
 class JsonlLog:
     """A JSONL file with one line per step, on disk as soon as the step is done: a run that is cut short keeps its log.
 
-    A field that does not apply is left out of its line. A disk that is full ends the log, with a warning, and not the
+    A field that does not apply is not in its line. A disk that is full ends the log, with a warning, and not the
     run.
 
     Args:
@@ -184,7 +184,7 @@ class JsonlLog:
 
 
 def read_log(path: str | Path) -> list[StepRecord]:
-    """Read a JSONL log back; a last line that a killed run has left unfinished is passed over.
+    """Read a JSONL log back; an incomplete last line, of a killed run, is ignored.
 
     Args:
         path: file that a run wrote, or is writing.

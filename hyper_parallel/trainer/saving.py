@@ -35,7 +35,7 @@ class Progress:
     Args:
         steps: optimizer steps.
         samples: sequences of the text, over all ranks.
-        skipped: steps in a row that were left out just before.
+        skipped: steps in a row that were skipped just before.
     """
 
     steps: int

@@ -53,10 +53,18 @@ class Comparison:
         runs: what each rank did.
         declared: what was said about plain tensors.
         judge: finds layouts.
+        before: the comparison of the first step, if this is a later one.
     """
 
     def __init__(
-        self, task: Task, reference: Run, bounds: Bounds, runs: Sequence[Run], declared: Declarations, judge: Judge
+        self,
+        task: Task,
+        reference: Run,
+        bounds: Bounds,
+        runs: Sequence[Run],
+        declared: Declarations,
+        judge: Judge,
+        before: Comparison | None = None,
     ) -> None:
         self.task, self.reference, self.bounds, self.runs = task, reference, bounds, runs
         self.declared, self.judge = declared, judge
@@ -73,6 +81,9 @@ class Comparison:
         self._events: list[Judged] = []
         self._keys: list[Key] = []  # of the boundaries in forward, in order
         self._private: set[Key] = set()
+        if before is not None:  # how parameters are held does not change
+            self._parameters, self._orders, self._owned = before._parameters, before._orders, before._owned
+            self._buffers = before._buffers
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -517,23 +528,21 @@ class Comparison:
                 yield row_of(Judged(module, f"{tensor} after forward", "buffer", found))
 
     def stepped_buffer_rows(self) -> Iterator[ReportRow]:
-        """Judge buffers that a step has changed, such as moving averages, if they were right before the first one."""
-        for step, buffers in enumerate(self.reference.stepped_buffers):
-            for name, mine in buffers.items():
-                made = self._buffers.get(name)
-                if made is None or made.status != "right" or not self._stepped(name, step):
-                    continue
-                held = [run.stepped_buffers[step] for run in self.runs]
-                found = self._buffer(("stepped buffer", step, name), mine, held)
-                if found is not None:
-                    module, tensor = _split_name(name)
-                    yield row_of(Judged(module, f"{tensor} after step {step + 1}", "buffer", found))
+        """Judge buffers that the optimizer's step has changed, such as moving averages, if they were right at first."""
+        for name, mine in self.reference.stepped_buffers.items():
+            made = self._buffers.get(name)
+            if made is None or made.status != "right" or not self._stepped(name):
+                continue
+            held = [run.stepped_buffers for run in self.runs]
+            found = self._buffer(("stepped buffer", self.reference.step, name), mine, held)
+            if found is not None:
+                module, tensor = _split_name(name)
+                yield row_of(Judged(module, f"{tensor} after step {self.reference.step + 1}", "buffer", found))
 
-    def _stepped(self, name: str, step: int) -> bool:
-        """Whether one device or a rank has changed a buffer since the step before, or since the first forward."""
+    def _stepped(self, name: str) -> bool:
+        """Whether one device or a rank has changed a buffer since forward."""
         for run in (self.reference, *self.runs):
-            before = run.stepped_buffers[step - 1] if step else run.changed_buffers
-            one, other = before.get(name), run.stepped_buffers[step].get(name)
+            one, other = run.changed_buffers.get(name), run.stepped_buffers.get(name)
             if one is not None and other is not None and not torch.equal(one, other):
                 return True
         return False
@@ -610,46 +619,40 @@ class Comparison:
         return Finding("wrong", error=error, ratio=error / bound, bound=bound, sentence=sentence)
 
     def update_events(self) -> Iterator[Judged]:
-        """Judge the parameters after each step."""
-        for step, update in enumerate(self.reference.updates):
-            # A fault of a later step is found here alone: the last parameter that it reaches is nearest to the loss.
-            for name, mine in reversed(update.items()) if step else update.items():
-                made = self._parameters.get(name)
-                if made is None:
-                    continue
-                parts = {rank: self._held(run, run.updates[step], name) for rank, run in enumerate(self.runs)}
-                there = {rank: part for rank, part in parts.items() if part is not None}
-                bound = self.bounds.of(("update", step, name), mine)
-                if made.status == "absent":
-                    found = self._of_owners(name, there, mine, bound)
-                elif len(there) < len(self.runs):
-                    found = replace(absent(list(there), range(len(self.runs)), made.declared), status="wrong")
-                else:
-                    found = (
-                        self._in_order(name, there, mine, bound)
-                        if name in self._orders
-                        else replace(self._judge(there, mine, bound, {}, made.found), declared=made.declared)
-                    )
-                    if found.status == "wrong" and made.status == "pending":
-                        sentence = "each rank holds a share of it and stepped on that; the sum is not what it should be"
-                        hint = "replicate it on every rank, and add up its gradients"
-                        found = replace(found, sentence=sentence, suggestion=hint)
-                    elif found.status == "wrong" and self._unmoved(name, step):
-                        sentence, hint = (
-                            "no rank has changed it, one device has",
-                            "a step on the parameters themselves",
-                        )
-                        found = replace(found, sentence=sentence, suggestion=hint)
-                module, tensor = _split_name(name)
-                title = tensor if len(self.reference.updates) == 1 else f"{tensor} after step {step + 1}"
-                yield Judged(module, title, "update", found)
+        """Judge the parameters after the optimizer's step."""
+        step = self.reference.step
+        for name, mine in self.reference.update.items():
+            made = self._parameters.get(name)
+            if made is None:
+                continue
+            parts = {rank: self._held(run, run.update, name) for rank, run in enumerate(self.runs)}
+            there = {rank: part for rank, part in parts.items() if part is not None}
+            found = self._updated(name, mine, there, made, self.bounds.of(("update", step, name), mine))
+            module, tensor = _split_name(name)
+            title = tensor if self.task.steps == 1 else f"{tensor} after step {step + 1}"
+            yield Judged(module, title, "update", found)
 
-    def _unmoved(self, name: str, step: int) -> bool:
-        """Whether a parameter is on all ranks what it was before a step."""
-        pairs = []
-        for run in self.runs:
-            before = run.updates[step - 1] if step else run.initial
-            pairs.append((self._held(run, before, name), self._held(run, run.updates[step], name)))
+    def _updated(
+        self, name: str, mine: torch.Tensor, there: Mapping[int, torch.Tensor], made: Finding, bound: float
+    ) -> Finding:
+        if made.status == "absent":
+            return self._of_owners(name, there, mine, bound)
+        if len(there) < len(self.runs):
+            return replace(absent(list(there), range(len(self.runs)), made.declared), status="wrong")
+        if name in self._orders:
+            return self._in_order(name, there, mine, bound)
+        found = replace(self._judge(there, mine, bound, {}, made.found), declared=made.declared)
+        if found.status == "wrong" and made.status == "pending":
+            sentence = "each rank holds a share of it and stepped on that; the sum is not what it should be"
+            return replace(found, sentence=sentence, suggestion="replicate it on every rank, and add up its gradients")
+        if found.status == "wrong" and self._unmoved(name):
+            hint = "a step on the parameters themselves"
+            return replace(found, sentence="no rank has changed it, one device has", suggestion=hint)
+        return found
+
+    def _unmoved(self, name: str) -> bool:
+        """Whether a parameter is on all ranks what it was before the step."""
+        pairs = [(self._held(run, run.initial, name), self._held(run, run.update, name)) for run in self.runs]
         return all(one is not None and other is not None and torch.equal(one, other) for one, other in pairs)
 
     def _held(self, run: Run, values: Mapping[str, Any], name: str) -> Any:
@@ -657,17 +660,18 @@ class Comparison:
 
     # -- all of it ---------------------------------------------------------------------------------------------------
 
-    def report(self) -> Report:
-        """Judge everything, in order."""
+    def report(self, later: Sequence[Comparison] = ()) -> Report:
+        """Judge everything, in order.
+
+        Args:
+            later: comparisons of the steps after this one.
+        """
         rows = self._with_orders([row_of(event) for event in self.parameter_events()])
         rows += self.buffer_rows()
-        rows += self.forward_rows
-        rows += self.changed_buffer_rows()
-        rows += self.random_rows()
-        if all(run.gradients for run in self.runs):
-            rows += settle(self.gradient_events(), self._graph.backward)
-            rows += [row_of(event) for event in self.update_events()]
-            rows += self.stepped_buffer_rows()
+        rows += self._step_rows()
+        for each in later:
+            rows += each._step_rows()
+            self.notes += [note for note in each.notes if note not in self.notes]
         axes = zip(self.task.mesh.alias_name, self.task.mesh.mesh_shape, strict=True)
         rows = advised(rows)
         self._note_calls()
@@ -678,6 +682,18 @@ class Comparison:
         return Report(
             tuple(rows), first_bug(rows), ", ".join(f"{name}={size}" for name, size in axes), tuple(self.notes)
         )
+
+    def _step_rows(self) -> list[ReportRow]:
+        """Judge forward, backward and what the optimizer has made of it."""
+        rows = [*self.forward_rows, *self.changed_buffer_rows(), *self.random_rows()]
+        backward = all(run.gradients for run in self.runs)
+        rows += settle(self.gradient_events(), self._graph.backward) if backward else []
+        if self.reference.step:
+            rows = [replace(row, tensor=f"{row.tensor} in step {self.reference.step + 1}") for row in rows]
+        if backward:
+            rows += [row_of(event) for event in self.update_events()]
+            rows += self.stepped_buffer_rows()
+        return rows
 
     def _with_orders(self, rows: list[ReportRow]) -> list[ReportRow]:
         """Blame parameters in an order of their own, where forward goes wrong and nothing right is made of them."""

@@ -551,7 +551,7 @@ _ADVICE = {
     "forward": "look at what the ranks are given",
     "gradient": "look at the loss, and at whether the ranks' losses are added up or averaged",
 }
-_AFTER = re.compile(r" after step (\d+)$")
+_STEP = re.compile(r" (?:after|in) step (\d+)$")
 
 
 def advised(rows: Sequence[ReportRow]) -> list[ReportRow]:
@@ -559,18 +559,21 @@ def advised(rows: Sequence[ReportRow]) -> list[ReportRow]:
     bug = first_bug(rows)
     if bug is None or bug.suggestion:
         return list(rows)
-    advice = _of_update(rows, bug) if bug.kind == "update" else _ADVICE.get(bug.kind, "")
+    step = _STEP.search(bug.tensor)
+    if bug.kind == "update":
+        advice = _of_update(rows, bug)
+    elif step is not None and int(step[1]) > 1 and bug.kind in ("forward", "gradient"):
+        advice = f"step {int(step[1]) - 1} is right: look at what it leaves for the next, in buffers or in the program"
+    else:
+        advice = _ADVICE.get(bug.kind, "")
     return [replace(row, suggestion=advice) if row is bug else row for row in rows]
 
 
 def _of_update(rows: Sequence[ReportRow], bug: ReportRow) -> str:
     """Say where to look for the fault of an update: at the optimizer only where its gradients are proved."""
-    after = _AFTER.search(bug.tensor)
-    if after is not None and int(after[1]) > 1:
-        what = f"step {int(after[1]) - 1} is right: look at what it leaves for the next"
-        return f"{what}, in buffers, in the optimizer, or in the program"
-    gradients = [row for row in rows if row.kind == "gradient"]
-    tensor = _AFTER.sub("", bug.tensor)
+    gradients, step = [row for row in rows if row.kind == "gradient"], _STEP.search(bug.tensor)
+    tensor = _STEP.sub("", bug.tensor)
+    tensor += f" in step {step[1]}" if step is not None and int(step[1]) > 1 else ""
     own = [row for row in gradients if (row.module, row.tensor) == (bug.module, tensor)]
     unproved = next((row for row in gradients if row.verdict == "not proved"), None)
     if unproved is not None:

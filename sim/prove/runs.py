@@ -96,26 +96,27 @@ class Task:
 
 @dataclass
 class Run:
-    """What one device, or one rank, has computed.
+    """What one device, or one rank, has computed in one step.
 
     Attributes:
         recorder: what went in and out of modules.
-        initial: parameters as they were made parallel, by name.
+        initial: parameters before it, by name; those of the first step as they were made parallel.
         layouts: what parameters that are DTensors declare, and for which axes.
         same: for each name of a parameter, the first name of the same tensor.
         leaves: the parameters themselves.
-        draws: random numbers in the first forward.
+        draws: random numbers in the first step's forward.
         outputs: the tensors that the model returned, with the way to each.
         loss: what was differentiated, if it is one number.
-        gradients: after the first backward.
-        updates: parameters after each step.
-        buffers: as they were made.
-        changed_buffers: after the first forward.
-        stepped_buffers: after each step.
+        gradients: after backward.
+        update: parameters after the optimizer's step; none without an optimizer.
+        buffers: before forward.
+        changed_buffers: after forward.
+        stepped_buffers: after the optimizer's step.
         places: where the rank's elements are, of parameters that are DTensors on axes which the mesh does not have.
-        choices: what `topk` and its like took in the first forward.
+        choices: what `topk` and its like took, the first step's for all steps.
         low: modules that cast by hand, and to what.
         averages: some wrapper takes the mean of gradients over ranks.
+        step: how many came before.
     """
 
     recorder: ModuleRecorder
@@ -128,14 +129,15 @@ class Run:
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     grad_layouts: dict[str, tuple[Layout | None, tuple[str, ...]]] = field(default_factory=dict)
-    updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    update: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     changed_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    stepped_buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    stepped_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     places: dict[str, torch.Tensor] = field(default_factory=dict)
     choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
     low: Mapping[str, torch.dtype] = field(default_factory=dict)
     averages: bool = False
+    step: int = 0
 
     def held(self, path: str) -> list[str]:
         """Say which parts of a module's parameters the rank has, in as many lines as one reads."""
@@ -173,7 +175,8 @@ class _Session:
         same = {name: first.setdefault(id(parameter), name) for name, parameter in named.items()}
         kept = {name: parameter for name, parameter in named.items() if same[name] == name}
         self.axes = axes
-        self.run = Run(
+        self._mesh, self._rank = mesh, rank
+        first_run = Run(
             ModuleRecorder(model, mesh, rank),
             {name: local_of(parameter).clone() for name, parameter in kept.items()},
             {name: _declared(axes, parameter) for name, parameter in kept.items()},
@@ -183,6 +186,7 @@ class _Session:
             places=_places(kept, axes),
             averages=_averages(model),
         )
+        self.runs = [first_run]
         # Before forward, which may leave other tensors in the place of parameters for a while.
         chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = task.optimizer_fn(chosen) if task.optimizer_fn is not None and chosen else None
@@ -193,13 +197,22 @@ class _Session:
         self.choices = Choices(self._inside, taken)
         self.quiet = NoRandomness(lambda: self.run.recorder.inside[-1] if self.run.recorder.inside else "")
 
+    @property
+    def run(self) -> Run:
+        """What the step that is computed has so far."""
+        return self.runs[-1]
+
     def forward(self) -> None:
         """Compute the outputs, and the loss if there is a function for it."""
-        with DoubleGroupedProducts(), self.quiet, self.wide, self.choices:
+        with DoubleGroupedProducts(), self.quiet, self.wide:
+            self._forward()
+            self.run.draws = self.quiet.draws[:]
+            self.run.low, self.run.choices = self.wide.by_hand, self.choices.made
+
+    def _forward(self) -> None:
+        with self.choices:
             with self.run.recorder:
                 output = self._output()
-                self.run.draws = self.quiet.draws[:]
-            self.run.low, self.run.choices = self.wide.by_hand, self.choices.made
             self.run.changed_buffers = self._buffers()
             self.run.outputs, self.run.loss = self._finish(output)
 
@@ -239,23 +252,38 @@ class _Session:
         return outputs, found.full_tensor() if isinstance(found, DTensor) else found
 
     def backward(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """Differentiate, and take the optimizer's steps."""
-        optimizer, outputs, loss = self.optimizer, self.run.outputs, self.run.loss
+        """Differentiate, and take the optimizer's steps, each with a forward of its own."""
+        optimizer = self.optimizer
         with DoubleGroupedProducts(), self.quiet, self.wide:
             for step in range(self.task.steps):
                 if step:
-                    outputs, loss = self._finish(self.model(*self.args, **self.kwargs))
-                self._differentiate(outputs, loss, grads)
-                if not step:
-                    self._keep_gradients()
+                    self.runs.append(self._next())
+                    self._forward()
+                self._differentiate(self.run.outputs, self.run.loss, grads)
+                self._keep_gradients()
                 if optimizer is not None:
                     # Imported here: whoever imports `sim`, or proves a plan without an optimizer, needs no trainer.
                     from hyper_parallel.trainer.optimizer import update
 
                     with _disable_current_modes() if _is_elementwise(optimizer) else nullcontext():
                         update(optimizer)
-                    self.run.updates.append({name: local_of(leaf).clone() for name, leaf in self._leaves().items()})
-                self.run.stepped_buffers.append(self._buffers())
+                    self.run.update = {name: local_of(leaf).clone() for name, leaf in self._leaves().items()}
+                self.run.stepped_buffers = self._buffers()
+
+    def _next(self) -> Run:
+        """Return the run of a further step."""
+        first = self.runs[0]
+        return Run(
+            ModuleRecorder(self.model, self._mesh, self._rank),
+            {name: local_of(leaf).clone() for name, leaf in self._leaves().items()},
+            first.layouts,
+            first.same,
+            first.leaves,
+            buffers=self._buffers(),
+            places=first.places,
+            averages=first.averages,
+            step=len(self.runs),
+        )
 
     def _differentiate(
         self, outputs: Sequence[tuple[str, torch.Tensor]], loss: torch.Tensor | None, grads: Mapping[str, torch.Tensor]
@@ -284,8 +312,8 @@ def run_reference(
     task: Task,
     around: AbstractContextManager[Any] | None = None,
     taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
-) -> Run:
-    """Compute everything on one device.
+) -> list[Run]:
+    """Compute everything on one device, step by step.
 
     Args:
         task: what to compute.
@@ -302,7 +330,7 @@ def run_reference(
         with around if around is not None else nullcontext():
             session.forward()
             session.backward(cotangents(session.run, task.seed))
-    return session.run
+    return session.runs
 
 
 def build(task: Task) -> nn.Module:
@@ -360,7 +388,15 @@ class Ranks:
     def runs(self) -> list[Run]:
         """What the ranks have done; of a forward that has stopped, what came before. Empty: not all have begun it."""
         every = range(self.world.world_size)
-        return [self._sessions[rank].run for rank in every] if all(rank in self._sessions for rank in every) else []
+        return [self._sessions[rank].runs[0] for rank in every] if all(rank in self._sessions for rank in every) else []
+
+    def step(self, number: int) -> list[Run]:
+        """Return what each rank has done in a step, once all of them have taken it.
+
+        Args:
+            number: how many came before it.
+        """
+        return [self._sessions[rank].runs[number] for rank in range(self.world.world_size)]
 
     @property
     def notes(self) -> list[str]:
@@ -588,12 +624,10 @@ def _tensors(run: Run) -> Iterator[tuple[Any, torch.Tensor]]:
             yield ("gradient", name), grad
     for name, tensor in run.changed_buffers.items():
         yield ("changed buffer", name), tensor
-    for step, update in enumerate(run.updates):
-        for name, tensor in update.items():
-            yield ("update", step, name), tensor
-    for step, buffers in enumerate(run.stepped_buffers):
-        for name, tensor in buffers.items():
-            yield ("stepped buffer", step, name), tensor
+    for name, tensor in run.update.items():
+        yield ("update", run.step, name), tensor
+    for name, tensor in run.stepped_buffers.items():
+        yield ("stepped buffer", run.step, name), tensor
 
 
 def _furthest(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -105,7 +105,8 @@ def verify_plan(
             asks for fewer bits. In float32 the ranks are held
             against one device in float64, with the bounds of float32.
         seed: of the model, and of what follows.
-        steps: how many optimizer steps; activations and gradients are compared in the first.
+        steps: how many optimizer steps, each with a forward of its own and the same inputs; all of it is compared in
+            each.
         train: whether models are in training mode.
 
     Returns:
@@ -130,14 +131,23 @@ def verify_plan(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
         loss_fn, chosen, dtype, seed, steps, train,
     )  # fmt: skip
-    reference, bounds = _references(task, model)
+    taken = _references(task, model)
     try:
-        return _compared(task, reference, bounds, said)
+        return _compared(task, taken, said)
     finally:
-        reference.recorder.forget()
+        _forget(taken)
 
 
-def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations, mutant: Mutant | None = None) -> Report:
+_Steps = list[tuple[Run, Bounds]]
+"""What one device does in each step, and how far rounding can go."""
+
+
+def _forget(steps: _Steps) -> None:
+    for run, _ in steps:
+        run.recorder.forget()
+
+
+def _compared(task: Task, steps: _Steps, said: Declarations, mutant: Mutant | None = None) -> Report:
     """Compute on the ranks, with a fault put in or without, and compare."""
     mesh = task.mesh
     judge = Judge(mesh)
@@ -146,20 +156,25 @@ def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations, mu
         try:
             ranks.forward()
         except (RankFailed, SimError) as error:
-            report = _until(error, Comparison(task, reference, bounds, ranks.runs, said, judge))
+            report = _until(error, Comparison(task, *steps[0], ranks.runs, said, judge))
             if report is None:
                 raise
             return report
-        given = reference
-        reference, bounds, free = _agreed(task, reference, bounds, ranks.runs)
-        compared = Comparison(task, reference, bounds, ranks.runs, said, judge)
+        given = steps
+        steps, free = _agreed(task, steps, ranks.runs)
+        compared = Comparison(task, *steps[0], ranks.runs, said, judge)
+        reference = steps[0][0]
         compared.notes += [*_not_proved(reference), *free]
         grads = _grads(task, reference, compared)
-        if grads is not None:
-            _backward(ranks, grads, compared)
-        report = compared.report()
-        if reference is not given:
-            reference.recorder.forget()
+        later: list[Comparison] = []
+        if grads is not None and _backward(ranks, grads, compared):
+            later = [
+                Comparison(task, *each, ranks.step(number), said, judge, before=compared)
+                for number, each in enumerate(steps[1:], 1)
+            ]
+        report = compared.report(later)
+        if steps is not given:
+            _forget(steps)
         events = list(w.trace.kept())
         unused = _unused_axes(mesh, report, {event.group for event in events})
         mutants = None if mutant is not None else partial(_mutated, task, said, mutants_of(events, [*reference.leaves]))
@@ -168,11 +183,11 @@ def _compared(task: Task, reference: Run, bounds: Bounds, said: Declarations, mu
 
 def _mutated(task: Task, said: Declarations, mutants: Sequence[Mutant], most: int) -> Sensitivity:
     """Prove the same with each of some faults put in."""
-    reference, bounds = _references(task, _make(task.model_fn, task.seed))
+    steps = _references(task, _make(task.model_fn, task.seed))
     try:
-        return run_mutants(mutants, lambda mutant: _compared(task, reference, bounds, said, mutant), most)
+        return run_mutants(mutants, lambda mutant: _compared(task, steps, said, mutant), most)
     finally:
-        reference.recorder.forget()
+        _forget(steps)
 
 
 def _unused_axes(mesh: Layout, report: Report, groups: Iterable[Sequence[int]]) -> list[str]:
@@ -234,8 +249,8 @@ def _not_proved(reference: Run) -> list[str]:
     return [f"no gradients were compared, as {what} {how} be differentiated"]
 
 
-def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> None:
-    """Go backward; what a wrong forward leads to there does not hide the report of that."""
+def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comparison) -> bool:
+    """Go backward, and say whether all ranks did; what a wrong forward leads to does not hide the report of that."""
     try:
         ranks.backward(grads)
     except (RankFailed, SimError) as error:
@@ -244,46 +259,49 @@ def _backward(ranks: Ranks, grads: list[dict[str, torch.Tensor]], compared: Comp
         for run in compared.runs:
             run.gradients.clear()
         compared.notes.append(f"backward was not compared: {str(error).splitlines()[0]}")
+        return False
+    return True
 
 
-def _agreed(task: Task, reference: Run, bounds: Bounds, runs: Sequence[Run]) -> tuple[Run, Bounds, list[str]]:
+def _agreed(task: Task, steps: _Steps, runs: Sequence[Run]) -> tuple[_Steps, list[str]]:
     """Let one device choose as the ranks do, where candidates lie within the bound; say where."""
     taken: dict[ChoiceKey, torch.Tensor] = {}
     for _ in range(_MOST_ROUNDS):  # what was chosen first decides between what is chosen later
+        reference, bounds = steps[0]
         limit = partial(_limit, bounds)
         free = free_choices(reference.choices, [run.choices for run in runs], task.mesh, limit)
         if not free:
             break
         taken |= free
-        reference, bounds = _references(task, _make(task.model_fn, task.seed), taken)
-    return reference, bounds, agreed_words(taken)
+        steps = _references(task, _make(task.model_fn, task.seed), taken)
+    return steps, agreed_words(taken)
 
 
 def _limit(bounds: Bounds, key: ChoiceKey, given: torch.Tensor) -> float:
     return bounds.of(("choice", key), given)
 
 
-def _references(
-    task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Tensor] | None = None
-) -> tuple[Run, Bounds]:
+def _references(task: Task, made: nn.Module, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> _Steps:
     """Run one device plainly and perturbed, the latter with the choices of the first."""
-    reference = run_reference(task, taken=taken)
-    same = {key: choice.indices for key, choice in reference.choices.items()}
+    plain = run_reference(task, taken=taken)
+    same = {key: choice.indices for key, choice in plain[0].choices.items()}
     known = {id(parameter) for parameter in made.parameters()}
-    if any(id(parameter) in known for parameter in reference.leaves.values()):
+    if any(id(parameter) in known for parameter in plain[0].leaves.values()):
         blame = "model_fn returned the same model twice, and each rank needs one of its own"
         raise ValueError(explain(ASKED, blame, f"model: a {type(made).__name__}", "lambda: Model(config)"))
-    _check_finite(reference)
+    for run in plain:
+        _check_finite(run)
     floor = 2.0**-24 if task.dtype == torch.float32 else None if task.dtype == torch.float64 else _unit(task.dtype)
     others = []
     for index in range(_RUNS):
         other = run_reference(task, Perturbed(floor, seed=index), same)
-        _check_same(reference, other)
+        _check_same(plain[0], other[0])
         others.append(other)
-    bounds = Bounds(reference, others, task.dtype)
-    for other in others:
-        other.recorder.forget()
-    return reference, bounds
+    pairs = zip(plain, zip(*others, strict=True), strict=True)
+    steps = [(run, Bounds(run, perturbed, task.dtype)) for run, perturbed in pairs]
+    for run in (run for other in others for run in other):
+        run.recorder.forget()
+    return steps
 
 
 def _check_finite(reference: Run) -> None:

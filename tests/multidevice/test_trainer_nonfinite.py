@@ -113,7 +113,7 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path, break_steps: Any) -> Non
 
 def test_too_many_in_a_row_are_too_many(tmp_path: Path, break_steps: Any) -> None:
     break_steps({2, 3, 4})
-    with pytest.raises(NonFiniteError, match=r"cannot take step 4: .*after 2 steps in a row that were left out"):
+    with pytest.raises(NonFiniteError, match=r"cannot take step 4: .*after 2 steps in a row that were skipped"):
         train(with_policy("skip", tmp_path, max_skips=2))
     assert [record.skipped for record in read_log(tmp_path / "log.jsonl")] == [False, True, True]
 

@@ -76,7 +76,7 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path, tensors, options, err
         ({"w": torch.zeros(3, 2), "n": torch.zeros(2)}, "'w' has another shape\n  saved: (2, 3) torch.float32"),
         ({"w": torch.zeros(2, 3).half(), "n": torch.zeros(2)}, "'w' has another dtype"),
         ({"w": torch.zeros(2, 3), "m": torch.zeros(2)}, "it has no 'm'\n  missing: 'm'"),
-        ({"w": torch.zeros(2, 3)}, "no rank asks for 'n'\n  left: 'n'"),
+        ({"w": torch.zeros(2, 3)}, "no rank asks for 'n'\n  only in the checkpoint: 'n'"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path, tensors, text):

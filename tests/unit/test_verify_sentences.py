@@ -85,8 +85,59 @@ def test_a_fault_of_the_second_step_is_not_the_optimizers():
         return model
 
     report = verify(late, steps=2, optimizer_fn=lambda params: torch.optim.SGD(params, lr=0.1))
-    assert (report.first.module, report.first.tensor) == ("first", "weight after step 2")
-    assert report.first.suggestion.startswith("step 1 is right")
+    assert (report.first.module, report.first.tensor) == ("first", "weight in step 2")
+    assert report.first.kind == "gradient"
+    assert "from the gradient of first.output, which is right" in report.first.suggestion
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "where"),
+    [
+        ("forward", "forward", ("first", "output in step 2")),
+        ("buffer", "buffer", ("", "count after forward in step 2")),
+        ("update", "update", ("first", "weight after step 2")),
+    ],
+)
+def test_a_fault_that_only_the_second_step_has_is_found_where_it_is(fault, kind, where):
+    class Counting(Pair):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, *batch):
+            self.count += 1
+            return super().forward(*batch)
+
+    def late(model, mesh):
+        del mesh
+        last = dist.get_rank() == 1
+
+        def bent(module, args, output):
+            return output * 1.5 if last and fault == "forward" and model.count == 2 else output
+
+        def forgotten(module, args):
+            model.count -= float(last and fault == "buffer" and model.count == 1)
+
+        model.first.register_forward_hook(bent)
+        model.register_forward_pre_hook(forgotten)
+        return model
+
+    def sgd(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        if fault == "update" and dist.is_initialized() and dist.get_rank() == 1:
+            optimizer.register_step_post_hook(lambda opt, args, kwargs: opt.param_groups[0].update(lr=0.2))
+        return optimizer
+
+    report = sim.verify_plan(Counting, given(), "dp=2", parallelize=late, optimizer_fn=sgd, steps=2)
+    assert (report.first.module, report.first.tensor) == where
+    assert report.first.kind == kind
+
+
+def test_a_right_program_is_proved_in_every_step():
+    report = verify(lambda model, mesh: DistributedDataParallel(model), steps=3)
+    assert report.ok, report
+    said = {row.tensor for row in report.rows}
+    assert {"output in step 2", "output in step 3", "weight in step 3", "weight after step 3"} <= said
 
 
 def test_an_optimizer_is_blamed_where_its_gradient_is_right():

@@ -132,7 +132,7 @@ def _cannot_save(folder: Path) -> str:
 
 
 def _begin(folder: Path, replace: bool, run: str | None) -> str:
-    """Clear away what dead attempts have left, and make the place for a new one; rank 0 alone does this."""
+    """Delete the folders of failed attempts, and make one for this attempt; rank 0 alone does this."""
     from hyper_parallel.core.checkpoint.writer import cannot_write
 
     asked = _cannot_save(folder)
@@ -280,10 +280,10 @@ def _check_same(asked: str, attempts: list[str]) -> None:
 
 def _check_all_wanted(asked: str, wanted: list[str], record: CheckpointMetadata) -> None:
     asked_for = set(wanted)
-    left = [name for name in record.tensors if name not in asked_for]
-    if left:
-        blame = f"no rank asks for {left[0]!r}" + (f", nor for {len(left) - 1} others" if len(left) > 1 else "")
-        seen = "left: " + ", ".join(map(repr, left[:10])) + (", ..." if len(left) > 10 else "")
+    unused = [name for name in record.tensors if name not in asked_for]
+    if unused:
+        blame = f"no rank asks for {unused[0]!r}" + (f", nor for {len(unused) - 1} others" if len(unused) > 1 else "")
+        seen = "only in the checkpoint: " + ", ".join(map(repr, unused[:10])) + (", ..." if len(unused) > 10 else "")
         raise ValueError(explain(asked, blame, seen, "strict=False to load a part of it"))
 
 

@@ -331,7 +331,7 @@ class Checkpointer:
         return ended
 
     def _clean(self) -> None:
-        """Clear away what dead attempts at any step have left."""
+        """Delete the folders of failed attempts at any step."""
         for name in folders.saved_names(self.root):
             if _NAME.fullmatch(name):
                 folders.clean(self.root / name)

@@ -81,7 +81,7 @@ def set_aside(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Take away a checkpoint, or a link to one; what is left if this is interrupted is none any more."""
+    """Delete a checkpoint, or a link to one; if this is interrupted, the rest is no checkpoint any more."""
     gone = folder.with_name(f".{folder.name}{_DELETED}{os.urandom(4).hex()}")
     os.rename(folder, gone)
     sync_folder(folder.parent)
@@ -96,7 +96,7 @@ def found(folder: Path) -> Path | None:
 
 
 def clean(folder: Path) -> None:
-    """Finish or take back what interrupted saves of a folder have left; nobody may be saving it."""
+    """Complete or undo interrupted saves of a folder; nobody may be saving it."""
     for path in _beside(folder, _REPLACED):
         if is_complete(folder) or not is_complete(path) or path.is_symlink():
             _discard(path)
@@ -108,7 +108,7 @@ def clean(folder: Path) -> None:
 
 
 def saved_names(root: Path) -> list[str]:
-    """Return the names of everything in a folder that is a checkpoint or has been left of one, sorted."""
+    """Return the names of all checkpoints in a folder, and of remains of some, sorted."""
     names = []
     for name in os.listdir(root) if root.is_dir() else []:
         kinds = [kind for kind in (_SAVING, _REPLACED, _DELETED) if kind in name]

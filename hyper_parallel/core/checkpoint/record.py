@@ -206,7 +206,7 @@ def _check_files(files: tuple[FileEntry, ...], block: Any, world_size: Any) -> N
 
 
 def _check_boxes(key: str, entry: TensorEntry, files: tuple[FileEntry, ...]) -> None:
-    """What no box covers would be left as it was when it is loaded, without a word."""
+    """Loading would silently keep the old values of elements that no box covers."""
     if not _are_counts(entry.shape):
         raise ValueError(f"{key!r} is {entry.shape}")
     for box in entry.boxes:

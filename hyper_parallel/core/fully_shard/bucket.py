@@ -561,7 +561,7 @@ class ExtensionBucket(Bucket):
         self.compute_device = first.device if first.is_meta else self.storage.compute
         self.compute_dtype = computed_in(first.dtype, self.param_dtype)
         self.aliased = self.gathered = False
-        self._kinds: list[list[tuple[torch.Size, torch.dtype]]] = []  # of what each parameter gathers
+        self._output_specs: list[list[tuple[torch.Size, torch.dtype]]] = []  # of what each parameter gathers
         self._metadata: list[Any] = []
         self._outputs: list[torch.Tensor] = []  # bytes, rank after rank; of all parameters
         self._memory_of: dict[int, tuple[Any, int]] = {}  # storages that are freed, and how large they are
@@ -626,7 +626,7 @@ class ExtensionBucket(Bucket):
     def _inputs(self) -> list[torch.Tensor]:
         """What the extensions give to gather, each padded to the size that it has on the first rank."""
         inputs: list[torch.Tensor] = []
-        self._kinds, self._metadata = [], []
+        self._output_specs, self._metadata = [], []
         for param in self.params:
             local: Any = param.local
             if local.device != self.compute_device:
@@ -637,7 +637,7 @@ class ExtensionBucket(Bucket):
                 arguments = (self._mesh, param.shape, stride, param.slots[0].module, self.mp_policy)
             tensors, metadata = local.fsdp_pre_all_gather(*arguments)
             padded = [_padded(param, tensor) for tensor in tensors]
-            self._kinds.append([(tensor.shape, tensor.dtype) for tensor in padded])
+            self._output_specs.append([(tensor.shape, tensor.dtype) for tensor in padded])
             self._metadata.append(metadata)
             inputs += padded
         return inputs
@@ -665,13 +665,13 @@ class ExtensionBucket(Bucket):
                 rows = [output.view(self.ranks, width) for output, width in zip(self._outputs, widths, strict=True)]
                 torch.split_with_sizes_copy(received.view(self.ranks, sum(widths)), widths, dim=1, out=rows)
             place = 0
-            for param, kinds, metadata in zip(self.params, self._kinds, self._metadata, strict=True):
-                flat = self._outputs[place : place + len(kinds)]
-                place += len(kinds)
+            for param, specs, metadata in zip(self.params, self._output_specs, self._metadata, strict=True):
+                flat = self._outputs[place : place + len(specs)]
+                place += len(specs)
                 # .data: filling the memory must not look to autograd like a change of what it has kept
                 outputs = [
                     output.data.view(dtype).view([self.ranks * n for n in shape[:1]] + list(shape[1:]))
-                    for output, (shape, dtype) in zip(flat, kinds, strict=True)
+                    for output, (shape, dtype) in zip(flat, specs, strict=True)
                 ]
                 if param.is_uneven:
                     outputs = [output[: param.size] for output in outputs]

@@ -112,7 +112,7 @@ class FillTarget:
         seed: of all draws.
         sharded: whether some rank holds less than all of it: the same answer on every rank.
         fresh: whether it was on meta, so that what nobody writes is no value.
-        locked: whether writing is left to another module, the one under whose name it comes first.
+        locked: whether another module writes it: the one under whose name it comes first.
         filled: whether every element got a value: the same answer on every rank.
         unsharded: its values on the CPU, while a module does with them what no tile can do alone.
     """
@@ -178,7 +178,7 @@ class FillTarget:
         self._writes, self._covered, self._stored = [], False, True
 
     def flush(self) -> None:
-        """Carry out what is left to write."""
+        """Carry out all writes that are still pending."""
         if self._writes:
             self._carry_out(self.local, self.region)
         self._writes, self._covered, self._stored = [], False, True

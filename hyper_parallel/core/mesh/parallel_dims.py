@@ -187,7 +187,7 @@ class ParallelDims:
 
     @property
     def flattened_axes(self) -> dict[str, tuple[str, ...]]:
-        """The further names of the mesh, each with the axes it flattens into one; absent names are left out.
+        """The further names of the mesh, each with the axes it flattens into one; absent names are omitted.
 
         >>> ParallelDims(dp_replicate=2, dp_shard=2, cp=2, world_size=8).flattened_axes
         {'fsdp': ('dp_shard',), 'dp': ('dp_replicate', 'dp_shard'), 'loss': ('dp_replicate', 'dp_shard', 'cp')}
@@ -265,7 +265,7 @@ class ParallelDims:
 
             tokens = dims.mesh_over("dp_replicate", "dp_shard", "ep", "cp")  # ranks with different tokens
 
-        Axes of degree 1 are left out. Every rank must ask for the same meshes, in the same order.
+        Axes of degree 1 are omitted. Every rank must ask for the same meshes, in the same order.
 
         Communication: the first call for several axes makes process groups.
 
@@ -290,7 +290,7 @@ class ParallelDims:
         """Return the mesh for `fully_shard`: (shard,), or (replicate, shard) with `dp_replicate > 1`.
 
         Parameters are split over all ranks that compute with different tokens, dp_shard x ep x cp, as each of them
-        needs all parameters unsharded and adds to their gradients. Experts are split over ep already: what is left for
+        needs all parameters unsharded and adds to their gradients. Experts are split over ep already: what remains for
             them
         is dp_shard x cp. Where nothing is to be split over, the shard axis has size 1.
 

@@ -276,7 +276,7 @@ def _mesh(ranks: Ranks, names: Sequence[str | None], groups: list[dist.ProcessGr
 
 
 class _MadeMeshes(OrderedDict[Any, SpmdMesh]):
-    """SPMD meshes by what they were made of, kept at the root mesh; left behind when that is copied or pickled."""
+    """SPMD meshes by what they were made of, kept at the root mesh; not copied or pickled with it."""
 
     def __reduce__(self) -> Any:
         return (OrderedDict, ())

@@ -69,10 +69,9 @@ def redistribute(
         y = redistribute(x, ("None", "tp"))  # on the mesh of x
         y = redistribute(x, mesh, [Shard(0), Replicate()])
 
-    Forward: the cheapest plan on the topology, see `plan`. Backward: likewise, on the same terms, from the gradient's
-    layout to that of x; where x has copies to reduce, every rank along them gets the full gradient, unless it arrives
-    as copies itself. What torch's views have left split in strided parts, torch gathers first; and it reduces what its
-    norms have left pending.
+    Forward: the cheapest plan on the topology, see `plan`. Backward: the cheapest plan from the gradient's layout to
+    that of x. Where x has a sum pending, every rank along it gets the full gradient, unless the gradient has one
+    pending, too. Strided shards, as torch's views make them, are gathered by torch first; so are pending norms reduced.
 
     Args:
         x: a DTensor, of any shape.

@@ -281,7 +281,7 @@ def _directly(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
 
 
 def _intra_node_first(task: MeshTransition, builder: Builder) -> Iterator[list[Step]]:
-    """Reduce within the nodes, then between them on what is left, then spread within them."""
+    """Reduce_scatter within the nodes, reduce the shards between them, then gather within them."""
     intra_node = builder.nodes.intra_node_axes(task.live)
     inner = tuple(axis for axis in task.reduces if axis in intra_node)
     outer = tuple(axis for axis in task.reduces if axis not in intra_node)

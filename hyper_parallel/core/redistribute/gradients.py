@@ -149,7 +149,7 @@ class PendingRedistribute:
 
     @runs_eagerly
     def wait(self) -> DTensor:
-        """Return the DTensor, once all that is left to do is done."""
+        """Complete the redistribution and return the DTensor."""
         if self._result is None:
             if self._local is None:
                 assert self._working is not None, "either there is a result or something works on it"

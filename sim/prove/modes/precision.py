@@ -148,7 +148,7 @@ def _is_of_an_engine() -> bool:
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_ENGINES):
             return True
-        if not module.startswith(("torch", __name__)):
+        if not f"{module}.".startswith(("torch.", "sim.")):  # neither torch's own code nor a mode
             return False
         frame = frame.f_back
     return False
