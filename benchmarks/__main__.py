@@ -20,6 +20,7 @@ from benchmarks import (
     links,
     mesh,
     mesh_here,
+    proofs,
     redistribute,
     scripts,
     shard,
@@ -28,13 +29,14 @@ from benchmarks import (
     wrapping,
 )
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = (DOCS / "benchmarks.md", DOCS / "verify.md")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"which: {', '.join(PARTS)}; default: all")
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/")
     parser.add_argument("--long", action="store_true", help="with the rows of torch's that take minutes")
     options = parser.parse_args()
     if unknown := [part for part in options.parts if part not in PARTS]:
@@ -120,6 +122,11 @@ def _verify() -> dict[str, str]:
     return {"verify": f"{_conditions()}; the median of {verify.ROUNDS} proofs.\n\n{verify.table()}"}
 
 
+def _proofs() -> dict[str, str]:
+    faults, programs = proofs.tables()
+    return {"proofs faults": faults, "proofs programs": f"{_conditions()}.\n\n{programs}"}
+
+
 def _checkpoint() -> dict[str, str]:
     return {
         "checkpoint stall": f"{_conditions()}, fp32, 2 gloo processes.\n\n{checkpoint.stall_table()}",
@@ -165,6 +172,7 @@ PARTS = {
     "links": _links,
     "checkpoint": _checkpoint,
     "verify": _verify,
+    "proofs": _proofs,
     "reduce": _reduce,
     "start": _start,
     "step": _step,
@@ -176,12 +184,12 @@ PARTS = {
 
 
 def _write(marker: str, text: str) -> None:
-    page = DOCS.read_text()
     marked = rf"(<!-- {marker}: begin -->\n).*?(\n?<!-- {marker}: end -->)"
-    if not re.search(marked, page, flags=re.DOTALL):
-        raise SystemExit(f"{DOCS} has no place for {marker!r}: <!-- {marker}: begin --> and <!-- {marker}: end -->")
-    DOCS.write_text(re.sub(marked, lambda m: f"{m[1]}{text}\n{m[2].lstrip()}", page, flags=re.DOTALL))
-    print(f"wrote {marker} to {DOCS}")
+    page = next((page for page in PAGES if re.search(marked, page.read_text(), flags=re.DOTALL)), None)
+    if page is None:
+        raise SystemExit(f"no page has a place for {marker!r}: <!-- {marker}: begin --> and <!-- {marker}: end -->")
+    page.write_text(re.sub(marked, lambda m: f"{m[1]}{text}\n{m[2].lstrip()}", page.read_text(), flags=re.DOTALL))
+    print(f"wrote {marker} to {page}")
 
 
 def _conditions() -> str:

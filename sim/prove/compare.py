@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
-from sim.prove.infer import Order, furthest, order_of
+from sim.prove.infer import Order, furthest, order_of, order_of_rows
 from sim.prove.judge import (
     CUT_OFF,
     AutogradGraph,
@@ -73,6 +74,7 @@ class Comparison:
         self._forward: dict[Key, Finding] = {}
         self._parameters: dict[str, Finding] = {}
         self._orders: dict[str, Order] = {}
+        self._row_orders: list[tuple[int, tuple[int, ...]]] = []  # of inputs: the dim, and the places along it
         self._owned: dict[str, tuple[int, ...]] = {}  # modules that only some ranks have, and which
         self.stopped = False  # forward has not come to its end on all ranks
         self._buffers: dict[str, Finding] = {}
@@ -124,7 +126,38 @@ class Comparison:
                 ratio=math.inf,
             )
         layout = self.declared.of(mine.key, mine.title)
-        return self._judge(parts, mine.value, bound, said, layout, lambda: self._addends(mine))
+        found = self._judge(parts, mine.value, bound, said, layout, lambda: self._addends(mine))
+        if found.status != "unexplained":
+            return found
+        if mine.node is None and mine.key.side == "input":
+            self._learn_order(parts, mine)
+            return found  # private, where something right is made of it
+        return self._reordered(parts, mine.value, bound) or found
+
+    def _learn_order(self, parts: Mapping[int, torch.Tensor], mine: Entry) -> None:
+        """Note in which order the ranks were given an input, zig-zag or in turns, unless parts are only swapped."""
+        order = order_of_rows(parts, mine.value, 0.0)
+        if order is None or order in self._row_orders:
+            return
+        dim, places = order
+        size = min(part.shape[dim] for part in parts.values())
+        pieces = [places[at : at + size] for at in range(0, len(places), size)]
+        if any(after - before != 1 for piece in pieces for before, after in itertools.pairwise(piece)):
+            self._row_orders.append(order)
+            self.notes.append(f"dim {dim} of {self._place(mine)} is held in another order, and compared in that")
+
+    def _place(self, entry: Entry) -> str:
+        return Judged(entry.key.path, title_of(entry), "forward", Finding("right")).place
+
+    def _reordered(self, parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float) -> Finding | None:
+        """Judge a tensor in the orders in which the ranks were given inputs; None: these explain nothing."""
+        for _, places in self._row_orders:
+            for dim in range(min(full.ndim, 3)):
+                if full.shape[dim] == len(places):
+                    found = self.judge.undeclared(parts, full.index_select(dim, torch.tensor(places)), bound)
+                    if found.status != "unexplained":
+                        return found
+        return None
 
     def _addends(self, mine: Entry) -> dict[str, torch.Tensor]:
         """Return what may have been added once per rank: what went into a module and into those within it."""
@@ -172,6 +205,7 @@ class Comparison:
             return absent(list(parts), range(len(self.runs)))
         found = self._judge(parts, full, self.bounds.of("loss", full), {}, None)
         spread = found.found is not None and set(found.found.partial) <= set(self.task.input_axes)
+        spread = spread or bool(self._row_orders)  # the model has split its input by itself
         if found.status == "pending" and spread:
             return replace(found, status="right", sentence="")
         if found.status == "unexplained" and self.task.input_axes:
@@ -375,6 +409,8 @@ class Comparison:
                     return found
         found = self._judge(grads, full, bound, said, None)
         found = replace(found, is_coarse=self.bounds.is_coarse(entry.grad)) if scale != 1 else found
+        if found.status == "unexplained":
+            found = self._reordered(grads, full, bound) or found
         if found.status == "unexplained" and entry.key in self._private:  # as its value was
             return replace(found, status="private")
         return found

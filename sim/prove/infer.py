@@ -27,6 +27,7 @@ from sim.prove.evidence import (
     gap,
     ratios,
     read,
+    top,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "infer_layout",
     "measured",
     "order_of",
+    "order_of_rows",
     "order_said",
     "pendings",
     "splits_by_shape",
@@ -395,6 +397,32 @@ def order_of(parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> Order | N
         found[rank] = order[places]
         covered[found[rank]] = True
     return found if bool(covered.all()) else None
+
+
+def order_of_rows(
+    parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float
+) -> tuple[int, tuple[int, ...]] | None:
+    """Return along which dim, and where in the full tensor, the ranks' slices are, one rank behind the other."""
+    for dim in range(min(full.dim(), 2)):
+        size, lists = full.shape[dim], dict[tuple[int, ...], None]()
+        rest = [length for at, length in enumerate(full.shape) if at != dim]
+        if size < 2 or any([n for at, n in enumerate(part.shape) if at != dim] != rest for part in parts.values()):
+            continue
+        for part in parts.values():
+            places: list[int] = []
+            for row in part.unbind(dim):
+                near = (
+                    at
+                    for at in range(size)
+                    if at not in places
+                    and top(gap(row, full.select(dim, at))) <= (bound if row.is_floating_point() else 0)
+                )
+                places.append(next(near, -1))
+            lists[tuple(places)] = None
+        whole = tuple(place for places in lists for place in places)
+        if sorted(whole) == list(range(size)):
+            return dim, whole
+    return None
 
 
 def order_said(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:

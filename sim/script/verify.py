@@ -241,6 +241,7 @@ class _ScriptTask:
             script_folder_first(source.folder),
             without_compiler_and_workers(lambda change: found.changes.update({change: None})),
         ):
+            warnings.filterwarnings("ignore", message="Using `torch.compile")  # of hooks: ours
             views = prepare_views(ranks, launch, source)
             try:
                 with ranks, put_in(ranks, mutant):

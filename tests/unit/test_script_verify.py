@@ -210,6 +210,12 @@ def test_a_script_with_a_dtype_of_its_own_runs_in_that(verify: Verify) -> None:
     assert code == 1
 
 
+def test_what_is_compiled_runs_as_it_is_written(verify: Verify) -> None:
+    code, out, err = verify(MODEL + "model = torch.compile(model)" + RANKS, MODEL + ONE)
+    assert (code, err) == (0, ""), out
+    assert "note: torch.compile: taken as eager" in out
+
+
 def test_other_mistakes(verify: Verify) -> None:
     for options, words in (
         (("--steps", "0"), "it compares one step or more"),

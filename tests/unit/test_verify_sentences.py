@@ -52,9 +52,8 @@ def test_ignored_labels_that_the_ranks_do_not_share_evenly():
     assert "its share of the labels that are not -100" in report.first.suggestion
 
 
-@pytest.mark.parametrize("loss", [contrastive])
-def test_a_loss_that_compares_rows_is_not_called_a_mean(loss):
-    report = verify(loss_fn=loss)
+def test_a_loss_that_compares_rows_is_not_called_a_mean():
+    report = verify(loss_fn=contrastive)
     assert report.first.tensor == "loss"
     assert "neither the mean nor the sum" in report.first.sentence
     assert "mean over unequal parts" not in report.first.suggestion
@@ -159,3 +158,60 @@ def test_an_optimizer_is_not_blamed_for_gradients_that_are_not_proved():
     assert "is right" not in advised([update])[0].suggestion
     right = ReportRow("router", "weight", "gradient", verdict="rounding")
     assert "its gradient is right" in advised([right, update])[1].suggestion
+
+
+# -- tokens in an order of their own -----------------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(30, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids):
+        return self.second(torch.tanh(self.first(self.embed(ids))))
+
+
+def zigzag(ids):
+    pieces, rank = ids.chunk(4, 1), dist.get_rank()
+    return torch.cat([pieces[rank], pieces[3 - rank]], 1)
+
+
+def contextual(model, mesh, cut=zigzag, averages=True, doubled=False):
+    whole = model.forward
+    model.forward = lambda ids: whole(cut(ids))
+    if doubled:
+        model.first.register_forward_hook(lambda module, args, output: output + module.bias)
+    for parameter in model.parameters() if averages else ():
+        parameter.register_post_accumulate_grad_hook(lambda each: dist.all_reduce(each.grad, op=dist.ReduceOp.AVG))
+
+
+def verify_tokens(**options):
+    ids = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
+    return sim.verify_plan(
+        Tokens,
+        (ids,),
+        "cp=2",
+        parallelize=lambda model, mesh: contextual(model, mesh, **options),
+        loss_fn=lambda output, ids: output.square().mean(),
+    )
+
+
+def test_tokens_in_zig_zag_order_are_right():
+    report = verify_tokens()
+    assert report.first is None, str(report)
+    assert any("held in another order" in note for note in report.notes)
+    assert {row.verdict for row in report.rows if row.tensor == "output" and row.module} <= {"rounding", "exact"}
+
+
+def test_a_fault_behind_tokens_in_zig_zag_order_is_named():
+    report = verify_tokens(doubled=True)
+    assert (report.first.module, report.first.tensor) == ("first", "output"), str(report)
+    report = verify_tokens(averages=False)
+    assert (report.first.kind, report.first.tensor) == ("gradient", "weight"), str(report)
+    assert "parts of an average over cp" in report.first.sentence
+
+
+def test_parts_that_are_swapped_are_no_order_of_their_own():
+    report = verify_tokens(cut=lambda ids: ids.chunk(2, 1)[1 - dist.get_rank()])
+    assert not any("held in another order" in note for note in report.notes)

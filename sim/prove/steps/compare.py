@@ -13,6 +13,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, top, unit_roundoff
+from sim.prove.infer import order_of_rows
 from sim.prove.judge import COARSE, Finding, Judge, pending_words, short
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
@@ -249,7 +250,7 @@ class LoopComparison:
             again = judge.undeclared(parts, other, bound)
             if again.status != "unexplained":
                 return again
-        order = _order_of_rows(parts, full, bound)
+        order = order_of_rows(parts, full, bound)
         if order is None:
             return found
         dim, places = order
@@ -329,29 +330,3 @@ def _joined(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def _split(name: str) -> tuple[str, str]:
     module, _, leaf = name.rpartition(".")
     return module, leaf
-
-
-def _order_of_rows(
-    parts: Mapping[int, torch.Tensor], full: torch.Tensor, bound: float
-) -> tuple[int, Permutation] | None:
-    """Return along which dim, and where in the full tensor, the ranks' slices are, one rank behind the other."""
-    for dim in range(min(full.dim(), 2)):
-        size, lists = full.shape[dim], dict[Permutation, None]()
-        rest = [length for at, length in enumerate(full.shape) if at != dim]
-        if size < 2 or any([n for at, n in enumerate(part.shape) if at != dim] != rest for part in parts.values()):
-            continue
-        for part in parts.values():
-            places: list[int] = []
-            for row in part.unbind(dim):
-                near = (
-                    at
-                    for at in range(size)
-                    if at not in places
-                    and top(gap(row, full.select(dim, at))) <= (bound if row.is_floating_point() else 0)
-                )
-                places.append(next(near, -1))
-            lists[tuple(places)] = None
-        whole = tuple(place for places in lists for place in places)
-        if sorted(whole) == list(range(size)):
-            return dim, whole
-    return None
