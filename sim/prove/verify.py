@@ -25,6 +25,7 @@ from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
+from sim.prove.modes.values import is_constant, unreached, vary
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, run_reference
@@ -78,7 +79,9 @@ def verify_plan(
     that forward or a step has changed, the gradients of activations and parameters, and the parameters after each
     optimizer step. What a DTensor declares must be true.
     Plain tensors declare nothing, so that any layout that explains them will do; parts of a sum may be passed on from
-    module to module, as long as they are added up before something else is computed from them. Dropout does nothing
+    module to module, as long as they are added up before something else is computed from them. Parameters of which all
+    elements are equal (zeros, ones) are moved a little on both sides, each element by itself, as a fault can hide
+    behind them; unless the ranks give them values of their own. Dropout does nothing
     here; instead, the ranks' generators are compared where they are used.
 
     The bound for an error is measured, not guessed: one device repeats everything with all operations off by their
@@ -131,11 +134,32 @@ def verify_plan(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
         loss_fn, chosen, dtype, seed, steps, train,
     )  # fmt: skip
-    taken = _references(task, model)
+    varied = vary(model, seed)
     try:
-        return _compared(task, taken, said)
+        return _proved(replace(task, model_fn=_varying(model_fn, seed)), model, said, varied)
+    except _MadeAnewError:  # proved as the model has them
+        return _proved(task, _make(model_fn, seed), said)
+
+
+class _MadeAnewError(Exception):
+    """Ranks have a parameter of one value where it was varied: they give it its values by themselves."""
+
+
+def _varying(model_fn: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        model = model_fn()
+        vary(model, seed)
+        return model
+
+    return made
+
+
+def _proved(task: Task, model: nn.Module, said: Declarations, varied: Sequence[str] = ()) -> Report:
+    steps = _references(task, model)
+    try:
+        return _compared(task, steps, said, varied=varied)
     finally:
-        _forget(taken)
+        _forget(steps)
 
 
 _Steps = list[tuple[Run, Bounds]]
@@ -147,7 +171,9 @@ def _forget(steps: _Steps) -> None:
         run.recorder.forget()
 
 
-def _compared(task: Task, steps: _Steps, said: Declarations, mutant: Mutant | None = None) -> Report:
+def _compared(
+    task: Task, steps: _Steps, said: Declarations, mutant: Mutant | None = None, varied: Sequence[str] = ()
+) -> Report:
     """Compute on the ranks, with a fault put in or without, and compare."""
     mesh = task.mesh
     judge = Judge(mesh)
@@ -160,11 +186,13 @@ def _compared(task: Task, steps: _Steps, said: Declarations, mutant: Mutant | No
             if report is None:
                 raise
             return report
+        if any(is_constant(run.initial[name]) for run in ranks.runs for name in varied if name in run.initial):
+            raise _MadeAnewError
         given = steps
         steps, free = _agreed(task, steps, ranks.runs)
         compared = Comparison(task, *steps[0], ranks.runs, said, judge)
         reference = steps[0][0]
-        compared.notes += [*_not_proved(reference), *free]
+        compared.notes += [*_not_proved(reference), *free, *unreached(reference.gradients)]
         grads = _grads(task, reference, compared)
         later: list[Comparison] = []
         if grads is not None and _backward(ranks, grads, compared):

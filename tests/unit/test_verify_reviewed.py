@@ -73,7 +73,7 @@ def test_a_report_says_that_there_were_no_gradients():
     assert verify(lambda: Two(lambda y: y.argmax(-1)), nothing).notes == (note, unused)
     detached = verify(Two, nothing, loss_fn=lambda y, x: y.detach().sum())
     assert detached.notes == ("no gradients were compared, as the loss cannot be differentiated", unused)
-    assert verify(Two, nothing).notes == (unused,)
+    assert verify(Two, nothing).notes[-1] == unused  # the one before it names units that relu cuts off
     assert verify(lambda: Two().requires_grad_(False), nothing, loss_fn=lambda y, x: y.sum()).notes == (unused,)
 
 

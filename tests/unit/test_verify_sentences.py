@@ -215,3 +215,85 @@ def test_a_fault_behind_tokens_in_zig_zag_order_is_named():
 def test_parts_that_are_swapped_are_no_order_of_their_own():
     report = verify_tokens(cut=lambda ids: ids.chunk(2, 1)[1 - dist.get_rank()])
     assert not any("held in another order" in note for note in report.notes)
+
+
+class Gated(nn.Module):
+    """A projection that starts at zero, as adaLN's gates and LoRA's B do."""
+
+    def __init__(self, zero=True):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        if zero:
+            nn.init.zeros_(self.down.weight)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+
+def split_by_hand(model, mesh, reduce=True):
+    rank = mesh.get_local_rank()
+    for owner, name, dim in ((model.up, "weight", 0), (model.up, "bias", 0), (model.down, "weight", 1)):
+        setattr(owner, name, nn.Parameter(getattr(owner, name).detach().chunk(2, dim)[rank].clone()))
+    if reduce:
+        model.up.register_forward_pre_hook(lambda module, args: (Enter.apply(args[0]),))
+        model.down.register_forward_hook(lambda module, args, output: Leave.apply(output))
+
+
+class Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+IDS = torch.tensor([[0, 1, 5], [7, 1, 2]])
+
+
+def test_a_fault_behind_zeros_is_found():
+    right = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=split_by_hand)
+    assert right.ok, right
+    wrong = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=lambda model, mesh: split_by_hand(model, mesh, False))
+    assert (wrong.first.module, wrong.first.tensor) == ("down", "output")
+    assert "parts of a sum over tp" in wrong.first.sentence
+
+
+def test_a_fault_behind_ones_is_found():
+    def scaled_once_more(model, mesh):
+        split_by_hand(model, mesh)
+        model.norm.weight.data.copy_(model.norm.weight.data.roll(mesh.get_local_rank()))
+
+    report = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=scaled_once_more)
+    assert (report.first.module, report.first.tensor) == ("norm", "weight")
+
+
+def test_values_that_the_ranks_make_by_themselves_stay():
+    def anew(model, mesh):
+        split_by_hand(model, mesh)
+        model.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        return model
+
+    assert sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=anew).ok
+
+
+def test_rows_that_no_input_reaches_are_named():
+    report = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=split_by_hand)
+    assert "no input reaches embed.weight[3:5, 6, 8:12]: a fault there is not seen" in report.notes

@@ -1,0 +1,83 @@
+"""Values behind which a fault hides: parameters of one value, and what no input reaches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+__all__ = ["is_constant", "unreached", "vary"]
+
+_SPREAD = 0.05  # of the values put in place: small beside 1, large beside rounding
+_MOST = 4  # tensors that a note lists
+
+
+def vary(model: nn.Module, seed: int) -> list[str]:
+    """Move parameters of which all elements are equal, as zeros and ones, each element by itself; return their names.
+
+    What is multiplied by zero can be anything, and a rank's part of ones is like any other part.
+
+    >>> norm = nn.LayerNorm(4)
+    >>> vary(norm, 0)
+    ['weight', 'bias']
+    >>> len(norm.bias.unique())
+    4
+
+    Args:
+        model: changed in place.
+        seed: the same changes for the same seed, name and shape.
+    """
+    changed = []
+    for name, parameter in model.named_parameters():
+        plain = type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
+        if not plain or not parameter.requires_grad:
+            continue
+        values = parameter.detach()
+        if not is_constant(values) and (values.numel() != 1 or bool(values.any())):
+            continue
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        moves = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * _SPREAD
+        with torch.no_grad():
+            parameter.add_(moves.to(parameter.dtype))
+        changed.append(name)
+    return changed
+
+
+def is_constant(values: torch.Tensor) -> bool:
+    """Return whether there are several elements, all equal and finite.
+
+    Args:
+        values: of any shape.
+    """
+    return values.numel() > 1 and bool(values.isfinite().all() and (values == values.flatten()[0]).all())
+
+
+def unreached(gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
+    """Say of which parameters, or of which of their rows, the gradient is zero: no input has looked at them.
+
+    >>> grad = torch.ones(6, 2)
+    >>> grad[2:4] = 0
+    >>> unreached({"embed.weight": grad, "head.weight": torch.zeros(2, 2)})
+    ['no input reaches embed.weight[2:4], head.weight: a fault there is not seen']
+
+    Args:
+        gradients: of one device, by name.
+    """
+    found = []
+    for name, grad in gradients.items():
+        if grad is None or not grad.ndim or not grad.numel():
+            continue
+        zero = (grad == 0).flatten(1).all(1) if grad.ndim > 1 else grad == 0
+        if zero.any():
+            found.append(name if zero.all() else f"{name}[{_ranges(zero)}]")
+    more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    return [f"no input reaches {', '.join(found[:_MOST])}{more}: a fault there is not seen"] if found else []
+
+
+def _ranges(chosen: torch.Tensor) -> str:
+    edges = torch.diff(chosen.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+    starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+    texts = [str(a) if b == a + 1 else f"{a}:{b}" for a, b in zip(starts, stops, strict=True)]
+    return ", ".join(texts[:_MOST]) + (", ..." if len(texts) > _MOST else "")
