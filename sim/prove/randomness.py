@@ -16,7 +16,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.record import ranks_along
 
-__all__ = ["Draw", "NoRandomness", "masks_problem"]
+__all__ = ["Draw", "NoRandomness", "masks_problem", "redrawn"]
 
 _aten = torch.ops.aten
 
@@ -44,12 +44,17 @@ class NoRandomness(TorchDispatchMode):
 
     Args:
         path: returns the module that is running.
+
+    Attributes:
+        draws: of forward.
+        again: of forwards that backward repeats, as activation checkpointing does.
     """
 
     def __init__(self, path: Callable[[], str]) -> None:
         super().__init__()
         self.path = path
         self.draws: list[Draw] = []
+        self.again: list[Draw] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,7 +69,10 @@ class NoRandomness(TorchDispatchMode):
         first = result[0] if isinstance(result, tuple) else result
         if state:  # torch itself looks after the random numbers of DTensors
             op = func.overloadpacket.__name__
-            self.draws.append(Draw(self.path(), op, tuple(first.shape), state))
+            # Backward itself is not differentiated, what it repeats is.
+            in_backward = torch._C._current_graph_task_id() != -1
+            kept = self.draws if not in_backward else self.again if torch.is_grad_enabled() else []
+            kept.append(Draw(self.path(), op, tuple(first.shape), state))
         with torch.no_grad():
             return calm(result, args, kwargs)
 
@@ -103,6 +111,26 @@ def masks_problem(
             if name not in parts and len(states) > 1:
                 what = f"draws different numbers on {ranks_phrase(line)}, which hold the same over {name}"
                 return f"{draws[0].op} {what}", f"the same seed on all ranks along {name}"
+    return None
+
+
+def redrawn(draws: Sequence[Draw], again: Sequence[Draw]) -> Draw | None:
+    """Return the first draw of forward that a recomputation has repeated with other numbers; None: there is none.
+
+    >>> drop = Draw("mlp.drop", "native_dropout", (4,), "a")
+    >>> redrawn([drop], [drop._replace(path="")]) is None
+    True
+    >>> redrawn([drop], [drop._replace(path="", state="b")]).path
+    'mlp.drop'
+
+    Args:
+        draws: of forward.
+        again: of what backward has repeated of it, in any order.
+    """
+    states = {(draw.op, draw.shape, draw.state) for draw in draws}
+    for draw in again:
+        if draw[1:] not in states:
+            return next((first for first in draws if first[1:3] == draw[1:3]), None)
     return None
 
 

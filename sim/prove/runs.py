@@ -26,7 +26,7 @@ from sim.prove.evidence import gap, unit_roundoff
 from sim.prove.infer import order_said
 from sim.prove.modes.choices import Choice, ChoiceKey, Choices
 from sim.prove.modes.precision import WidePrecision, narrow_words
-from sim.prove.randomness import Draw, NoRandomness
+from sim.prove.randomness import Draw, NoRandomness, redrawn
 from sim.prove.record import (
     AxesOf,
     ModuleRecorder,
@@ -105,6 +105,7 @@ class Run:
         same: for each name of a parameter, the first name of the same tensor.
         leaves: the parameters themselves.
         draws: random numbers in the first step's forward.
+        redraw: one of them that a recomputation in backward has drawn otherwise.
         outputs: the tensors that the model returned, with the way to each.
         loss: what was differentiated, if it is one number.
         gradients: after backward.
@@ -125,6 +126,7 @@ class Run:
     same: dict[str, str]
     leaves: dict[str, nn.Parameter]
     draws: list[Draw] = field(default_factory=list)
+    redraw: Draw | None = None
     outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     loss: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
@@ -261,6 +263,8 @@ class _Session:
                     self._forward()
                 self._differentiate(self.run.outputs, self.run.loss, grads)
                 self._keep_gradients()
+                if not step:
+                    self.run.redraw = redrawn(self.run.draws, self.quiet.again)
                 if optimizer is not None:
                     # Imported here: whoever imports `sim`, or proves a plan without an optimizer, needs no trainer.
                     from hyper_parallel.trainer.optimizer import update

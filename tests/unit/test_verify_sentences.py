@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import sim
 from sim.prove.judge import advised
@@ -297,3 +298,46 @@ def test_values_that_the_ranks_make_by_themselves_stay():
 def test_rows_that_no_input_reaches_are_named():
     report = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=split_by_hand)
     assert "no input reaches embed.weight[3:5, 6, 8:12]: a fault there is not seen" in report.notes
+
+
+class Dropping(nn.Module):
+    def __init__(self, use_reentrant=False, **options):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.options = {"use_reentrant": use_reentrant, **options}
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.drop(torch.tanh(self.layer(x))), x, **self.options)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_that_draws_other_masks_is_found(use_reentrant):
+    x = torch.randn(ROWS, WIDTH, requires_grad=use_reentrant)
+
+    def report(**options):
+        return sim.verify_plan(
+            lambda: Dropping(use_reentrant, **options),
+            (x,),
+            "dp=2",
+            parallelize=lambda model, mesh: DistributedDataParallel(model),
+            input_layouts=[("dp", "None")],
+        )
+
+    assert report().ok, report()
+    wrong = report(preserve_rng_state=False)
+    assert (wrong.first.module, wrong.first.kind) == ("drop", "random")
+    expected = "backward computes it again with other random numbers, on one device and ranks 0-1"
+    assert wrong.first.sentence == expected
+
+
+def test_random_numbers_in_backward_alone_are_no_recomputation():
+    def noisy(model, mesh):
+        model = DistributedDataParallel(model)
+        model.module.layer.register_full_backward_hook(
+            lambda module, given, grad: (torch.rand(ROWS // 2, WIDTH) * 0 + given[0],)
+        )
+        return model
+
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    report = sim.verify_plan(Dropping, (x,), "dp=2", parallelize=noisy, input_layouts=[("dp", "None")])
+    assert report.ok, report
