@@ -25,7 +25,7 @@ from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
-from sim.prove.modes.values import is_constant, unreached, vary
+from sim.prove.modes.values import MadeAnewError, check_varied, unreached, vary, varying
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, run_reference
@@ -134,30 +134,17 @@ def verify_plan(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
         loss_fn, chosen, dtype, seed, steps, train,
     )  # fmt: skip
-    varied = vary(model, seed)
+    vary(model, seed)
     try:
-        return _proved(replace(task, model_fn=_varying(model_fn, seed)), model, said, varied)
-    except _MadeAnewError:  # proved as the model has them
+        return _proved(replace(task, model_fn=varying(model_fn, seed)), model, said, is_varied=True)
+    except MadeAnewError:  # proved as the model has them
         return _proved(task, _make(model_fn, seed), said)
 
 
-class _MadeAnewError(Exception):
-    """Ranks have a parameter of one value where it was varied: they give it its values by themselves."""
-
-
-def _varying(model_fn: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
-        model = model_fn()
-        vary(model, seed)
-        return model
-
-    return made
-
-
-def _proved(task: Task, model: nn.Module, said: Declarations, varied: Sequence[str] = ()) -> Report:
+def _proved(task: Task, model: nn.Module, said: Declarations, *, is_varied: bool = False) -> Report:
     steps = _references(task, model)
     try:
-        return _compared(task, steps, said, varied=varied)
+        return _compared(task, steps, said, is_varied=is_varied)
     finally:
         _forget(steps)
 
@@ -172,7 +159,7 @@ def _forget(steps: _Steps) -> None:
 
 
 def _compared(
-    task: Task, steps: _Steps, said: Declarations, mutant: Mutant | None = None, varied: Sequence[str] = ()
+    task: Task, steps: _Steps, said: Declarations, mutant: Mutant | None = None, *, is_varied: bool = False
 ) -> Report:
     """Compute on the ranks, with a fault put in or without, and compare."""
     mesh = task.mesh
@@ -186,8 +173,8 @@ def _compared(
             if report is None:
                 raise
             return report
-        if any(is_constant(run.initial[name]) for run in ranks.runs for name in varied if name in run.initial):
-            raise _MadeAnewError
+        for run in ranks.runs if is_varied else ():
+            check_varied(run.initial, steps[0][0].initial)
         given = steps
         steps, free = _agreed(task, steps, ranks.runs)
         compared = Comparison(task, *steps[0], ranks.runs, said, judge)

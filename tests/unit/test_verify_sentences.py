@@ -341,3 +341,21 @@ def test_random_numbers_in_backward_alone_are_no_recomputation():
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     report = sim.verify_plan(Dropping, (x,), "dp=2", parallelize=noisy, input_layouts=[("dp", "None")])
     assert report.ok, report
+
+
+def test_a_fault_behind_zeros_is_found_in_a_step_of_ones_own():
+    def step(model, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    def proved(reduce):
+        def parallel(model, mesh):
+            split_by_hand(model, mesh, reduce)
+
+        return sim.verify_step(step, Gated, IDS, "tp=2", parallelize=parallel)
+
+    right = proved(reduce=True)
+    assert right.ok, right
+    assert any("no input reaches embed.weight[3:5, 6, 8:12]" in note for note in right.notes)
+    assert not proved(reduce=False).ok

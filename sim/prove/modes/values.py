@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-__all__ = ["is_constant", "unreached", "vary"]
+__all__ = ["MadeAnewError", "check_varied", "unreached", "vary", "varying"]
 
 _SPREAD = 0.05  # of the values put in place: small beside 1, large beside rounding
 _MOST = 4  # tensors that a note lists
@@ -35,7 +35,7 @@ def vary(model: nn.Module, seed: int) -> list[str]:
         if not plain or not parameter.requires_grad:
             continue
         values = parameter.detach()
-        if not is_constant(values) and (values.numel() != 1 or bool(values.any())):
+        if not _is_constant(values) and (values.numel() != 1 or bool(values.any())):
             continue
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         moves = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * _SPREAD
@@ -45,12 +45,43 @@ def vary(model: nn.Module, seed: int) -> list[str]:
     return changed
 
 
-def is_constant(values: torch.Tensor) -> bool:
-    """Return whether there are several elements, all equal and finite.
+def varying(model_fn: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
+    """Return a function that makes the same model, varied.
 
     Args:
-        values: of any shape.
+        model_fn: makes the model.
+        seed: see `vary`.
     """
+
+    def made() -> nn.Module:
+        model = model_fn()
+        vary(model, seed)
+        return model
+
+    return made
+
+
+class MadeAnewError(Exception):
+    """Ranks have a parameter of one value where it was varied: they give it its values by themselves."""
+
+
+def check_varied(initial: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters of one value that one device does not have.
+
+    Args:
+        initial: parameters of a rank, by name.
+        expected: those of one device.
+
+    Raises:
+        MadeAnewError: there are some.
+    """
+    for name, values in initial.items():
+        if _is_constant(values) and not (name in expected and _is_constant(expected[name])):
+            raise MadeAnewError(name)
+
+
+def _is_constant(values: torch.Tensor) -> bool:
+    """Whether there are several elements, all equal and finite."""
     return values.numel() > 1 and bool(values.isfinite().all() and (values == values.flatten()[0]).all())
 
 

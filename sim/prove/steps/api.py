@@ -21,6 +21,7 @@ from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices, agreed_words, free_choices
 from sim.prove.modes.precision import WidePrecision, narrow_words
+from sim.prove.modes.values import MadeAnewError, check_varied, unreached, varying
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import converted
@@ -83,7 +84,8 @@ def verify_step(
     gradients and updates are right, tensors between modules may be what they like.
 
     The ranks' parameters may have other names, or be several of one device's behind each other (q, k and v in one):
-    values tell which, or `names`. The loss of a rank may be a part of the sum or the mean.
+    values tell which, or `names`. The loss of a rank may be a part of the sum or the mean. Parameters of which all
+    elements are equal are moved on both sides, as by `verify_plan`.
 
     Args:
         step: called with the model and the batch, returns the loss.
@@ -142,7 +144,11 @@ def verify_step(
         seed,
         steps,
     )
-    return task.compared(*task.references())
+    varied = replace(task, model_fn=varying(model_fn, seed))
+    try:
+        return varied.compared(*varied.references(), is_varied=True)
+    except MadeAnewError:  # proved as the model has them
+        return task.compared(*task.references())
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,14 @@ class _StepTask:
                 watch.end_step()
         return watch.record
 
-    def compared(self, expected: LoopRecord, moved: Sequence[LoopRecord], mutant: Mutant | None = None) -> Report:
+    def compared(
+        self,
+        expected: LoopRecord,
+        moved: Sequence[LoopRecord],
+        mutant: Mutant | None = None,
+        *,
+        is_varied: bool = False,
+    ) -> Report:
         """Take the steps on the ranks, with a fault put in or without, and compare."""
         found: dict[int, LoopRecord] = {}
         orders: dict[int, list[torch.Tensor]] = {}
@@ -248,11 +261,14 @@ class _StepTask:
                 ranks.run(body)
             events = list(ranks.trace.kept())
         records = [found[rank] for rank in sorted(found)]
+        for record in records if is_varied else ():
+            check_varied(record.initial, expected.initial)
         expected, moved, notes = self._agreed(expected, moved, records)
         of_ranks = list(dict.fromkeys(name for record in records for name in record.initial))
         names = read_names(_ASKED, self.names, of_ranks, list(expected.initial))
         comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
         comparison.notes += [*notes, *narrow_words(wide.values(), self.dtype)]
+        comparison.notes += unreached(expected.steps[0].gradients) if expected.steps else []
         report = comparison.report()
         return (
             report
