@@ -84,7 +84,7 @@ def allocated_by_torch(script: Path) -> int:
     return peak_of(seen[0])
 
 
-@pytest.mark.parametrize("script", [EXAMPLES / "fsdp2.py", NANO_GPT], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [EXAMPLES / "fsdp2.py", EXAMPLES / "ddp.py", NANO_GPT], ids=lambda path: path.stem)
 def test_memory_is_what_torchs_allocator_gives(script: Path) -> None:
     assert predicted_bytes(record(script, 1)) == pytest.approx(allocated_by_torch(script), rel=0.02)
 
