@@ -89,6 +89,21 @@ def test_memory_is_what_torchs_allocator_gives(script: Path) -> None:
     assert predicted_bytes(record(script, 1)) == pytest.approx(allocated_by_torch(script), rel=0.02)
 
 
+def test_memory_of_a_loss_on_the_cpu_is_that_of_its_elements(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\n"
+        "weight = torch.nn.Parameter(torch.ones(4))\n"
+        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "for _ in range(4):\n"
+        "    loss = torch.nn.functional.mse_loss(weight.expand(1000, 4), torch.ones(1000, 4))\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    assert predicted_bytes(record(path, 1)) == pytest.approx(allocated_by_torch(path), rel=0.02)
+
+
 def test_a_row_of_the_table_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripts, "allocated_bytes", lambda path, ranks: 2048 * ranks)
     monkeypatch.setattr(scripts, "seconds_of_estimate", lambda case: 1.25)
