@@ -6,11 +6,13 @@ world that moves nothing (torch's fake group), where nobody else allocates. Both
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,11 +174,11 @@ class Memory:
 
 @contextmanager
 def watch_memory() -> Iterator[Memory]:
-    """Note the calling thread's allocations and releases on the CPU until the end; then the memory is filled in.
+    """Note what torch's CPU allocator has handed out, on all threads, until the end; then the memory is filled in.
 
-    Backward counts, as on the CPU it runs on the thread that calls it. Name phases with
-    `torch.profiler.record_function("phase: ...")`, each once. A resized storage counts as what it is: one release and
-    one allocation. A release of what was allocated before is not seen.
+    It is noted whenever the calling thread, or work of a process group that it has issued, allocates or releases. Name
+    phases with `torch.profiler.record_function("phase: ...")`, each once. A resized storage counts as what it is: one
+    release and one allocation. A release of what was allocated before is not seen.
 
     ::
 
@@ -187,26 +189,41 @@ def watch_memory() -> Iterator[Memory]:
     """
     memory = Memory()
     gc.collect()
+    _count_all_threads()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield memory
-    changes: list[tuple[int, int, int]] = []
+    changes: list[tuple[int, int, int, int]] = []
     left = list(profiler.profiler.kineto_results.experimental_event_tree())
     while left:
         event = left.pop()
         left.extend(event.children)
         if event.tag == _EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
+            fields = event.extra_fields
+            changes.append((event.start_time_ns, fields.alloc_size, fields.ptr, fields.total_allocated))
         elif event.name.startswith("phase: "):
             memory.phases[event.name.removeprefix("phase: ")] = (event.start_time_ns, event.end_time_ns)
     sizes: dict[int, int] = {}  # by address; only of what was allocated here
-    live = 0
-    for when, size, pointer in sorted(changes, key=lambda change: change[0]):
+    live, before = 0, None
+    for when, size, pointer, total in sorted(changes, key=lambda change: change[0]):
+        if before is not None:
+            live += total - size - before  # what threads that the profiler does not follow have done
+        before = total
         if size > 0:
-            live += size - sizes.get(pointer, 0)  # an address given out again was released on another thread
+            live += size
             sizes[pointer] = size
         else:
             live -= sizes.pop(pointer, 0)
         memory.live.append((when, live))
+
+
+def _count_all_threads() -> None:
+    """Let torch's CPU allocator count what is released while no profiler listens, such as by gloo's threads.
+
+    The profiler hears of releases on profiled threads only. Its events also tell the allocator's own total, which is
+    right for all threads with this flag of C++. It stays set: what is released without it would stay in that total.
+    """
+    library = next(Path(torch.__file__).parent.joinpath("lib").glob("libc10.*"))
+    ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 class NoPlatform(CpuPlatform):

@@ -2,7 +2,7 @@
 
 - *estimate*: seconds on the processor of `python -m sim estimate`, Python's start and torch's import included.
 - *predicted*: the most that tensors of rank 0 take in the recorded steps.
-- *allocated*: the same by torch's CPU allocator, in real processes that communicate by gloo, watched by its profiler.
+- *allocated*: the same by torch's CPU allocator, on all threads of real processes that communicate by gloo.
 - *collectives*: whether the operations, groups, bytes and dtypes of the recorded steps are, in this order, those of the
   same steps on simulated ranks, which have values.
 """

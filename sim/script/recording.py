@@ -43,6 +43,7 @@ __all__ = ["EnoughSteps", "NeedsRank", "ScriptRecorder", "StandIn", "recorders_i
 _MODULE = "sim_module"  # of a node of autograd: the module whose output it made
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
+_SQUARES = torch.ops.aten.mse_loss.default
 
 
 class NeedsRank(BaseException):
@@ -130,13 +131,26 @@ class ScriptRecorder(Recorder):
         if func is torch.ops.aten.record_stream.default:
             return None
         self.place = self._where()
+        is_mean = func is _SQUARES and args[2:] != (0,)  # or a sum; 0: nothing is reduced
+        elements = self._elements(args) if is_mean and not self._on_accelerator else None
         try:
             out = super().on_operation(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._without_shape(func, args, kwargs)
+        if elements is not None:
+            out = elements.as_strided((), ())
         if func.namespace != "_c10d_functional":  # it has gone through `on_collective`
             self.values.follow(func, args, kwargs, out)
         return out
+
+    def _elements(self, args: Any) -> torch.Tensor:
+        """Return the memory of a loss's elements: on the CPU a mean of squares stays in a storage of that size."""
+        with self.fake:
+            kept = torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape), dtype=args[0].dtype)
+            squares = torch.empty_like(kept)  # the elements themselves, until they are added up
+        for tensor in (kept, squares):
+            self._touch(tensor)
+        return kept
 
     def _item(self, tensor: torch.Tensor) -> Any:
         """Return the value of a tensor of one element."""

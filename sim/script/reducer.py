@@ -76,6 +76,7 @@ class Reducer:
         self._used: set[int] = set()
         self._next = 0
         self._buckets: list[_FlatGradients] = []
+        self._at: dict[int, tuple[_FlatGradients, int]] = {}
         self._make_buckets(bucket_indices)
         self._handles = [
             param.register_post_accumulate_grad_hook(self._gradient_hook(number))
@@ -83,7 +84,7 @@ class Reducer:
         ]
 
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
-        self._buckets = []  # the old ones go before the new ones come
+        self._buckets, self._at = [], {}  # the old ones go before the new ones come
         self._buckets = [_FlatGradients(params, self._params) for params in indices]
         self._at = {n: (b, i) for b in self._buckets for i, n in enumerate(b.params)}
 

@@ -1,6 +1,7 @@
 """The benchmarks count right: memory, communication and intervals of cases that are worked out by hand."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def test_memory_does_not_shrink_by_what_was_there_before():
         with record_function("phase: after"):
             kept.zero_()
     assert memory.at_start("release") == memory.at_start("after") == memory.peak("after") == 40
+
+
+def test_memory_that_another_thread_releases_is_seen():
+    with watch_memory() as memory:
+        held = [torch.empty(1000)]
+        releases = threading.Thread(target=held.clear)
+        releases.start()
+        releases.join()
+        with record_function("phase: after"):
+            torch.empty(10)
+    assert [live for _, live in memory.live] == [4000, 40, 0]
 
 
 def test_memory_of_a_backward_is_seen():

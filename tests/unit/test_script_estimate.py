@@ -84,9 +84,24 @@ def allocated_by_torch(script: Path) -> int:
     return peak_of(seen[0])
 
 
-@pytest.mark.parametrize("script", [EXAMPLES / "fsdp2.py", NANO_GPT], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [EXAMPLES / "fsdp2.py", EXAMPLES / "ddp.py", NANO_GPT], ids=lambda path: path.stem)
 def test_memory_is_what_torchs_allocator_gives(script: Path) -> None:
     assert predicted_bytes(record(script, 1)) == pytest.approx(allocated_by_torch(script), rel=0.02)
+
+
+def test_memory_of_a_loss_on_the_cpu_is_that_of_its_elements(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\n"
+        "weight = torch.nn.Parameter(torch.ones(4))\n"
+        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "for _ in range(4):\n"
+        "    loss = torch.nn.functional.mse_loss(weight.expand(1000, 4), torch.ones(1000, 4))\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    assert predicted_bytes(record(path, 1)) == pytest.approx(allocated_by_torch(path), rel=0.02)
 
 
 def test_a_row_of_the_table_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
