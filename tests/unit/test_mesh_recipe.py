@@ -7,6 +7,7 @@ import torch
 
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.trainer.config import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from sim.mesh.estimate import estimate
 from sim.mesh.job import Job
 from sim.mesh.recipe import Recipe, Routing
 
@@ -141,3 +142,19 @@ def test_a_run_that_cannot_be_trained_cannot_be_estimated():
         Job.of_run(Config(), world_size=3)
     with pytest.raises(ValueError, match="cannot train with engine 'hsdp' and tp=2"):
         Job.of_run(Config(parallel=ParallelConfig(engine="hsdp", tp=2)), world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees"), [("llama-tiny", {"dp_shard": 2, "tp": 2}), ("moe-tiny", {"dp_shard": 2, "ep": 2})]
+)
+def test_sgd_of_sharded_weights_saves_the_moments(model: str, degrees: dict[str, int]):
+    dims = ParallelDims(**degrees, world_size=4)
+    ranks = {
+        name: estimate(
+            model=model, dims=dims, batch=1, seq_len=16, hardware="h100-sxm", recipe=Recipe(optimizer=name)
+        ).memory.classes[0]
+        for name in ("adamw", "sgd")
+    }
+    moments = ranks["adamw"].by_category["optimizer"]
+    assert ranks["sgd"].by_category.get("optimizer", 0) == 0 < moments
+    assert ranks["adamw"].persistent - ranks["sgd"].persistent == moments

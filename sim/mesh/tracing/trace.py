@@ -641,8 +641,8 @@ def _reduce_now(built: Built, flag: bool) -> None:
 
 def _optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
     params = [param for param in module.parameters() if param.requires_grad]
-    if job.recipe.optimizer == "sgd":
-        return torch.optim.SGD(params or [torch.nn.Parameter(torch.empty(0))], lr=1e-3, fused=bool(params))
+    if job.recipe.optimizer == "sgd":  # torch has no sharding strategy for the fused one
+        return torch.optim.SGD(params or [torch.nn.Parameter(torch.empty(0))], lr=1e-3, foreach=bool(params))
     if job.recipe.optimizer == "adamw-foreach":
         return torch.optim.AdamW(params, lr=1e-3, foreach=True)
     return build_optimizer(module.named_parameters(), OptimizerConfig())
