@@ -29,6 +29,8 @@ from sim.explain.errors import RankFailed, SimError
 from sim.kernel.context import current_rank
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
+from sim.prove.modes.choices import ChoiceKey, Choices
+from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.report import Report, Sensitivity
 from sim.prove.steps.axes import mesh_of_groups
 from sim.prove.steps.compare import LoopComparison
@@ -186,12 +188,14 @@ class _Recorded:
         groups: in which they could communicate: what each is called, and its ranks.
         events: of their communication.
         changes: what was run otherwise than the script says.
+        wide: of each rank, what computes in float64 where the script asks for fewer bits.
     """
 
     loops: list[LoopRecord] = field(default_factory=list)
     groups: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
     changes: dict[str, None] = field(default_factory=dict)
+    wide: list[WidePrecision] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -206,11 +210,12 @@ class _ScriptTask:
     mesh: Layout | None
     names: Mapping[str, Any]
 
-    def on_one(self, seed: int | None = None) -> LoopRecord:
-        """Execute the reference, perturbed where there is a seed."""
+    def on_one(self, seed: int | None = None, like: LoopRecord | None = None) -> LoopRecord:
+        """Execute the reference, perturbed where there is a seed, with the choices of an earlier run."""
         quiet = nullcontext() if seed is None else redirect_stderr(io.StringIO())  # it has been said once
+        taken = {} if like is None else {key: choice.indices for key, choice in like.choices.items()}
         with quiet:
-            return self._execute(self.reference, self.reference_source, seed).loops[0]
+            return self._execute(self.reference, self.reference_source, seed, taken=taken).loops[0]
 
     def on_ranks(self, mutant: Mutant | None = None) -> _Recorded:
         """Execute the script on its ranks, with a fault put in or without."""
@@ -218,9 +223,16 @@ class _ScriptTask:
         return self._execute(launch, self.source, None, mutant)
 
     def _execute(
-        self, launch: Launch, source: ScriptSource, seed: int | None, mutant: Mutant | None = None
+        self,
+        launch: Launch,
+        source: ScriptSource,
+        seed: int | None,
+        mutant: Mutant | None = None,
+        taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
     ) -> _Recorded:
         found = _Recorded()
+        dtype = torch.get_default_dtype()
+        is_wide = dtype == torch.float64  # else the script's own dtypes are what is proved
         loops: dict[int, LoopRecord] = {}
 
         def stop() -> None:
@@ -231,7 +243,10 @@ class _ScriptTask:
             assert rank is not None, "ranks execute scripts"
             loops[rank] = watch.record
             perturbed = nullcontext() if seed is None else _PerturbedLoop(watch, seed)
-            with suppress(_EnoughSteps), perturbed, watch:
+            wide, choices = WidePrecision(dtype), Choices(lambda: watch.where if watch.is_inside else None, taken)
+            watch.record.choices = choices.made
+            found.wide += [wide] if is_wide else []
+            with suppress(_EnoughSteps), perturbed, watch, wide if is_wide else nullcontext(), choices:
                 execute_script(source.code, source.package)
 
         ranks = world(launch.nproc, seed=launch.seed, init=False, map_device=launch.map_device, own=launch.own)
@@ -282,7 +297,7 @@ class _ScriptTask:
         hint = "--name '<name on the ranks>={}'"
         rows = [_with_hint(row, hint) for row in report.rows]
         first = None if report.first is None else _with_hint(report.first, hint)
-        notes = [*report.notes, *found.changes]
+        notes = [*report.notes, *found.changes, *narrow_words(found.wide, torch.float64)]
         if comparison.names.missing:
             notes.append(f"on the ranks alone, and not compared: {', '.join(comparison.names.missing[:_MOST_SHOWN])}")
         if self.mesh is None and guessed is None:
@@ -311,7 +326,7 @@ def verify_script(
 ) -> Report | int:
     """Compare the first steps of a script on its ranks with those of its one-device form.
 
-    Both run in float64, where they do not ask for another dtype by name; else in their own.
+    Both run in float64, also where they ask for fewer bits by name. If that fails, in their own dtypes.
 
     Args:
         launch: the script, and on how many ranks.
@@ -354,7 +369,7 @@ class _ReferenceFailed(SimError):
 def _prove(task: _ScriptTask) -> Report:
     try:
         expected = task.on_one()
-        moved = [task.on_one(seed) for seed in range(_RUNS)]
+        moved = [task.on_one(seed, expected) for seed in range(_RUNS)]
     except SimError as error:
         raise _ReferenceFailed(str(error)) from error
     if not any(step.updates for step in expected.steps):

@@ -201,8 +201,31 @@ def test_parameters_of_another_name(verify: Verify) -> None:
     assert "0.weight: every part is zero" in out
 
 
-def test_a_script_with_a_dtype_of_its_own_runs_in_that(verify: Verify) -> None:
-    single = (MODEL + RANKS).replace("torch.randn(8, 4)", "torch.randn(8, 4).float()")
+@pytest.mark.parametrize(
+    ("computed", "said"),
+    [
+        ("model(rows.float()).float()", ""),
+        ("torch.autocast('cpu', torch.bfloat16)(model)(rows)", ""),
+        ("model(rows.bfloat16())", "computed in float64 where the program says bfloat16"),
+    ],
+)
+def test_mixed_precision_is_proved_in_float64(verify: Verify, computed: str, said: str) -> None:
+    script = MODEL + RANKS.replace("model(rows)", computed)
+    code, out, _ = verify(script)
+    assert code == 0, out
+    assert said in out
+    assert "in the script's own dtypes" not in out
+    code, out, _ = verify(
+        script.replace("op=dist.ReduceOp.AVG)", "op=dist.ReduceOp.AVG); parameter.grad *= 1 + 1e-6 * rank")
+    )
+    assert code == 1, out
+
+
+def test_a_script_that_insists_on_its_dtype_runs_in_that(verify: Verify) -> None:
+    insists = (
+        "rows = rows.float()\nif rows.dtype != torch.float32: raise TypeError('another dtype')\nfor step in range(3):"
+    )
+    single = MODEL + RANKS.replace("for step in range(3):", insists)
     code, out, _ = verify(single)
     assert code == 0, out
     assert "in the script's own dtypes, as in float64: " in out
