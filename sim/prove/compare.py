@@ -33,7 +33,7 @@ from sim.prove.judge import (
     spelling,
     title_of,
 )
-from sim.prove.randomness import masks_problem
+from sim.prove.randomness import masks_problem, redrawn_row
 from sim.prove.record import Declarations, Entry, Key, spread_layout
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import Bounds, Run, Task, largest
@@ -365,17 +365,6 @@ class Comparison:
             else:
                 yield ReportRow(draw.path, word, "random", found=where)
 
-    def redrawn_rows(self) -> Iterator[ReportRow]:
-        """Say where a recomputation in backward draws other random numbers than forward did, on one device or ranks."""
-        ranks = [rank for rank, run in enumerate(self.runs) if run.redraw is not None]
-        draw = self.reference.redraw or next((run.redraw for run in self.runs if run.redraw is not None), None)
-        if draw is not None:
-            where = ["one device"] if self.reference.redraw is not None else []
-            where += [ranks_phrase(ranks)] if ranks else []
-            sentence = f"backward computes it again with other random numbers, on {' and '.join(where)}"
-            word, hint = draw.op.rstrip("_"), "checkpoint(..., preserve_rng_state=True)"
-            yield ReportRow(draw.path, word, "random", verdict="bug", sentence=sentence, suggestion=hint)
-
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def gradient_events(self) -> list[Judged]:
@@ -698,7 +687,8 @@ class Comparison:
         """Judge forward, backward and what the optimizer has made of it."""
         rows = [*self.forward_rows, *self.changed_buffer_rows(), *self.random_rows()]
         backward = all(run.gradients for run in self.runs)
-        rows += self.redrawn_rows()
+        redraw = redrawn_row(self.reference.redraw, [run.redraw for run in self.runs])
+        rows += [redraw] if redraw is not None else []
         rows += settle(self.gradient_events(), self._graph.backward) if backward else []
         if self.reference.step:
             rows = [replace(row, tensor=f"{row.tensor} in step {self.reference.step + 1}") for row in rows]

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
 from sim.prove.record import ranks_along
+from sim.prove.report import ReportRow
 
-__all__ = ["Draw", "NoRandomness", "masks_problem", "redrawn"]
+__all__ = ["Draw", "NoRandomness", "masks_problem", "redrawn", "redrawn_row"]
 
 _aten = torch.ops.aten
 
@@ -29,12 +30,14 @@ class Draw(NamedTuple):
         op: torch's name of the operation.
         shape: of what was drawn.
         state: a fingerprint of the generator before it.
+        spread: for a DTensor, whose parts torch itself makes differ or agree.
     """
 
     path: str
     op: str
     shape: tuple[int, ...]
     state: str
+    spread: bool = False
 
 
 class NoRandomness(TorchDispatchMode):
@@ -64,17 +67,24 @@ class NoRandomness(TorchDispatchMode):
         calm = _CALM.get(func.overloadpacket)
         if calm is None:
             return func(*args, **kwargs)
-        state = "" if any(issubclass(kind, DTensor) for kind in types) else _fingerprint(kwargs.get("generator"))
-        result = func(*args, **kwargs)
-        first = result[0] if isinstance(result, tuple) else result
-        if state:  # torch itself looks after the random numbers of DTensors
-            op = func.overloadpacket.__name__
-            # Backward itself is not differentiated, what it repeats is.
-            in_backward = torch._C._current_graph_task_id() != -1
-            kept = self.draws if not in_backward else self.again if torch.is_grad_enabled() else []
-            kept.append(Draw(self.path(), op, tuple(first.shape), state))
+        result = self._drawn(func, types, args, kwargs)
         with torch.no_grad():
             return calm(result, args, kwargs)
+
+    def noted(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Carry out an operation as it is; if it is random, note that it draws."""
+        return self._drawn(func, types, args, kwargs) if func.overloadpacket in _CALM else func(*args, **kwargs)
+
+    def _drawn(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        spread = any(issubclass(kind, DTensor) for kind in types)
+        state = _fingerprint(kwargs.get("generator"))
+        result = func(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple) else result
+        # Backward itself is not differentiated, what it repeats is.
+        in_backward = torch._C._current_graph_task_id() != -1
+        kept = self.draws if not in_backward else self.again if torch.is_grad_enabled() else []
+        kept.append(Draw(self.path(), func.overloadpacket.__name__, tuple(first.shape), state, spread))
+        return result
 
 
 def masks_problem(
@@ -125,13 +135,29 @@ def redrawn(draws: Sequence[Draw], again: Sequence[Draw]) -> Draw | None:
 
     Args:
         draws: of forward.
-        again: of what backward has repeated of it, in any order.
+        again: of what backward has repeated of it, in any order; with the path "" where that is not known.
     """
-    states = {(draw.op, draw.shape, draw.state) for draw in draws}
-    for draw in again:
-        if draw[1:] not in states:
-            return next((first for first in draws if first[1:3] == draw[1:3]), None)
-    return None
+    states, repeated = {draw[1:] for draw in draws}, {draw[1:] for draw in again}
+    odd = {draw[:3] for draw in again if draw[1:] not in states}
+    like = [draw for draw in draws if draw[:3] in odd or ("", *draw[1:3]) in odd]
+    return next((draw for draw in like if draw[1:] not in repeated), like[0] if like else None)
+
+
+def redrawn_row(one: Draw | None, ranks: Sequence[Draw | None]) -> ReportRow | None:
+    """Say where a recomputation in backward draws other random numbers than forward did; None: nowhere.
+
+    Args:
+        one: what `redrawn` has found on one device.
+        ranks: what it has found on each rank.
+    """
+    odd = [rank for rank, draw in enumerate(ranks) if draw is not None]
+    draw = one or next((draw for draw in ranks if draw is not None), None)
+    if draw is None:
+        return None
+    where = [*(["one device"] if one is not None else []), *([ranks_phrase(odd)] if odd else [])]
+    sentence = f"backward computes it again with other random numbers, on {' and '.join(where)}"
+    hint = "checkpoint(..., preserve_rng_state=True)"
+    return ReportRow(draw.path, draw.op.rstrip("_"), "random", verdict="bug", sentence=sentence, suggestion=hint)
 
 
 def _split_axes(

@@ -208,7 +208,7 @@ class _Session:
         """Compute the outputs, and the loss if there is a function for it."""
         with DoubleGroupedProducts(), self.quiet, self.wide:
             self._forward()
-            self.run.draws = self.quiet.draws[:]
+            self.run.draws = [draw for draw in self.quiet.draws if not draw.spread]
             self.run.low, self.run.choices = self.wide.by_hand, self.choices.made
 
     def _forward(self) -> None:
@@ -264,7 +264,7 @@ class _Session:
                 self._differentiate(self.run.outputs, self.run.loss, grads)
                 self._keep_gradients()
                 if not step:
-                    self.run.redraw = redrawn(self.run.draws, self.quiet.again)
+                    self.run.redraw = redrawn(self.quiet.draws, self.quiet.again)
                 if optimizer is not None:
                     # Imported here: whoever imports `sim`, or proves a plan without an optimizer, needs no trainer.
                     from hyper_parallel.trainer.optimizer import update

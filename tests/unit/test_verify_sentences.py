@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -328,6 +329,36 @@ def test_a_recomputation_that_draws_other_masks_is_found(use_reentrant):
     assert (wrong.first.module, wrong.first.kind) == ("drop", "random")
     expected = "backward computes it again with other random numbers, on one device and ranks 0-1"
     assert wrong.first.sentence == expected
+
+
+def test_the_one_recomputation_that_draws_other_masks_is_named():
+    def model():
+        return nn.Sequential(Dropping(), Dropping(preserve_rng_state=False))
+
+    x = torch.randn(ROWS, WIDTH)
+    report = sim.verify_plan(model, (x,), "dp=2", parallelize=lambda model, mesh: DistributedDataParallel(model))
+    assert (report.first.module, report.first.kind) == ("1.drop", "random"), report
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_recomputations_of_dtensors_draw_the_same_masks(restored):
+    def wrapped(model, mesh):
+        styles = {"layer": ColwiseParallel(use_local_output=False), "last": RowwiseParallel()}
+        model.options["preserve_rng_state"] = restored
+        return parallelize_module(model, mesh, styles)
+
+    class Two(Dropping):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.last(super().forward(x))
+
+    report = sim.verify_plan(Two, (torch.randn(ROWS, WIDTH),), "tp=2", parallelize=wrapped)
+    assert report.ok == restored, report
+    if not restored:
+        assert report.first.sentence == "backward computes it again with other random numbers, on ranks 0-1"
 
 
 def test_random_numbers_in_backward_alone_are_no_recomputation():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils.checkpoint import checkpoint
 from zoo_kit import Tied, draw, rounding
 
 import sim
@@ -570,3 +571,80 @@ def test_bad_arguments(options, kind, text):
         kind, text = ValueError, "no rank has a parameter 'head.wieght'"
     with pytest.raises(kind, match=text):
         verify("dp=2", **options)
+
+
+class Dropping(nn.Module):
+    """A layer whose activations are computed again, the generator restored or not."""
+
+    def __init__(self, restored, functional=False):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.restored, self.functional = restored, functional
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False, preserve_rng_state=self.restored)
+
+    def inner(self, x):
+        x = torch.tanh(self.layer(x))
+        return F.dropout(x, 0.5) if self.functional else self.drop(x)
+
+
+def recomputed(first, second, functional=False, **options):
+    def step(model, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    def averaged(model, batch):
+        loss = step(model, batch)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return loss
+
+    def model():
+        layers = [Dropping(restored, functional) for restored in (first, second)]
+        return nn.Sequential(*layers, nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+
+    def halves(batch, mesh):
+        return batch.chunk(2)[mesh.get_local_rank()]
+
+    options = {"rank_step": averaged, **options}
+    return sim.verify_step(step, model, draw(ROWS, WIDTH), "dp=2", shard_batch=halves, optimizer_fn=None, **options)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_masks_that_are_drawn_again_alike_are_right(steps):
+    report = recomputed(True, True, steps=steps)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "functional", "module"),
+    [(False, True, False, "0.drop"), (True, False, False, "1.drop"), (True, False, True, "1")],
+)
+def test_masks_that_are_drawn_again_otherwise_are_found_where_they_are(first, second, functional, module):
+    report = recomputed(first, second, functional)
+    assert (report.first.module, report.first.kind) == (module, "random"), report
+    expected = "backward computes it again with other random numbers, on one device and ranks 0-1"
+    assert report.first.sentence == expected
+    assert "preserve_rng_state=True" in report.first.suggestion
+
+
+def test_masks_that_only_one_rank_draws_otherwise_are_found():
+    def forgetful(model, mesh):
+        model[1].restored = dist.get_rank() == 0
+
+    report = recomputed(True, True, parallelize=forgetful)
+    assert report.first.sentence == "backward computes it again with other random numbers, on rank 1", report
+    assert report.first.module == "1.drop"
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_checkpoint_around_the_whole_model(restored):
+    def step(model, batch):
+        out = checkpoint(lambda x: F.dropout(model(x), 0.5), batch, use_reentrant=False, preserve_rng_state=restored)
+        return out.square().mean()
+
+    x = draw(ROWS, WIDTH)
+    report = sim.verify_step(step, lambda: nn.Linear(WIDTH, WIDTH), x, "dp=2", optimizer_fn=None)
+    assert any(row.kind == "random" for row in report.rows) != restored, report

@@ -15,6 +15,7 @@ from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, top, unit_roundoff
 from sim.prove.infer import order_of_rows
 from sim.prove.judge import COARSE, Finding, Judge, pending_words, short
+from sim.prove.randomness import redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
 from sim.prove.steps.names import find_names, submesh
@@ -81,6 +82,7 @@ class LoopComparison:
         rows = list(self._parameters())
         for number in range(len(self.expected.steps)):
             rows += self._of_step(number)
+        rows += self._redrawn()
         counts = {len(self.expected.steps), *(len(rank.steps) for rank in self.ranks)}
         if len(counts) > 1:
             counted = ", ".join(str(len(rank.steps)) for rank in self.ranks[:_MOST_SAID])
@@ -97,6 +99,15 @@ class LoopComparison:
             f"{name}={size}" for name, size in zip(self.mesh.alias_name, self.mesh.mesh_shape, strict=True)
         )
         return Report(tuple(rows), first, mesh, tuple(self.notes))
+
+    def _redrawn(self) -> Iterator[ReportRow]:
+        named = [
+            rank.redraw and rank.redraw._replace(path=paths.get(rank.redraw.path, rank.redraw.path))
+            for rank, paths in zip(self.ranks, self._paths, strict=True)
+        ]
+        row = redrawn_row(self.expected.redraw, named)
+        if row is not None:
+            yield row
 
     def _said(self, texts: Sequence[str]) -> list[str]:
         return [self._some(texts)] if texts else []

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from sim.kernel.context import current_rank
 from sim.prove.modes.choices import Choice, ChoiceKey
-from sim.prove.randomness import NoRandomness
+from sim.prove.randomness import Draw, NoRandomness, redrawn
 from sim.prove.record import local_of, named_buffers, named_modules, named_parameters, tensors_in
 
 __all__ = ["CallKey", "LoopRecord", "LoopWatch", "RecordedStep"]
@@ -60,6 +60,7 @@ class LoopRecord:
         paths: of the modules.
         roots: the paths of those that were called from outside of any other.
         choices: what `topk` and its like took.
+        redraw: random numbers of a forward that a recomputation in backward has drawn otherwise.
     """
 
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class LoopRecord:
     paths: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
     choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
+    redraw: Draw | None = None
 
     def root_of(self, path: str) -> str:
         """Return the root that a module or a tensor belongs to."""
@@ -95,9 +97,9 @@ class LoopRecord:
             for step in self.steps
         ]
         choices = {(new(path), op, number): choice for (path, op, number), choice in self.choices.items()}
-        return LoopRecord(
-            named(self.initial), steps, [new(path) for path in self.paths], [new(r) for r in self.roots], choices
-        )
+        redraw = self.redraw and self.redraw._replace(path=new(self.redraw.path))
+        paths, names = [new(path) for path in self.paths], [new(root) for root in self.roots]
+        return LoopRecord(named(self.initial), steps, paths, names, choices, redraw)
 
 
 class LoopWatch:
@@ -131,6 +133,7 @@ class LoopWatch:
         self._is_enough = self._is_for_shapes = False
         self._rank: int | None = None
         self._stack = ExitStack()
+        self._calm = _CalmInModules(self)
         for root in roots:
             self._name(root)
 
@@ -154,12 +157,13 @@ class LoopWatch:
         ]
         for hook in hooks:
             self._stack.callback(hook.remove)
-        self._stack.enter_context(_CalmInModules(self))
+        self._stack.enter_context(self._calm)
         self._stack.enter_context(_Losses(self))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+        self.record.redraw = redrawn(self._calm.draws, self._calm.again)
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -355,7 +359,7 @@ class _CalmInModules(NoRandomness):
         """Carry out an operation."""
         backward = torch._C._current_graph_task_id() != -1
         if not self._watch.is_inside and not backward:
-            return func(*args, **(kwargs or {}))
+            return self.noted(func, types, args, kwargs or {})  # a checkpoint around all of it draws here, too
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
