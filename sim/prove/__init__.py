@@ -4,7 +4,7 @@
     verify, compare -> runs -> record, randomness
     runs -> bound, modes
     modes -> bound, record
-    judge -> report
+    judge, randomness -> report
     training -> judge, bound
     steps -> judge, infer, record, bound, modes
     verify, runs -> steps.mutants

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
@@ -512,3 +513,22 @@ def _(model, mesh, broken):
     if not broken:
         norm.forward = forward
     return unsynced(model)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+@case(
+    "a block that is computed again with other dropout masks",
+    ("random", "blocks.1.drop", "bernoulli"),
+    "backward computes it again with other random numbers, on ranks 0-1",
+    hint="preserve_rng_state=True",
+    mesh="dp=2",
+    model=lambda: Net(dropout=0.5),
+    options=ROWS,
+)
+def _(model, mesh, broken):
+    for index, block in enumerate(model.blocks):
+        forgets = broken and index == 1
+        model.blocks[index] = checkpoint_wrapper(block, preserve_rng_state=not forgets)
+    return ddp(model)
