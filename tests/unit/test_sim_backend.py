@@ -141,5 +141,5 @@ def test_the_default_reports_what_it_did_and_takes_all_that_torch_computes():
 
 
 def test_a_backend_without_rules():
-    with pytest.raises(ValueError, match=r"backend 'xccl'\n  backend: 'xccl'\n  try: backend='hccl'"):
+    with pytest.raises(ValueError, match=r"backend 'xccl'\n  backend: 'xccl'   known: .*\n  try: backend='hccl'"):
         sim.world(2, backend="xccl")

@@ -1,1 +1,9 @@
-"""Modes under which the models of a proof compute, the same on one device and on the ranks."""
+"""Modes under which the models of a proof compute, the same on one device and on the ranks.
+
+    choices -> infer, evidence
+    precision -> bound
+    values
+
+`precision` computes in the dtype of the proof what asks for fewer bits, `choices` records what `topk` and its like take
+and takes it again, `values` moves parameters of which all elements are equal. None knows the others.
+"""

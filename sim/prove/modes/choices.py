@@ -138,7 +138,9 @@ def free_choices(
             continue
         limit = bound(key, choice.given)
         indices = _joined(choice, held, mesh, limit)
-        if indices is not None and _is_free(choice, indices, limit):
+        if indices is None or torch.equal(indices, choice.indices):  # parts of what one device chose
+            continue
+        if _is_free(choice, indices, limit):
             found[key] = indices
     return found
 
