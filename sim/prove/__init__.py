@@ -3,7 +3,7 @@
     verify -> compare -> judge -> faults -> infer -> evidence
     verify, compare -> runs -> record, randomness
     runs -> bound, modes
-    modes -> bound, record
+    modes -> infer, bound, record, report
     judge, randomness -> report
     training -> judge, bound
     steps -> judge, infer, record, bound, modes

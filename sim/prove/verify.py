@@ -25,7 +25,7 @@ from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
-from sim.prove.modes.values import MadeAnewError, check_varied, unreached, vary, varying
+from sim.prove.modes.values import check_varied, proved_varied, unreached
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import ASKED, Bounds, Ranks, Run, Task, cotangents, run_reference
@@ -134,15 +134,11 @@ def verify_plan(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
         loss_fn, chosen, dtype, seed, steps, train,
     )  # fmt: skip
-    vary(model, seed)
-    try:
-        return _proved(replace(task, model_fn=varying(model_fn, seed)), model, said, is_varied=True)
-    except MadeAnewError:  # proved as the model has them
-        return _proved(task, _make(model_fn, seed), said)
+    return proved_varied(model_fn, seed, lambda made, varied: _proved(replace(task, model_fn=made), said, varied))
 
 
-def _proved(task: Task, model: nn.Module, said: Declarations, *, is_varied: bool = False) -> Report:
-    steps = _references(task, model)
+def _proved(task: Task, said: Declarations, is_varied: bool) -> Report:
+    steps = _references(task, _make(task.model_fn, task.seed))
     try:
         return _compared(task, steps, said, is_varied=is_varied)
     finally:
@@ -169,12 +165,14 @@ def _compared(
         try:
             ranks.forward()
         except (RankFailed, SimError) as error:
+            if is_varied:
+                check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
             report = _until(error, Comparison(task, *steps[0], ranks.runs, said, judge))
             if report is None:
                 raise
             return report
-        for run in ranks.runs if is_varied else ():
-            check_varied(run.initial, steps[0][0].initial)
+        if is_varied:
+            check_varied([run.initial for run in ranks.runs], steps[0][0].initial)
         given = steps
         steps, free = _agreed(task, steps, ranks.runs)
         compared = Comparison(task, *steps[0], ranks.runs, said, judge)

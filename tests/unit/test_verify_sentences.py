@@ -293,7 +293,20 @@ def test_values_that_the_ranks_make_by_themselves_stay():
         model.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
         return model
 
-    assert sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=anew).ok
+    report = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=anew)
+    assert report.ok, report
+    expected = "a fault may hide behind norm.bias, norm.weight: of one value, which ranks make anew"
+    assert report.notes[-1] == expected
+
+
+def test_a_fault_behind_zeros_is_found_beside_values_that_the_ranks_make():
+    def anew(model, mesh):
+        split_by_hand(model, mesh, False)
+        model.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        return model
+
+    report = sim.verify_plan(Gated, (IDS,), "tp=2", parallelize=anew)
+    assert (report.first.module, report.first.tensor) == ("down", "output")
 
 
 def test_rows_that_no_input_reaches_are_named():

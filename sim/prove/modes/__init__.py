@@ -2,7 +2,7 @@
 
     choices -> infer, evidence
     precision -> bound
-    values
+    values -> report
 
 `precision` computes in the dtype of the proof what asks for fewer bits, `choices` records what `topk` and its like take
 and takes it again, `values` moves parameters of which all elements are equal. None knows the others.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-__all__ = ["MadeAnewError", "check_varied", "unreached", "vary", "varying"]
+from sim.prove.report import Report
+
+__all__ = ["MadeAnewError", "check_varied", "proved_varied", "unreached", "vary"]
 
 _SPREAD = 0.05  # of the values put in place: small beside 1, large beside rounding
 _MOST = 4  # tensors that a note lists
 
 
-def vary(model: nn.Module, seed: int) -> list[str]:
+def vary(model: nn.Module, seed: int, left: Collection[str] = ()) -> list[str]:
     """Move parameters of which all elements are equal, as zeros and ones, each element by itself; return their names.
 
     What is multiplied by zero can be anything, and a rank's part of ones is like any other part.
@@ -28,11 +31,12 @@ def vary(model: nn.Module, seed: int) -> list[str]:
     Args:
         model: changed in place.
         seed: the same changes for the same seed, name and shape.
+        left: names of parameters that stay as they are.
     """
     changed = []
     for name, parameter in model.named_parameters():
         plain = type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta
-        if not plain or not parameter.requires_grad:
+        if not plain or not parameter.requires_grad or name in left:
             continue
         values = parameter.detach()
         if not _is_constant(values) and (values.numel() != 1 or bool(values.any())):
@@ -45,39 +49,74 @@ def vary(model: nn.Module, seed: int) -> list[str]:
     return changed
 
 
-def varying(model_fn: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
-    """Return a function that makes the same model, varied.
+def proved_varied(
+    model_fn: Callable[[], nn.Module], seed: int, prove: Callable[[Callable[[], nn.Module], bool], Report]
+) -> Report:
+    """Prove a program with varied parameters, but for those that ranks give their values by themselves.
 
     Args:
         model_fn: makes the model.
         seed: see `vary`.
+        prove: called with what makes the varied model, and whether anything is varied, so that `check_varied` applies.
     """
+    left: frozenset[str] = frozenset()
+    is_varied = True
+    while True:
+        varied: set[str] = set()
+        try:
+            report = prove(_varying(model_fn, seed, left, varied), is_varied)
+        except MadeAnewError as error:
+            anew = error.names & varied or varied  # under other names than on one device: nothing tells which
+            left, is_varied = left | anew, anew != varied
+        else:
+            note = f"a fault may hide behind {_some(sorted(left))}: of one value, which ranks make anew"
+            return replace(report, notes=(*report.notes, note) if left else report.notes)
+
+
+def _varying(
+    model_fn: Callable[[], nn.Module], seed: int, left: Collection[str], varied: set[str]
+) -> Callable[[], nn.Module]:
+    """Return a function that makes the same model, varied, and adds the names of what it varies to a set."""
 
     def made() -> nn.Module:
         model = model_fn()
-        vary(model, seed)
+        if isinstance(model, nn.Module):
+            varied.update(vary(model, seed, left))
         return model
 
     return made
 
 
 class MadeAnewError(Exception):
-    """Ranks have a parameter of one value where it was varied: they give it its values by themselves."""
+    """Ranks have parameters of one value where these were varied: they give them their values by themselves.
+
+    Args:
+        names: of the parameters.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(", ".join(sorted(names)))
+        self.names = names
 
 
-def check_varied(initial: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def check_varied(initials: Collection[Mapping[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]) -> None:
     """Refuse parameters of one value that one device does not have.
 
     Args:
-        initial: parameters of a rank, by name.
+        initials: parameters of each rank, by name.
         expected: those of one device.
 
     Raises:
         MadeAnewError: there are some.
     """
-    for name, values in initial.items():
-        if _is_constant(values) and not (name in expected and _is_constant(expected[name])):
-            raise MadeAnewError(name)
+    anew = {
+        name
+        for initial in initials
+        for name, values in initial.items()
+        if _is_constant(values) and not (name in expected and _is_constant(expected[name]))
+    }
+    if anew:
+        raise MadeAnewError(frozenset(anew))
 
 
 def _is_constant(values: torch.Tensor) -> bool:
@@ -103,8 +142,12 @@ def unreached(gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
         zero = (grad == 0).flatten(1).all(1) if grad.ndim > 1 else grad == 0
         if zero.any():
             found.append(name if zero.all() else f"{name}[{_ranges(zero)}]")
-    more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
-    return [f"no input reaches {', '.join(found[:_MOST])}{more}: a fault there is not seen"] if found else []
+    return [f"no input reaches {_some(found)}: a fault there is not seen"] if found else []
+
+
+def _some(texts: Sequence[str]) -> str:
+    """List as many as one reads."""
+    return ", ".join(texts[:_MOST]) + (f" and {len(texts) - _MOST} more" if len(texts) > _MOST else "")
 
 
 def _ranges(chosen: torch.Tensor) -> str:

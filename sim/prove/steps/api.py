@@ -21,7 +21,7 @@ from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices, agreed_words, free_choices
 from sim.prove.modes.precision import WidePrecision, narrow_words
-from sim.prove.modes.values import MadeAnewError, check_varied, unreached, varying
+from sim.prove.modes.values import check_varied, proved_varied, unreached
 from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import converted
@@ -144,11 +144,12 @@ def verify_step(
         seed,
         steps,
     )
-    varied = replace(task, model_fn=varying(model_fn, seed))
-    try:
-        return varied.compared(*varied.references(), is_varied=True)
-    except MadeAnewError:  # proved as the model has them
-        return task.compared(*task.references())
+
+    def prove(made: Callable[[], nn.Module], is_varied: bool) -> Report:
+        varied = replace(task, model_fn=made)
+        return varied.compared(*varied.references(), is_varied=is_varied)
+
+    return proved_varied(model_fn, seed, prove)
 
 
 @dataclass(frozen=True)
@@ -261,8 +262,8 @@ class _StepTask:
                 ranks.run(body)
             events = list(ranks.trace.kept())
         records = [found[rank] for rank in sorted(found)]
-        for record in records if is_varied else ():
-            check_varied(record.initial, expected.initial)
+        if is_varied:
+            check_varied([record.initial for record in records], expected.initial)
         expected, moved, notes = self._agreed(expected, moved, records)
         of_ranks = list(dict.fromkeys(name for record in records for name in record.initial))
         names = read_names(_ASKED, self.names, of_ranks, list(expected.initial))
