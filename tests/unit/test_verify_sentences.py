@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import sim
+from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.judge import advised
+from sim.prove.modes.choices import Choice, free_choices
 from sim.prove.report import ReportRow
 
 ROWS, WIDTH = 8, 6
@@ -403,3 +405,17 @@ def test_a_fault_behind_zeros_is_found_in_a_step_of_ones_own():
     assert right.ok, right
     assert any("no input reaches embed.weight[3:5, 6, 8:12]" in note for note in right.notes)
     assert not proved(reduce=False).ok
+
+
+def test_parts_of_what_one_device_chose_are_no_other_choice():
+    given = torch.tensor([[3.0, 2.0, 2.0], [1.0, 4.0, 4.0]])
+
+    def choice(rows, indices):
+        return {("gate", "topk", 0): Choice(rows, torch.tensor(indices), 1, True)}
+
+    mine, mesh = choice(given, [[0, 1], [1, 2]]), Layout((2,), ("dp",))
+    same = [choice(given[:1], [[0, 1]]), choice(given[1:], [[1, 2]])]
+    assert free_choices(mine, same, mesh, lambda key, rows: 1e-9) == {}
+    other = [choice(given[:1], [[0, 2]]), choice(given[1:], [[1, 2]])]
+    (found,) = free_choices(mine, other, mesh, lambda key, rows: 1e-9).values()
+    assert found.tolist() == [[0, 2], [1, 2]]

@@ -175,7 +175,8 @@ class Floors:
         key, part = self._bases(candidate)[-1]
         floor = self._of(key)
         if dims.pp == 1:
-            return standing + whole_gradients + _KEPT * part * floor.activations + part * floor.logits
+            kept = part if part == 1 else _KEPT * part  # not all of it grows with the sequences
+            return standing + whole_gradients + kept * (floor.activations + floor.logits)
         return standing + _KEPT * part * floor.activations * min(dims.pp, candidate.parts) / dims.pp
 
     def _of(self, key: Any) -> Floor:
@@ -241,7 +242,7 @@ def _computing(program: Program) -> Iterator[tuple[str, int | None, Op]]:
 
 
 def _copies(program: Program, pricing: Pricing) -> _Copies:
-    """Return the copies of one micro-batch: all of them do alike."""
+    """Return the copies of one micro-batch: all of them do the same."""
     seconds = dict.fromkeys(("forward", "backward", "gradients"), 0.0)
     for name, _, op in _computing(program):
         of = _categories(op, program)
