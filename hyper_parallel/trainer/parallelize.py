@@ -437,7 +437,7 @@ class ShareOfLoss:
         """
         if isinstance(logits, DTensor):
             rows = Layout.of(logits).reset_partial()("None", "None")
-            targets = from_local(targets, rows)
+            targets = from_local(targets, rows, shape=targets.shape)  # nothing to agree on: it is not split
         total = vocab_parallel_cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
         if isinstance(total, DTensor):
             total = total.to_local()
