@@ -314,7 +314,7 @@ def shard_units(
     units: list[Any] = []
     for block in blocks:
         experts = getattr(getattr(block, "mlp", None), "experts", None)
-        placement = None if experts is None else partial(_placement_of_experts, ranks=dims.dp_shard * dims.cp)
+        placement = None if experts is None else partial(_placement_of_experts, ranks=dims.expert_shards)
         if experts is not None and dims.ep_enabled:  # they are on a mesh of their own
             # Tokens come in the dtype of the block already; the weights of the router stay float32.
             own = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
