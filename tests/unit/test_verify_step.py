@@ -294,6 +294,118 @@ def test_fused_and_renamed_weights_are_right(names):
     assert any("blocks.0.attn.qkv.weight is" in note for note in report.notes) == (names is None)
 
 
+class GroupedAttention(nn.Module):
+    """Causal attention in which `group` heads of queries share one of keys and values."""
+
+    group = 2
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH // each) for each in (1, self.group, self.group))
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.attend(x, self.q(x), self.k(x), self.v(x))
+
+    def attend(self, x, *given):
+        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in given)
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FusedInOrder(GroupedAttention):
+    """The same, with one weight for all of q, then all of k and v."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * WIDTH // self.group)
+        del self.q, self.k, self.v
+
+    def forward(self, x):
+        return self.attend(x, *self.qkv(x).split([WIDTH, WIDTH // self.group, WIDTH // self.group], -1))
+
+
+class InTurns(GroupedAttention):
+    """Megatron's order: the queries of each group, its keys and its values, and so on."""
+
+    def __init__(self, attention, group, turned=lambda weight: weight):
+        nn.Module.__init__(self)
+        rank, size, heads = group.rank(), group.size(), HEADS // attention.group
+        self.parted = (WIDTH // HEADS * attention.group, WIDTH // HEADS, WIDTH // HEADS)
+        held = attention.state_dict()
+        self.qkv = nn.Linear(1, 1)
+        for kind in ("weight", "bias"):
+            if f"qkv.{kind}" in held:
+                parts = held[f"qkv.{kind}"].split([heads * each for each in self.parted])
+            else:
+                parts = [held[f"{each}.{kind}"] for each in "qkv"]
+            turns = [each for parts in zip(*(part.chunk(heads) for part in parts), strict=True) for each in parts]
+            setattr(self.qkv, kind, nn.Parameter(turned(torch.cat(turns).chunk(size)[rank].clone())))
+        self.o = nn.Linear(WIDTH // size, WIDTH, bias=False)
+        self.o.weight = nn.Parameter(held["o.weight"].chunk(size, 1)[rank].clone())
+        self.group_of_ranks = group
+
+    def forward(self, x):
+        given = self.qkv(Enter.apply(x, self.group_of_ranks)).unflatten(-1, (-1, sum(self.parted)))
+        y = self.attend(x, *(part.flatten(-2) for part in given.split(self.parted, -1)))
+        return Leave.apply(y, self.group_of_ranks)
+
+
+def grouped(kind, group=2):
+    def make():
+        model = Gpt()
+        for block in model.blocks:
+            block.attn = type(kind.__name__, (kind,), {"group": group})()
+        return model
+
+    return make
+
+
+def in_turns(model, mesh, **options):
+    for block in model.blocks:
+        block.attn = InTurns(block.attn, mesh.get_group(), **options)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("kind", [GroupedAttention, FusedInOrder])
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=2"])
+def test_weights_whose_heads_take_turns_are_right(kind, group, mesh):
+    report = verify(mesh, grouped(kind, group), parallelize=in_turns, steps=2)
+    assert report.ok, report
+    assert {row.verdict for row in report.rows if row.kind in ("parameter", "gradient", "update")} <= {
+        "exact",
+        "rounding",
+    }
+    said = [note for note in report.notes if "blocks.0.attn.qkv.weight is" in note]
+    if kind is FusedInOrder:
+        assert not said
+        assert any(f"blocks.0.attn.qkv.weight has its rows by {2 * group} rows" in note for note in report.notes)
+    elif (mesh, group) == ("tp=2", 2):  # one group of heads a rank: nothing takes turns
+        assert "q.weight + blocks.0.attn.k.weight" in said[0]
+    else:
+        assert f"q.weight by {2 * group} rows in turn + " in said[0], said
+
+
+@pytest.mark.parametrize("kind", [GroupedAttention, FusedInOrder])
+def test_heads_that_take_turns_in_the_weight_and_not_in_forward(kind):
+    def plain(model, mesh):
+        in_turns(model, mesh)
+        for block in model.blocks:
+            block.attn.forward = partial(FusedInOrder.forward, block.attn)
+
+    report = verify("tp=1", grouped(kind), parallelize=plain)
+    at = ("attn.o", "input") if kind is GroupedAttention else ("attn.qkv", "output")
+    assert (report.first.module, report.first.tensor) == (f"blocks.0.{at[0]}", at[1]), report.first
+
+
+def test_rows_in_an_order_that_is_no_turn_are_no_names():
+    def mixed(weight):
+        return weight[torch.randperm(len(weight), generator=torch.Generator().manual_seed(1))]
+
+    first = verify("tp=1", grouped(GroupedAttention), parallelize=partial(in_turns, turned=mixed)).first
+    assert (first.kind, first.place) == ("parameter", "blocks.0.attn.q.weight"), first
+
+
 def test_fused_weights_whose_outputs_nobody_adds_up():
     report = verify("tp=2", parallelize=lambda model, mesh: fused(model, mesh, leave=False))
     assert (report.first.module, report.first.tensor) == ("blocks.0.attn.o", "output")

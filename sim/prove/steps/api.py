@@ -83,9 +83,9 @@ def verify_step(
     modules, the loss, the gradients that the optimizer takes, each parameter after it, and the buffers. Where losses,
     gradients and updates are right, tensors between modules may be what they like.
 
-    The ranks' parameters may have other names, or be several of one device's behind each other (q, k and v in one):
-    values tell which, or `names`. The loss of a rank may be a part of the sum or the mean. Parameters of which all
-    elements are equal are moved on both sides, as by `verify_plan`.
+    The ranks' parameters may have other names, or be several of one device's behind each other (q, k and v in one) or
+    in turns: values tell which, or `names`. The loss of a rank may be a part of the sum or the mean. Parameters of
+    which all elements are equal are moved on both sides, as by `verify_plan`.
 
     Args:
         step: called with the model and the batch, returns the loss.
