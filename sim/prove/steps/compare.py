@@ -68,6 +68,7 @@ class LoopComparison:
     ) -> None:
         self.expected, self.moved, self.ranks, self.mesh = expected, moved, ranks, mesh
         self.names = find_names(expected.initial, [rank.initial for rank in ranks], mesh, names)
+        self.before: list[ReportRow] = []  # what has been found already
         self.notes: list[str] = []
         self._orders = list(dict.fromkeys(orders))
         self._judges: dict[tuple[int, ...], Judge] = {}
@@ -79,7 +80,7 @@ class LoopComparison:
 
     def report(self) -> Report:
         """Judge everything, in the order in which things happen."""
-        rows = list(self._parameters())
+        rows = [*self.before, *self._parameters()]
         for number in range(len(self.expected.steps)):
             rows += self._of_step(number)
         rows += self._redrawn()

@@ -15,7 +15,7 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.infer import explanations
 
-__all__ = ["NameMap", "find_names", "read_names", "roots_by_value", "submesh"]
+__all__ = ["NameMap", "find_names", "is_piece", "read_names", "roots_by_value", "submesh"]
 
 
 @dataclass
@@ -24,8 +24,8 @@ class NameMap:
 
     Attributes:
         parts: for a name on the ranks, the names on one device, in the order in which they are fused, and the dim.
-        rows: for a name on the ranks whose rows take turns, such as q, k and v of each head: where the rows of each name
-            on one device are, in their order.
+        rows: for a name on the ranks whose rows take turns, such as q, k and v of each head: where the rows of each
+            name on one device are, in their order.
         orders: for a name on both sides, of which the ranks hold the rows in another regular order: that order.
         found: what the values told, in words.
         missing: names on the ranks that stand for nothing.
@@ -87,7 +87,7 @@ def read_names(asked: str, given: Mapping[str, Any], ranks: Sequence[str], one: 
     """
     result: dict[str, Any] = {}
     for pattern, value in given.items():
-        values = (value,) if isinstance(value, str) else tuple(value)
+        values = (value,) if isinstance(value, str) else tuple(each for each in value if isinstance(each, str))
         form = re.compile(re.escape(pattern).replace(r"\*", "([^.]+)"))
         fits = [(name, match) for name in ranks if (match := form.fullmatch(name))]
         if not fits:
@@ -147,7 +147,7 @@ def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping
             place
             for place in places
             if all(
-                full is not None and _is_piece(part, full)
+                full is not None and is_piece(part, full)
                 for name, part in held.items()
                 for full in [one.get(f"{place}.{name}" if place else name)]
             )
@@ -156,7 +156,7 @@ def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping
     return result
 
 
-def _is_piece(part: torch.Tensor, full: torch.Tensor) -> bool:
+def is_piece(part: torch.Tensor, full: torch.Tensor) -> bool:
     """Whether a tensor is cut from another in one of the places that shards have."""
     if part.dim() != full.dim() or part.dtype != full.dtype:
         return False
@@ -193,7 +193,7 @@ def find_names(
         elif name in one:
             result.parts[name] = ((name,), 0)
             held = _held(ranks, name)
-            if not all(_is_piece(part, one[name]) for part in held.values()):
+            if not all(is_piece(part, one[name]) for part in held.values()):
                 _note_order(result, name, held, one[name])
     left = {name for names, _ in result.parts.values() for name in names}
     free = {name: tensor for name, tensor in one.items() if name not in left}
