@@ -23,6 +23,7 @@ from benchmarks import (
     proofs,
     redistribute,
     scripts,
+    searches,
     shard,
     simulator,
     verify,
@@ -162,6 +163,10 @@ def _scripts() -> dict[str, str]:
     return {"scripts": f"{_conditions()}.\n\n{scripts.table()}"}
 
 
+def _searches() -> dict[str, str]:
+    return {"searches": f"{_conditions()}.\n\n{searches.table()}"}
+
+
 PARTS = {
     "engine": _engine,
     "counts": _counts,
@@ -180,6 +185,7 @@ PARTS = {
     "mesh-here": _mesh_here,
     "mesh-drawn": _mesh_drawn,
     "scripts": _scripts,
+    "searches": _searches,
 }
 
 

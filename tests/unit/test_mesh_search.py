@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from sim.mesh.estimate import estimate
 from sim.mesh.hardware import find_hardware
 from sim.mesh.models import find_model
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import Machine, even_memory, even_time, guess_seconds, least_memory
+from sim.mesh.searching.bounds import Machine, even_memory, even_time, guess_memory, guess_seconds, least_memory
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
+from sim.mesh.searching.explore import NothingFits
 from sim.mesh.searching.floors import Floors
 from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.ranking import chance_faster, search_dict
@@ -31,6 +33,7 @@ from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes
 from sim.mesh.spec import Custom, ModelSpec
 
 GIB = 2**30
+H100_BYTES = find_hardware("h100-sxm").memory_bytes
 H100 = Machine(flops=989e12, devices_per_node=8, inside=450e9, between=50e9)
 
 
@@ -198,6 +201,16 @@ def test_the_guess_of_time_knows_bubbles_and_recomputation() -> None:
     assert guess(ParallelDims(dp_shard=32, world_size=32), microbatches=16) > guess(node, microbatches=16)
 
 
+def test_gradients_that_are_reduced_in_each_micro_batch_are_not_guessed_to_be_whole() -> None:
+    shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(dp_shard=8, world_size=8)
+    guesses = [
+        guess_memory(shape, Candidate(dims, Recipe(microbatches=8, reduce_each=each), 8), 8192)
+        for each in (True, False)
+    ]
+    assert guesses[1] - guesses[0] == pytest.approx(4 * shape.parameters)
+    assert guesses[0] < H100_BYTES, "it fits, as an estimate says"
+
+
 def test_the_guess_of_weights_over_nodes_has_the_adapters_of_all_their_devices() -> None:
     shape = shape_of(find_model("llama3-8b"), 8192)
 
@@ -266,10 +279,10 @@ def test_the_plain_layouts_come_first() -> None:
         asked.append(Candidate(given["dims"], given["recipe"], given["batch"]))
         return fake_estimate(**given)
 
-    find("llama3-8b", "h100-sxm", 64, 128, estimator=counting, limit=6)
+    result = find("llama3-8b", "h100-sxm", 64, 128, estimator=counting, limit=6)
     assert {(one.dims.pp, one.dims.cp, one.dims.ep) for one in asked} == {(1, 1, 1)}
-    alone = {one.recipe.checkpointing for one in asked if one.dims.tp == 1}
-    assert alone >= {"none", "selective"}
+    alone = {one.recipe.checkpointing for one in (*asked, *result.slower) if one.dims.tp == 1}
+    assert alone == {"none", "selective", "alternate", "full"}, "or less recomputation fits"
     assert {one.dims.tp for one in asked} > {1}
 
 
@@ -311,6 +324,36 @@ def test_what_needs_more_than_what_does_not_fit_is_not_estimated() -> None:
     assert all(entry.candidate and entry.candidate.recipe.checkpointing != "full" for entry in hopeless)
     assert "needs more than" in hopeless[0].detail
     assert {entry.candidate.recipe.checkpointing for entry in result.found} == {"full"}
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        [Recipe(checkpointing="full"), Recipe(checkpointing="full", checkpoint_layers=16)],
+        [Recipe(zero=0), Recipe(zero=3)],
+        [Recipe(zero=1, overlap_grad_reduce=False), Recipe(zero=2)],
+        [Recipe(loss="chunked"), Recipe(loss="eager", checkpointing="full")],
+    ],
+    ids=["some layers", "replicated", "state sharded", "another loss"],
+)
+@pytest.mark.parametrize("scale", [0.1, 40.0], ids=["all fit", "none fits"])
+def test_what_cannot_be_compared_is_estimated(recipes: list[Recipe], scale: float) -> None:
+    """Neither of them keeps or computes only more than the other, so that none says anything of the other."""
+    asked = []
+
+    def counting(**given: Any) -> Any:
+        asked.append(given["recipe"])
+        return fake_estimate(**given, scale=scale)
+
+    options: dict[str, Any] = {"estimator": counting, "recipes": recipes, "fixed": {"tp": 1, "pp": 1, "cp": 1}}
+    with contextlib.suppress(NothingFits):
+        find("llama3-8b", "h100-sxm", 8, 8, memory_limit=10.0**13 if scale < 1 else 10.0**12, **options)
+    assert {dataclasses.replace(one, microbatches=None) for one in asked} == set(recipes)
+
+
+def test_each_checkpointing_of_the_trainer_is_tried() -> None:
+    found = [entry for entry in enumerate_candidates(space()) if isinstance(entry, Candidate)]
+    assert {one.recipe.checkpointing for one in found} == {"none", "selective", "alternate", "full"}
 
 
 def test_an_interrupted_search_returns_the_best_so_far() -> None:

@@ -28,7 +28,7 @@ __all__ = [
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
-_RECOMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}
+_RECOMPUTED = {"none": 1.0, "selective": 1.05, "alternate": 1.18, "full": 4 / 3}
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,9 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     gathered_inputs = 2 * shape.hidden * width if dims.tp > 1 else 0.0
     kept = {"full": hidden, "none": 4 * hidden + 2 * heads + 2 * kv + (3 if recipe.compile else 4) * ffn}
     kept["selective"] = 3 * hidden + 2 * heads + 2 * kv + 2 * ffn
+    kept["alternate"] = (kept["selective"] + hidden) / 2  # attention, and every other matrix product
     at_work = kept["none"] + 2 * hidden + gathered_inputs
-    per_layer = kept.get(recipe.checkpointing, kept["selective"])
+    per_layer = kept[recipe.checkpointing]
     checkpointed = layers if recipe.checkpoint_layers is None else min(recipe.checkpoint_layers, layers)
     in_layers = checkpointed * per_layer + (layers - checkpointed) * kept["none"]
     bytes_ = tokens * (in_layers * _blocks_under_way(candidate) + at_work)
@@ -187,8 +188,8 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
         bytes_ += 2 * shape.vocab * shape.hidden / dims.tp * width + block * (2 * width + 4)
         if dims.pp > 1 and recipe.zero == 3:  # stages keep what they have gathered
             bytes_ += (dense + experts) * width
-        if dims.pp == 1 and candidate.parts > 1:  # gradients are whole until the last micro-batch has added its own
-            bytes_ += (dense + experts) * 4
+        if dims.pp == 1 and candidate.parts > 1 and not recipe.reduce_each:
+            bytes_ += (dense + experts) * 4  # gradients are whole until the last micro-batch has added its own
     return _together(_state(shape, candidate), bytes_, candidate)
 
 
@@ -256,7 +257,7 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     tokens = candidate.batch * seq_len / dims.cp
     flops = machine.flops * (1.6 if recipe.float8 else 1.0) * _MATMUL
     compute = tokens * shape.flops_per_token / (dims.tp * dims.pp) / flops
-    compute *= _RECOMPUTED.get(recipe.checkpointing, 1.1) * (1.0 if recipe.compile else 1.1)
+    compute *= _RECOMPUTED[recipe.checkpointing] * (1.0 if recipe.compile else 1.1)
     again = 4 / 3 if recipe.checkpointing == "full" else 1.0
 
     layers, width = shape.layers / dims.pp, _BYTES[recipe.param_dtype]

@@ -12,11 +12,13 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from hyper_parallel.core.common.errors import explain
 from sim.mesh.cost import UnknownOperation
+from sim.mesh.recipe import Recipe
 from sim.mesh.report import gib
 from sim.mesh.searching.bounds import Machine, guess_memory, guess_seconds, least_memory
 from sim.mesh.searching.candidates import enumerate_candidates
@@ -28,7 +30,9 @@ __all__ = ["Exploration", "NothingFits", "Progress"]
 
 _RESERVED = 1.08  # times what is guessed to be allocated, until estimates tell better
 _USABLE = 0.98  # of the limit: contexts and communicators take memory, too
-_LEVEL = {"none": 0, "selective": 1, "full": 2}
+_LEVEL = {"none": 0, "selective": 1, "alternate": 2, "full": 3}
+_ORDERED = ("checkpointing", "microbatches", "reduce_each", "zero")  # fields of a recipe that keep more, or less
+_ALIKE = attrgetter(*(field.name for field in fields(Recipe) if field.name not in _ORDERED))
 
 Progress = Callable[[int, int, str], None]
 """Told before each estimate, and at the end: how many are done, how many there will be, and what comes now."""
@@ -271,23 +275,24 @@ def _family(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _is_like(one: Candidate, other: Candidate) -> bool:
-    """Whether two differ at most in shards and copies, checkpointing, ZeRO level and micro-batches."""
-    recipe = ("schedule", "stages_per_rank", "compile", "float8", "fused_loss", "optimizer", "param_dtype", "attention")
+    """Whether two differ at most in shards and copies, checkpointing, ZeRO level and micro-batches.
+
+    Replicated weights (ZeRO-1 and 0) are another engine: they neither need more than shards at any rate, as copies
+    share the optimizer state, nor are they always faster, as other things overlap.
+    """
     degrees = ("tp", "pp", "cp", "ep", "etp", "fold_experts", "ulysses_degree")
-    if one.layers_per_stage != other.layers_per_stage:
-        return False
-    return all(getattr(one.recipe, name) == getattr(other.recipe, name) for name in recipe) and all(
-        getattr(one.dims, name) == getattr(other.dims, name) for name in degrees
+    return (
+        one.layers_per_stage == other.layers_per_stage
+        and (one.recipe.zero >= 2) == (other.recipe.zero >= 2)
+        and all(getattr(one.dims, name) == getattr(other.dims, name) for name in degrees)
+        and _ALIKE(one.recipe) == _ALIKE(other.recipe)
     )
 
 
 def _is_larger(one: Candidate, other: Candidate) -> bool:
     """Whether the first keeps everything that the second one keeps, or more."""
-    level, other_level = _LEVEL.get(one.recipe.checkpointing), _LEVEL.get(other.recipe.checkpointing)
-    if level is None or other_level is None:  # it keeps some of what others do not
-        return False
     return (
-        level <= other_level
+        _LEVEL[one.recipe.checkpointing] <= _LEVEL[other.recipe.checkpointing]
         and one.recipe.zero <= other.recipe.zero
         and one.parts <= other.parts
         and one.recipe.reduce_each <= other.recipe.reduce_each

@@ -179,7 +179,7 @@ def default_recipes() -> tuple[Recipe, ...]:
     """Return what is tried where nobody says: each checkpointing, ZeRO-3 and ZeRO-2, one reduction or several."""
     return tuple(
         Recipe(checkpointing=checkpointing, zero=zero, reduce_each=each)
-        for checkpointing in ("none", "selective", "full")
+        for checkpointing in ("none", "selective", "alternate", "full")
         for zero in (3, 2)
         for each in (False, True)
     )
