@@ -160,6 +160,13 @@ def test_a_plain_loop_on_very_many_ranks(script: Callable[[str], str], capsys: p
     assert found["stand_ins"] == []
 
 
+@pytest.mark.parametrize(("rows", "code"), [(1 << 20, 0), (1 << 29, 3)])
+def test_what_does_not_fit_ends_with_another_exit_code(rows: int, code: int, script: Callable[[str], str]) -> None:
+    held = f"held = torch.empty({rows}, 64)"  # 256 MiB; 128 GiB
+    path = script(LOOP.format(steps=3, inside=held))
+    assert main(["--hardware", "h100-sxm", "--nproc", "2", path]) == code
+
+
 @pytest.mark.parametrize(
     ("inside", "asked"),
     [
