@@ -57,6 +57,45 @@ def test_tokens_are_routed_evenly_where_their_experts_depend_on_data() -> None:
     assert routed == {(9 * 8 * 4, 9 * 8 * 4)}  # 3 of 12 tokens to each of 4 experts, whose own stay
 
 
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from {package} import CPUOffloadPolicy, fully_shard
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh{offload})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_collectives_of_our_own_fully_shard_are_those_on_simulated_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SHARDED.format(package="hyper_parallel.core.fully_shard", offload=""))
+    found = told(record(path).events[0])
+    assert found == simulated(path, 4, 0)
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= {event[0] for event in found}
+
+
+@pytest.mark.parametrize("package", ["hyper_parallel.core.fully_shard", "torch.distributed.fsdp"])
+def test_offload_is_said_to_be_left_out(package: str, tmp_path: Path) -> None:
+    changes = []
+    for offload in (", offload_policy=CPUOffloadPolicy()", ""):
+        path = tmp_path / "train.py"
+        path.write_text(SHARDED.format(package=package, offload=offload))
+        changes.append([line for line, what in record(path).recorders[0].changes if "CPUOffloadPolicy" in what])
+    assert changes == [["train.py:13 in <module>"], []]
+
+
 @pytest.mark.parametrize("warmup", [1, 2])
 def test_buckets_of_ddp_are_torchs_before_and_after_they_are_made_anew(warmup: int) -> None:
     events = told(record(NANO_GPT, 2, warmup=warmup, steps=1).events[0])
