@@ -15,6 +15,7 @@ from benchmarks import scripts
 from benchmarks.scripts import (
     EXAMPLES,
     NANO_GPT,
+    Peak,
     ScriptCase,
     peak_of,
     predicted_bytes,
@@ -120,7 +121,9 @@ def allocated_by_torch(script: Path) -> int:
         prepare_views(ranks, launch, source)
         with ranks:
             ranks.run(on_rank, (source.code,))
-    return peak_of(seen[0])
+    peak = peak_of(seen[0])
+    assert peak.script == peak.in_all  # no gloo here
+    return peak.script
 
 
 @pytest.mark.parametrize("script", [EXAMPLES / "fsdp2.py", EXAMPLES / "ddp.py", NANO_GPT], ids=lambda path: path.stem)
@@ -144,11 +147,12 @@ def test_memory_of_a_loss_on_the_cpu_is_that_of_its_elements(tmp_path: Path) -> 
 
 
 def test_a_row_of_the_table_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts, "allocated_bytes", lambda path, ranks: 2048 * ranks)
+    monkeypatch.setattr(scripts, "_allocated_once", lambda case: Peak(2048 * case.ranks, 9216 + next(later)))
+    later = iter((1024, 0, 2048))
     monkeypatch.setattr(scripts, "seconds_of_estimate", lambda case: 1.25)
     monkeypatch.setattr(scripts, "predicted_bytes", lambda recorded: 4096)
     row = scripts.table([ScriptCase(EXAMPLES / "tensor_parallel.py", 4)]).splitlines()[-1]
-    assert row == "| `examples/torch_scripts/tensor_parallel.py` | 4 | 1.2 | 4.0 | 8.0 | 0.500 | equal (42) |"
+    assert row == "| `examples/torch_scripts/tensor_parallel.py` | 4 | 1.2 | 4.0 | 8.0 | 0.500 | 1.0 | equal (42) |"
     case = ScriptCase(EXAMPLES / "moe.py", 4, bytes_are_known=False)
     recorded = record(case.path)
     assert scripts.compared(case, recorded) == "equal but for the rows of each expert (14)"
