@@ -29,6 +29,7 @@ from hyper_parallel.platform import Platform, register_provider, unregister_prov
 from hyper_parallel.platform.cpu import CpuPlatform
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_WATCHED = "watched"  # marks the thread that is watched
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,13 @@ class Memory:
 
     Attributes:
         live: Pairs of a time in ns and the bytes that are live from then on; what was there before counts as none.
+        copies: For each of these pairs the bytes among them that a process group has taken for itself, such as gloo's
+            flat output of an all_gather: below the profiler's event of a collective, or on another thread.
         phases: Beginning and end, in ns, by name.
     """
 
     live: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def at_start(self, phase: str) -> int:
@@ -191,29 +195,40 @@ def watch_memory() -> Iterator[Memory]:
     gc.collect()
     _count_all_threads()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with record_function(_WATCHED):
+            pass
         yield memory
-    changes: list[tuple[int, int, int, int]] = []
-    left = list(profiler.profiler.kineto_results.experimental_event_tree())
+    changes: list[tuple[int, int, int, int, bool]] = []
+    events = profiler.profiler.kineto_results.experimental_event_tree()
+    thread = next(event.start_tid for event in events if event.name == _WATCHED)
+    left = [(event, False) for event in events]
     while left:
-        event = left.pop()
-        left.extend(event.children)
+        event, is_copy = left.pop()
+        is_copy = is_copy or event.start_tid != thread or event.name.startswith("c10d::")
+        left.extend((child, is_copy) for child in event.children)
         if event.tag == _EventType.Allocation:
             fields = event.extra_fields
-            changes.append((event.start_time_ns, fields.alloc_size, fields.ptr, fields.total_allocated))
+            changes.append((event.start_time_ns, fields.alloc_size, fields.ptr, fields.total_allocated, is_copy))
         elif event.name.startswith("phase: "):
             memory.phases[event.name.removeprefix("phase: ")] = (event.start_time_ns, event.end_time_ns)
-    sizes: dict[int, int] = {}  # by address; only of what was allocated here
-    live, before = 0, None
-    for when, size, pointer, total in sorted(changes, key=lambda change: change[0]):
+    sizes: dict[int, tuple[int, bool]] = {}  # by address; only of what was allocated here
+    live, copies, before = 0, 0, None
+    for when, size, pointer, total, is_copy in sorted(changes, key=lambda change: change[0]):
         if before is not None:
-            live += total - size - before  # what threads that the profiler does not follow have done
+            unseen = total - size - before  # by threads that the profiler does not follow, which release copies
+            live, copies = live + unseen, max(0, copies + unseen)
         before = total
         if size > 0:
-            live += size
-            sizes[pointer] = size
+            sizes[pointer] = (size, is_copy)
+            change = size
         else:
-            live -= sizes.pop(pointer, 0)
+            released, is_copy = sizes.pop(pointer, (0, False))
+            change = -released
+        live += change
+        if is_copy:
+            copies = max(0, copies + change)
         memory.live.append((when, live))
+        memory.copies.append(copies)
 
 
 def _count_all_threads() -> None:

@@ -2,7 +2,9 @@
 
 - *estimate*: seconds on the processor of `python -m sim estimate`, Python's start and torch's import included.
 - *predicted*: the most that tensors of rank 0 take in the recorded steps.
-- *allocated*: the same by torch's CPU allocator, on all threads of real processes that communicate by gloo.
+- *allocated*: the same by torch's CPU allocator, in real processes that communicate by gloo. Of several runs the least:
+  in the others gloo's threads release tensors later. Where data says how many rows a rank gets, the mean of all ranks.
+- *gloo's copies*: by how much the most that is allocated rises with what gloo takes for itself.
 - *collectives*: whether the operations, groups, bytes and dtypes of the recorded steps are, in this order, those of the
   same steps on simulated ranks, which have values.
 """
@@ -39,13 +41,15 @@ from sim.world import world
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES, NANO_GPT = ROOT / "examples" / "torch_scripts", ROOT / "tests" / "unit" / "scripts_nano_gpt.py"
 HARDWARE, WARMUP, STEPS = "laptop-cpu", 1, 2
+RUNS = 3
 
 
 class ScriptCase(NamedTuple):
-    """A script, its ranks, and whether the bytes of its collectives follow from the script alone."""
+    """A script, its ranks and arguments, and whether the bytes of its collectives follow from the script alone."""
 
     path: Path
     ranks: int
+    arguments: tuple[str, ...] = ()
     bytes_are_known: bool = True
 
 
@@ -57,13 +61,27 @@ CASES = (
     ScriptCase(EXAMPLES / "moe.py", 4, bytes_are_known=False),
     ScriptCase(EXAMPLES / "checkpoint.py", 4),
     ScriptCase(NANO_GPT, 2),
+    ScriptCase(EXAMPLES / "ddp.py", 4, ("--width", "512")),
+    ScriptCase(EXAMPLES / "fsdp2.py", 4, ("--width", "256")),
+    ScriptCase(EXAMPLES / "tensor_parallel.py", 4, ("--width", "256")),
+    ScriptCase(EXAMPLES / "pipeline.py", 3, ("--width", "512")),
+    ScriptCase(EXAMPLES / "moe.py", 4, ("--width", "128", "--tokens", "512"), bytes_are_known=False),
+    ScriptCase(EXAMPLES / "checkpoint.py", 4, ("--width", "1024")),
 )
 
 
 # -- recorded ----------------------------------------------------------------------------------------------------------
 
 
-def record(script: Path, nproc: int = 4, *, rank: int = 0, warmup: int = WARMUP, steps: int = STEPS) -> RecordedScript:
+def record(
+    script: Path,
+    nproc: int = 4,
+    *,
+    rank: int = 0,
+    warmup: int = WARMUP,
+    steps: int = STEPS,
+    arguments: tuple[str, ...] = (),
+) -> RecordedScript:
     """Record the steps of a script on one rank, and on those that it sends messages to.
 
     Args:
@@ -72,8 +90,9 @@ def record(script: Path, nproc: int = 4, *, rank: int = 0, warmup: int = WARMUP,
         rank: that is recorded.
         warmup: steps that are left out.
         steps: that are recorded.
+        arguments: of the script.
     """
-    launch = Launch(str(script), nproc=nproc, show=())
+    launch = Launch(str(script), arguments=arguments, nproc=nproc, show=())
     source = read_script(launch)
     assert source is not None
     recorded = record_script(launch, source, find_hardware(HARDWARE), (rank,), warmup, steps)
@@ -97,7 +116,12 @@ def told(events: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def simulated(
-    script: Path, nproc: int, rank: int = 0, warmup: int = WARMUP, steps: int = STEPS
+    script: Path,
+    nproc: int,
+    rank: int = 0,
+    warmup: int = WARMUP,
+    steps: int = STEPS,
+    arguments: tuple[str, ...] = (),
 ) -> list[tuple[Any, ...]]:
     """Return what a rank communicates in the same steps of a script, on simulated ranks with real tensors.
 
@@ -107,8 +131,9 @@ def simulated(
         rank: see there.
         warmup: see there.
         steps: see there.
+        arguments: see there.
     """
-    launch = Launch(str(script), nproc=nproc, show=())
+    launch = Launch(str(script), arguments=arguments, nproc=nproc, show=())
     source = read_script(launch)
     assert source is not None
     ranks = world(nproc, init=False, keep_events=None)
@@ -136,8 +161,10 @@ def watching_steps() -> Iterator[Memory]:
     done = itertools.count(1)
 
     def mark(*args: Any) -> None:
-        gc.collect()  # what waits for Python's collector
-        with record_function(f"phase: step {next(done)} is over"):
+        number = next(done)
+        if number <= WARMUP + STEPS:
+            gc.collect()  # what waits for Python's collector
+        with record_function(f"phase: step {number} is over"):
             pass
 
     hook = register_optimizer_step_post_hook(mark)
@@ -148,7 +175,14 @@ def watching_steps() -> Iterator[Memory]:
         hook.remove()
 
 
-def peak_of(memory: Memory, warmup: int = WARMUP, steps: int = STEPS) -> int:
+class Peak(NamedTuple):
+    """The most bytes in use in the recorded steps: of the script's tensors, and with gloo's copies of messages."""
+
+    script: int
+    in_all: int
+
+
+def peak_of(memory: Memory, warmup: int = WARMUP, steps: int = STEPS) -> Peak:
     """Return the most bytes that were in use in the recorded steps.
 
     Args:
@@ -157,32 +191,39 @@ def peak_of(memory: Memory, warmup: int = WARMUP, steps: int = STEPS) -> int:
         steps: after them.
     """
     begin, end = (memory.phases[f"step {number} is over"][0] for number in (warmup, warmup + steps))
-    return max(size for when, size in memory.live if begin <= when < end)
+    seen = [
+        (live, copies) for (when, live), copies in zip(memory.live, memory.copies, strict=True) if begin <= when < end
+    ]
+    return Peak(max(live - copies for live, copies in seen), max(live for live, _ in seen))
 
 
-def allocated_bytes(script: Path, nproc: int) -> int:
-    """Return what torch's allocator has given rank 0 at most, of real processes.
+def allocated(case: ScriptCase, runs: int = RUNS) -> Peak:
+    """Return what torch's allocator has given at most, of real processes.
 
     Args:
-        script: that they run.
-        nproc: how many.
+        case: the script that they run.
+        runs: of which the one with the least is taken.
     """
+    return min(_allocated_once(case) for _ in range(runs))
+
+
+def _allocated_once(case: ScriptCase) -> Peak:
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "peak.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-        subprocess.run(
-            [*command, "-m", "benchmarks.scripts", str(script), str(out)], check=True, cwd=ROOT, capture_output=True
-        )
-        return int(json.loads(out.read_text()))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+        command += ["-m", "benchmarks.scripts", folder, str(case.path), *case.arguments]
+        subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+        peaks = [Peak(*json.loads(Path(folder, str(rank)).read_text())) for rank in range(case.ranks)]
+    if case.bytes_are_known:
+        return peaks[0]
+    return Peak(*(round(sum(sizes) / len(peaks)) for sizes in zip(*peaks, strict=True)))
 
 
-def _watch(script: str, out: str) -> None:
-    """Run a script as one of torchrun's processes, and write down what rank 0 has allocated."""
-    rank, sys.argv = os.environ["RANK"], [script]
+def _watch(folder: str, script: str, *arguments: str) -> None:
+    """Run a script as one of torchrun's processes, and write down what its rank has allocated."""
+    rank, sys.argv = os.environ["RANK"], [script, *arguments]
     with watching_steps() as memory:
         runpy.run_path(script, run_name="__main__")
-    if rank == "0":
-        Path(out).write_text(json.dumps(peak_of(memory)))
+    Path(folder, rank).write_text(json.dumps(peak_of(memory)))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -192,14 +233,14 @@ def seconds_of_estimate(case: ScriptCase) -> float:
     """Return the seconds on the processor that the command takes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "sim", "estimate", "--nproc", str(case.ranks), "--hardware", HARDWARE]
-    subprocess.run([*command, str(case.path)], check=True, cwd=ROOT, capture_output=True)
+    subprocess.run([*command, str(case.path), *case.arguments], check=True, cwd=ROOT, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def compared(case: ScriptCase, recorded: RecordedScript) -> str:
     """Say how the collectives of the recorded steps compare with those of simulated ranks."""
-    mine, real = told(recorded.events[0]), simulated(case.path, case.ranks)
+    mine, real = told(recorded.events[0]), simulated(case.path, case.ranks, arguments=case.arguments)
     if mine == real:
         return f"equal ({len(mine)})"
     if not case.bytes_are_known and [(e[0], e[1], e[4:]) for e in mine] == [(e[0], e[1], e[4:]) for e in real]:
@@ -214,19 +255,21 @@ def table(cases: Iterable[ScriptCase] = CASES) -> str:
         cases: which scripts.
     """
     lines = [
-        "| script | ranks | estimate, s | predicted, KiB | allocated, KiB | predicted / allocated | collectives |",
-        "|---|--:|--:|--:|--:|--:|---|",
+        "| script | ranks | estimate, s | predicted, KiB | allocated, KiB | predicted / allocated | gloo's copies, KiB "
+        "| collectives |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for case in cases:
-        recorded = record(case.path, case.ranks)
-        predicted, allocated = predicted_bytes(recorded), allocated_bytes(case.path, case.ranks)
+        recorded = record(case.path, case.ranks, arguments=case.arguments)
+        predicted, peak = predicted_bytes(recorded), allocated(case)
         cells = [
-            f"`{case.path.relative_to(ROOT)}`",
+            f"`{' '.join([str(case.path.relative_to(ROOT)), *case.arguments])}`",
             str(case.ranks),
             f"{seconds_of_estimate(case):.1f}",
             f"{predicted / 1024:,.1f}",
-            f"{allocated / 1024:,.1f}",
-            f"{predicted / allocated:.3f}",
+            f"{peak.script / 1024:,.1f}",
+            f"{predicted / peak.script:.3f}",
+            f"{(peak.in_all - peak.script) / 1024:,.1f}",
             compared(case, recorded),
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 4 examples/torch_scripts/checkpoint.py
 python -m sim run --nproc 4 examples/torch_scripts/checkpoint.py
 """
 
+import argparse
 import shutil
 import tempfile
 
@@ -16,12 +17,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-WIDTH, BATCH = 10, 8
+options = argparse.ArgumentParser()
+options.add_argument("--width", type=int, default=10)
+WIDTH, BATCH = options.parse_args().width, 8
 
 
 def make_model(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(WIDTH, 14), nn.ReLU(), nn.Linear(14, 1))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH + 4), nn.ReLU(), nn.Linear(WIDTH + 4, 1))
 
 
 def sharded(seed: int, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 4 examples/torch_scripts/ddp.py
 python -m sim run --nproc 4 examples/torch_scripts/ddp.py
 """
 
+import argparse
 import os
 
 import torch
@@ -13,13 +14,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-FEATURES, SAMPLES, EPOCHS, LR = 16, 96, 4, 0.02
+options = argparse.ArgumentParser()
+options.add_argument("--width", type=int, default=16)
+FEATURES = options.parse_args().width
+SAMPLES, EPOCHS, LR = 96, 4, 0.02
 PER_RANK = 6
 
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
+    return nn.Sequential(nn.Linear(FEATURES, 2 * FEATURES), nn.Tanh(), nn.Linear(2 * FEATURES, 1))
 
 
 def make_data() -> TensorDataset:

@@ -4,6 +4,8 @@ torchrun --nproc-per-node 4 examples/torch_scripts/fsdp2.py
 python -m sim run --nproc 4 examples/torch_scripts/fsdp2.py
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,14 +13,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 50, 24, 10, 8, 5  # BATCH counts the samples of all ranks together
+options = argparse.ArgumentParser()
+options.add_argument("--width", type=int, default=24)
+WIDTH = options.parse_args().width
+VOCABULARY, LENGTH, BATCH, STEPS = 50, 10, 8, 5  # BATCH counts the samples of all ranks together
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        layer = {"nhead": 4, "dim_feedforward": 36, "dropout": 0.0, "batch_first": True}
+        layer = {"nhead": 4, "dim_feedforward": WIDTH * 3 // 2, "dropout": 0.0, "batch_first": True}
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, **layer) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 

@@ -4,13 +4,19 @@ torchrun --nproc-per-node 4 examples/torch_scripts/moe.py
 python -m sim run --nproc 4 examples/torch_scripts/moe.py
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-WIDTH, TOKENS, STEPS, LR = 8, 12, 4, 0.2  # TOKENS on each rank
+options = argparse.ArgumentParser()
+options.add_argument("--width", type=int, default=8)
+options.add_argument("--tokens", type=int, default=12, help="on each rank")
+WIDTH, TOKENS = options.parse_args().width, options.parse_args().tokens
+STEPS, LR = 4, 0.2
 
 
 def make_model(experts: int) -> tuple[nn.Linear, list[nn.Linear]]:

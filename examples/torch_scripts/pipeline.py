@@ -4,13 +4,18 @@ torchrun --nproc-per-node 4 examples/torch_scripts/pipeline.py
 python -m sim run --nproc 4 examples/torch_scripts/pipeline.py
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-WIDTH, BATCH, MICROBATCHES, STEPS = 12, 16, 8, 4
+options = argparse.ArgumentParser()
+options.add_argument("--width", type=int, default=12)
+WIDTH = options.parse_args().width
+BATCH, MICROBATCHES, STEPS = 16, 8, 4
 
 
 def make_layers(count: int) -> list[nn.Module]:

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 4 examples/torch_scripts/tensor_parallel.py
 python -m sim run --nproc 4 examples/torch_scripts/tensor_parallel.py
 """
 
+import argparse
 import os
 
 import torch
@@ -20,7 +21,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-WIDTH, HIDDEN, BATCH, LENGTH, STEPS = 16, 48, 3, 8, 4
+options = argparse.ArgumentParser()
+options.add_argument("--width", type=int, default=16)
+WIDTH = options.parse_args().width
+HIDDEN, BATCH, LENGTH, STEPS = 3 * WIDTH, 3, 8, 4
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Compilers and data workers of a script, which an estimate goes without."""
+"""Compilers, data workers and offload of a script, which an estimate goes without."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.distributed import fsdp
 from torch.utils.data import DataLoader
 
-__all__ = ["without_compiler_and_workers"]
+from hyper_parallel.core.fully_shard.policy import CPUOffloadPolicy
+
+__all__ = ["without_compiler_and_workers", "without_offload"]
 
 
 @contextmanager
@@ -50,3 +53,25 @@ def without_compiler_and_workers(on_change: Callable[[str], None]) -> Iterator[N
         torch.compile = compile_nothing
         DataLoader._get_iterator = load_here  # type: ignore[method-assign, assignment]
         yield
+
+
+@contextmanager
+def without_offload(on_change: Callable[[str], None]) -> Iterator[None]:
+    """Say of each policy of offload that what it keeps on the host counts as the device's here: both are one CPU.
+
+    Args:
+        on_change: as above.
+    """
+    with ExitStack() as stack:
+        for policy in (CPUOffloadPolicy, fsdp.CPUOffloadPolicy):
+            stack.callback(setattr, policy, "__init__", policy.__init__)
+            policy.__init__ = _noticed(policy.__init__, on_change)  # type: ignore[method-assign]
+        yield
+
+
+def _noticed(init: Callable[..., None], on_change: Callable[[str], None]) -> Callable[..., None]:
+    def init_policy(policy: Any, *args: Any, **options: Any) -> None:
+        init(policy, *args, **options)
+        on_change("CPUOffloadPolicy: taken as no offload, all is on the device and nothing is copied")
+
+    return init_policy

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from hyper_parallel.cli.kit import check_can_write
+from hyper_parallel.cli.kit import DOES_NOT_FIT, check_can_write
 from hyper_parallel.core.common.errors import explain
 from sim.comm.trace import Event
 from sim.kernel.context import current_rank
@@ -170,7 +170,8 @@ class RecordedScript:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Estimate a script as the command line of `python -m sim estimate` says; return the exit code.
 
-    0: here is the estimate. 1: the script has failed, or makes no steps. 2: a mistake in what was asked. 130: Ctrl-C.
+    0: here is the estimate. 1: the script has failed, or makes no steps. 2: a mistake in what was asked. 3: it does
+    not fit into memory. 130: Ctrl-C.
     """
     asked = vars(_parser().parse_args(arguments))
     own = {name: asked.pop(name) for name in ("hardware", "ranks", "warmup", "steps", "json", "trace", "plot")}
@@ -206,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.timeline.to_chrome(own["trace"])
     if own["plot"]:
         found.timeline.plot(own["plot"])
-    return 0
+    return 0 if found.memory.fits() else DOES_NOT_FIT
 
 
 def _parser() -> argparse.ArgumentParser:

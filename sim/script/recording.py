@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _collective_utils, _decompositions, _dispatch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -34,7 +35,7 @@ from sim.kernel.waiting import Waitable
 from sim.mesh.program import COMPUTE, Alloc, Comm, Event, Free, HostWait, Op, Place, Program, Segment
 from sim.mesh.tracing.kernels import AcceleratorKernels
 from sim.mesh.tracing.record import RecordedEvent, RecordedStream, Recorder
-from sim.script.changes import without_compiler_and_workers
+from sim.script.changes import without_compiler_and_workers, without_offload
 from sim.script.reducer import python_reducer
 from sim.script.values import MOST_ELEMENTS, Values, tensors_in
 
@@ -657,9 +658,12 @@ def recorders_in_place(recorders: dict[int, ScriptRecorder], device: str | None)
         swap = torch.utils.swap_tensors
         stack.callback(setattr, torch.utils, "swap_tensors", swap)
         torch.utils.swap_tensors = lambda one, other: _take_over(one, other, swap)
+        stack.callback(setattr, DeviceMesh, "__init__", DeviceMesh.__init__)
+        DeviceMesh.__init__ = _with_values(DeviceMesh.__init__, here)  # type: ignore[method-assign]
         stack.callback(setattr, c10d, "_object_to_tensor", c10d._object_to_tensor)
         c10d._object_to_tensor = lambda obj, device, group: here().tensors_of(obj)
         stack.enter_context(without_compiler_and_workers(lambda what: here().change(what)))
+        stack.enter_context(without_offload(lambda what: here().change(what)))
         for module in _ASKING:
             stack.callback(setattr, module, "_are_we_tracing", module._are_we_tracing)
             module._are_we_tracing = lambda: False  # no compiler: collectives are waited for where values are used
@@ -696,6 +700,20 @@ def _take_over(one: torch.Tensor, other: torch.Tensor, swap: Callable[..., None]
         swap(one, other)
     elif one is not other:
         one.data = other.detach()
+
+
+def _with_values(init: Callable[..., None], here: Callable[[], ScriptRecorder]) -> Callable[..., None]:
+    """Let a mesh keep its ranks as numbers: who leaves the modes, as this library does, reads them too."""
+
+    def init_mesh(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+        init(mesh, *args, **options)
+        ranks = mesh._rank_map
+        if isinstance(ranks, FakeTensor):
+            known = here().values.of(ranks)
+            if known is not None:
+                mesh._rank_map = known
+
+    return init_mesh
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

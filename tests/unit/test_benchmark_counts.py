@@ -67,6 +67,22 @@ def test_memory_that_another_thread_releases_is_seen():
     assert [live for _, live in memory.live] == [4000, 40, 0]
 
 
+def test_copies_that_a_process_group_makes_are_told_apart():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with watch_memory() as memory:
+            tensor, into = torch.ones(1000), torch.empty(1000)
+            with record_function("phase: collectives"):
+                dist.reduce_scatter_tensor(into, tensor)
+                dist.all_gather_into_tensor(into, tensor)
+    finally:
+        dist.destroy_process_group()
+    seen = [(live, copies) for (_, live), copies in zip(memory.live, memory.copies, strict=True)]
+    assert max(live for live, _ in seen) >= 12_000  # such as a clone of the input
+    assert max(copies for _, copies in seen) >= 4000
+    assert max(live - copies for live, copies in seen) == 8000
+
+
 def test_memory_of_a_backward_is_seen():
     x, weight = torch.ones(10, 20), torch.ones(20, 30, requires_grad=True)
     with watch_memory() as memory:

@@ -15,6 +15,7 @@ from benchmarks import scripts
 from benchmarks.scripts import (
     EXAMPLES,
     NANO_GPT,
+    Peak,
     ScriptCase,
     peak_of,
     predicted_bytes,
@@ -57,6 +58,45 @@ def test_tokens_are_routed_evenly_where_their_experts_depend_on_data() -> None:
     assert routed == {(9 * 8 * 4, 9 * 8 * 4)}  # 3 of 12 tokens to each of 4 experts, whose own stay
 
 
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from {package} import CPUOffloadPolicy, fully_shard
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh{offload})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_collectives_of_our_own_fully_shard_are_those_on_simulated_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SHARDED.format(package="hyper_parallel.core.fully_shard", offload=""))
+    found = told(record(path).events[0])
+    assert found == simulated(path, 4, 0)
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= {event[0] for event in found}
+
+
+@pytest.mark.parametrize("package", ["hyper_parallel.core.fully_shard", "torch.distributed.fsdp"])
+def test_offload_is_said_to_be_left_out(package: str, tmp_path: Path) -> None:
+    changes = []
+    for offload in (", offload_policy=CPUOffloadPolicy()", ""):
+        path = tmp_path / "train.py"
+        path.write_text(SHARDED.format(package=package, offload=offload))
+        changes.append([line for line, what in record(path).recorders[0].changes if "CPUOffloadPolicy" in what])
+    assert changes == [["train.py:13 in <module>"], []]
+
+
 @pytest.mark.parametrize("warmup", [1, 2])
 def test_buckets_of_ddp_are_torchs_before_and_after_they_are_made_anew(warmup: int) -> None:
     events = told(record(NANO_GPT, 2, warmup=warmup, steps=1).events[0])
@@ -81,7 +121,9 @@ def allocated_by_torch(script: Path) -> int:
         prepare_views(ranks, launch, source)
         with ranks:
             ranks.run(on_rank, (source.code,))
-    return peak_of(seen[0])
+    peak = peak_of(seen[0])
+    assert peak.script == peak.in_all  # no gloo here
+    return peak.script
 
 
 @pytest.mark.parametrize("script", [EXAMPLES / "fsdp2.py", EXAMPLES / "ddp.py", NANO_GPT], ids=lambda path: path.stem)
@@ -105,11 +147,12 @@ def test_memory_of_a_loss_on_the_cpu_is_that_of_its_elements(tmp_path: Path) -> 
 
 
 def test_a_row_of_the_table_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts, "allocated_bytes", lambda path, ranks: 2048 * ranks)
+    monkeypatch.setattr(scripts, "_allocated_once", lambda case: Peak(2048 * case.ranks, 9216 + next(later)))
+    later = iter((1024, 0, 2048))
     monkeypatch.setattr(scripts, "seconds_of_estimate", lambda case: 1.25)
     monkeypatch.setattr(scripts, "predicted_bytes", lambda recorded: 4096)
     row = scripts.table([ScriptCase(EXAMPLES / "tensor_parallel.py", 4)]).splitlines()[-1]
-    assert row == "| `examples/torch_scripts/tensor_parallel.py` | 4 | 1.2 | 4.0 | 8.0 | 0.500 | equal (42) |"
+    assert row == "| `examples/torch_scripts/tensor_parallel.py` | 4 | 1.2 | 4.0 | 8.0 | 0.500 | 1.0 | equal (42) |"
     case = ScriptCase(EXAMPLES / "moe.py", 4, bytes_are_known=False)
     recorded = record(case.path)
     assert scripts.compared(case, recorded) == "equal but for the rows of each expert (14)"
@@ -158,6 +201,13 @@ def test_a_plain_loop_on_very_many_ranks(script: Callable[[str], str], capsys: p
     assert found["time"]["step"]["low"] < found["time"]["step"]["value"] < found["time"]["step"]["high"]
     assert "exposed communication, world" in found["time"]["terms"]
     assert found["stand_ins"] == []
+
+
+@pytest.mark.parametrize(("rows", "code"), [(1 << 20, 0), (1 << 29, 3)])
+def test_what_does_not_fit_ends_with_another_exit_code(rows: int, code: int, script: Callable[[str], str]) -> None:
+    held = f"held = torch.empty({rows}, 64)"  # 256 MiB; 128 GiB
+    path = script(LOOP.format(steps=3, inside=held))
+    assert main(["--hardware", "h100-sxm", "--nproc", "2", path]) == code
 
 
 @pytest.mark.parametrize(
