@@ -355,6 +355,37 @@ def test_the_one_recomputation_that_draws_other_masks_is_named():
     assert (report.first.module, report.first.kind) == ("1.drop", "random"), report
 
 
+class Later(Dropping):
+    """Restores the generator in its first step only."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.options["preserve_rng_state"] = False
+        return out
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_recomputation_that_draws_other_masks_in_the_second_step_is_found(steps):
+    inputs = {"inputs": (torch.randn(ROWS, WIDTH),), "mesh_shape": "dp=2", "steps": steps}
+    report = sim.verify_plan(
+        lambda: nn.Sequential(Dropping(), Later()),
+        parallelize=lambda model, mesh: DistributedDataParallel(model),
+        **inputs,
+    )
+    assert report.ok == (steps == 1), report
+    if steps == 2:
+        assert (report.first.module, report.first.tensor) == ("1.drop", "bernoulli in step 2"), report
+
+
+def test_a_mask_that_nothing_draws_again_is_not_the_one_that_differs():
+    def model():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Dropping(preserve_rng_state=False))
+
+    x = torch.randn(ROWS, WIDTH)
+    report = sim.verify_plan(model, (x,), "dp=2", parallelize=lambda model, mesh: DistributedDataParallel(model))
+    assert (report.first.module, report.first.kind) == ("2.drop", "random"), report
+
+
 @pytest.mark.parametrize("restored", [True, False])
 def test_recomputations_of_dtensors_draw_the_same_masks(restored):
     def wrapped(model, mesh):
