@@ -47,7 +47,8 @@ class Mutant:
         place: the line that communicates, or the name of the parameter.
 
     Attributes:
-        done: by how much it has changed something, each time; of what communicates, in how many tensors.
+        done: how many tensors it has changed, each time.
+        doubled: the sum, over ranks, of gradients that it has doubled, by shape; parts of one may cancel each other.
         beside: the size of each gradient beside the one that it changes.
     """
 
@@ -55,13 +56,15 @@ class Mutant:
     op: str
     axis: str
     place: str
-    done: list[float] = field(default_factory=list, compare=False, repr=False)
+    done: list[int] = field(default_factory=list, compare=False, repr=False)
+    doubled: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     beside: list[float] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def has_effect(self) -> bool:
         """Whether it has changed anything; a multiple of a gradient that is zero but for rounding is no change."""
-        return max(self.done, default=0.0) > _NOTHING * max(self.beside, default=0.0)
+        most = max(map(magnitude, self.doubled.values()), default=0.0)
+        return any(self.done) or most > _NOTHING * max(self.beside, default=0.0)
 
     def __str__(self) -> str:
         over = f" over {self.axis}" if self.axis else ""
@@ -211,7 +214,9 @@ def _double_gradient(mutant: Mutant, wrong: nn.Parameter, models: Sequence[nn.Mo
     """Let backward compute twice a parameter's gradient, and note how large it is beside those of the others."""
 
     def doubled(grad: torch.Tensor) -> torch.Tensor:
-        mutant.done.append(magnitude(local_of(grad)))
+        local = local_of(grad)
+        shape = tuple(local.shape)
+        mutant.doubled[shape] = mutant.doubled[shape] + local if shape in mutant.doubled else local.clone()
         return grad * 2
 
     def noted(grad: torch.Tensor) -> None:
