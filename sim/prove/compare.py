@@ -26,6 +26,7 @@ from sim.prove.judge import (
     innermost,
     leaf,
     nodes_of,
+    of_own_rows,
     pending_words,
     row_of,
     settle,
@@ -318,13 +319,10 @@ class Comparison:
         if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or found.status != "unexplained":
             return found
         given = self.value(key._replace(side="input", name="0"))
-        count = self.reference.recorder.entries[key].value.ndim
-        rows = given.found.splits(count)[0] if given is not None and given.found is not None else ()
-        if not module.training or not rows:
+        if not module.training or given is None:
             return found
-        axes = " and ".join(self.task.mesh.alias_name[axis] for axis in rows)
-        sentence = f"each rank along {axes} normalises with the mean and the variance of its own rows, not of all"
-        return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
+        parts = {rank: run.recorder.entries[key].value for rank, run in enumerate(self.runs)}
+        return of_own_rows(found, given.found, parts, self.reference.recorder.entries[key].value)
 
     def _cast(self, key: Key, found: Finding) -> Finding:
         """Say where a module casts by hand on the ranks, and not on one device."""

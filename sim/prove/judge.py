@@ -14,6 +14,7 @@ import torch
 
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.explain.errors import ranks_phrase
+from sim.prove.evidence import gap, top
 from sim.prove.faults import diagnose
 from sim.prove.infer import Fit, explanations, fit
 from sim.prove.record import Entry, ranks_along, spread_layout
@@ -27,10 +28,12 @@ __all__ = [
     "Judge",
     "Judged",
     "advised",
+    "divided_words",
     "first_bug",
     "innermost",
     "leaf",
     "nodes_of",
+    "of_own_rows",
     "row_of",
     "settle",
     "short",
@@ -300,6 +303,31 @@ def absent(have: Sequence[int], every: Sequence[int], declared: str = "") -> Fin
     )
 
 
+def of_own_rows(found: Finding, given: Layout | None, parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> Finding:
+    """Say so where a batch norm takes the mean and the variance of each rank's rows alone.
+
+    Then the mean of what it returns is, of each rank's rows, that of all rows: the bias.
+
+    Args:
+        found: of what the batch norm returns.
+        given: the layout of what it was given.
+        parts: what the ranks hold.
+        full: what one device holds.
+    """
+    rows = given.splits(full.ndim)[0] if given is not None and full.ndim > 1 else ()
+    if found.status != "unexplained" or not rows or given is None:
+        return found
+    dims = [dim for dim in range(full.ndim) if dim != 1]
+    mean = full.mean(dims)
+    if any(
+        part.shape[1:] != full.shape[1:] or top(gap(part.mean(dims), mean)) > found.bound for part in parts.values()
+    ):
+        return found
+    axes = " and ".join(given.alias_name[axis] for axis in rows)
+    sentence = f"each rank along {axes} normalises with the mean and the variance of its own rows, not of all"
+    return replace(found, sentence=sentence, suggestion="nn.SyncBatchNorm.convert_sync_batchnorm(model)")
+
+
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
@@ -518,14 +546,23 @@ def _was_reduced(event: Judged, other: Judged) -> bool:
     return found is not None and found.is_partial() and set(found.partial) <= set(other.finding.alike)
 
 
+def divided_words(layout: Layout) -> tuple[str, str]:
+    """Say of equal copies that would be right if they were added up what is the matter, and what to do.
+
+    >>> divided_words(Layout((2,), ("dp",))(partial={"dp": "sum"}))[0]
+    "every part is 1/2 of what it should be: averaged once too often over 'dp'"
+    """
+    axes = " and ".join(layout.partial)
+    copies = math.prod(layout.mesh_shape[layout.alias_name.index(name)] for name in layout.partial)
+    sentence = f"every part is 1/{copies} of what it should be: averaged once too often over {axes!r}"
+    return sentence, f"the sum over {axes} there, and no mean or division"
+
+
 def _divided(row: ReportRow, event: Judged, harmed: Judged) -> ReportRow:
     """Blame equal copies that would be right if they were added up."""
     found = event.finding.found
     assert found is not None
-    axes = " and ".join(found.partial)
-    copies = math.prod(found.mesh_shape[found.alias_name.index(name)] for name in found.partial)
-    sentence = f"every part is 1/{copies} of what it should be: averaged once too often over {axes!r}"
-    hint = f"the sum over {axes} there, and no mean or division"
+    sentence, hint = divided_words(found)
     return replace(row, verdict="bug", sentence=f"{sentence}; and {harmed.place} is wrong", suggestion=hint)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,11 +260,12 @@ class _Session:
             for step in range(self.task.steps):
                 if step:
                     self.runs.append(self._next())
+                    self.quiet.draws, self.quiet.again = [], []
                     self._forward()
-                self._differentiate(self.run.outputs, self.run.loss, grads)
+                with _entered(self.run.recorder.modules, self.run.recorder.inside):
+                    self._differentiate(self.run.outputs, self.run.loss, grads)
                 self._keep_gradients()
-                if not step:
-                    self.run.redraw = redrawn(self.quiet.draws, self.quiet.again)
+                self.run.redraw = redrawn(self.quiet.draws, self.quiet.again)
                 if optimizer is not None:
                     # Imported here: whoever imports `sim`, or proves a plan without an optimizer, needs no trainer.
                     from hyper_parallel.trainer.optimizer import update
@@ -310,6 +311,23 @@ class _Session:
         """Return the parameters as they are now: an engine may replace them."""
         named = named_parameters(self.model)
         return {name: named[name] for name in self.run.leaves if name in named}
+
+
+@contextmanager
+def _entered(modules: Mapping[str, nn.Module], inside: list[str]) -> Iterator[None]:
+    """Note the modules that are running, those too that backward computes again; outermost first."""
+
+    def leave(path: str) -> None:
+        while inside and inside.pop() != path:
+            pass  # a module whose recomputation has ended early
+
+    with ExitStack() as stack:
+        for path, module in modules.items():
+            enter = module.register_forward_pre_hook(lambda module, args, path=path: inside.append(path))
+            left = module.register_forward_hook(lambda module, args, output, path=path: leave(path), always_call=True)
+            stack.callback(enter.remove)
+            stack.callback(left.remove)
+        yield
 
 
 def run_reference(

@@ -78,6 +78,117 @@ def test_a_loss_in_a_step_that_is_no_mean_of_those_of_the_ranks():
     assert report.first.sentence == "neither the mean nor the sum of the ranks' losses is that of one device"
 
 
+# -- losses that are no mean of those of the ranks ---------------------------------------------------------------------
+
+
+def dice(output, labels, total=lambda values: values):
+    """One minus twice the overlap by both sizes, each a sum over all rows."""
+    hit = F.one_hot(labels, WIDTH).to(output.dtype)
+    chances = output.softmax(-1)
+    parts = torch.stack([(chances * hit).sum(), chances.square().sum() + hit.sum()])
+    overlap, sizes = total(parts)
+    return 1 - 2 * overlap / sizes
+
+
+def grpo(output, labels, total=lambda values: values):
+    """Rewards less the mean of their group, by its deviation; the sum over the tokens that count, by their number."""
+    chosen = output.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+    reward = torch.sin(labels.to(output.dtype) * 3)
+    counted = (labels > 1).to(output.dtype)
+    count, sums, squares = total(torch.stack([torch.ones_like(reward), reward, reward.square()]).sum(1).detach())
+    better = (reward - sums / count) / (squares / count - (sums / count).square()).sqrt()
+    return -(better * chosen * counted).sum() / total(counted.sum().detach())
+
+
+class AddedUp(torch.autograd.Function):
+    """The sum over ranks, whose gradient is that of each addend."""
+
+    @staticmethod
+    def forward(ctx, values):
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def of_rows(batch, mesh):
+    return tuple(each.chunk(mesh.size())[mesh.get_rank()] for each in batch)
+
+
+def stepping(loss_of, total=lambda values: values, op=None):
+    def step(model, batch):
+        loss = loss_of(model(*batch), batch[1], total)
+        loss.backward()
+        for parameter in model.parameters() if op is not None else ():
+            dist.all_reduce(parameter.grad, op=op)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("loss_of", [dice, grpo])
+def test_losses_of_sums_over_all_rows_are_right(loss_of):
+    step = stepping(loss_of, AddedUp.apply, dist.ReduceOp.SUM)
+    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=of_rows, steps=2)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("loss_of", [dice, grpo])
+@pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM])
+def test_losses_of_sums_over_a_ranks_rows_are_no_means(loss_of, op):
+    step = stepping(loss_of, op=op)
+    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=of_rows)
+    assert report.first.place == "the model's loss", report
+    assert report.first.sentence == "neither the mean nor the sum of the ranks' losses is that of one device"
+
+
+@pytest.mark.parametrize("loss_of", [dice, grpo])
+def test_a_right_loss_whose_gradients_are_averaged_and_not_added_up(loss_of):
+    step = stepping(loss_of, AddedUp.apply, dist.ReduceOp.AVG)
+    report = sim.verify_step(stepping(loss_of), Pair, given(), "dp=2", rank_step=step, shard_batch=of_rows)
+    assert report.first.kind == "gradient", report
+    assert "1/2 of what it should be" in report.first.sentence
+
+
+# -- batch norms -------------------------------------------------------------------------------------------------------
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x, labels):
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("fault", ["own rows", "no norm"])
+def test_a_batch_norm_of_a_ranks_own_rows_in_a_step(fault):
+    def squared(model, batch):
+        loss = model(*batch).square().mean()
+        loss.backward()
+        return loss
+
+    def averaged(model, batch):
+        loss = squared(model, batch)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return loss
+
+    def without(model, mesh):
+        model.norm.forward = lambda x: 2 * x * model.norm.weight + model.norm.bias
+
+    more = {"parallelize": without} if fault == "no norm" else {}
+    report = sim.verify_step(squared, Normalised, given(), "dp=2", rank_step=averaged, shard_batch=of_rows, **more)
+    assert (report.first.module, report.first.tensor) == ("norm", "output"), report
+    said = "each rank along dp normalises with the mean and the variance of its own rows, not of all"
+    assert (report.first.sentence == said) == (fault == "own rows")
+    assert ("SyncBatchNorm" in report.first.suggestion) == (fault == "own rows")
+
+
 def test_a_fault_of_the_second_step_is_not_the_optimizers():
     def late(model, mesh):
         model, calls = DistributedDataParallel(model), []
@@ -353,6 +464,37 @@ def test_the_one_recomputation_that_draws_other_masks_is_named():
     x = torch.randn(ROWS, WIDTH)
     report = sim.verify_plan(model, (x,), "dp=2", parallelize=lambda model, mesh: DistributedDataParallel(model))
     assert (report.first.module, report.first.kind) == ("1.drop", "random"), report
+
+
+class Later(Dropping):
+    """Restores the generator in its first step only."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.options["preserve_rng_state"] = False
+        return out
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_recomputation_that_draws_other_masks_in_the_second_step_is_found(steps):
+    inputs = {"inputs": (torch.randn(ROWS, WIDTH),), "mesh_shape": "dp=2", "steps": steps}
+    report = sim.verify_plan(
+        lambda: nn.Sequential(Dropping(), Later()),
+        parallelize=lambda model, mesh: DistributedDataParallel(model),
+        **inputs,
+    )
+    assert report.ok == (steps == 1), report
+    if steps == 2:
+        assert (report.first.module, report.first.tensor) == ("1.drop", "bernoulli in step 2"), report
+
+
+def test_a_mask_that_nothing_draws_again_is_not_the_one_that_differs():
+    def model():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Dropping(preserve_rng_state=False))
+
+    x = torch.randn(ROWS, WIDTH)
+    report = sim.verify_plan(model, (x,), "dp=2", parallelize=lambda model, mesh: DistributedDataParallel(model))
+    assert (report.first.module, report.first.kind) == ("2.drop", "random"), report
 
 
 @pytest.mark.parametrize("restored", [True, False])

@@ -837,6 +837,30 @@ def test_a_fault_that_changes_nothing_counts_as_neither():
     assert {row.outcome for row in found.rows if row.place.startswith("all_reduce")} == {"none"}
 
 
+class Pooling(nn.Module):
+    """Tokens weighed by a softmax, to which the bias of the scores adds nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.score, self.head = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.head((self.score(x).softmax(1) * x).sum(1))
+
+
+def test_twice_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
+    def squared(model, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    found = sim.verify_step(squared, Pooling, torch.randn(2, 3, WIDTH), "dp=2").sensitivity()
+    outcomes = {(row.place, row.kind): row.outcome for row in found.rows}
+    assert outcomes["gradient of score.bias", "wrong scale"] == "none", found
+    assert outcomes["gradient of score.weight", "wrong scale"] == "found"
+    assert not found.missed
+
+
 def test_a_report_that_is_wrong_already_has_no_sensitivity():
     report = verify("dp=2", shard_batch=rows)
     with pytest.raises(ValueError, match="the program is wrong already"):

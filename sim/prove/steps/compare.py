@@ -14,7 +14,7 @@ from sim.explain.errors import ranks_phrase
 from sim.prove.bound import SAFETY
 from sim.prove.evidence import gap, top, unit_roundoff
 from sim.prove.infer import order_of_rows
-from sim.prove.judge import COARSE, Finding, Judge, pending_words, short
+from sim.prove.judge import COARSE, Finding, Judge, divided_words, of_own_rows, pending_words, short
 from sim.prove.randomness import redrawn_row
 from sim.prove.report import Report, ReportRow
 from sim.prove.runs import largest
@@ -153,6 +153,7 @@ class LoopComparison:
         self, mine: RecordedStep, others: Sequence[RecordedStep], theirs: Mapping[int, RecordedStep]
     ) -> Iterator[ReportRow]:
         calls = {rank: self._calls(step, self._paths[rank]) for rank, step in theirs.items()}
+        given: dict[str, Layout | None] = {}  # what modules were given first
         for key, values in mine.calls.items():
             path, side, way = key
             if self._split and not path:
@@ -173,6 +174,10 @@ class LoopComparison:
                 f"{side} {way}".strip().removesuffix(" 0") if side == "input" else f"{side} {way.lstrip('.')}".strip()
             )
             found = self._find(parts, full, bound_of(full, moved), may_reorder=True)
+            if side == "input":
+                given.setdefault(path, found.found)
+            elif path in self.expected.batch_norms:
+                found = of_own_rows(found, given.get(path), parts, full)
             yield self._row(ReportRow(path, title, "forward"), found)
 
     def _calls(self, step: RecordedStep, paths: Mapping[str, str]) -> dict[CallKey, list[torch.Tensor]]:
@@ -289,6 +294,8 @@ class LoopComparison:
             kind, over = "bug", " and ".join(found.found.partial) if found.found is not None else ""
             words = pending_words(found.found) if found.found is not None else ""
             sentence, hint = f"the ranks hold {words}, and nothing reduced it", f"all_reduce over {over}"
+            if row.kind == "gradient" and found.found is not None and _are_sums_of_copies(found, found.found):
+                sentence, hint = divided_words(found.found)
         return replace(
             row,
             found=short(found.found),
@@ -304,6 +311,11 @@ class LoopComparison:
 def _is_coarse(found: Finding, full: torch.Tensor, scale: float = 0.0) -> bool:
     """Whether a bound is so wide that a fault could hide below it; `scale`: of the largest tensor of the kind."""
     return found.bound > max(_COARSE * largest(full), _TINY * scale)
+
+
+def _are_sums_of_copies(found: Finding, layout: Layout) -> bool:
+    """Whether only the sum of what all ranks hold alike would be right."""
+    return set(layout.partial.values()) == {"sum"} and set(layout.partial) <= set(found.alike)
 
 
 def _blamed(rows: Sequence[ReportRow], first: ReportRow) -> ReportRow:

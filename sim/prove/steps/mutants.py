@@ -15,6 +15,7 @@ from sim.comm.collectives import Call
 from sim.comm.group import Message
 from sim.comm.observer import Observer, forget, observe
 from sim.explain.errors import SimError
+from sim.prove.evidence import magnitude
 from sim.prove.record import local_of, named_parameters
 from sim.prove.report import MutantRow, Report, Sensitivity
 from sim.world import World
@@ -31,6 +32,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "parameter": ("wrong order", "one rank"),
 }
 _MOST_PARAMETERS = 4
+_NOTHING = 1e-12  # of the largest gradient
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Mutant:
         op: the collective, "send", or "gradient" and "parameter" for those of a parameter.
         axis: the axis of the mesh, where the group has one.
         place: the line that communicates, or the name of the parameter.
+
+    Attributes:
+        done: how many tensors it has changed, each time.
+        doubled: the sum, over ranks, of gradients that it has doubled, by shape; parts of one may cancel each other.
+        beside: the size of each gradient beside the one that it changes.
     """
 
     kind: str
@@ -50,6 +57,14 @@ class Mutant:
     axis: str
     place: str
     done: list[int] = field(default_factory=list, compare=False, repr=False)
+    doubled: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    beside: list[float] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether it has changed anything; a multiple of a gradient that is zero but for rounding is no change."""
+        most = max(map(magnitude, self.doubled.values()), default=0.0)
+        return any(self.done) or most > _NOTHING * max(self.beside, default=0.0)
 
     def __str__(self) -> str:
         over = f" over {self.axis}" if self.axis else ""
@@ -182,9 +197,7 @@ def put_into_model(mutant: Mutant | None, models: Sequence[nn.Module], rank: int
         if parameter is None:
             continue
         if mutant.op == "gradient":
-            if parameter.requires_grad:
-                parameter.register_hook(lambda grad: grad * 2)
-                mutant.done.append(1)
+            _double_gradient(mutant, parameter, models)
             return
         with torch.no_grad():
             local = local_of(parameter)
@@ -195,6 +208,23 @@ def put_into_model(mutant: Mutant | None, models: Sequence[nn.Module], rank: int
                 local.mul_(1.01)
             mutant.done.append(int(not torch.equal(before, local)))
         return
+
+
+def _double_gradient(mutant: Mutant, wrong: nn.Parameter, models: Sequence[nn.Module]) -> None:
+    """Let backward compute twice a parameter's gradient, and note how large it is beside those of the others."""
+
+    def doubled(grad: torch.Tensor) -> torch.Tensor:
+        local = local_of(grad)
+        shape = tuple(local.shape)
+        mutant.doubled[shape] = mutant.doubled[shape] + local if shape in mutant.doubled else local.clone()
+        return grad * 2
+
+    def noted(grad: torch.Tensor) -> None:
+        mutant.beside.append(magnitude(local_of(grad)))
+
+    for parameter in {id(each): each for model in models for each in named_parameters(model).values()}.values():
+        if parameter.requires_grad:
+            parameter.register_hook(doubled if parameter is wrong else noted)
 
 
 def run_mutants(mutants: Sequence[Mutant], prove: Callable[[Mutant], Report], most: int) -> Sensitivity:
@@ -215,7 +245,7 @@ def run_mutants(mutants: Sequence[Mutant], prove: Callable[[Mutant], Report], mo
             found, said = True, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         rows.append(
             MutantRow(
-                mutant.kind, str(mutant), "none" if not any(mutant.done) else "found" if found else "missed", said
+                mutant.kind, str(mutant), "none" if not mutant.has_effect else "found" if found else "missed", said
             )
         )
     return Sensitivity(tuple(rows), len(mutants))

@@ -59,6 +59,7 @@ class LoopRecord:
         steps: what it did in each.
         paths: of the modules.
         roots: the paths of those that were called from outside of any other.
+        batch_norms: the paths of those that normalise with the mean of the rows that they are given.
         choices: what `topk` and its like took.
         redraw: random numbers of a forward that a recomputation in backward has drawn otherwise.
     """
@@ -67,6 +68,7 @@ class LoopRecord:
     steps: list[RecordedStep] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     roots: list[str] = field(default_factory=list)
+    batch_norms: set[str] = field(default_factory=set)
     choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
     redraw: Draw | None = None
 
@@ -99,7 +101,8 @@ class LoopRecord:
         choices = {(new(path), op, number): choice for (path, op, number), choice in self.choices.items()}
         redraw = self.redraw and self.redraw._replace(path=new(self.redraw.path))
         paths, names = [new(path) for path in self.paths], [new(root) for root in self.roots]
-        return LoopRecord(named(self.initial), steps, paths, names, choices, redraw)
+        batch_norms = {new(path) for path in self.batch_norms}
+        return LoopRecord(named(self.initial), steps, paths, names, batch_norms, choices, redraw)
 
 
 class LoopWatch:
@@ -182,6 +185,8 @@ class LoopWatch:
                 self._kept.append(module)
                 self._paths[id(module)] = ".".join(part for part in (prefix, path) if part)
                 self.record.paths.append(self._paths[id(module)])
+                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                    self.record.batch_norms.add(self._paths[id(module)])
         if self.record.steps:
             self.note_initial()
 
