@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from sim.prove.modes.values import is_constant, listed
+from sim.prove.record import tensors_in
 from sim.prove.report import Report, ReportRow
 
-__all__ = ["Second", "proved_twice", "second_of"]
+__all__ = ["Second", "proved_once", "proved_twice", "second_of"]
 
 _SPREAD = 0.05  # as that of parameters: small beside 1, large beside rounding
 _MOST = 2**20  # elements of parameters, on all ranks: so many are cheap
@@ -38,21 +39,23 @@ def second_of(value: Any, seed: int) -> Second:
         seed: of what is moved.
     """
     generator, said, sizes = torch.Generator().manual_seed(seed), list[str](), set[int]()
-    _mapped(value, lambda tensor, _: sizes.add(len(tensor)) if tensor.dim() else None)
+    for _, tensor in tensors_in(value):
+        sizes.update(tensor.shape[:1])
     turns = len(sizes) == 1 and sizes != {1}
 
     def change(tensor: torch.Tensor, way: str) -> torch.Tensor:
         result = tensor.detach().clone()
         if turns and tensor.dim() and not _counts(tensor):
             result = result.roll(1, 0)
-        if is_constant(tensor) and tensor.is_floating_point():
+        if not is_constant(tensor) or not _may_move(tensor):
+            return result.requires_grad_(tensor.requires_grad)
+        said.append(way)
+        if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * _SPREAD
             result += noise.to(tensor.dtype)
-            said.append(way)
-        elif is_constant(tensor) and tensor.dtype == torch.bool and tensor.dim() > 1 and tensor.shape[-1] > 1:
+        else:
             ends = result.flatten(0, -2)[1 if result.numel() > result.shape[-1] else 0 :: 2]
             ends[:, -max(1, tensor.shape[-1] // _SHARE) :] ^= True
-            said.append(way)
         return result.requires_grad_(tensor.requires_grad)
 
     other = _mapped(value, change)
@@ -60,7 +63,21 @@ def second_of(value: Any, seed: int) -> Second:
     return other, ", ".join(words)
 
 
-def proved_twice(made: Callable[[], Any], ranks: int, second: Second, prove: Callable[[bool], Report]) -> Report:
+def proved_once(value: Any, report: Report) -> Report:
+    """Return the report of a proof with the given inputs alone, which says what they leave open.
+
+    Args:
+        value: the inputs.
+        report: of the proof.
+    """
+    same = [way.lstrip(".") for way, tensor in tensors_in(value) if is_constant(tensor) and _may_move(tensor)]
+    note = f"a fault may hide behind input {listed(same)}: of one value"
+    return replace(report, notes=(*report.notes, note)) if same else report
+
+
+def proved_twice(
+    made: Callable[[], Any], ranks: int, value: Any, second: Second, prove: Callable[[bool], Report]
+) -> Report:
     """Prove one step, and a second one with other inputs where that is cheap.
 
     It is cheap where all ranks together have up to a million parameters, counted as if each had them all. What a second
@@ -70,18 +87,19 @@ def proved_twice(made: Callable[[], Any], ranks: int, second: Second, prove: Cal
     Args:
         made: makes the model.
         ranks: how many.
+        value: the inputs of the first step.
         second: its inputs, see `second_of`.
         prove: with the second step, or without.
     """
     with torch.random.fork_rng(devices=[]):
         model = made()
     if not isinstance(model, nn.Module) or ranks * sum(each.numel() for each in model.parameters()) > _MOST:
-        return prove(False)
+        return proved_once(value, prove(False))
     what = f"a second step ({second[1] or 'the same inputs'})"
     try:
         report = prove(True)
     except Exception as error:  # of the user's program, which raises it again if it is not due to the inputs
-        report = prove(False)
+        report = proved_once(value, prove(False))
         lines = str(error).splitlines() or [""]
         return replace(report, notes=(*report.notes, f"{what} was not compared: {type(error).__name__}: {lines[0]}"))
     rows = [replace(row, tensor=row.tensor.removesuffix(" of step 1")) for row in report.rows]
@@ -95,7 +113,13 @@ def proved_twice(made: Callable[[], Any], ranks: int, second: Second, prove: Cal
 
 
 def _is_second(row: ReportRow) -> bool:
-    return row.tensor.endswith(" of step 2")
+    return row.tensor.endswith(" step 2")
+
+
+def _may_move(tensor: torch.Tensor) -> bool:
+    """Whether other values are of the same kind: any of a float, and those of a mask with rows."""
+    mask = tensor.dtype == torch.bool and tensor.dim() > 1 and tensor.shape[-1] > 1
+    return tensor.is_floating_point() or mask
 
 
 def _counts(tensor: torch.Tensor) -> bool:

@@ -124,22 +124,28 @@ def is_constant(values: torch.Tensor) -> bool:
     return values.numel() > 1 and bool(values.isfinite().all() and (values == values.flatten()[0]).all())
 
 
-def unreached(gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
+def unreached(steps: Sequence[Mapping[str, torch.Tensor | None]], trained: Collection[str] = ()) -> list[str]:
     """Say of which parameters, or of which of their rows, the gradient is zero: no input has looked at them.
 
     >>> grad = torch.ones(6, 2)
     >>> grad[2:4] = 0
-    >>> unreached({"embed.weight": grad, "head.weight": torch.zeros(2, 2)})
-    ['no input reaches embed.weight[2:4], head.weight: a fault there is not seen']
+    >>> gradients = {"embed.weight": grad, "head.weight": torch.zeros(2, 2), "expert.weight": None, "old.weight": None}
+    >>> unreached([gradients], ["embed.weight", "head.weight", "expert.weight"])
+    ['no input reaches embed.weight[2:4], head.weight, expert.weight: a fault there is not seen']
 
     Args:
-        gradients: of one device, by name.
+        steps: gradients of one device, by name, for each step.
+        trained: those parameters that want one: an expert that is never called has none.
     """
     found = []
-    for name, grad in gradients.items():
-        if grad is None or not grad.ndim or not grad.numel():
+    for name in steps[0] if steps else ():
+        grads = [grad for step in steps if (grad := step.get(name)) is not None]
+        if not grads:
+            found += [name] if name in trained and any(grad is not None for grad in steps[0].values()) else []
             continue
-        zero = (grad == 0).flatten(1).all(1) if grad.ndim > 1 else grad == 0
+        if not grads[0].ndim or not grads[0].numel():
+            continue
+        zero = torch.stack([(grad == 0).reshape(len(grad), -1).all(1) for grad in grads]).all(0)
         if zero.any():
             found.append(name if zero.all() else f"{name}[{_ranges(zero)}]")
     return [f"no input reaches {listed(found)}: a fault there is not seen"] if found else []

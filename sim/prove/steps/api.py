@@ -21,7 +21,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices, agreed_words, free_choices
-from sim.prove.modes.inputs import proved_twice, second_of
+from sim.prove.modes.inputs import proved_once, proved_twice, second_of
 from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.modes.values import check_varied, proved_varied, unreached
 from sim.prove.record import tensors_in
@@ -152,11 +152,12 @@ def verify_step(
         seed,
         steps or 1,
     )
-    if steps is not None:
-        return _proved(task)
+    if steps is not None or dtype.itemsize < 4:
+        return proved_once(batch, _proved(task))
     second = second_of(batch, seed)
     twice = replace(task, steps=2, second=second[0])
-    return proved_twice(model_fn, math.prod(mesh.mesh_shape), second, lambda both: _proved(twice if both else task))
+    size = math.prod(mesh.mesh_shape)
+    return proved_twice(model_fn, size, batch, second, lambda both: _proved(twice if both else task))
 
 
 def _proved(task: _StepTask) -> Report:
@@ -309,7 +310,7 @@ class _StepTask:
         comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
         comparison.before += drawn.rows
         comparison.notes += [*drawn.notes, *notes, *narrow_words(wide.values(), self.dtype)]
-        comparison.notes += unreached(expected.steps[0].gradients) if expected.steps else []
+        comparison.notes += unreached([step.gradients for step in expected.steps], sorted(expected.trained))
         report = comparison.report()
         return (
             report
