@@ -627,7 +627,8 @@ class Comparison:
             there = {rank: part for rank, part in parts.items() if part is not None}
             found = self._updated(name, mine, there, made, self.bounds.of(("update", step, name), mine))
             module, tensor = _split_name(name)
-            title = tensor if self.task.steps == 1 else f"{tensor} after step {step + 1}"
+            only = self.task.steps == 1 or (self.task.second is not None and not step)
+            title = tensor if only else f"{tensor} after step {step + 1}"
             yield Judged(module, title, "update", found)
 
     def _updated(

@@ -57,6 +57,7 @@ class Task:
         cuts: which part of each input a rank is given.
         wrapped: inputs that are given as DTensors.
         optimizer_fn: None for no optimizer.
+        second: full values for the steps after the first; None: the same.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -72,6 +73,12 @@ class Task:
     seed: int
     steps: int
     train: bool
+    second: Mapping[str, Any] | None = None
+
+    @property
+    def values(self) -> list[Mapping[str, Any]]:
+        """Full values for each step; the last ones are for those that follow, too."""
+        return [self.inputs] if self.second is None else [self.inputs, self.second]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -162,14 +169,14 @@ class _Session:
         self,
         task: Task,
         model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        given: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
         dtype: torch.dtype,
         mesh: Layout | None = None,
         rank: int = 0,
         taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
     ) -> None:
-        self.task, self.model, self.args, self.kwargs = task, model, args, kwargs
+        self.task, self.model, self.given = task, model, given
+        self.args, self.kwargs = given[0]
         model.train(task.train)
         named = named_parameters(model)
         axes = AxesOf(mesh, rank) if mesh is not None else None
@@ -259,6 +266,7 @@ class _Session:
         with DoubleGroupedProducts(), self.quiet, self.wide:
             for step in range(self.task.steps):
                 if step:
+                    self.args, self.kwargs = self.given[-1]
                     self.runs.append(self._next())
                     self.quiet.draws, self.quiet.again = [], []
                     self._forward()
@@ -347,8 +355,11 @@ def run_reference(
         torch.manual_seed(task.seed)
         model = converted(build(task), dtype)
         torch.manual_seed(task.seed + 1)
-        args, kwargs = _given(task, {name: _whole(value, task.dtype, dtype) for name, value in task.inputs.items()})
-        session = _Session(task, model, args, kwargs, dtype, taken=taken)
+        given = [
+            _given(task, {name: _whole(value, task.dtype, dtype) for name, value in values.items()})
+            for values in task.values
+        ]
+        session = _Session(task, model, given, dtype, taken=taken)
         with around if around is not None else nullcontext():
             session.forward()
             session.backward(cotangents(session.run, task.seed))
@@ -450,12 +461,14 @@ class Ranks:
             raise TypeError(explain(ASKED, blame, f"returned: {made!r:.80}", "return the parallel model, or None"))
         model = model if made is None else made
         put_into_model(self.mutant, [model], rank)
-        given = {}
-        for name, value in task.inputs.items():
-            wrapped = name in task.wrapped and mesh.size() > 1  # `shard_module` leaves a model on one rank as it is
-            given[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, wrapped)
-        args, kwargs = _given(task, given)
-        self._sessions[rank] = _Session(task, model, args, kwargs, task.dtype, task.mesh, rank)
+        given = []
+        for values in task.values:
+            parts = {}
+            for name, value in values.items():
+                wrapped = name in task.wrapped and mesh.size() > 1  # `shard_module` leaves a model on one rank as it is
+                parts[name] = cut(_whole(value, task.dtype, task.dtype), task.cuts.get(name), mesh, wrapped)
+            given.append(_given(task, parts))
+        self._sessions[rank] = _Session(task, model, given, task.dtype, task.mesh, rank)
 
     def _part(self, mesh: DeviceMesh) -> int:
         """Return a number that is the same on ranks that see the same data, as a training script would seed them."""

@@ -25,6 +25,7 @@ from sim.prove.compare import Comparison
 from sim.prove.evidence import read_mesh
 from sim.prove.judge import Judge, first_bug, short, title_of
 from sim.prove.modes.choices import ChoiceKey, agreed_words, free_choices
+from sim.prove.modes.inputs import proved_once, proved_twice, second_of
 from sim.prove.modes.values import check_varied, proved_varied, unreached
 from sim.prove.record import Declarations, named_inputs, named_parameters, read_cuts, read_declared
 from sim.prove.report import Report, Sensitivity
@@ -52,7 +53,7 @@ def verify_plan(
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool | None = True,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-    steps: int = 1,
+    steps: int | None = None,
     train: bool = True,
 ) -> Report:
     """Compare a parallel model, rank by rank, with the same model on one device; name the first place where they part.
@@ -109,7 +110,8 @@ def verify_plan(
             against one device in float64, with the bounds of float32.
         seed: of the model, and of what follows.
         steps: how many optimizer steps, each with a forward of its own and the same inputs; all of it is compared in
-            each.
+            each. None: one; and with an optimizer, where that is cheap, a second one with other inputs, as in
+            `verify_step`. In 16 bits there is none, as its bounds would be too wide.
         train: whether models are in training mode.
 
     Returns:
@@ -132,9 +134,17 @@ def verify_plan(
     chosen = _adamw if optimizer_fn is True else optimizer_fn or None
     task = Task(
         model_fn, values, positional, mesh, _application(plan, parallelize), cuts, frozenset(wrapped),
-        loss_fn, chosen, dtype, seed, steps, train,
+        loss_fn, chosen, dtype, seed, steps or 1, train,
     )  # fmt: skip
-    return proved_varied(model_fn, seed, lambda made, varied: _proved(replace(task, model_fn=made), said, varied))
+
+    def prove(task: Task) -> Report:
+        return proved_varied(model_fn, seed, lambda made, varied: _proved(replace(task, model_fn=made), said, varied))
+
+    if steps is not None or chosen is None or dtype.itemsize < 4:
+        return proved_once(values, prove(task))
+    second = second_of(values, seed)
+    twice = replace(task, steps=2, second=second[0])
+    return proved_twice(lambda: model, len(mesh.rank_list), values, second, lambda both: prove(twice if both else task))
 
 
 def _proved(task: Task, said: Declarations, is_varied: bool) -> Report:
@@ -177,7 +187,7 @@ def _compared(
         steps, free = _agreed(task, steps, ranks.runs)
         compared = Comparison(task, *steps[0], ranks.runs, said, judge)
         reference = steps[0][0]
-        compared.notes += [*_not_proved(reference), *free, *unreached(reference.gradients)]
+        compared.notes += [*_not_proved(reference), *free, *unreached(*_reached([run for run, _ in steps]))]
         grads = _grads(task, reference, compared)
         later: list[Comparison] = []
         if grads is not None and _backward(ranks, grads, compared):
@@ -194,8 +204,15 @@ def _compared(
         return replace(report, notes=(*report.notes, *ranks.notes, *unused), mutants=mutants)
 
 
+def _reached(runs: Sequence[Run]) -> tuple[list[Mapping[str, torch.Tensor | None]], list[str]]:
+    """Return the gradients of each step, and the names of what is trained."""
+    return [run.gradients for run in runs], [name for name, leaf in runs[0].leaves.items() if leaf.requires_grad]
+
+
 def _mutated(task: Task, said: Declarations, mutants: Sequence[Mutant], most: int) -> Sensitivity:
     """Prove the same with each of some faults put in."""
+    if task.second is not None:
+        task = replace(task, second=None, steps=1)
     steps = _references(task, _make(task.model_fn, task.seed))
     try:
         return run_mutants(mutants, lambda mutant: _compared(task, steps, said, mutant), most)
@@ -388,7 +405,8 @@ def _check_callables(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(explain(ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
     read_int(ASKED, "seed", seed, hint="seed=0")
-    read_int(ASKED, "steps", steps, 1)
+    if steps is not None:
+        read_int(ASKED, "steps", steps, 1)
 
 
 def _make(model_fn: Callable[[], Any], seed: int) -> nn.Module:

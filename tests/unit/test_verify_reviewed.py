@@ -70,11 +70,12 @@ def test_a_model_in_whose_output_no_tensor_is_seen(finish, seen):
 def test_a_report_says_that_there_were_no_gradients():
     note = "no gradients were compared, as nothing that the model returns can be differentiated"
     unused = "nothing uses the axis tp: the ranks along it all compute the same"
-    assert verify(lambda: Two(lambda y: y.argmax(-1)), nothing).notes == (note, unused)
-    detached = verify(Two, nothing, loss_fn=lambda y, x: y.detach().sum())
+    assert verify(lambda: Two(lambda y: y.argmax(-1)), nothing, steps=1).notes == (note, unused)
+    detached = verify(Two, nothing, steps=1, loss_fn=lambda y, x: y.detach().sum())
     assert detached.notes == ("no gradients were compared, as the loss cannot be differentiated", unused)
     assert verify(Two, nothing).notes[-1] == unused  # the one before it names units that relu cuts off
-    assert verify(lambda: Two().requires_grad_(False), nothing, loss_fn=lambda y, x: y.sum()).notes == (unused,)
+    frozen = verify(lambda: Two().requires_grad_(False), nothing, steps=1, loss_fn=lambda y, x: y.sum())
+    assert frozen.notes == (unused,)
 
 
 # -- complex numbers ---------------------------------------------------------------------------------------------------

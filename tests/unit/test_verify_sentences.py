@@ -561,3 +561,55 @@ def test_parts_of_what_one_device_chose_are_no_other_choice():
     other = [choice(given[:1], [[0, 2]]), choice(given[1:], [[1, 2]])]
     (found,) = free_choices(mine, other, mesh, lambda key, rows: 1e-9).values()
     assert found.tolist() == [[0, 2], [1, 2]]
+
+
+class Routed(nn.Module):
+    """Experts of which a mask's rows take one, and a layer that is frozen."""
+
+    def __init__(self, keeps=True):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen, self.keeps = nn.Linear(WIDTH, WIDTH).requires_grad_(False), keeps
+
+    def forward(self, x, mask):
+        x = self.frozen(x)
+        kept = torch.where(mask[..., None], self.experts[0](x), x) if self.keeps else self.experts[0](x)
+        return kept if mask.all() else kept + self.experts[1](x)
+
+
+ROUTED = (
+    torch.randn(ROWS, 4, WIDTH, generator=torch.Generator().manual_seed(0)),
+    torch.ones(ROWS, 4, dtype=torch.bool),
+)
+
+
+def routed(keeps=True, **options):
+    def parallel(model, mesh):
+        model.keeps = keeps
+
+    return sim.verify_plan(Routed, ROUTED, "tp=2", parallelize=parallel, **options)
+
+
+def squared(model, batch):
+    loss = model(*batch).square().mean()
+    loss.backward()
+    return loss
+
+
+def test_experts_that_no_input_reaches_and_masks_of_one_value_are_named():
+    step = sim.verify_step(squared, Routed, ROUTED, "tp=2", steps=1)
+    for report in (routed(steps=1), step):
+        assert report.ok, report
+        unreached = ", ".join(f"experts.{at}.{kind}" for at in (1, 2) for kind in ("weight", "bias"))
+        assert f"no input reaches {unreached}: a fault there is not seen" in report.notes, report.notes
+        assert report.notes[-1] == f"a fault may hide behind input {1 if report is step else 'mask'}: of one value"
+
+
+def test_a_second_step_of_a_plan_has_other_inputs():
+    report = routed()
+    assert report.ok, report
+    assert report.notes[0] == "a second step (rows in another order, input mask moved) is compared"
+    assert "no input reaches experts.2.weight, experts.2.bias: a fault there is not seen" in report.notes
+    first = routed(keeps=False).first
+    assert (first.module, first.tensor) == ("", "output in step 2"), first
+    assert routed(keeps=False, steps=1).ok

@@ -797,6 +797,83 @@ def test_positions_that_every_rank_counts_from_0(cut):
     assert (report.first.module, report.first.tensor) == ("place", "input"), str(report)
 
 
+# -- the inputs of a second step ---------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Attends where a mask says, and adds an offset that is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.keeps, self.doubles, self.picky, self.kept = Attention(), True, False, False, None
+
+    def forward(self, x, mask, offset):
+        if self.picky and not mask.all():
+            raise ValueError("no masks, please\nat all")
+        q, k, v = (
+            each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.attn.q, self.attn.k, self.attn.v)
+        )
+        scores = q @ k.transpose(-1, -2)
+        scores = scores.masked_fill(~mask[:, None, None], -1e30) if self.keeps else scores
+        y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return self.attn.o(y) + offset * (2 if self.doubles else 1)
+
+
+def verify_masked(kind=None, **options):
+    def model():
+        made = Masked()
+        made.picky = kind == "picky"
+        return made
+
+    def wrong(model, mesh):
+        model.keeps, model.doubles = kind != "keeps", kind == "doubles"
+
+    def stale(model, batch):
+        if kind == "stale":
+            model.kept = batch = model.kept or batch
+        return averaged_square(model, batch)
+
+    def averaged_square(model, batch):
+        loss = model(*batch).square().mean()
+        loss.backward()
+        for parameter in model.parameters() if dist.is_initialized() else ():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        return loss
+
+    x, offset = draw(ROWS, LENGTH, WIDTH), torch.zeros(ROWS, LENGTH, WIDTH)
+    inputs = (x, torch.ones(ROWS, LENGTH, dtype=torch.bool), offset)
+    options = {"shard_batch": rows, "parallelize": wrong, "rank_step": stale, **options}
+    return sim.verify_step(averaged_square, model, inputs, "dp=2", **options)
+
+
+def test_a_second_step_has_other_inputs():
+    report = verify_masked()
+    assert report.ok, report
+    expected = "a second step (rows in another order, input 1, 2 moved) is compared"
+    assert expected in report.notes
+    assert {("gradient", "weight"), ("gradient", "weight of step 2")} <= {(row.kind, row.tensor) for row in report.rows}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [("keeps", "attn.o.input"), ("doubles", "the model's output"), ("stale", "the model's input.1")]
+)
+def test_faults_that_only_other_inputs_show(kind, place):
+    first = verify_masked(kind).first
+    assert place in first.place, first
+    assert first.tensor.endswith("of step 2")
+    assert verify_masked(kind, steps=1).ok
+
+
+def test_inputs_that_a_program_does_not_take():
+    report = verify_masked("picky")
+    assert report.ok, report
+    assert report.notes[-1] == (
+        "a second step (rows in another order, input 1, 2 moved) was not compared: ValueError: no masks, please"
+    )
+    assert not any("of step" in row.tensor for row in report.rows)
+
+
 # -- how sure a proof is -----------------------------------------------------------------------------------------------
 
 

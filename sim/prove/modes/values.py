@@ -11,7 +11,7 @@ from torch import nn
 
 from sim.prove.report import Report
 
-__all__ = ["MadeAnewError", "check_varied", "proved_varied", "unreached", "vary"]
+__all__ = ["MadeAnewError", "check_varied", "is_constant", "listed", "proved_varied", "unreached", "vary"]
 
 _SPREAD = 0.05  # of the values put in place: small beside 1, large beside rounding
 _MOST = 4  # tensors that a note lists
@@ -39,7 +39,7 @@ def vary(model: nn.Module, seed: int, left: Collection[str] = ()) -> list[str]:
         if not plain or not parameter.requires_grad or name in left:
             continue
         values = parameter.detach()
-        if not _is_constant(values) and (values.numel() != 1 or bool(values.any())):
+        if not is_constant(values) and (values.numel() != 1 or bool(values.any())):
             continue
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         moves = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * _SPREAD
@@ -69,7 +69,7 @@ def proved_varied(
             anew = error.names & varied or varied  # under other names than on one device: nothing tells which
             left, is_varied = left | anew, anew != varied
         else:
-            note = f"a fault may hide behind {_some(sorted(left))}: of one value, which ranks make anew"
+            note = f"a fault may hide behind {listed(sorted(left))}: of one value, which ranks make anew"
             return replace(report, notes=(*report.notes, note) if left else report.notes)
 
 
@@ -113,39 +113,45 @@ def check_varied(initials: Collection[Mapping[str, torch.Tensor]], expected: Map
         name
         for initial in initials
         for name, values in initial.items()
-        if _is_constant(values) and not (name in expected and _is_constant(expected[name]))
+        if is_constant(values) and not (name in expected and is_constant(expected[name]))
     }
     if anew:
         raise MadeAnewError(frozenset(anew))
 
 
-def _is_constant(values: torch.Tensor) -> bool:
+def is_constant(values: torch.Tensor) -> bool:
     """Whether there are several elements, all equal and finite."""
     return values.numel() > 1 and bool(values.isfinite().all() and (values == values.flatten()[0]).all())
 
 
-def unreached(gradients: Mapping[str, torch.Tensor | None]) -> list[str]:
+def unreached(steps: Sequence[Mapping[str, torch.Tensor | None]], trained: Collection[str] = ()) -> list[str]:
     """Say of which parameters, or of which of their rows, the gradient is zero: no input has looked at them.
 
     >>> grad = torch.ones(6, 2)
     >>> grad[2:4] = 0
-    >>> unreached({"embed.weight": grad, "head.weight": torch.zeros(2, 2)})
-    ['no input reaches embed.weight[2:4], head.weight: a fault there is not seen']
+    >>> gradients = {"embed.weight": grad, "head.weight": torch.zeros(2, 2), "expert.weight": None, "old.weight": None}
+    >>> unreached([gradients], ["embed.weight", "head.weight", "expert.weight"])
+    ['no input reaches embed.weight[2:4], head.weight, expert.weight: a fault there is not seen']
 
     Args:
-        gradients: of one device, by name.
+        steps: gradients of one device, by name, for each step.
+        trained: those parameters that want one: an expert that is never called has none.
     """
     found = []
-    for name, grad in gradients.items():
-        if grad is None or not grad.ndim or not grad.numel():
+    for name in steps[0] if steps else ():
+        grads = [grad for step in steps if (grad := step.get(name)) is not None]
+        if not grads:
+            found += [name] if name in trained and any(grad is not None for grad in steps[0].values()) else []
             continue
-        zero = (grad == 0).flatten(1).all(1) if grad.ndim > 1 else grad == 0
+        if not grads[0].ndim or not grads[0].numel():
+            continue
+        zero = torch.stack([(grad == 0).reshape(len(grad), -1).all(1) for grad in grads]).all(0)
         if zero.any():
             found.append(name if zero.all() else f"{name}[{_ranges(zero)}]")
-    return [f"no input reaches {_some(found)}: a fault there is not seen"] if found else []
+    return [f"no input reaches {listed(found)}: a fault there is not seen"] if found else []
 
 
-def _some(texts: Sequence[str]) -> str:
+def listed(texts: Sequence[str]) -> str:
     """List as many as one reads."""
     return ", ".join(texts[:_MOST]) + (f" and {len(texts) - _MOST} more" if len(texts) > _MOST else "")
 

@@ -21,6 +21,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.bound import Perturbed
 from sim.prove.evidence import read_mesh
 from sim.prove.modes.choices import ChoiceKey, Choices, agreed_words, free_choices
+from sim.prove.modes.inputs import proved_once, proved_twice, second_of
 from sim.prove.modes.precision import WidePrecision, narrow_words
 from sim.prove.modes.values import check_varied, proved_varied, unreached
 from sim.prove.record import tensors_in
@@ -54,7 +55,7 @@ def verify_step(
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool | None = True,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-    steps: int = 1,
+    steps: int | None = None,
 ) -> Report:
     """Compare a training step of one's own, on simulated ranks, with the same step on one device.
 
@@ -108,7 +109,10 @@ def verify_step(
         dtype: what floating-point parameters, buffers and batches are converted to, and computed in where the program
             asks for fewer bits.
         seed: of the model, and of what follows.
-        steps: how many.
+        steps: how many, all with the given batch. None: one; and where that is cheap, as all ranks together have up to
+            a million parameters, a second one with the batch's rows in another order. In it, floating values that are
+            all equal are moved, and masks of booleans mask something. A note says what is new, and whether the program
+            takes it.
 
     Returns:
         The report, as of `verify_plan`.
@@ -131,7 +135,8 @@ def verify_step(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(explain(_ASKED, "dtype is no floating-point dtype", f"dtype: {dtype!r}", "torch.float64"))
     read_int(_ASKED, "seed", seed, hint="seed=0")
-    read_int(_ASKED, "steps", steps, 1)
+    if steps is not None:
+        read_int(_ASKED, "steps", steps, 1)
     optimizer = _adamw if optimizer_fn is True else optimizer_fn or None
     task = _StepTask(
         step,
@@ -145,8 +150,18 @@ def verify_step(
         optimizer,
         dtype,
         seed,
-        steps,
+        steps or 1,
     )
+    if steps is not None or dtype.itemsize < 4:
+        return proved_once(batch, _proved(task))
+    second = second_of(batch, seed)
+    twice = replace(task, steps=2, second=second[0])
+    size = math.prod(mesh.mesh_shape)
+    return proved_twice(model_fn, size, batch, second, lambda both: _proved(twice if both else task))
+
+
+def _proved(task: _StepTask) -> Report:
+    """Take the steps on one device and on the ranks, and compare."""
 
     def prove(made: Callable[[], nn.Module], is_varied: bool) -> Report:
         varied = replace(task, model_fn=made)
@@ -158,7 +173,7 @@ def verify_step(
 
         return best_way(split)
 
-    return proved_varied(model_fn, seed, prove)
+    return proved_varied(task.model_fn, task.seed, prove)
 
 
 @dataclass(frozen=True)
@@ -179,6 +194,7 @@ class _StepTask:
     steps: int
     ways: Mapping[str, int] = field(default_factory=dict)  # to split parameters that ranks draw, by module
     open: dict[str, int] = field(default_factory=dict)  # how many there are
+    second: Any = None  # what the second step is given, in place of the batch
 
     def references(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
         """Take the steps on one device, plainly and perturbed, the latter with the choices of the first."""
@@ -191,6 +207,11 @@ class _StepTask:
         floor = None if self.dtype == torch.float64 else torch.finfo(self.dtype).eps / 2
         return expected, [self._on_one(Perturbed(floor, seed=number), same) for number in range(_RUNS)]
 
+    @property
+    def _batches(self) -> list[Any]:
+        """What each step is given; the last one is for those that follow, too."""
+        return [self.batch] if self.second is None else [self.batch, self.second]
+
     def _on_one(
         self, around: AbstractContextManager[Any] | None, taken: Mapping[ChoiceKey, torch.Tensor] | None
     ) -> LoopRecord:
@@ -199,15 +220,15 @@ class _StepTask:
             model = converted(self.model_fn(), self.dtype)
             torch.manual_seed(self.seed + 1)
             with around or nullcontext():
-                batch = _copied(self.batch, self.dtype)
-                return self._take(model, [model], self.step, batch, WidePrecision(self.dtype), taken)
+                batches = [_copied(batch, self.dtype) for batch in self._batches]
+                return self._take(model, [model], self.step, batches, WidePrecision(self.dtype), taken)
 
     def _take(
         self,
         model: Any,
         roots: list[nn.Module],
         step: Callable[[Any, Any], Any],
-        batch: Any,
+        batches: Sequence[Any],
         wide: WidePrecision,
         taken: Mapping[ChoiceKey, torch.Tensor] | None = None,
     ) -> LoopRecord:
@@ -218,8 +239,8 @@ class _StepTask:
         choices = Choices(lambda: watch.where if watch.is_inside else None, taken)
         watch.record.choices = choices.made
         with watch, wide, choices:
-            for _ in range(self.steps):
-                loss = step(model, batch)
+            for number in range(self.steps):
+                loss = step(model, batches[min(number, len(batches) - 1)])
                 there = [parameter.grad is not None for parameter in watch.parameters().values()]
                 if isinstance(loss, torch.Tensor) and loss.requires_grad and not any(there) and not watch.has_updated:
                     loss.backward()
@@ -251,7 +272,7 @@ class _StepTask:
         orders: dict[int, list[torch.Tensor]] = {}
         wide: dict[int, WidePrecision] = {}
 
-        made_by: dict[int, tuple[Any, list[nn.Module], Any]] = {}
+        made_by: dict[int, tuple[Any, list[nn.Module], list[Any]]] = {}
 
         def make() -> None:
             rank = dist.get_rank()
@@ -262,17 +283,17 @@ class _StepTask:
             with wide.setdefault(rank, WidePrecision(self.dtype)):
                 made = self.parallelize(model, mesh) if self.parallelize is not None else model
             made = model if made is None else made
-            batch = _copied(self.batch, self.dtype)
+            batches = [_copied(batch, self.dtype) for batch in self._batches]
             if self.shard_batch is not None:
-                batch = _copied(self.shard_batch(batch, mesh), self.dtype)
+                batches = [_copied(self.shard_batch(batch, mesh), self.dtype) for batch in batches]
                 orders[rank] = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
-            made_by[rank] = made, list(_modules_in(made)), batch
+            made_by[rank] = made, list(_modules_in(made)), batches
 
         def take() -> None:
             rank = dist.get_rank()
-            made, roots, batch = made_by[rank]
+            made, roots, batches = made_by[rank]
             put_into_model(mutant, roots, rank)
-            found[rank] = self._take(made, roots, self.rank_step, batch, wide[rank])
+            found[rank] = self._take(made, roots, self.rank_step, batches, wide[rank])
 
         with world(math.prod(self.mesh.mesh_shape), seed=self.seed) as ranks:
             with put_in(ranks, mutant):
@@ -289,7 +310,7 @@ class _StepTask:
         comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
         comparison.before += drawn.rows
         comparison.notes += [*drawn.notes, *notes, *narrow_words(wide.values(), self.dtype)]
-        comparison.notes += unreached(expected.steps[0].gradients) if expected.steps else []
+        comparison.notes += unreached([step.gradients for step in expected.steps], sorted(expected.trained))
         report = comparison.report()
         return (
             report
@@ -328,8 +349,9 @@ class _StepTask:
         return expected, moved, agreed_words(taken)
 
     def _mutated(self, events: Sequence[Any], names: Sequence[str], most: int) -> Sensitivity:
-        expected, moved = self.references()
-        return run_mutants(mutants_of(events, names), lambda mutant: self.compared(expected, moved, mutant), most)
+        task = self if self.second is None else replace(self, second=None, steps=1)
+        expected, moved = task.references()
+        return run_mutants(mutants_of(events, names), lambda mutant: task.compared(expected, moved, mutant), most)
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:

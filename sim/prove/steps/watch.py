@@ -56,6 +56,7 @@ class LoopRecord:
 
     Attributes:
         initial: the parameters that it began with.
+        trained: the names of those that want gradients.
         steps: what it did in each.
         paths: of the modules.
         roots: the paths of those that were called from outside of any other.
@@ -71,6 +72,7 @@ class LoopRecord:
     batch_norms: set[str] = field(default_factory=set)
     choices: Mapping[ChoiceKey, Choice] = field(default_factory=dict)
     redraw: Draw | None = None
+    trained: set[str] = field(default_factory=set)
 
     def root_of(self, path: str) -> str:
         """Return the root that a module or a tensor belongs to."""
@@ -101,8 +103,8 @@ class LoopRecord:
         choices = {(new(path), op, number): choice for (path, op, number), choice in self.choices.items()}
         redraw = self.redraw and self.redraw._replace(path=new(self.redraw.path))
         paths, names = [new(path) for path in self.paths], [new(root) for root in self.roots]
-        batch_norms = {new(path) for path in self.batch_norms}
-        return LoopRecord(named(self.initial), steps, paths, names, batch_norms, choices, redraw)
+        batch_norms, trained = ({new(each) for each in found} for found in (self.batch_norms, self.trained))
+        return LoopRecord(named(self.initial), steps, paths, names, batch_norms, choices, redraw, trained)
 
 
 class LoopWatch:
@@ -218,6 +220,7 @@ class LoopWatch:
         for name, parameter in self.parameters().items():
             if name not in self.record.initial and not parameter.is_meta:
                 self.record.initial[name] = local_of(parameter).clone()
+                self.record.trained.update([name] if parameter.requires_grad else [])
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._inside:
