@@ -118,7 +118,7 @@ def test_layers_are_also_placed_unevenly() -> None:
     assert None in sizes
     uneven = [counts for counts in sizes if counts is not None]
     assert all(sum(counts) == 32 for counts in uneven)
-    assert {len(counts) for counts in uneven} == {4, 8}, "one and two stages on each rank"
+    assert {len(counts) for counts in uneven} == {4, 8, 16}, "one, two and four stages on each rank"
     shape = shape_of(find_model("llama3-8b"), 8192)
     assert even_time(shape, 4) == (8, 9, 9, 6), "the head of llama3-8b is 2.4 layers"
     piped = Candidate(ParallelDims(pp=4, dp_shard=16, world_size=64), Recipe(microbatches=8), 8)
@@ -343,6 +343,18 @@ def test_what_cannot_be_compared_is_estimated(recipes: list[Recipe], scale: floa
     with contextlib.suppress(NothingFits):
         find("llama3-8b", "h100-sxm", 8, 8, memory_limit=10.0**13 if scale < 1 else 10.0**12, **options)
     assert {dataclasses.replace(one, microbatches=None) for one in asked} == set(recipes)
+
+
+def test_more_stages_are_tried_where_the_bubble_matters() -> None:
+    found = [c for c in enumerate_candidates(space(fixed={"tp": 4, "cp": 1})) if isinstance(c, Candidate)]
+    stages = {one.recipe.stages_per_rank for one in found}
+    assert stages == {None, 4, 8}
+    deep = [one for one in found if one.recipe.stages_per_rank == 8]
+    assert {one.dims.pp for one in deep} == {2, 4}, "32 layers"
+    assert all((one.dims.pp - 1) / (one.parts * 4) > 0.02 for one in deep)
+    assert "interleaved x 8 of " in deep[0].how
+    few = [c for c in enumerate_candidates(space(fixed={"tp": 4, "cp": 1, "pp": 2})) if isinstance(c, Candidate)]
+    assert {one.parts for one in few if one.recipe.stages_per_rank == 8} < {one.parts for one in few}
 
 
 def test_each_checkpointing_of_the_trainer_is_tried() -> None:
