@@ -25,7 +25,7 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import Machine, even_memory, even_time, guess_memory, guess_seconds, least_memory
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.explore import NothingFits
-from sim.mesh.searching.floors import Floors
+from sim.mesh.searching.floors import Floor, Floors
 from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.ranking import chance_faster, search_dict
 from sim.mesh.searching.search import search
@@ -398,6 +398,7 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
             {"checkpointing": "selective", "zero": 2, "microbatches": 1},
         ),
         ({"dp_shard": 2, "dp_replicate": 2}, 4, {"checkpointing": "full", "microbatches": 2, "reduce_each": True}),
+        ({"tp": 2, "dp_shard": 2}, 4, {"checkpointing": "alternate"}),
     ],
 )
 def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, recipe: dict[str, Any]) -> None:
@@ -414,6 +415,16 @@ def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, re
     *_, learned = floors.seconds(candidate)
     assert fine <= learned <= found.timeline.step
     assert 0 < floors.bytes(candidate) <= found.memory.peak
+
+
+def test_a_floor_knows_what_each_checkpointing_computes_again() -> None:
+    floor = Floor(seconds=10.0, products=3.0, matmuls=2.0, moves=1.0, activations=0, logits=0)
+    dims = ParallelDims(dp_shard=4, world_size=4)
+    levels = ("none", "selective", "alternate", "full")
+    again = [floor.again(Candidate(dims, Recipe(checkpointing=level), 1)) for level in levels]
+    assert again == sorted(again)
+    assert len(set(again)) == 4
+    assert again[0] == 0
 
 
 def test_what_cannot_be_faster_is_looked_at_and_not_estimated() -> None:
