@@ -25,7 +25,7 @@ from sim.mesh.recipe import Recipe
 from sim.mesh.searching.bounds import Machine, even_memory, even_time, guess_memory, guess_seconds, least_memory
 from sim.mesh.searching.candidates import divisors, enumerate_candidates
 from sim.mesh.searching.explore import NothingFits
-from sim.mesh.searching.floors import Floors
+from sim.mesh.searching.floors import Floor, Floors
 from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.ranking import chance_faster, search_dict
 from sim.mesh.searching.search import search
@@ -124,7 +124,7 @@ def test_layers_are_also_placed_unevenly() -> None:
     assert None in sizes
     uneven = [counts for counts in sizes if counts is not None]
     assert all(sum(counts) == 32 for counts in uneven)
-    assert {len(counts) for counts in uneven} == {4, 8}, "one and two stages on each rank"
+    assert {len(counts) for counts in uneven} == {4, 8, 16}, "one, two and four stages on each rank"
     shape = shape_of(find_model("llama3-8b"), 8192)
     assert even_time(shape, 4) == (8, 9, 9, 6), "the head of llama3-8b is 2.4 layers"
     piped = Candidate(ParallelDims(pp=4, dp_shard=16, world_size=64), Recipe(microbatches=8), 8)
@@ -351,6 +351,18 @@ def test_what_cannot_be_compared_is_estimated(recipes: list[Recipe], scale: floa
     assert {dataclasses.replace(one, microbatches=None) for one in asked} == set(recipes)
 
 
+def test_more_stages_are_tried_where_the_bubble_matters() -> None:
+    found = [c for c in enumerate_candidates(space(fixed={"tp": 4, "cp": 1})) if isinstance(c, Candidate)]
+    stages = {one.recipe.stages_per_rank for one in found}
+    assert stages == {None, 4, 8}
+    deep = [one for one in found if one.recipe.stages_per_rank == 8]
+    assert {one.dims.pp for one in deep} == {2, 4}, "32 layers"
+    assert all((one.dims.pp - 1) / (one.parts * 4) > 0.02 for one in deep)
+    assert "interleaved x 8 of " in deep[0].how
+    few = [c for c in enumerate_candidates(space(fixed={"tp": 4, "cp": 1, "pp": 2})) if isinstance(c, Candidate)]
+    assert {one.parts for one in few if one.recipe.stages_per_rank == 8} < {one.parts for one in few}
+
+
 def test_each_checkpointing_of_the_trainer_is_tried() -> None:
     found = [entry for entry in enumerate_candidates(space()) if isinstance(entry, Candidate)]
     assert {one.recipe.checkpointing for one in found} == {"none", "selective", "alternate", "full"}
@@ -392,6 +404,7 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
             {"checkpointing": "selective", "zero": 2, "microbatches": 1},
         ),
         ({"dp_shard": 2, "dp_replicate": 2}, 4, {"checkpointing": "full", "microbatches": 2, "reduce_each": True}),
+        ({"tp": 2, "dp_shard": 2}, 4, {"checkpointing": "alternate"}),
     ],
 )
 def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, recipe: dict[str, Any]) -> None:
@@ -408,6 +421,16 @@ def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, re
     *_, learned = floors.seconds(candidate)
     assert fine <= learned <= found.timeline.step
     assert 0 < floors.bytes(candidate) <= found.memory.peak
+
+
+def test_a_floor_knows_what_each_checkpointing_computes_again() -> None:
+    floor = Floor(seconds=10.0, products=3.0, matmuls=2.0, moves=1.0, activations=0, logits=0)
+    dims = ParallelDims(dp_shard=4, world_size=4)
+    levels = ("none", "selective", "alternate", "full")
+    again = [floor.again(Candidate(dims, Recipe(checkpointing=level), 1)) for level in levels]
+    assert again == sorted(again)
+    assert len(set(again)) == 4
+    assert again[0] == 0
 
 
 def test_what_cannot_be_faster_is_looked_at_and_not_estimated() -> None:

@@ -21,6 +21,8 @@ from sim.mesh.searching.space import Candidate, Rejected, Shape, Space
 __all__ = ["enumerate_candidates"]
 
 _SHORTEST_PART = 4096  # tokens: below it, a part of a sequence is too short for the attention of cp to pay
+_MORE_STAGES = (4, 8)  # on each rank of a pipeline, beside one and two
+_SMALL_BUBBLE = 0.02  # of a step: less is not worth the messages of more stages
 _SHARD_GROUPS = (1, 4, 16)  # nodes that one copy of the weights may be sharded over, where there are more
 
 
@@ -174,8 +176,10 @@ def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Cand
     for recipe in space.recipes:
         if dims.dp_shard * dims.ep * dims.cp == 1 and recipe.zero == 2:
             recipe = dataclasses.replace(recipe, zero=3)  # nothing is sharded: the two are one
-        for scheduled in _schedules(recipe, dims):
+        for scheduled in _schedules(recipe, dims, space.shape.layers):
             for cut in _cuts(scheduled, batch):
+                if recipe.stages_per_rank is None and not _is_worth_its_stages(cut, dims):
+                    continue
                 if cut.reduce_each and (dims.pp > 1 or cut.microbatches == 1 or dims.token_ranks == dims.dp_replicate):
                     cut = dataclasses.replace(cut, reduce_each=False)  # likewise
                 if cut in seen:
@@ -205,11 +209,19 @@ def _uneven(space: Space, candidate: Candidate) -> Iterator[Candidate]:
         yield dataclasses.replace(candidate, layers_per_stage=sizes)
 
 
-def _schedules(recipe: Recipe, dims: ParallelDims) -> list[Recipe]:
-    """The recipe itself, and where it has the usual schedule, also with two stages on each rank."""
+def _schedules(recipe: Recipe, dims: ParallelDims, layers: int) -> list[Recipe]:
+    """The recipe itself, and where it has the usual schedule, also with two stages on each rank and more."""
     if dims.pp == 1 or recipe.schedule != "1f1b" or recipe.stages_per_rank is not None:
         return [recipe]
-    return [recipe, dataclasses.replace(recipe, schedule="interleaved")]
+    more = [None, *(count for count in _MORE_STAGES if count * dims.pp <= layers)]
+    return [recipe, *(dataclasses.replace(recipe, schedule="interleaved", stages_per_rank=count) for count in more)]
+
+
+def _is_worth_its_stages(recipe: Recipe, dims: ParallelDims) -> bool:
+    """Whether half as many stages on each rank leave a bubble that matters."""
+    if recipe.stages_per_rank is None or recipe.microbatches is None:
+        return True
+    return 2 * (dims.pp - 1) / (recipe.microbatches * recipe.stages_per_rank) > _SMALL_BUBBLE
 
 
 def _cuts(recipe: Recipe, batch: int) -> list[Recipe]:

@@ -35,6 +35,7 @@ _PRODUCTS = ("matmul", "attention", "attention_backward")
 _MOVES = ("copy", "cat", "add", "fill", "zero", "mul", "div")
 _OF_WEIGHTS = frozenset({"parameters", "gathered weights", "gradients", "communication"})
 _DONE_AGAIN = 0.7  # of a checkpointed block's forward: what comes after the last tensor for backward is not needed
+_ALTERNATE = 0.25  # of the matrix products: every other one, whichever those are
 _KEPT = 0.9  # of a layer's activations, on the stage that keeps most of them
 
 
@@ -44,7 +45,8 @@ class Floor:
 
     Attributes:
         seconds: of forward and backward.
-        products: seconds of the products of blocks in forward.
+        products: seconds of the products of blocks in forward, attention included.
+        matmuls: seconds of those without attention.
         moves: seconds of the other operations of blocks in forward.
         activations: bytes that backward needs.
         logits: bytes of them at the same time.
@@ -52,6 +54,7 @@ class Floor:
 
     seconds: float
     products: float
+    matmuls: float
     moves: float
     activations: int
     logits: int
@@ -66,7 +69,8 @@ class Floor:
         if recipe.checkpoint_layers is not None or recipe.checkpointing == "none":
             return 0.0
         moves = 0.0 if recipe.compile else self.moves  # a compiler fuses them into what there is
-        return _DONE_AGAIN * (moves + (self.products if recipe.checkpointing == "full" else 0.0))
+        products = {"full": self.products, "alternate": _ALTERNATE * self.matmuls}.get(recipe.checkpointing, 0.0)
+        return _DONE_AGAIN * (moves + products)
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,7 @@ class Floors:
         with collector_paused():
             (program,) = trace(job)
             pricing = self._pricing(recipe)
-            computed = products = moves = 0.0
+            computed = products = matmuls = moves = 0.0
             for name, layer, op in _computing(program):
                 if _is_of_engine(op, program):
                     continue
@@ -227,13 +231,14 @@ class Floors:
                 computed += seconds
                 if name == "forward" and layer is not None:
                     products += seconds * (op.kind in _PRODUCTS)
+                    matmuls += seconds * (op.kind == "matmul")
                     moves += seconds * (op.kind not in _PRODUCTS)
             exposed = replay_time([program], pricing).slowest.exposed if tp * cp * ep > 1 else {}
             # Of "ep_cp" an unknown part is what waits for weights.
             axes = {"tp", "cp", "ep"} | ({"_".join(dims.expert_axes)} if "tp" in dims.expert_axes else set())
             waited = sum([exposed.get(axis, 0.0) for axis in axes])
             held = replay_memory(program, None).by_category
-        return Floor(computed + waited, products, moves, held.get("activations", 0), held.get("logits", 0))
+        return Floor(computed + waited, products, matmuls, moves, held.get("activations", 0), held.get("logits", 0))
 
 
 def _computing(program: Program) -> Iterator[tuple[str, int | None, Op]]:

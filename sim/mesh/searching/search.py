@@ -41,11 +41,11 @@ def search(
         result.best.candidate.dims, result.best.tokens_per_second
         print(result)
 
-    Tensor parallelism is tried within a node, context parallelism where sequences are long, the pipeline with one and
-    two stages on each rank, sharding over all data-parallel ranks and over fewer nodes, micro-batches of 1, 2, 4 and 8
-    sequences, each with every recipe. Every candidate is looked at: one whose floor of time or memory says that it
-    cannot be faster than the best, or cannot fit, is not estimated. Ctrl-C ends a search; what it has found so far is
-    returned.
+    Tensor parallelism is tried within a node, context parallelism where sequences are long, the pipeline with one, two,
+    four and eight stages on each rank, sharding over all data-parallel ranks and over fewer nodes, micro-batches of 1,
+    2, 4 and 8 sequences, each with every recipe. Every candidate is looked at: one whose floor of time or memory says
+    that it cannot be faster than the best, or cannot fit, is not estimated. Ctrl-C ends a search; what it has found so
+    far is returned.
 
     Args:
         model: name, config or `Custom`.

@@ -60,7 +60,8 @@ class Candidate:
             some = self.recipe.checkpoint_layers
             texts.append(f"{self.recipe.checkpointing} ckpt" + ("" if some is None else f" of {some}"))
         if self.dims.pp > 1:
-            texts.append(f"{self.recipe.schedule} of {self.parts} x {self.batch // self.parts}")
+            each = "" if self.recipe.stages_per_rank is None else f" x {self.recipe.stages_per_rank}"
+            texts.append(f"{self.recipe.schedule}{each} of {self.parts} x {self.batch // self.parts}")
             if self.layers_per_stage is not None:
                 texts.append(f"layers {','.join(map(str, self.layers_per_stage))}")
         elif self.parts > 1:
