@@ -112,6 +112,7 @@ def parallelize_moe(
     etp: int | None = None,
     vocab_parallel: bool = True,
     logits: str = "split",
+    reshard_inputs: bool = False,
 ) -> MoELlama:
     """Split a Llama with experts over the axes ep and tp of a mesh, in place; `fully_shard` over others may follow.
 
@@ -129,6 +130,7 @@ def parallelize_moe(
         etp: as for `expert_parallel`.
         vocab_parallel: see `llama_plan`.
         logits: as there.
+        reshard_inputs: as there.
 
     Raises:
         TypeError: no such model, no mesh.
@@ -138,7 +140,17 @@ def parallelize_moe(
     check(asked, MoELlama, model=model)
     check(asked, "str", ep=ep, tp=tp, cp=cp)
     has_tp = isinstance(mesh, DeviceMesh) and tp in (mesh.mesh_dim_names or ())
-    plan = moe_plan(model, mesh[tp], tp=tp, etp=etp, vocab_parallel=vocab_parallel, logits=logits) if has_tp else None
+    plan = None
+    if has_tp:
+        plan = moe_plan(
+            model,
+            mesh[tp],
+            tp=tp,
+            etp=etp,
+            vocab_parallel=vocab_parallel,
+            logits=logits,
+            reshard_inputs=reshard_inputs,
+        )
     if any(isinstance(module, GroupedExperts) for module in model.modules()):  # a stage may have dense layers only
         expert_parallel(model, mesh, ep=ep, tp=tp, cp=cp, etp=etp)
     if plan is not None:

@@ -488,7 +488,7 @@ def _gathers(src: Layout, dst: Layout) -> bool:
     return any(size > 1 and before is not None and after is None for size, before, after in specs)
 
 
-class _View(NamedTuple):
+class _SavedView(NamedTuple):
     """How a saved tensor lies in the memory of a gathered input."""
 
     regather: _Regather
@@ -578,17 +578,17 @@ class ReshardedInputs:
             outputs[0].register_hook(start_all)
 
     def _pack(self, saved: torch.Tensor) -> Any:
-        if type(saved) is not torch.Tensor:
+        if isinstance(saved, (DTensor, AsyncCollectiveTensor)):  # without memory of their own
             return saved
         noted = self._noted.get(saved.untyped_storage()._cdata)
         if noted is None or noted.gathered.dtype != saved.dtype or saved.is_conj() or saved.is_neg():
             return saved
         if noted.gathered._version != noted.version:  # no longer what was gathered
             return saved
-        return _View(noted.regather.use(), saved.size(), saved.stride(), saved.storage_offset())
+        return _SavedView(noted.regather.use(), saved.size(), saved.stride(), saved.storage_offset())
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    if not isinstance(packed, _View):
+    if not isinstance(packed, _SavedView):
         return packed
     return packed.regather.take().as_strided(packed.size, packed.stride, packed.offset)
