@@ -212,7 +212,7 @@ class LlamaSpec(ConfigSpec):
         return llama_loss(output, inputs[0])
 
 
-def _of_plan(recipe: Recipe | None) -> dict[str, bool]:
+def _of_plan(recipe: Recipe | None) -> dict[str, Any]:
     """Return what a recipe says of a plan, as its options."""
     if recipe is None:
         return {}

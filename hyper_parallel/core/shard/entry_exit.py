@@ -494,7 +494,7 @@ class _SavedView(NamedTuple):
     regather: _Regather
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class _Noted(NamedTuple):
