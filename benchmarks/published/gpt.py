@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.models.llama import Positions
-from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss
+from hyper_parallel.models.plans import MeshLike, Streams, add_entries, check_heads, llama_loss, reshard_gathered
 from sim.mesh.models import ConfigSpec, short_count
 from sim.mesh.recipe import Recipe
 from sim.mesh.zoo.kernels import FlashAttention, dropped, use_kernels
@@ -384,6 +384,7 @@ def gpt_plan(
     tp: str | None = "tp",
     dp: str | Sequence[str] | None = None,
     sequence_parallel: bool = True,
+    reshard_inputs: bool = False,
     logits: str = "split",
 ) -> ShardingPlan:
     """Return the plan of a GPT for `shard_module`; see `hyper_parallel.models.plans.llama_plan`.
@@ -397,6 +398,7 @@ def gpt_plan(
         tp: the axis that splits heads, inner width and vocabulary.
         dp: the axes that split the batch. Default: all others.
         sequence_parallel: split the residual stream over the sequence, along tp.
+        reshard_inputs: gather the inputs of split modules again in backward.
         logits: "split", "whole" or "local".
 
     Raises:
@@ -428,6 +430,8 @@ def gpt_plan(
         _add_norm(plan, config, streams, "norm")
         add_entries(plan, plan={"head.weight": (axis, "None")})
         streams.add_head(plan, "head", split=True, logits=logits)
+    if reshard_inputs:
+        reshard_gathered(asked, plan, streams)
     return plan
 
 
@@ -511,7 +515,9 @@ class GPTSpec(ConfigSpec):
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
         assert isinstance(module, GPT), "made by build"
-        return gpt_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+        if recipe is None:
+            return gpt_plan(module, mesh)
+        return gpt_plan(module, mesh, sequence_parallel=recipe.sequence_parallel, reshard_inputs=recipe.reshard_inputs)
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
         """Return the mean cross-entropy, of targets that are shaped as the tokens."""

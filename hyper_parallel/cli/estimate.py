@@ -269,6 +269,7 @@ def _run_of(run: Config, candidate: Any) -> Config:
         "checkpointing": recipe.checkpointing,
         "reshard_after_forward": recipe.zero == 3,
         "reduce_each": recipe.reduce_each,
+        "reshard_inputs": recipe.reshard_inputs,
     }
     train = dataclasses.replace(run.train, accumulate=candidate.parts)
     return dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **arranged), train=train)

@@ -19,7 +19,7 @@ from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.plan import ShardingPlan
 from hyper_parallel.models.moe import MoEConfig, MoELlama
-from hyper_parallel.models.plans import MeshLike, Streams, add_entries, llama_plan
+from hyper_parallel.models.plans import MeshLike, Streams, add_entries, llama_plan, reshard_gathered
 
 __all__ = ["moe_plan", "parallelize_moe"]
 
@@ -36,6 +36,7 @@ def moe_plan(
     sequence_parallel: bool = True,
     vocab_parallel: bool = True,
     logits: str = "split",
+    reshard_inputs: bool = False,
 ) -> ShardingPlan:
     """Return the plan of a Llama with experts for `shard_module`, after `expert_parallel` has split the experts.
 
@@ -55,6 +56,7 @@ def moe_plan(
         sequence_parallel: see `llama_plan`; needed with etp=1 and a larger tp.
         vocab_parallel: as there.
         logits: as there.
+        reshard_inputs: as there.
 
     Raises:
         TypeError: no such model or config, no mesh.
@@ -66,6 +68,7 @@ def moe_plan(
         blame = f"model is a {type(model).__name__}, not a MoELlama or a MoEConfig"
         raise TypeError(explain(asked, blame, f"model: {type(model)!r}", "llama_plan(model, mesh) for one without"))
     check(asked, "int | None", etp=etp)
+    check(asked, "bool", reshard_inputs=reshard_inputs)
     streams = Streams.on(asked, mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     degree = streams.degree if etp is None else etp
     _check_etp(asked, streams, degree)
@@ -94,6 +97,8 @@ def moe_plan(
             add_entries(plan, plan={f"{dense}.w2.weight": ("None", axis)})
         if local == path or config.num_shared_experts:
             streams.add_shares(plan, local, streams.whole)
+    if reshard_inputs:
+        reshard_gathered(asked, plan, streams)
     return plan
 
 
@@ -107,6 +112,7 @@ def parallelize_moe(
     etp: int | None = None,
     vocab_parallel: bool = True,
     logits: str = "split",
+    reshard_inputs: bool = False,
 ) -> MoELlama:
     """Split a Llama with experts over the axes ep and tp of a mesh, in place; `fully_shard` over others may follow.
 
@@ -125,6 +131,7 @@ def parallelize_moe(
         etp: as for `expert_parallel`.
         vocab_parallel: see `llama_plan`.
         logits: as there.
+        reshard_inputs: as there.
 
     Raises:
         TypeError: no such model, no mesh.
@@ -135,7 +142,17 @@ def parallelize_moe(
     check(asked, "str", tp=tp, cp=cp)
     etp = 1 if etp is None and tp in ((ep,) if isinstance(ep, str) else ep) else etp
     has_tp = isinstance(mesh, DeviceMesh) and tp in (mesh.mesh_dim_names or ())
-    plan = moe_plan(model, mesh[tp], tp=tp, etp=etp, vocab_parallel=vocab_parallel, logits=logits) if has_tp else None
+    plan = None
+    if has_tp:
+        plan = moe_plan(
+            model,
+            mesh[tp],
+            tp=tp,
+            etp=etp,
+            vocab_parallel=vocab_parallel,
+            logits=logits,
+            reshard_inputs=reshard_inputs,
+        )
     if any(isinstance(module, GroupedExperts) for module in model.modules()):  # a stage may have dense layers only
         expert_parallel(model, mesh, ep=ep, tp=tp, cp=cp, etp=etp)
     if plan is not None:

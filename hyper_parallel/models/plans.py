@@ -50,6 +50,7 @@ def llama_plan(
     embedding: str = "vocabulary",
     logits: str = "split",
     local: bool = True,
+    reshard_inputs: bool = False,
 ) -> ShardingPlan:
     """Return the plan of a Llama for `shard_module`.
 
@@ -89,9 +90,16 @@ def llama_plan(
         local: let modules compute on local tensors (see `ShardingPlan.local_plan`); False: only attention, which not
             every device's torch has for DTensors, and the rest by DTensor operations, each of which takes 20 us more.
 
+        reshard_inputs: with sequence_parallel, keep for backward this rank's shard of what attention, feed-forward and
+            head gather, and gather it again in backward, while the gradients of what comes after it are computed
+            (Korthikanti et al. 2022, section 4.2.2). One all_gather more for each of them, and of each gathered input
+            only its share of the memory. Nothing changes inside of activation checkpointing, which gathers again
+            anyway.
+
     Raises:
         TypeError: no Llama or config, no mesh.
-        ValueError: axes that do not exist, heads that the ranks along tp cannot share evenly, no such kind of logits.
+        ValueError: axes that do not exist, heads that the ranks along tp cannot share evenly, no such kind of logits,
+            reshard_inputs without sequence_parallel or local.
     """
     asked = "cannot plan the Llama"
     config: object = model.config if isinstance(model, Llama) else model
@@ -100,6 +108,7 @@ def llama_plan(
         hint = "llama_plan(model, mesh); huggingface_plan(model, mesh) for a model of transformers"
         raise TypeError(explain(asked, blame, f"model: {type(model)!r}", hint))
     flags = {"sequence_parallel": sequence_parallel, "vocab_parallel": vocab_parallel, "local": local}
+    flags["reshard_inputs"] = reshard_inputs
     check(asked, "bool", **flags)
     check_choice(asked, "logits", logits, LOGITS)
     check_choice(asked, "embedding", embedding, EMBEDDINGS)
@@ -127,6 +136,8 @@ def llama_plan(
         add_entries(plan, plan={"norm.weight": ("None",), "head.weight": (axis, "None") if vocab_parallel else whole})
         streams.add_along(plan, ("norm",))
         streams.add_head(plan, "head", split=vocab_parallel, logits=logits)
+    if reshard_inputs:
+        reshard_gathered(asked, plan, streams, local=local)
     if not local:
         plan.local_plan = {path: streams.pending for path in plan.local_plan or {} if path == "layers.*.attention"}
     return plan
@@ -302,6 +313,29 @@ def add_module(plan: ShardingPlan, path: str, inputs: Any, produced: Any, output
     add_entries(plan, input_plan={f"{path}.input": inputs}, local_plan={path: produced})
     if outputs is not None:
         add_entries(plan, output_plan={f"{path}.output": outputs})
+
+
+def reshard_gathered(asked: str, plan: ShardingPlan, streams: Streams, *, local: bool = True) -> None:
+    """Let the modules of a plan that gather their input over tp gather it again in backward, in place of keeping it.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        plan: complete but for this.
+        streams: the mesh.
+        local: whether modules compute on local tensors.
+
+    Raises:
+        ValueError: no input is gathered, or what is kept of it is up to torch's operations on DTensors.
+    """
+    if not streams.sequence_parallel or not local:
+        seen = f"reshard_inputs=True, sequence_parallel={streams.sequence_parallel}, local={local}"
+        blame = "with local=False, torch's operations on DTensors decide what is kept"
+        if not streams.sequence_parallel:
+            blame = "without sequence parallelism every rank has these inputs unsplit, and none is gathered"
+        raise ValueError(explain(asked, blame, seen, "sequence_parallel=True and local=True, or reshard_inputs=False"))
+    inputs = plan.input_plan or {}
+    gathered = [path for path in plan.local_plan or {} if inputs.get(f"{path}.input") == streams.whole]
+    plan.reshard_inputs = gathered if streams.degree > 1 else None
 
 
 def check_heads(asked: str, counts: Mapping[str, int], streams: Streams) -> None:

@@ -182,6 +182,8 @@ class ParallelConfig:
         reshard_after_forward: free gathered weights after forward and gather them again for backward.
         reduce_each: reduce gradients after every micro-batch, so that between them each rank keeps those of its shards
             only; else they add up unsharded on every rank, and are reduced once. A pipeline reduces once.
+        reshard_inputs: with tp, keep this rank's part of the sequence of what each split module gathers, and gather it
+            again in backward: one all_gather more for each, for the memory of the rest.
         param_dtype: "fp32"; "bf16" to compute in bf16 with fp32 weights behind it; "fp64" to compare runs sharply.
         checkpointing: what backward computes again: "none", "selective", "alternate" or "full". "full" blocks;
             "selective": all but matrix products and attention; "alternate": every other matrix product as well.
@@ -203,6 +205,7 @@ class ParallelConfig:
     engine: str = "fully_shard"
     reshard_after_forward: bool = True
     reduce_each: bool = False
+    reshard_inputs: bool = False
     param_dtype: str = "fp32"
     checkpointing: str = "none"
     compile: bool = False

@@ -62,7 +62,7 @@ def parallelize_llama(
     if dims.tp_enabled:
         mesh = dims.get_mesh("tp")
         for model in models:
-            shard_module(model, mesh, llama_plan(model, mesh))
+            shard_module(model, mesh, llama_plan(model, mesh, reshard_inputs=parallel.reshard_inputs))
 
     # 3. Context parallelism: each rank has a part of every sequence.
     context = split_context(models, dims)
@@ -116,8 +116,8 @@ def parallelize_moe(
         # 2. Expert, tensor and sequence parallelism: give each rank some of the experts, split what is inside of the
         #    other layers, and the stream between them.
         if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
-            etp = dims.etp if dims.tp_enabled else None
-            split_layers_and_experts(model, dims.build_mesh(), ep=dims.expert_axes, etp=etp)
+            options: dict[str, Any] = {"ep": dims.expert_axes, "reshard_inputs": parallel.reshard_inputs}
+            split_layers_and_experts(model, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None, **options)
 
     # 3. Context parallelism: each rank has a part of every sequence.
     context = split_context(models, dims)

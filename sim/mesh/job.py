@@ -232,6 +232,7 @@ def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Reci
         microbatches=run.train.accumulate if run.train.accumulate > 1 or dims.pp_enabled else None,
         zero=3 if parallel.reshard_after_forward else 2,
         reduce_each=parallel.reduce_each,
+        reshard_inputs=parallel.reshard_inputs,
         engine=parallel.engine,
         clipping=run.optimizer.max_grad_norm > 0,
         routing=routing,

@@ -205,11 +205,18 @@ class LlamaSpec(ConfigSpec):
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
         assert isinstance(module, Llama), "made by build"
-        return llama_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+        return llama_plan(module, mesh, **_of_plan(recipe))
 
     def loss(self, output: Any, inputs: tuple[Any, ...]) -> Tensor:
         """Return the mean cross-entropy, of targets that are shaped as the tokens."""
         return llama_loss(output, inputs[0])
+
+
+def _of_plan(recipe: Recipe | None) -> dict[str, Any]:
+    """Return what a recipe says of a plan, as its options."""
+    if recipe is None:
+        return {}
+    return {"sequence_parallel": recipe.sequence_parallel, "reshard_inputs": recipe.reshard_inputs}
 
 
 @dataclass(frozen=True)
@@ -241,7 +248,7 @@ class MoESpec(LlamaSpec):
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
         assert isinstance(module, MoELlama), "made by build"
-        return moe_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+        return moe_plan(module, mesh, **_of_plan(recipe))
 
 
 @dataclass(frozen=True)
@@ -262,4 +269,4 @@ class MLASpec(MoESpec):
     def plan(self, module: nn.Module, mesh: MeshLike, recipe: Recipe | None = None) -> ShardingPlan:
         """Return the layouts of a model that `build` has made, on a mesh with an axis tp."""
         assert isinstance(module, MLALlama), "made by build"
-        return mla_plan(module, mesh, sequence_parallel=recipe is None or recipe.sequence_parallel)
+        return mla_plan(module, mesh, **_of_plan(recipe))

@@ -263,6 +263,7 @@ _FLAGS = (
     "fused_loss",
     "float8",
     "sequence_parallel",
+    "reshard_inputs",
     "clipping",
     "overlap_grad_reduce",
     "overlap_param_gather",
@@ -335,6 +336,7 @@ class Recipe:
             the optimizer state over data-parallel ranks (Rajbhandari et al. 2020, section 5.1); 0
             is DDP.
         sequence_parallel: with tensor parallelism, what lies between split modules is split over the sequence.
+        reshard_inputs: what split modules gather over the sequence is gathered again in backward, not kept.
         attention: "flash", "math" or "math-recomputed". "math": scores and their softmax are made and kept; the last:
             made, and made again in backward (selective recomputation of Korthikanti et al. 2022, section 5).
         norm: "fused": one kernel; "eager": one for each operation, with float32 copies.
@@ -374,6 +376,7 @@ class Recipe:
     engine: str = "fully_shard"
     clipping: bool = True
     sequence_parallel: bool = True
+    reshard_inputs: bool = False
     attention: str = "flash"
     norm: str = "fused"
     loss: str = "library"
@@ -419,6 +422,10 @@ class Recipe:
             seen = f"float8=True, param_dtype={self.param_dtype!r}"
             blame = "matrix products in float8 take and return bfloat16"
             raise ValueError(explain(_ASKED, blame, seen, 'param_dtype="bf16"'))
+        if self.reshard_inputs and not self.sequence_parallel:
+            blame = "without sequence parallelism no input is gathered, and each rank has all of it anyway"
+            seen = "reshard_inputs=True, sequence_parallel=False"
+            raise ValueError(explain(_ASKED, blame, seen, "sequence_parallel=True, or reshard_inputs=False"))
         kind = find_schedule(self.schedule)
         if self.stages_per_rank is not None and not kind.is_multi and self.stages_per_rank != kind.stages_per_rank:
             seen = f"stages_per_rank={self.stages_per_rank}, schedule={self.schedule!r}"

@@ -155,6 +155,10 @@ CASES = [
     Case({"dp": 2, "tp": 2}, "fully_shard", options={"vocab_parallel": False, "logits": "local"}),
     Case({"replicas": 2, "shards": 2, "tp": 2}, "fully_shard"),
     Case({"dp": 2}, options={"tp": None}),
+    Case({"tp": 4}, seq=2, options={"reshard_inputs": True}),
+    Case({"dp": 2, "tp": 2}, seq=7, options={"reshard_inputs": True, "logits": "local"}),
+    Case({"dp": 2, "tp": 2}, "fully_shard", config=TIED, options={"reshard_inputs": True}),
+    Case({"dp": 2, "tp": 2}, "hsdp", options={"reshard_inputs": True}),
 ]
 
 
@@ -176,7 +180,12 @@ def in_float32() -> dict[str, torch.Tensor]:
 def test_real_ranks_train_as_one_device_does(ctx):
     dtype = ctx.float_dtype
     bound = {} if dtype is torch.float64 else {"bound": measured(in_float32)}
-    for case in (Case({"dp": 2, "tp": 2}, seq=7), Case({"dp": 2, "tp": 2}, "fully_shard", config=TIED)):
+    cases = (
+        Case({"dp": 2, "tp": 2}, seq=7),
+        Case({"dp": 2, "tp": 2}, "fully_shard", config=TIED),
+        Case({"dp": 2, "tp": 2}, seq=7, options={"reshard_inputs": True}),
+    )
+    for case in cases:
         case = replace(case, dtype=dtype)
         check_alike(together(ctx.device_type, case), alone(case), **bound)
 
@@ -200,10 +209,11 @@ def test_tokens_may_be_a_dtensor() -> None:
     assert [loss.item() for loss in sim.run(body, world_size=4)] == pytest.approx([wanted] * 4, rel=1e-12)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("sequence_parallel", "reshard_inputs"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("embedding", ["vocabulary", "width"])
-def test_what_a_step_communicates(sequence_parallel: bool, embedding: str) -> None:
-    case = Case({"tp": 2}, options={"sequence_parallel": sequence_parallel, "embedding": embedding})
+def test_what_a_step_communicates(sequence_parallel: bool, reshard_inputs: bool, embedding: str) -> None:
+    options = {"sequence_parallel": sequence_parallel, "reshard_inputs": reshard_inputs, "embedding": embedding}
+    case = Case({"tp": 2}, options=options)
 
     def body(steps: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -223,6 +233,7 @@ def test_what_a_step_communicates(sequence_parallel: bool, embedding: str) -> No
         wanted = {"all_gather": ends + 1, "reduce_scatter": ends + 1, "all_reduce": 2 * layers + 1 + loss}
         if embedding == "width":
             wanted |= {"all_gather": ends, "reduce_scatter": ends, "all_to_all": 2}
+        wanted["all_gather"] += reshard_inputs * (2 * layers + 1)  # each of those that gather, once more
     else:
         wanted = {"all_reduce": 4 * layers + 2 + loss}
         if embedding == "width":

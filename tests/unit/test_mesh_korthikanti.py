@@ -3,6 +3,8 @@
 The 22B model of their table 3: bytes that a layer keeps for backward, as the difference that two layers more make.
 """
 
+from typing import Any
+
 import pytest
 
 from benchmarks.published.gpt import GPTConfig, GPTSpec
@@ -15,7 +17,7 @@ SCORES = 5 * HEADS * SEQ / WIDTH
 """Bytes of scores, softmax, its mask and what dropout leaves, in units of seq * batch * width."""
 
 
-def kept_by_a_layer(tp: int, sequence_parallel: bool, **options: str) -> float:
+def kept_by_a_layer(tp: int, sequence_parallel: bool, **options: Any) -> float:
     """Return bytes in units of seq * batch * width."""
     sizes = []
     for layers in (2, 4):
@@ -46,9 +48,10 @@ def test_a_layer_keeps_what_the_formulas_say(tp, sequence_parallel, attention):
     elif not sequence_parallel:
         formula = 10 + 24 / tp + scores / tp  # equation 2
     else:
-        # Equation 4, where inputs of split layers are gathered again in backward. Here they are kept, as torch's
-        # sequence parallelism keeps them: two of two bytes, of which each rank has a part anyway.
-        formula = (34 + scores) / tp + 4 * (1 - 1 / tp)
+        formula = (34 + scores) / tp  # equation 4, where inputs of split layers are gathered again in backward
+        again = kept_by_a_layer(tp, sequence_parallel, attention=attention, reshard_inputs=True)
+        assert again == pytest.approx(formula, rel=3e-3)
+        formula += 4 * (1 - 1 / tp)  # kept, as torch's sequence parallelism keeps them: two of two bytes, less a part
     assert kept_by_a_layer(tp, sequence_parallel, attention=attention) == pytest.approx(formula, rel=3e-3)
 
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["ADDS_UP", "note_replaced", "plain_name", "runs_eagerly"]
+__all__ = ["ADDS_UP", "has_saved_tensors_hooks", "note_replaced", "plain_name", "runs_eagerly"]
 
 ADDS_UP = "_hyper_parallel_adds_up"
 """What an attribute of a parameter is called that says: whoever takes its gradients adds up sums that are pending."""
@@ -30,6 +30,11 @@ def runs_eagerly(verb: Callable[P, R]) -> Callable[P, R]:
         return between(*args, **options) if torch.compiler.is_compiling() else verb(*args, **options)
 
     return called
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return whether someone decides what autograd keeps: a checkpoint around what runs, or offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")

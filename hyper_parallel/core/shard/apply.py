@@ -222,7 +222,7 @@ def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Cal
     region.paths.update((module, name) for name, module in model.named_modules() if name in reading.local)
     for name, module in model.named_modules(remove_duplicate=False):
         here = _said(reading, name)
-        if here == (None, None, None, False):
+        if here == (None, None, None, False, False):
             continue
         if id(module) in done:
             first = done[id(module)]
@@ -239,15 +239,18 @@ def _boundaries(model: nn.Module, reading: Reading) -> list[tuple[nn.Module, Cal
 
 def _said(reading: Reading, name: str) -> tuple[Any, ...]:
     """Return all that a plan says of a module's boundary."""
-    return reading.inputs.get(name), reading.outputs.get(name), reading.local.get(name), name in reading.returned
+    inputs, outputs, produced = (each.get(name) for each in (reading.inputs, reading.outputs, reading.local))
+    return inputs, outputs, produced, name in reading.returned, name in reading.resharded
 
 
 def _attachment(name: str, module: nn.Module, reading: Reading, region: Region) -> Callable[[nn.Module], None]:
     where = f"module {name!r}" if name else "the model"
-    inputs, outputs, produced, returns = _said(reading, name)
+    inputs, outputs, produced, returns, reshards = _said(reading, name)
     before = after = local = None
     if produced is not None:
-        local = LocalModule(name, module, produced, inputs, outputs, region, wraps=reading.wrap_inputs)
+        local = LocalModule(
+            name, module, produced, inputs, outputs, region, wraps=reading.wrap_inputs, reshards=reshards
+        )
     else:
         if inputs is not None:
             before = Inputs(where, inputs, Arguments.of(module.forward), wrap=reading.wrap_inputs)
@@ -271,7 +274,7 @@ def _attachment(name: str, module: nn.Module, reading: Reading, region: Region) 
 def _shard_function(asked: str, function: M, mesh: DeviceMesh, plan: ShardingPlan) -> M:
     name = getattr(function, "__qualname__", type(function).__name__)
     if isinstance(plan, ShardingPlan):
-        for field in ("plan", "return_local_tensor", "local_plan"):
+        for field in ("plan", "return_local_tensor", "local_plan", "reshard_inputs"):
             if getattr(plan, field):
                 blame = f"{name!r} is a function, which has no parameters or modules, and {field} is given"
                 seen = f"{field}: {getattr(plan, field)!r}"

@@ -12,6 +12,7 @@ Callers check layouts and shapes, once: an entry or exit without communication c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -19,13 +20,15 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.common.groups import gather_numbers, group_of
-from hyper_parallel.core.common.torch_compat import runs_eagerly
+from hyper_parallel.core.common.torch_compat import has_saved_tensors_hooks, runs_eagerly
 from hyper_parallel.core.dtensor.convert import build, contiguous_stride, stride_like, torch_form
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
@@ -40,6 +43,7 @@ from hyper_parallel.core.redistribute.plan import plan
 
 __all__ = [
     "LayoutMark",
+    "ReshardedInputs",
     "agreed_shape",
     "cross",
     "enter",
@@ -402,3 +406,189 @@ class _Cross(torch.autograd.Function):
         if torch.is_grad_enabled():  # someone differentiates what happens here
             return cross(grad, LayoutMark(ctx.given, shape), layout.reset_partial(), None), None, None, None
         return local_redistributed(waited_for(grad), ctx.given, layout.reset_partial(), shape), None, None, None
+
+
+# -- inputs that backward gathers again --------------------------------------------------------------------------------
+# With sequence parallelism the gathered input of a split module is what costs most memory per rank: it alone is not
+# split over tp. Its shard is kept in its place (Korthikanti et al. 2022, section 4.2.2).
+#
+#     forward    gather -> the module's operations, of which autograd keeps the shard in place of the gathered input
+#     backward   gradient of the output arrives: the gather starts -> gradients of what comes last in the module
+#                -> the first use of the input waits for it, the others share it
+
+
+class _Regather:
+    """A gathered input, of which autograd keeps the shard.
+
+    Args:
+        where: the module, for messages.
+        gathered: the input as the module gets it.
+        held: the shard that it was gathered from.
+        src: the layout of that.
+        dst: the layout of `gathered`.
+        shape: the full tensor's sizes.
+    """
+
+    def __init__(
+        self, where: str, gathered: torch.Tensor, held: torch.Tensor, src: Layout, dst: Layout, shape: torch.Size
+    ) -> None:
+        self._where, self._held, self._version = where, held, held._version
+        self._src, self._dst, self._shape = src, dst, shape
+        self._form = gathered.stride(), gathered.storage_offset()
+        self._uses = self._left = 0
+        self._working: Any = None
+        self._first: dist.Work | None = None
+        self._result: torch.Tensor | None = None
+
+    def use(self) -> _Regather:
+        """Count one more tensor that backward will ask for."""
+        self._uses += 1
+        self._left += 1
+        return self
+
+    def start(self) -> None:
+        """Start to gather, unless that is under way or done."""
+        if not self._uses or self._working is not None or self._result is not None:
+            return
+        if self._held._version != self._version:
+            asked = f"cannot gather an input of {self._where} again"
+            blame = "its shard was changed in place after the forward that gathered it"
+            seen = f"shard: {tuple(self._held.shape)}, version {self._held._version}, was {self._version}"
+            raise RuntimeError(explain(asked, blame, seen, "no in-place change, or a plan without reshard_inputs"))
+        mesh = self._src.mesh
+        assert mesh is not None, "noted with a mesh"
+        steps = plan(self._src, self._dst, self._shape, self._held.dtype, default_topology(mesh.device_type))
+        with torch.no_grad():
+            self._working = start(steps, self._held, mesh)
+            try:
+                self._first = next(self._working)
+            except StopIteration as end:  # an exchange in which this rank has no part
+                self._result = end.value
+
+    def take(self) -> torch.Tensor:
+        """Return the gathered input to one of its uses; the last one lets go of it."""
+        self.start()
+        if self._first is not None:
+            with torch.no_grad():
+                self._first.wait()
+                self._result = drive(self._working)
+        self._working = self._first = None
+        result = self._result
+        assert result is not None, "gathered just now, or for an earlier use"
+        assert (result.stride(), result.storage_offset()) == self._form, "the same plan gives the same memory format"
+        self._left -= 1
+        if not self._left:  # once more, should the graph be kept for a second backward
+            self._result, self._left = None, self._uses
+        return result
+
+
+def _gathers(src: Layout, dst: Layout) -> bool:
+    """Return whether an axis no longer splits: seen from layouts, as the shards of some ranks may be empty or all."""
+    specs = zip(src.mesh_shape, src._specs or (), dst._specs or (), strict=True)
+    return any(size > 1 and before is not None and after is None for size, before, after in specs)
+
+
+class _SavedView(NamedTuple):
+    """How a saved tensor lies in the memory of a gathered input."""
+
+    regather: _Regather
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Noted(NamedTuple):
+    """A gathered input during forward: its memory stays its own for as long as it is here."""
+
+    gathered: torch.Tensor
+    version: int
+    regather: _Regather
+
+
+class ReshardedInputs:
+    """The gathered inputs of one call of a module, which autograd does not keep.
+
+    Args:
+        where: the module, for messages.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._noted: dict[int, _Noted] = {}
+        self._hooks: saved_tensors_hooks | None = None
+
+    @classmethod
+    def of(cls, where: str) -> ReshardedInputs | None:
+        """Return one for a call that starts, or None where nothing is kept, or another decides what is.
+
+        Inside of a checkpoint the second computation gathers again anyway, and what is offloaded takes no memory here.
+
+        Args:
+            where: the module, for messages.
+        """
+        return cls(where) if torch.is_grad_enabled() and not has_saved_tensors_hooks() else None
+
+    def note(self, gathered: torch.Tensor, x: torch.Tensor, target: Layout) -> None:
+        """Note an input, if it was gathered.
+
+        Args:
+            gathered: as the module gets it.
+            x: what it was made from, a DTensor or a tensor with a mark.
+            target: the layout of `gathered`.
+        """
+        if isinstance(x, DTensor):
+            if any(map(is_strided, x.placements)) or any(map(_is_odd, x.placements)):
+                return
+            held, src, shape = waited_for(x._local_tensor), Layout.of_spec(x._spec), x.shape
+        else:
+            mark = mark_of(x)
+            assert mark is not None, "it was crossed by its mark"
+            held, (src, shape) = waited_for(x), mark
+        if src.mesh is target.mesh and not src.is_partial() and _gathers(src, target):
+            regather = _Regather(self._where, gathered, held.detach(), src, target, shape)
+            self._noted[gathered.untyped_storage()._cdata] = _Noted(gathered, gathered._version, regather)
+
+    def begin(self) -> None:
+        """Exchange what autograd saves from here on."""
+        if self._noted:
+            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks.__enter__()
+
+    def end(self, result: Any) -> None:
+        """Leave autograd to itself again, and let the gradient of a result start the gathers.
+
+        Args:
+            result: what the module's code has returned; None if it has raised.
+        """
+        if self._hooks is None:
+            return
+        self._hooks.__exit__(None, None, None)
+        # Weak, as the hook lives as long as the graph, which may be longer than what autograd has saved.
+        gathers = [weakref.ref(noted.regather) for noted in self._noted.values()]
+        self._noted.clear()
+
+        def start_all(grad: torch.Tensor) -> None:
+            for each in gathers:
+                regather = each()
+                if regather is not None:
+                    regather.start()
+
+        outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if outputs:
+            outputs[0].register_hook(start_all)
+
+    def _pack(self, saved: torch.Tensor) -> Any:
+        if isinstance(saved, (DTensor, AsyncCollectiveTensor)):  # without memory of their own
+            return saved
+        noted = self._noted.get(saved.untyped_storage()._cdata)
+        if noted is None or noted.gathered.dtype != saved.dtype or saved.is_conj() or saved.is_neg():
+            return saved
+        if noted.gathered._version != noted.version:  # no longer what was gathered
+            return saved
+        return _SavedView(noted.regather.use(), saved.size(), saved.stride(), saved.storage_offset())
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if not isinstance(packed, _SavedView):
+        return packed
+    return packed.regather.take().as_strided(packed.size, packed.stride, packed.offset)

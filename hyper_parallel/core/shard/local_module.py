@@ -25,6 +25,7 @@ from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.shard.boundaries import Arguments, Inputs, remade, spread
 from hyper_parallel.core.shard.entry_exit import (
     LayoutMark,
+    ReshardedInputs,
     agreed_shape,
     cross,
     enter,
@@ -77,11 +78,12 @@ def _live(axes: frozenset[str], produced: LayoutTree) -> list[str]:
 
 
 class _Call(NamedTuple):
-    """A forward that is running: what shapes follow from, and where shards stand in front of parameters."""
+    """A forward that is running: what shapes follow from, where shards stand in front of parameters, freed inputs."""
 
     key: Any
     shown: list[tuple[nn.Module, str]]
     lookup: Lookup | None
+    resharded: ReshardedInputs | None
 
 
 class LocalModule:
@@ -95,6 +97,7 @@ class LocalModule:
         outputs: the layouts to bring its results to.
         region: the others of the model; inside of another one, plain tensors come and go.
         wraps: whether a plain tensor is accepted as a shard of a declared input, of which nothing says what it is.
+        reshards: whether backward gathers inputs again that were gathered, in place of keeping them.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class LocalModule:
         region: Region,
         *,
         wraps: bool,
+        reshards: bool = False,
     ) -> None:
         self.where = f"module {name!r}" if name else "the model"
         self.what = f"output of {self.where}"
@@ -120,6 +124,8 @@ class LocalModule:
         self._shapes: dict[Any, tuple[int, ...]] = {}  # global shapes that the ranks have agreed on
         self._running: list[_Call] = []
         self._bare, self._seen_bare = 0, set[int]()  # how many inputs of a call nothing said the layout of
+        self._reshards = reshards
+        self._resharded: ReshardedInputs | None = None  # of the call whose arguments are being taken
         self._grads: dict[Layout, Layout | None] = {}
         self._layouts: dict[Any, tuple[DeviceMesh, Layout]] = {}
 
@@ -129,14 +135,18 @@ class LocalModule:
         is_inside = bool(self.region.running)
         key = self._key((args, *kwargs.values()))
         self._bare = 0
+        self._resharded = ReshardedInputs.of(self.where) if self._reshards else None
         args, kwargs = self.inputs(args, kwargs)
         if self.is_inner:
             self._check_bare(is_inside=is_inside)
         args = tuple([self._entered(value) for value in args])
         kwargs = {name: self._entered(value) for name, value in kwargs.items()}
         args, kwargs, lookup = begin_lookup(self.where, module, args, kwargs)
-        self._running.append(_Call(key, self._parameters.show(module), lookup))
+        self._running.append(_Call(key, self._parameters.show(module), lookup, self._resharded))
         self.region.running.append(key)
+        if self._resharded is not None:
+            self._resharded.begin()
+            self._resharded = None
         return args, kwargs
 
     @runs_eagerly
@@ -147,6 +157,8 @@ class LocalModule:
         call = self._running.pop()
         self.region.running.pop()
         hide(call.shown)
+        if call.resharded is not None:
+            call.resharded.end(result)
         if call.lookup is not None:
             result = end_lookup(module, call.lookup, result)
         return None if result is None else self._leave(call, self.what, result, self.produced, self.outputs, ())
@@ -181,16 +193,21 @@ class LocalModule:
             return x
         known = resolved(target, x.dim())
         if isinstance(x, DTensor):
-            return enter(x, known, self._grad_layout(known))
+            return self._noted(enter(x, known, self._grad_layout(known)), x, known)
         mark = mark_of(x)
         if mark is not None:
-            return cross(x, mark, known, self._grad_layout(known))
+            return self._noted(cross(x, mark, known, self._grad_layout(known)), x, known)
         if self.is_inner and not self.wraps and x.is_floating_point():
             blame = "it is a plain tensor, and nothing says which shard of the full tensor it is"
             hint = "a local_plan for the module that it comes from, or wrap_inputs=True if it is that shard already"
             raise ValueError(explain("cannot take the shard", blame, f"layout: {target}", hint))
         self._bare += 1
         return self._wrapped(x, known) if self.wraps else x  # this rank's shard already
+
+    def _noted(self, gathered: torch.Tensor, x: torch.Tensor, target: Layout) -> torch.Tensor:
+        if self._resharded is not None:
+            self._resharded.note(gathered, x, target)
+        return gathered
 
     def _check_bare(self, *, is_inside: bool) -> None:
         """Refuse to take for shards what had marks before: a reentrant checkpoint computes again with other tensors."""

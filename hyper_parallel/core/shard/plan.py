@@ -47,6 +47,8 @@ class ShardingPlan:
             such a module DTensor arguments, once in the layouts of `input_plan`, and all parameters are this rank's
             parts; what it returns is taken as a shard of the layout given here, and then brought to that of
             `output_plan`. Torch's dispatch of DTensors, some 20 us per operation, does not take place inside.
+        reshard_inputs: paths of modules in `local_plan` that keep for backward only the shards of those inputs that
+            were gathered for them, and gather them again in backward: one gather more for the memory of the rest.
     """
 
     plan: dict[str, Any] | None = None
@@ -55,6 +57,7 @@ class ShardingPlan:
     return_local_tensor: list[str] | None = None
     wrap_inputs: bool = False
     local_plan: dict[str, Any] | None = None
+    reshard_inputs: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Reading:
     returned: Sequence[str]
     local: Mapping[str, LayoutTree]
     wrap_inputs: bool
+    resharded: frozenset[str] = frozenset()
 
 
 def read_plan(
@@ -98,6 +102,13 @@ def read_plan(
     inputs, outputs = (_boundary(asked, checked, word, base, modules) for word in ("input", "output"))
     results = _section(asked, "local_plan", checked.local_plan, base)
     local = resolve(f"{asked}: local_plan", results, modules, "module")
+    resharded = resolve(
+        f"{asked}: reshard_inputs",
+        {path: (path, True) for path in checked.reshard_inputs or []},
+        modules,
+        "module",
+    )
+    _check_resharded(asked, list(resharded), local)
     returned = {path: (path, True) for path in checked.return_local_tensor or []}
     return Reading(
         parameters={name: match.value for name, match in chosen.items()},
@@ -106,6 +117,7 @@ def read_plan(
         returned=list(resolve(f"{asked}: return_local_tensor", returned, modules, "module")),
         local={name: match.value for name, match in local.items()},
         wrap_inputs=checked.wrap_inputs,
+        resharded=frozenset(resharded),
     )
 
 
@@ -119,7 +131,11 @@ def _check_fields(asked: str, plan: Any) -> ShardingPlan:
     hint = "ShardingPlan(plan=<that dict>)" if isinstance(plan, Mapping) else "ShardingPlan(plan={...})"
     check(asked, ShardingPlan, hint, plan=plan)
     examples = {"plan": "mlp.w1.weight", "input_plan": "mlp.input", "output_plan": "mlp.output", "local_plan": "mlp"}
-    special = {"return_local_tensor": ("list | None", '["head"]'), "wrap_inputs": ("bool", "True")}
+    special = {
+        "return_local_tensor": ("list | None", '["head"]'),
+        "wrap_inputs": ("bool", "True"),
+        "reshard_inputs": ("list | None", '["layers.*.mlp"]'),
+    }
     for field in fields(ShardingPlan):
         name, value = field.name, getattr(plan, field.name)
         kinds, example = special.get(name, ("mapping | None", f'{{"{examples.get(name)}": ("tp", "None")}}'))
@@ -127,6 +143,15 @@ def _check_fields(asked: str, plan: Any) -> ShardingPlan:
         for key in () if isinstance(value, bool) else value or ():
             check(asked, "str", "'layers.*.mlp'", **{f"a path in {name}": key})
     return plan
+
+
+def _check_resharded(asked: str, paths: Sequence[str], local: Mapping[str, Match]) -> None:
+    """Refuse modules whose code sees DTensors: what these keep for backward is up to torch's operations on them."""
+    for path in paths:
+        if path not in local:
+            blame = f"module {path!r} does not compute on local tensors, whose gathered inputs alone can be freed"
+            seen = f"local_plan: {_short(list(local))}"
+            raise ValueError(explain(f"{asked}: reshard_inputs", blame, seen, f"an entry for {path!r} in local_plan"))
 
 
 def _short(value: object) -> str:

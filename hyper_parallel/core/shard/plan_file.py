@@ -43,7 +43,7 @@ tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else 
 MeshLike = DeviceMesh | Layout | str
 
 TABLES = ("plan", "input_plan", "output_plan", "local_plan")
-SETTINGS = ("return_local_tensor", "wrap_inputs")
+SETTINGS = ("return_local_tensor", "wrap_inputs", "reshard_inputs")
 ALONE = "-"
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -119,6 +119,8 @@ def plan_text(plan: ShardingPlan, mesh: MeshLike) -> str:
         lines.append(f"return_local_tensor = {json.dumps(list(plan.return_local_tensor))}")
     if plan.wrap_inputs:
         lines.append("wrap_inputs = true")
+    if plan.reshard_inputs:
+        lines.append(f"reshard_inputs = {json.dumps(list(plan.reshard_inputs))}")
     for name in TABLES:
         entries = {key: value for key, value in (getattr(plan, name) or {}).items() if value is not None}
         if entries:
@@ -204,9 +206,9 @@ def _setting(file: _File, name: str, value: Any) -> Any:
     number = file.line(None, name)
     if name == "wrap_inputs" and not isinstance(value, bool):
         raise file.mistake(f"wrap_inputs is true or false, and not {value!r}", "wrap_inputs = true", number, name)
-    if name == "return_local_tensor" and not _is_list_of_str(value):
-        blame = f"return_local_tensor is a list of module paths, and not {value!r}"
-        raise file.mistake(blame, 'return_local_tensor = ["head"]', number, name)
+    if name in ("return_local_tensor", "reshard_inputs") and not _is_list_of_str(value):
+        blame = f"{name} is a list of module paths, and not {value!r}"
+        raise file.mistake(blame, f'{name} = ["head"]', number, name)
     return value
 
 

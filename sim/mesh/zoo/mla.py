@@ -159,12 +159,21 @@ def mla_plan(
     dp: str | Sequence[str] | None = None,
     etp: int | None = None,
     sequence_parallel: bool = True,
+    reshard_inputs: bool = False,
 ) -> ShardingPlan:
     """Return the plan for `shard_module`, after `expert_parallel`; see `hyper_parallel.models.moe_plan`.
 
     Heads are split over tp; the narrow vectors are computed on all its ranks.
     """
-    plan = moe_plan(model, mesh, tp=tp, dp=dp, etp=etp, sequence_parallel=sequence_parallel)
+    plan = moe_plan(
+        model,
+        mesh,
+        tp=tp,
+        dp=dp,
+        etp=etp,
+        sequence_parallel=sequence_parallel,
+        reshard_inputs=reshard_inputs,
+    )
     config = model.config if isinstance(model, MLALlama) else model
     streams = Streams.on("cannot plan the latent attention", mesh, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
     axis, at = streams.tp or "None", "layers.*.attention."
