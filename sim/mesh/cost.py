@@ -109,6 +109,7 @@ class Pricing:
             taper=hardware.value("inter.taper", 0.0),
             curves=self.calibration.of(hardware, "links", hardware.links),
             fabric=self._fabric,
+            trees=hardware.backend == "nccl",
         )
         host = self.calibration.of(hardware, "host")
         self._op_seconds = float(host["graphs_us"]) * 1e-6 if graphs else self._host(host, "op")

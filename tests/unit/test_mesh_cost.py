@@ -11,7 +11,7 @@ from benchmarks import fit_costs
 from sim.mesh.cost import Placement, Price, Pricing, UnknownOperation, weakest
 from sim.mesh.hardware import find_hardware, hardware_names
 from sim.mesh.pricing.calibration import load_calibration
-from sim.mesh.pricing.comm_cost import COLLECTIVES, NodeSpread, spread_of
+from sim.mesh.pricing.comm_cost import COLLECTIVES, NodeSpread, collective_seconds, spread_of
 from sim.mesh.program import Comm, CommGroup, Free, Op, Touch
 
 HARDWARE = hardware_names()
@@ -304,6 +304,22 @@ def test_more_nodes_take_longer(pricing):
         for stride in (1, 8):
             seconds = [pricing.comm(comm(op, 64 * MIB), group(n, stride)).seconds for n in (16, 64, 256, 1024)]
             assert seconds == sorted(seconds)
+
+
+def test_nccl_gathers_along_trees_where_nodes_have_one_rank_each(pricing):
+    def seconds(op, size, n, stride, links=pricing.links):
+        spread = NodeSpread(n, n, 1) if stride == 8 else NodeSpread(n, n // 8, 8)
+        return collective_seconds(links, op, size, spread)[0]
+
+    rings = dataclasses.replace(pricing.links, trees=False)
+    for op in ("all_gather", "reduce_scatter"):
+        for n in (64, 4096, 65536):
+            assert seconds(op, MIB, n, 1) == seconds(op, MIB, n, 1, rings)  # NCCL has them for one rank on a node alone
+            assert seconds(op, MIB, n, 8) <= seconds(op, MIB, n, 8, rings)
+        assert seconds(op, MIB, 65536, 8) < 0.75 * seconds(op, MIB, 65536, 8, rings)
+        assert seconds(op, 2**33, 16, 8) == seconds(op, 2**33, 16, 8, rings)  # large ones are as fast as rings
+    assert seconds("all_reduce", MIB, 65536, 8) == seconds("all_reduce", MIB, 65536, 8, rings)
+    assert not Pricing(find_hardware("ascend-910b")).links.trees
 
 
 def test_messages(pricing):

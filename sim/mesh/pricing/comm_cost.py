@@ -41,6 +41,11 @@ COLLECTIVES = {
 }
 """How each operation moves data: it is priced as others of its pattern."""
 
+_PAT_DOUBLING_US, _PAT_RANK_US, _PAT_SHARE = 4.0, 2.8, 0.75
+"""NCCL's own model of its parallel aggregated trees (src/graph/tuning.cc, since 2.23): what each doubling of the ranks
+costs (14 us of the network over 3.5), what each rank costs all the same, and their part of a ring's bandwidth. They are
+for groups with one rank on each node alone (`ncclPatEnable`): those with more go around rings."""
+
 _CURVE_OF = {"gather": "all_gather", "reduce": "all_reduce", "exchange": "all_to_all", "one": "broadcast"}
 
 
@@ -114,6 +119,8 @@ class Links:
         taper: share of `inter` lost at each doubling of the nodes.
         curves: of the links within a node, by operation.
         fabric: curve of the network.
+        trees: whether the library gathers and scatters along trees where each node has one rank of the group, as NCCL
+            does since 2.23 (PAT).
     """
 
     intra: float
@@ -125,6 +132,7 @@ class Links:
     taper: float
     curves: Mapping[str, Mapping[str, Any]]
     fabric: Mapping[str, Any]
+    trees: bool = False
 
     def curve(self, op: str) -> Mapping[str, Any]:
         """Return the curve of an operation within a node."""
@@ -203,6 +211,10 @@ def collective_seconds(
         hops = float(fabric["peer_us"]) * (n - 1)
     else:
         hops = float(fabric["hop_us"]) * (spread.nodes - 1) + hop * spread.nodes
+    if pattern == "gather" and links.trees and not inside:
+        steps = _PAT_DOUBLING_US * math.log2(spread.nodes) + _PAT_RANK_US * n
+        along_tree = _seconds((base + steps) * 1e-6, wire, rate * _PAT_SHARE, fabric, bound)
+        return min(along_tree, _seconds((base + hops) * 1e-6, wire, rate, fabric, bound))
     return _seconds((base + hops) * 1e-6, wire, rate, fabric, bound)
 
 
