@@ -50,7 +50,7 @@ def _tables() -> dict[str, Any]:
 
 
 def family_of(row: Row) -> dict[str, Any]:
-    """Return what is usual in the row's framework, at its date."""
+    """Return what is usual in the row's framework, at its date; the last family is that of all others."""
     framework = str(row.get("framework", ""))
     for family in _tables()["family"]:
         if any(text.lower() in framework.lower() for text in family["match"]):
