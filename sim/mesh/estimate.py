@@ -348,7 +348,8 @@ def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pric
     """
     posts_early = recipe.conventions is None or recipe.conventions.posts_early
     early = recipe.schedule not in ("gpipe", "1f1b") and posts_early
-    return Pricing(hardware, figures, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap, posts_early=early)
+    graphs, overlap, host = recipe.graphs, recipe.tp_overlap, recipe.host
+    return Pricing(hardware, figures, graphs=graphs, tp_overlap=overlap, posts_early=early, host=host)
 
 
 def memory_of(programs: Sequence[Program], hardware: Hardware, general: Mapping[str, Any]) -> MemoryEstimate:

@@ -109,6 +109,12 @@ def test_a_framework_that_nothing_is_known_of_is_a_plain_one():
     assert "nothing is known of its framework; taken as a plain one" in found.notes
 
 
+def test_what_dispatches_operations():
+    assert case("m0096").recipe.host == "dtensor"  # torchtitan, tp without compile
+    assert case("m0093").recipe.host == "eager"  # the same, compiled
+    assert case("m0063").recipe.host == "eager"  # torchtitan without tp: FSDP2 computes on plain tensors
+
+
 def test_intervals_know_what_was_seen():
     seen = {case("m0063").framework: 0}
     for row in wanted(ROWS.values()):
