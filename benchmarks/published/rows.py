@@ -154,6 +154,8 @@ def case_of(row: Row) -> Case | Skipped:
     notes: list[str] = []
     try:
         family = family_of(row)
+        if family["name"] == "unknown":
+            notes.append("nothing is known of its framework; taken as a plain one")
         model = model_of(row, family, notes)
         dims = dims_of(row, family, notes)
         recipe = recipe_of(row, family, notes)
