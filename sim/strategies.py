@@ -266,7 +266,7 @@ def parallel_dims(max_ranks: int = 64, *, ranks: int | None = None) -> st.Search
         def one_of(options: Sequence[Any]) -> Any:
             return options[draw(places) % len(options)]
 
-        degrees = dict.fromkeys(("tp", "dp_replicate", "pp", "cp", "ep"), 1)
+        degrees: dict[str, Any] = dict.fromkeys(("tp", "dp_replicate", "pp", "cp", "ep"), 1)
         room = max_ranks if ranks is None else ranks
         for axis in draw(st.permutations(tuple(degrees))):
             fitting = [size for size in range(1, room + 1) if ranks is None or room % size == 0]

@@ -94,12 +94,15 @@ def dims_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> ParallelDi
         replicate = 1  # DeepSpeed's and Megatron's state is shared by all data-parallel ranks
     if dp % replicate:
         raise CannotSay(f"dp_replicate={replicate} does not divide dp={dp}")
-    shard, ep, etp = dp // replicate, int(row.get("ep") or 1), 1
+    shard, ep, etp, fold = dp // replicate, int(row.get("ep") or 1), 1, False
     if ep > 1:
-        etp = tp if family.get("etp") == "tp" else 1
-        if ep > shard and ep == shard * tp:
-            notes.append(f"experts over {ep} ranks, of which {tp} are tensor-parallel: these split within experts here")
-            ep, etp = shard, tp
+        # Ranks that have experts follow each other, those of tp and cp first: Megatron-LM's and torchtitan's meshes.
+        fold = family.get("folds_experts", True) and tp * cp > 1 and ep % (tp * cp) == 0
+        fold = fold and (family.get("etp") != "tp" or ep > shard)
+        etp = tp if family.get("etp") == "tp" and not fold else 1
+        if fold:
+            notes.append(f"experts over {ep} ranks, those of tp={tp} and cp={cp} among them")
+            ep //= tp * cp
         if shard % ep:
             raise CannotSay(f"ep={ep} with dp={dp}, tp={tp}: experts over ranks of other axes")
         shard //= ep
@@ -111,6 +114,7 @@ def dims_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> ParallelDi
         pp=pp,
         ep=ep,
         etp=etp,
+        fold_experts=fold,
         ulysses_degree=1 if cp > 1 else None,
         world_size=row["n_devices"],
     )
@@ -124,7 +128,7 @@ def _zero(row: Row, family: Mapping[str, Any]) -> int:
 
 def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
-    skip = ("name", "attention_kernel", "zero", "reduce_dtype", "etp", "tp_host")
+    skip = ("name", "attention_kernel", "zero", "reduce_dtype", "etp", "folds_experts", "tp_host")
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
     said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"

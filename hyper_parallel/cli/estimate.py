@@ -37,7 +37,7 @@ __all__ = ["estimate", "search"]
 GIB = 2**30
 _RECIPE, _OUT = "Recipe", "What comes out"
 
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp")
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp", "fold_experts")
 
 
 def _option(help: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
@@ -261,7 +261,8 @@ def _run_of(run: Config, candidate: Any) -> Config:
     arranged: dict[str, Any] = {
         **{name: getattr(dims, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")},
         "ulysses_degree": dims.ulysses_degree if dims.cp > 1 else None,
-        "etp": dims.etp if dims.ep > 1 else None,
+        "etp": dims.etp if dims.ep > 1 or dims.fold_experts else None,
+        "fold_experts": dims.fold_experts,
         "schedule": recipe.schedule,
         "stages_per_rank": recipe.stages_per_rank if piped else None,
         "layers_per_stage": None if sizes is None else ",".join(map(str, sizes)),

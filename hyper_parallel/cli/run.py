@@ -26,7 +26,7 @@ StartFrom = Annotated[
 ]
 
 _CONFIG, _LLAMA, _MOE = "hyper_parallel.trainer.config", "hyper_parallel.models.llama", "hyper_parallel.models.moe"
-_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp")
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "ulysses_degree", "pp", "ep", "etp", "fold_experts")
 
 
 def _of(section: str, *fields: str, name: str = "", module: str = _CONFIG) -> Any:

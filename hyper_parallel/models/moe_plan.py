@@ -101,7 +101,7 @@ def parallelize_moe(
     model: MoELlama,
     mesh: DeviceMesh,
     *,
-    ep: str = "ep",
+    ep: str | Sequence[str] = "ep",
     tp: str = "tp",
     cp: str = "cp",
     etp: int | None = None,
@@ -118,7 +118,8 @@ def parallelize_moe(
     Args:
         model: unsharded, on the meta device or equal on all ranks; or a stage of a pipeline.
         mesh: the mesh, with all its axes.
-        ep: the axis that splits the experts; ranks along it have different rows.
+        ep: the axis that splits the experts, and along which ranks have different rows; or several, such as
+            `("ep", "cp", "tp")`, see `expert_parallel`.
         tp: the axis that splits heads, inner width and vocabulary, and between modules the sequence.
         cp: the axis that splits sequences.
         etp: as for `expert_parallel`.
@@ -131,7 +132,8 @@ def parallelize_moe(
     """
     asked = "cannot split the mixture of experts"
     check(asked, MoELlama, model=model)
-    check(asked, "str", ep=ep, tp=tp, cp=cp)
+    check(asked, "str", tp=tp, cp=cp)
+    etp = 1 if etp is None and tp in ((ep,) if isinstance(ep, str) else ep) else etp
     has_tp = isinstance(mesh, DeviceMesh) and tp in (mesh.mesh_dim_names or ())
     plan = moe_plan(model, mesh[tp], tp=tp, etp=etp, vocab_parallel=vocab_parallel, logits=logits) if has_tp else None
     if any(isinstance(module, GroupedExperts) for module in model.modules()):  # a stage may have dense layers only

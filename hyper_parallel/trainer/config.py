@@ -172,6 +172,7 @@ class ParallelConfig:
         pp: ranks of the pipeline.
         ep: ranks that split the experts.
         etp: ranks that split each expert, tp or 1; None: tp.
+        fold_experts: split experts over the ranks of cp, and with etp=1 over those of tp, as well as over ep.
         schedule: of the pipeline: "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble" or "zbv". See
             `hyper_parallel.core.pipeline.SCHEDULES`.
         stages_per_rank: pipeline stages of each rank; None: as many as the schedule needs.
@@ -195,6 +196,7 @@ class ParallelConfig:
     pp: int = 1
     ep: int = 1
     etp: int | None = None
+    fold_experts: bool = False
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
     layers_per_stage: str | None = None

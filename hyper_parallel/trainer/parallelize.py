@@ -314,7 +314,7 @@ def shard_units(
     units: list[Any] = []
     for block in blocks:
         experts = getattr(getattr(block, "mlp", None), "experts", None)
-        placement = None if experts is None else partial(_placement_of_experts, ranks=dims.dp_shard * dims.cp)
+        placement = None if experts is None else partial(_placement_of_experts, ranks=dims.expert_shards)
         if experts is not None and dims.ep_enabled:  # they are on a mesh of their own
             # Tokens come in the dtype of the block already; the weights of the router stay float32.
             own = {**options, "mp_policy": replace(policy, cast_forward_inputs=False)}
@@ -437,7 +437,7 @@ class ShareOfLoss:
         """
         if isinstance(logits, DTensor):
             rows = Layout.of(logits).reset_partial()("None", "None")
-            targets = from_local(targets, rows)
+            targets = from_local(targets, rows, shape=targets.shape)  # nothing to agree on: it is not split
         total = vocab_parallel_cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
         if isinstance(total, DTensor):
             total = total.to_local()

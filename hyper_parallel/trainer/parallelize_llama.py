@@ -116,7 +116,8 @@ def parallelize_moe(
         # 2. Expert, tensor and sequence parallelism: give each rank some of the experts, split what is inside of the
         #    other layers, and the stream between them.
         if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
-            split_layers_and_experts(model, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None)
+            etp = dims.etp if dims.tp_enabled else None
+            split_layers_and_experts(model, dims.build_mesh(), ep=dims.expert_axes, etp=etp)
 
     # 3. Context parallelism: each rank has a part of every sequence.
     context = split_context(models, dims)

@@ -130,8 +130,8 @@ class Job:
     def _check_degrees(self, asked: str) -> None:
         """Check what the trainer checks, too: heads, experts, and sequences that do not split."""
         dims = self.dims
-        if dims.ep_enabled and self.model.family != "moe":
-            hint = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}, or a model with experts"
+        if (dims.ep_enabled or dims.fold_experts) and self.model.family != "moe":
+            hint = f"ep=1 with dp_shard={dims.dp_shard * dims.ep} and no folding, or a model with experts"
             raise ValueError(explain(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint))
         if self.model.family not in ("llama", "moe"):
             return
@@ -196,21 +196,27 @@ class Job:
 
     def rank_of_stage_rank(self, pp_rank: int) -> int:
         """Return the rank that stands for all at this place of the pipeline: the first along most axes."""
-        return pp_rank * (self.dims.world_size // self.dims.pp) + self._ep_rank() * self.dims.cp * self.dims.tp
+        return pp_rank * (self.dims.world_size // self.dims.pp) + self._fullest_rank()
 
     @property
     def is_skewed(self) -> bool:
-        """Whether ranks along ep differ, as their experts get more or fewer tokens: the fullest one is recorded."""
+        """Whether ranks differ, as their experts get more or fewer tokens: the fullest one is recorded."""
         return self.dims.ep_enabled and self.recipe.routing is not None and self.recipe.routing != Routing()
 
-    def _ep_rank(self) -> int:
-        """The rank along ep whose experts get most tokens."""
+    def _fullest_rank(self) -> int:
+        """The first rank of a stage whose experts get most tokens."""
         config, routing = self.model.config, self.recipe.routing
         if not self.is_skewed or routing is None:
             return 0
         tokens = self.micro_batch * self.local_seq_len
         sizes = {"experts": config.num_experts, "per_token": config.experts_per_token}
-        return routing.heaviest(tokens=tokens, ranks=self.dims.ep, **sizes)
+        dims, rank = self.dims, 0
+        index = routing.heaviest(tokens=tokens, ranks=dims.expert_ranks, **sizes)
+        strides = {"ep": dims.cp * dims.tp, "cp": dims.tp, "tp": 1}
+        for axis in reversed(dims.expert_axes):
+            index, place = divmod(index, int(getattr(dims, axis)))
+            rank += place * strides[axis]
+        return rank
 
 
 def _recipe_of(run: Config, dims: ParallelDims, routing: Routing | None) -> Recipe:

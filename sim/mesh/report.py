@@ -341,10 +341,7 @@ def estimate_dict(estimate: Any) -> dict[str, Any]:
     return {
         "model": model_name(estimate),
         "hardware": estimate.hardware.name,
-        "degrees": {
-            name: getattr(estimate.dims, name)
-            for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree", "world_size")
-        },
+        "degrees": {each.name: getattr(estimate.dims, each.name) for each in dataclasses.fields(estimate.dims)},
         "recipe": estimate.recipe.describe(),
         "batch": estimate.batch,
         "seq_len": estimate.seq_len,

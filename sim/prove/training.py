@@ -140,8 +140,8 @@ def _with_small_model(run: Config, dims: ParallelDims, tp: int, layers: int) -> 
     if run.train.model == "moe":
         dense = min(experts.num_dense_layers, 1)
         layers = max(layers, dense + 1)
-        count = max(dims.ep * 2, experts.experts_per_token if experts.experts_per_token < 3 else 3)
-        count = dims.ep * math.ceil(count / dims.ep)
+        count = max(dims.expert_ranks * 2, experts.experts_per_token if experts.experts_per_token < 3 else 3)
+        count = dims.expert_ranks * math.ceil(count / dims.expert_ranks)
         experts = dataclasses.replace(
             experts,
             num_experts=min(count, experts.num_experts),

@@ -56,6 +56,7 @@ class Case:
     def __str__(self) -> str:
         said = [f"{name}{size}" for name, size in self.mesh.items()]
         said += [f"etp{self.etp}"] * (self.etp is not None) + ["plain"] * (not self.shard)
+        said += ["over " + "-".join(axes) for axes in [self.options.get("ep")] if axes]
         said += [f"{name}={getattr(self.config, name)}" for name in ("score",) if self.config.score != "sigmoid"]
         return "-".join(said)
 

@@ -105,6 +105,7 @@ def check_aux(model: Any, twin: Twin) -> None:
 def test_experts_and_tensors_are_split(ctx):
     check(ctx, Case({"ep": 2, "tp": 2}))
     check(ctx, Case({"ep": 2, "tp": 2}, etp=1))
+    check(ctx, Case({"ep": 2, "tp": 2}, options={"ep": ("ep", "tp")}))
 
 
 @sim.ranks(4)
@@ -128,6 +129,9 @@ def test_three_axes(ctx, etp):
         Case({"ep": 4, "dp_shard": 2}),
         Case({"dp_shard": 4, "tp": 2}, etp=1),
         Case({"dp_shard": 4, "tp": 2}),
+        Case({"dp_shard": 2, "tp": 4}, options={"ep": ("tp",)}),
+        Case({"dp_shard": 2, "ep": 2, "tp": 2}, options={"ep": ("ep", "tp")}),
+        Case({"ep": 2, "tp": 4}, options={"ep": ("ep", "tp")}, shard=False),
         Case({"ep": 2, "tp": 4}, etp=1),
         Case({"ep": 2, "tp": 4}, config=variant(num_shared_experts=0, score="softmax")),
         Case({"ep": 4, "tp": 2}, config=variant(tie_embeddings=True, num_dense_layers=0)),

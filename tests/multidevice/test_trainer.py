@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import warm
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import sim
 from hyper_parallel.core.fully_shard.api import fully_shard
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 from hyper_parallel.models import LlamaConfig
 from hyper_parallel.trainer.config import Config, DataConfig, ParallelConfig, TrainConfig
-from hyper_parallel.trainer.loop import train
+from hyper_parallel.trainer.loop import Trainer, train
 from hyper_parallel.trainer.optimizer import clip_gradients
 from hyper_parallel.trainer.parallelize import Parallelized
 from hyper_parallel.trainer.report import StepRecord, TrainResult, read_log
@@ -123,6 +126,67 @@ def test_accumulation_communicates_once_per_step_or_in_each_micro_batch() -> Non
             counts.append(sum(row.count for row in world.trace.by_axis() if row.op == "reduce_scatter"))
     assert counts[0] == counts[1] > 0
     assert counts[2] == 2 * counts[1]
+
+
+@pytest.mark.sim
+def test_gradients_of_norms_are_added_up_together_over_tp() -> None:
+    model = replace(TINY.model, qk_norm=True, num_hidden_layers=3)
+    config = replace(TINY, model=model).with_changes("parallel", {"dp_shard": 2, "tp": 2})
+
+    def tp_sums(steps: int) -> Counter[tuple[int, ...]]:
+        with sim.world(4) as world:
+            world.run(train, args=(config.with_changes("train", {"steps": steps}),))
+        sums = [event for event in world.trace.events if (event.rank, event.op, event.axis) == (0, "all_reduce", "tp")]
+        return Counter(event.input_shapes[0] for event in sums if len(event.input_shapes[0]) == 1)
+
+    norms = 2 * model.hidden_size + 2 * model.hidden_size // model.num_attention_heads
+    step = tp_sums(2) - tp_sums(1)
+    assert step == {(norms,): 3, (model.hidden_size,): 1, (1,): 1}  # blocks, the last norm, and what clipping needs
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dp_shard": 2},
+        {"dp_shard": 2, "reshard_after_forward": False},
+        {"dp_replicate": 2, "tp": 2},
+        {"dp_shard": 2, "engine": "hsdp"},
+    ],
+    ids=["ZeRO-3", "ZeRO-2", "tp", "hsdp"],
+)
+@pytest.mark.parametrize("each", [False, True], ids=["at once", "reduce each"])
+def test_between_steps_there_are_only_weights_and_their_state(parallel: dict[str, Any], each: bool) -> None:
+    config = TINY.with_changes("train", {"accumulate": 2}).with_changes("parallel", {**parallel, "reduce_each": each})
+    gc.collect()
+    before = {id(tensor) for tensor in every_tensor()}
+    trainers: list[Trainer] = []
+
+    def body() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "run", lambda trainer, on_step: [trainer.step() for _ in range(2)] and trainer)
+            trainers.append(train(config))
+
+    sim.run(body, parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1) * parallel.get("tp", 1))
+    gc.collect()
+    known = set[int]()
+    for trainer in trainers:
+        state = [value for each in trainer.optimizer.state.values() for value in each.values()]
+        buffers = [buffer for part in trainer.model.parts for buffer in part.buffers()]
+        tensors = [tensor for _, tensor in trainer.model.named_tensors()]
+        known |= {storage(tensor).data_ptr() for tensor in (*tensors, *buffers, *state) if torch.is_tensor(tensor)}
+    new = [tensor for tensor in every_tensor() if id(tensor) not in before]
+    assert all(tensor.grad is None for tensor in new if tensor.is_leaf)  # nor of what stands for weights in forward
+    kept = [tensor for tensor in new if storage(tensor).data_ptr() not in known]
+    assert [tuple(tensor.shape) for tensor in kept if storage(tensor).nbytes() > 1024] == []
+
+
+def every_tensor() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 @pytest.mark.sim

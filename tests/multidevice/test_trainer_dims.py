@@ -55,7 +55,14 @@ DENSE_4 = [
     {"dp_replicate": 2, "cp": 2},
     {"dp_replicate": 2, "tp": 2},
 ]
-EXPERTS_2 = [{"ep": 2}, {"pp": 2}, {"tp": 2}, {"cp": 2, "ulysses_degree": 1}]
+EXPERTS_2 = [
+    {"ep": 2},
+    {"pp": 2},
+    {"tp": 2},
+    {"cp": 2, "ulysses_degree": 1},
+    {"tp": 2, "etp": 1, "fold_experts": True},
+    {"cp": 2, "fold_experts": True, "checkpointing": "selective"},
+]
 EXPERTS_4 = [
     {"ep": 2, "tp": 2, "etp": 1},
     {"ep": 2, "tp": 2, "etp": 2},
@@ -63,8 +70,16 @@ EXPERTS_4 = [
     {"ep": 2, "cp": 2},
     {"ep": 2, "dp_replicate": 2},
     {"ep": 4, "checkpointing": "full"},
+    {"ep": 2, "tp": 2, "etp": 1, "fold_experts": True},
+    {"cp": 2, "tp": 2, "etp": 1, "fold_experts": True},
+    {"cp": 2, "tp": 2, "etp": 2, "fold_experts": True},
 ]
-EXPERTS_8 = [{"ep": 2, "dp_replicate": 2, "tp": 2, "etp": 1}, {"ep": 2, "dp_shard": 2, "pp": 2, "tp": 1}]
+EXPERTS_8 = [
+    {"ep": 2, "dp_replicate": 2, "tp": 2, "etp": 1},
+    {"ep": 2, "dp_shard": 2, "pp": 2, "tp": 1},
+    {"ep": 2, "dp_shard": 2, "tp": 2, "etp": 1, "fold_experts": True},
+    {"cp": 2, "dp_replicate": 2, "pp": 2, "fold_experts": True},
+]
 
 
 def named(degrees: Numbers) -> str:

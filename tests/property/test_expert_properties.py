@@ -34,6 +34,7 @@ class Drawn:
     Attributes:
         mesh: sizes of the axes.
         etp: inside of experts, tp or 1.
+        over: the axes that split the experts.
         config: of the layer.
         rows: how many rows each rank along (dp, ep) has.
         parts: how many tokens of each row each rank along cp has, or along (cp, tp) with etp=1.
@@ -44,6 +45,7 @@ class Drawn:
 
     mesh: tuple[int, int, int, int]
     etp: int
+    over: tuple[str, ...]
     config: MoEConfig
     rows: tuple[int, ...]
     parts: tuple[int, ...]
@@ -57,7 +59,9 @@ def drawn(draw: st.DrawFn) -> Drawn:
     """Shrinks towards one rank, one expert, no tokens."""
     dp, ep, cp, tp = draw(st.sampled_from(MESHES))
     etp = draw(st.sampled_from(sorted({1, tp}, reverse=True)))
-    experts = ep * draw(st.integers(1, 3))
+    may = {"ep": ep, "cp": cp} | ({"tp": tp} if etp == 1 else {})
+    over = tuple(axis for axis in may if axis == "ep" or draw(st.booleans()))
+    experts = math.prod(may[axis] for axis in over) * draw(st.integers(1, 3))
     config = MoEConfig(
         hidden_size=HIDDEN,
         num_attention_heads=1,
@@ -76,6 +80,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
     return Drawn(
         (dp, ep, cp, tp),
         etp,
+        over,
         config,
         tuple(draw(st.lists(st.integers(0, 3), min_size=dp * ep, max_size=dp * ep))),
         tuple(draw(st.lists(st.integers(0, 4), min_size=split, max_size=split))),
@@ -118,7 +123,7 @@ def on_ranks(case: Drawn) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=AXES)
     dp, ep, cp, tp = mesh.get_coordinate()
     layer = layer_of(case)
-    expert_parallel(layer, mesh, etp=case.etp)
+    expert_parallel(layer, mesh, ep=case.over, etp=case.etp)
     split_by_tp = case.etp < case.mesh[3]
     row, part = dp * case.mesh[1] + ep, cp * case.mesh[3] + tp if split_by_tp else cp
     own = place(case.rows, row), place(case.parts, part)
@@ -137,7 +142,7 @@ def on_ranks(case: Drawn) -> dict[str, Any]:
         if name.startswith("experts."):
             assert not isinstance(grad, DTensor) or grad.placements == layer.get_parameter(name).placements
             full = full_tensor(grad) if isinstance(grad, DTensor) else grad
-            found[name] = added(full.clone(), mesh, ("dp", "cp"))
+            found[name] = added(full.clone(), mesh, tuple(axis for axis in ("dp", "cp") if axis not in case.over))
     return {**found, "bias": layer.router.bias}
 
 

@@ -116,7 +116,7 @@ def differs_by_design(kernel: Kernel, job: Job) -> bool:
         is_handed_on = kernel.name == "aten.copy_" and find_schedule(job.recipe.schedule).splits_backward
         return job.dims.pp_enabled and (adds_losses or is_handed_on)
     counts_tokens = kernel.name == "aten.ne" and job.microbatches > 3
-    counts_rows = kernel.name in ("aten.sum", "aten.cat") and job.dims.ep > 1
+    counts_rows = kernel.name in ("aten.sum", "aten.cat") and job.dims.ep_enabled
     return kernel.name == "aten.zeros" or counts_tokens or counts_rows
 
 
@@ -172,6 +172,7 @@ EACH: dict[str, tuple[str, int, dict[str, Any], int]] = {
     "experts and tp": ("experts", 4, {"ep": 2, "tp": 2}, 1),
     "whole experts and tp": ("experts", 4, {"ep": 2, "tp": 2, "etp": 1}, 1),
     "experts and cp": ("experts", 4, {"ep": 2, "cp": 2}, 1),
+    "experts over tp": ("experts", 2, {"tp": 2, "etp": 1, "fold_experts": True}, 1),
     "pipeline": ("dense", 2, {"pp": 2}, 4),
     "pipeline, gpipe": ("dense", 2, {"pp": 2, "schedule": "gpipe"}, 4),
     "pipeline and tp": ("dense", 4, {"pp": 2, "tp": 2}, 4),

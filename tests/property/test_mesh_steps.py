@@ -96,6 +96,8 @@ EACH = {
     "experts and tp": ("experts", 4, {"ep": 2, "tp": 2}),
     "whole experts and tp": ("experts", 4, {"ep": 2, "tp": 2, "etp": 1}),
     "experts and cp": ("experts", 4, {"ep": 2, "cp": 2}),
+    "experts over tp": ("experts", 4, {"ep": 2, "tp": 2, "etp": 1, "fold_experts": True}),
+    "experts over cp": ("experts", 2, {"cp": 2, "fold_experts": True}),
 }
 
 

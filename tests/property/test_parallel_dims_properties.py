@@ -20,6 +20,7 @@ from hyper_parallel.core.mesh.parallel_dims import ParallelDims
 pytestmark = pytest.mark.sim
 
 ORDER = ["dp_replicate", "dp_shard", "ep", "cp", "tp", "pp"]
+NAMES = (*ORDER, "etp", "ulysses_degree", "fold_experts")
 RANKS = ["pp", "dp_replicate", "dp_shard", "ep", "cp", "tp"]  # outermost first
 
 
@@ -32,7 +33,8 @@ def parallel_dims(draw: st.DrawFn, max_world: int) -> ParallelDims:
     etp = draw(st.sampled_from([1, degrees["tp"]]))
     cp = degrees["cp"]
     ulysses = draw(st.none() | st.sampled_from([d for d in range(1, cp + 1) if cp % d == 0]))
-    return ParallelDims(**degrees, etp=etp, ulysses_degree=ulysses, world_size=math.prod(degrees.values()))
+    options = {"etp": etp, "ulysses_degree": ulysses, "fold_experts": draw(st.booleans())}
+    return ParallelDims(**degrees, **options, world_size=math.prod(degrees.values()))
 
 
 @contextmanager
@@ -50,11 +52,16 @@ def test_degrees_multiply_to_the_world(dims: ParallelDims) -> None:
     assert math.prod(dims.mesh_axes.values()) == dims.world_size
     assert [axis for axis in ORDER if axis in dims.mesh_axes] == list(dims.mesh_axes)
     assert all(dims.mesh_axes.get(axis, 1) == getattr(dims, axis) for axis in ORDER)
+    # Each expert's weights are on the ranks that split experts, split each of them, and shard what is left.
+    splits = dims.etp if dims.ep > 1 or dims.fold_experts else 1
+    held = dims.expert_ranks * dims.expert_shards * splits * dims.dp_replicate * dims.pp
+    assert dims.world_size % held == 0
+    assert held == dims.world_size or "tp" not in dims.expert_axes
 
 
 @given(parallel_dims(max_world=4096))
 def test_inference_finds_the_degree_that_was_there(dims: ParallelDims) -> None:
-    given_degrees = {axis: getattr(dims, axis) for axis in (*ORDER, "etp", "ulysses_degree") if axis != "dp_shard"}
+    given_degrees = {axis: getattr(dims, axis) for axis in NAMES if axis != "dp_shard"}
     inferred = ParallelDims(**given_degrees, dp_shard=-1, world_size=dims.world_size)
     assert inferred == dims
     assert ParallelDims.from_config(given_degrees, dims.world_size) == dims
@@ -62,7 +69,7 @@ def test_inference_finds_the_degree_that_was_there(dims: ParallelDims) -> None:
 
 @given(parallel_dims(max_world=4096), st.integers(1, 4096))
 def test_no_other_world_size_is_accepted(dims: ParallelDims, world_size: int) -> None:
-    degrees = {axis: getattr(dims, axis) for axis in (*ORDER, "etp", "ulysses_degree")}
+    degrees = {axis: getattr(dims, axis) for axis in NAMES}
     if world_size == dims.world_size:
         assert ParallelDims(**degrees, world_size=world_size) == dims
         return

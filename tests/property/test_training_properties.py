@@ -250,6 +250,7 @@ def any_arrangements(draw: st.DrawFn) -> Arrangement:
         **degrees,
         ulysses_degree=draw(st.sampled_from((None, 1, 2, 3))),
         etp=draw(st.sampled_from((None, 1, 2))),
+        fold_experts=draw(st.booleans()),
         schedule=draw(st.sampled_from(list(SCHEDULES))),
         stages_per_rank=draw(st.sampled_from((None, 1, 2))),
         layers_per_stage=None if sizes is None else ",".join(map(str, sizes)),

@@ -140,10 +140,17 @@ def degrees_of(problem: Problem, world_size: int) -> tuple[ParallelConfig, ...]:
             continue
         named = dict(zip(("dp_replicate", "cp", "tp", "pp", "ep"), sizes, strict=True))
         sizes_of_stages = _sizes(named["pp"])
-        for etp in (None, 1) if named["tp"] > 1 and named["ep"] > 1 else (None,):
+        inside = [(None, False)] + [(1, False)] * (named["tp"] > 1 and named["ep"] > 1)
+        inside += [(None, True)] * (named["cp"] > 1) + [(1, True)] * (named["tp"] > 1)
+        for etp, fold in inside:
             for ulysses in (each for each in divisors if named["cp"] % each == 0):
                 parallel = ParallelConfig(
-                    **named, **bare, etp=etp, ulysses_degree=ulysses, layers_per_stage=sizes_of_stages
+                    **named,
+                    **bare,
+                    etp=etp,
+                    fold_experts=fold,
+                    ulysses_degree=ulysses,
+                    layers_per_stage=sizes_of_stages,
                 )
                 if fits(problem, Arrangement(world_size, 1, parallel)):
                     found.append(parallel)

@@ -59,6 +59,22 @@ def refused(config: LlamaConfig, sizes: dict[str, int], options: dict[str, Any])
         ),
         (
             CONFIG,
+            {"ep": 2, "tp": 2},
+            {"ep": ("ep", "tp"), "etp": 2},
+            "cannot split the experts: ranks along tp cannot both split experts and have experts of their own\n"
+            "  ep=4, tp=2, cp=1, etp=2\n"
+            "  try: etp=1, or an ep without the axis of tp",
+        ),
+        (
+            CONFIG,
+            {"ep": 2, "tp": 2},
+            {"ep": ("tp", "ep")},
+            "cannot split the experts: ep must hold each axis once, in mesh order\n"
+            "  ep: ('tp', 'ep')   mesh: ep=2, tp=2\n"
+            "  try: ep=('ep', 'tp')",
+        ),
+        (
+            CONFIG,
             {"expert": 2},
             {"ep": "experts"},
             "cannot split the experts: ep='experts' is no axis of the mesh\n  mesh: expert=2\n  try: ep='expert'",
@@ -72,7 +88,7 @@ def refused(config: LlamaConfig, sizes: dict[str, int], options: dict[str, Any])
             "  try: a model with GroupedExperts, such as hyper_parallel.models.MoELlama",
         ),
     ],
-    ids=["experts", "width", "etp", "axis", "llama"],
+    ids=["experts", "width", "etp", "tp twice", "order", "axis", "llama"],
 )
 def test_what_does_not_fit_is_refused(config, sizes, options, expected):
     world_size = torch.Size(sizes.values()).numel()

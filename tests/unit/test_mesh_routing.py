@@ -144,14 +144,15 @@ class GivenRouter(Router):
 
 def step(dims, routing, *, real):
     """Return what one forward and backward of this rank counts and computes."""
-    mesh = copy.copy(dims).build_mesh("cpu")  # outside of the mode: its tensors are numbers of ranks
+    dims = copy.copy(dims)
+    mesh = dims.build_mesh("cpu")  # outside of the mode: its tensors are numbers of ranks
     with contextlib.nullcontext() if real else FakeTensorMode():
         return step_on(mesh, dims, routing, real=real)
 
 
 def step_on(mesh, dims, routing, *, real):
     model = MoELlama.build(CONFIG) if real else MoELlama(CONFIG)
-    parallelize_moe(model, mesh, etp=dims.etp if dims.tp_enabled else None)
+    parallelize_moe(model, mesh, ep=dims.expert_axes, etp=dims.etp if dims.tp_enabled else None)
     seen = []
     for module in model.modules():
         if isinstance(module, GroupedExperts):
@@ -160,9 +161,11 @@ def step_on(mesh, dims, routing, *, real):
             watch(module, seen, waits=real)
         if real and isinstance(module, Router):
             module.__class__ = GivenRouter
-            group = mesh["ep"].get_group() if dims.ep_enabled else None
             module.routing = routing
-            module.place = (1, 0) if group is None else (group.size(), group.rank())
+            module.place = (1, 0)
+            if dims.ep_enabled:
+                group = dims.mesh_over(*dims.expert_axes).get_group()
+                module.place = group.size(), group.rank()
     out = model(torch.zeros(2, 16, dtype=torch.long))
     out = out.to_local() if hasattr(out, "to_local") else out
     out.square().mean().backward()
@@ -194,7 +197,15 @@ def sent(world, rank):
 @pytest.mark.parametrize("routing", [Routing(), Routing.zipf(0.8), Routing.zipf(0.5).drawn(1)], ids=Routing.describe)
 @pytest.mark.parametrize(
     "degrees",
-    [{}, {"ep": 2}, {"ep": 4}, {"ep": 2, "tp": 2, "etp": 2}, {"ep": 2, "tp": 2, "etp": 1}, {"tp": 2, "etp": 2}],
+    [
+        {},
+        {"ep": 2},
+        {"ep": 4},
+        {"ep": 2, "tp": 2, "etp": 2},
+        {"ep": 2, "tp": 2, "etp": 1},
+        {"tp": 2, "etp": 2},
+        {"ep": 2, "tp": 2, "fold_experts": True},
+    ],
     ids=str,
 )
 def test_shapes_and_bytes_are_those_of_a_run_with_values(routing, degrees):

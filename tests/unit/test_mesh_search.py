@@ -65,6 +65,12 @@ def test_every_candidate_is_one_that_the_trainer_accepts() -> None:
     for axis in ("tp", "pp", "ep", "cp", "dp_shard", "dp_replicate"):
         assert len({getattr(candidate.dims, axis) for candidate in found}) > 1, f"no choice of {axis}"
     assert {(c.dims.tp, c.dims.etp) for c in found if c.dims.ep > 1} >= {(2, 1), (2, 2)}
+    assert {(c.dims.tp, c.dims.etp, c.dims.ep) for c in found if c.dims.fold_experts} >= {
+        (2, 1, 1),
+        (2, 1, 2),
+        (4, 1, 4),
+    }
+    assert all(c.dims.expert_ranks > c.dims.ep for c in found if c.dims.fold_experts)
     assert {c.recipe.schedule for c in found if c.dims.pp > 1} == {"1f1b", "interleaved"}
 
 

@@ -94,13 +94,14 @@ def test_every_second_layer_is_half_of_the_layers():
 
 def test_experts_over_ranks_of_two_axes_are_noted():
     it = case("m0922")
-    assert (it.dims.ep, it.dims.etp, it.dims.tp, it.dims.world_size) == (16, 2, 2, 256)
+    assert (it.dims.expert_axes, it.dims.expert_ranks, it.dims.tp, it.dims.world_size) == (("ep", "tp"), 32, 2, 256)
     assert "experts over 32 ranks" in it.notes[0]
+    assert case("m1161").dims.expert_axes == ("ep",), "Megatron-LM folded later"
 
 
 def test_what_splits_within_an_expert_is_megatrons_default_or_nothing():
     assert (case("m0786").dims.ep, case("m0786").dims.tp, case("m0786").dims.etp) == (2, 4, 4)
-    assert (case("m0924").dims.ep, case("m0924").dims.tp, case("m0924").dims.etp) == (8, 2, 1)
+    assert (case("m0924").dims.expert_ranks, case("m0924").dims.tp, case("m0924").dims.etp) == (8, 2, 1)
 
 
 def test_a_framework_that_nothing_is_known_of_is_a_plain_one():

@@ -534,7 +534,7 @@ def test_copies_and_pickles_are_about_the_degrees(start_world: StartWorld) -> No
     for twin in (copy.copy(dims), copy.deepcopy(dims), pickle.loads(pickle.dumps(dims))):
         assert twin == dims
         refusal(lambda twin=twin: twin.get_mesh("fsdp"), "has not built the mesh", "build_mesh")
-    assert set(dataclasses.asdict(dims)) == {part.rstrip("=") for part in ALL_DEGREES}
+    assert set(dataclasses.asdict(dims)) == {*(part.rstrip("=") for part in ALL_DEGREES), "fold_experts"}
 
 
 def test_absent_names_say_why() -> None:
@@ -708,3 +708,16 @@ def test_the_data_mesh_has_the_ranks_with_other_tokens(
 
 class _Group:
     """Stands for a process group: an object that only has an identity."""
+
+
+def test_folding_is_a_bool_and_told_where_there_is_some() -> None:
+    with pytest.raises(
+        ValueError, match=r"cannot use fold_experts=2: it is a bool, not int(?s:.*)try: fold_experts=True"
+    ):
+        ParallelDims(fold_experts=2)  # type: ignore[arg-type]
+    folded = ParallelDims(cp=2, tp=4, etp=1, world_size=8, fold_experts=True)
+    assert "fold_experts=True" in folded.summary()
+    assert "fold_experts" not in ParallelDims().summary()
+    assert (folded.expert_axes, folded.expert_ranks, folded.expert_shards) == (("cp", "tp"), 8, 1)
+    with pytest.raises(ValueError, match=r"num_experts=12 is not divisible by cp \* tp=8"):
+        folded.validate_against_model(model_with(num_experts=12))

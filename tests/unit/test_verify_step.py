@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from zoo_kit import Tied, draw, rounding
 
@@ -294,6 +295,118 @@ def test_fused_and_renamed_weights_are_right(names):
     assert any("blocks.0.attn.qkv.weight is" in note for note in report.notes) == (names is None)
 
 
+class GroupedAttention(nn.Module):
+    """Causal attention in which `group` heads of queries share one of keys and values."""
+
+    group = 2
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH // each) for each in (1, self.group, self.group))
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.attend(x, self.q(x), self.k(x), self.v(x))
+
+    def attend(self, x, *given):
+        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in given)
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FusedInOrder(GroupedAttention):
+    """The same, with one weight for all of q, then all of k and v."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * WIDTH // self.group)
+        del self.q, self.k, self.v
+
+    def forward(self, x):
+        return self.attend(x, *self.qkv(x).split([WIDTH, WIDTH // self.group, WIDTH // self.group], -1))
+
+
+class InTurns(GroupedAttention):
+    """Megatron's order: the queries of each group, its keys and its values, and so on."""
+
+    def __init__(self, attention, group, turned=lambda weight: weight):
+        nn.Module.__init__(self)
+        rank, size, heads = group.rank(), group.size(), HEADS // attention.group
+        self.parted = (WIDTH // HEADS * attention.group, WIDTH // HEADS, WIDTH // HEADS)
+        held = attention.state_dict()
+        self.qkv = nn.Linear(1, 1)
+        for kind in ("weight", "bias"):
+            if f"qkv.{kind}" in held:
+                parts = held[f"qkv.{kind}"].split([heads * each for each in self.parted])
+            else:
+                parts = [held[f"{each}.{kind}"] for each in "qkv"]
+            turns = [each for parts in zip(*(part.chunk(heads) for part in parts), strict=True) for each in parts]
+            setattr(self.qkv, kind, nn.Parameter(turned(torch.cat(turns).chunk(size)[rank].clone())))
+        self.o = nn.Linear(WIDTH // size, WIDTH, bias=False)
+        self.o.weight = nn.Parameter(held["o.weight"].chunk(size, 1)[rank].clone())
+        self.group_of_ranks = group
+
+    def forward(self, x):
+        given = self.qkv(Enter.apply(x, self.group_of_ranks)).unflatten(-1, (-1, sum(self.parted)))
+        y = self.attend(x, *(part.flatten(-2) for part in given.split(self.parted, -1)))
+        return Leave.apply(y, self.group_of_ranks)
+
+
+def grouped(kind, group=2):
+    def make():
+        model = Gpt()
+        for block in model.blocks:
+            block.attn = type(kind.__name__, (kind,), {"group": group})()
+        return model
+
+    return make
+
+
+def in_turns(model, mesh, **options):
+    for block in model.blocks:
+        block.attn = InTurns(block.attn, mesh.get_group(), **options)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("kind", [GroupedAttention, FusedInOrder])
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=2"])
+def test_weights_whose_heads_take_turns_are_right(kind, group, mesh):
+    report = verify(mesh, grouped(kind, group), parallelize=in_turns, steps=2)
+    assert report.ok, report
+    assert {row.verdict for row in report.rows if row.kind in ("parameter", "gradient", "update")} <= {
+        "exact",
+        "rounding",
+    }
+    said = [note for note in report.notes if "blocks.0.attn.qkv.weight is" in note]
+    if kind is FusedInOrder:
+        assert not said
+        assert any(f"blocks.0.attn.qkv.weight has its rows by {2 * group} rows" in note for note in report.notes)
+    elif (mesh, group) == ("tp=2", 2):  # one group of heads a rank: nothing takes turns
+        assert "q.weight + blocks.0.attn.k.weight" in said[0]
+    else:
+        assert f"q.weight by {2 * group} rows in turn + " in said[0], said
+
+
+@pytest.mark.parametrize("kind", [GroupedAttention, FusedInOrder])
+def test_heads_that_take_turns_in_the_weight_and_not_in_forward(kind):
+    def plain(model, mesh):
+        in_turns(model, mesh)
+        for block in model.blocks:
+            block.attn.forward = partial(FusedInOrder.forward, block.attn)
+
+    report = verify("tp=1", grouped(kind), parallelize=plain)
+    at = ("attn.o", "input") if kind is GroupedAttention else ("attn.qkv", "output")
+    assert (report.first.module, report.first.tensor) == (f"blocks.0.{at[0]}", at[1]), report.first
+
+
+def test_rows_in_an_order_that_is_no_turn_are_no_names():
+    def mixed(weight):
+        return weight[torch.randperm(len(weight), generator=torch.Generator().manual_seed(1))]
+
+    first = verify("tp=1", grouped(GroupedAttention), parallelize=partial(in_turns, turned=mixed)).first
+    assert (first.kind, first.place) == ("parameter", "blocks.0.attn.q.weight"), first
+
+
 def test_fused_weights_whose_outputs_nobody_adds_up():
     report = verify("tp=2", parallelize=lambda model, mesh: fused(model, mesh, leave=False))
     assert (report.first.module, report.first.tensor) == ("blocks.0.attn.o", "output")
@@ -306,6 +419,180 @@ def test_a_weight_that_no_rank_has():
 
     report = verify("tp=2", parallelize=without)
     assert (report.first.kind, report.first.place) == ("parameter", "head.weight")
+
+
+# -- constructors that draw their own part of the weights --------------------------------------------------------------
+
+
+class Column(nn.Linear):
+    """This rank's part of what comes out."""
+
+    def __init__(self, width, out, group, bias=True):
+        with torch.random.fork_rng():
+            torch.manual_seed(group.rank())
+            super().__init__(width, out // group.size(), bias)
+        self.group = group
+
+    def forward(self, x):
+        return super().forward(Enter.apply(x, self.group))
+
+
+class Row(nn.Module):
+    """This rank's part of what goes in."""
+
+    def __init__(self, width, out, group, leave=True):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(group.rank())
+            self.weight = nn.Parameter(nn.Linear(width // group.size(), out).weight.detach())
+        self.bias = nn.Parameter(torch.zeros(out))
+        self.group, self.leave = group, leave
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        return (Leave.apply(y, self.group) if self.leave else y) + self.bias
+
+
+class Gated(nn.Module):
+    """A gated feed-forward whose gate and up are one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.both, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        gate, up = self.both(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class OwnGated(Gated):
+    """The same, whose constructor splits by itself."""
+
+    def __init__(self, group, leave=True, unequal=False):
+        nn.Module.__init__(self)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.both, self.down = Column(WIDTH, 4 * WIDTH, group), Row(2 * WIDTH, WIDTH, group, leave)
+        if unequal:
+            nn.init.normal_(self.norm.weight, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+class OwnAttention(nn.Module):
+    """`FusedAttention` that takes no weights of another, under other names."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.in_proj, self.out = Column(WIDTH, 3 * WIDTH, group), nn.Linear(WIDTH // group.size(), WIDTH, bias=False)
+        self.group = group
+
+    def forward(self, x):
+        given = self.in_proj(x).chunk(3, -1)
+        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in given)
+        y = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return Leave.apply(y, self.group)
+
+
+class OwnGpt(Gpt):
+    def __init__(self, group):
+        super().__init__()
+        for block in self.blocks:
+            block.attn = OwnAttention(group)
+
+
+def gated():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated(), Gated())
+
+
+def own_gated(model, mesh, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(OwnGated(mesh.get_group("tp"), **options) for _ in range(2)))
+
+
+def some(model, mesh, **options):
+    for at in (1, 2):
+        model[at] = OwnGated(mesh.get_group("tp"), **options)
+
+
+def verify_gated(mesh="tp=2", parallelize=own_gated, **options):
+    return sim.verify_step(squared, gated, draw(ROWS, WIDTH), mesh, parallelize=parallelize, **options)
+
+
+@pytest.mark.parametrize(("mesh", "parallelize"), [("tp=2", own_gated), ("tp=2", some), ("dp=2,tp=2", own_gated)])
+def test_constructors_that_draw_their_own_part_are_right(mesh, parallelize):
+    report = verify_gated(mesh, parallelize)
+    assert report.ok, report
+    (note,) = [note for note in report.notes if "draw these by themselves" in note]
+    assert "1.both.weight (tp, -), each of 2 fused ones" in note
+    assert "1.down.weight (-, tp)" in note
+    assert ("0.weight" in note) is (parallelize is own_gated)
+    assert {("gradient", "1.both"), ("update", "2.down"), ("parameter", "0")} <= {
+        (row.kind, row.module) for row in report.rows
+    }
+
+
+def test_weights_of_other_names_that_the_ranks_draw_are_matched_in_order():
+    options = {"parallelize": lambda model, mesh: OwnGpt(mesh.get_group())}
+    report = verify("tp=2", **options)
+    assert report.ok, report
+    assert any("blocks.0.attn.in_proj.weight (tp, -)" in note for note in report.notes), report.notes
+    parts = {
+        f"blocks.*.attn.in_proj.{kind}": [f"blocks.*.attn.{each}.{kind}" for each in "qkv"]
+        for kind in ("weight", "bias")
+    }
+    names = {**parts, "blocks.*.attn.out.weight": "blocks.*.attn.o.weight"}
+    assert verify("tp=2", names=names, **options).ok
+
+
+def test_placements_of_what_the_ranks_draw():
+    def square(model, mesh):
+        group = mesh.get_group("tp")
+        return nn.Sequential(Column(WIDTH, 2 * WIDTH, group), Row(2 * WIDTH, WIDTH, group))
+
+    def model():
+        return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+
+    def take(mesh, **names):
+        names = {name.replace("_", "."): value for name, value in names.items()}
+        return sim.verify_step(squared, model, draw(ROWS, WIDTH), mesh, parallelize=square, names=names)
+
+    said = take(
+        "dp=2,tp=2",
+        **{"0_weight": ("0.weight", Replicate(), Shard(0)), "1_weight": ("1.weight", Replicate(), Shard(1))},
+    )
+    assert said.ok, said
+    with pytest.raises(ValueError, match="has 1 placements for the axes dp, tp"):
+        take("dp=2,tp=2", **{"0_weight": ("0.weight", Shard(0))})
+
+
+@pytest.mark.parametrize("parallelize", [own_gated, some])
+def test_faults_of_constructors_that_draw_their_own_part(parallelize):
+    first = verify_gated(parallelize=partial(parallelize, leave=False)).first
+    assert (first.module, first.tensor) == ("1.down", "output"), first
+    assert "a bias that each of the 2 ranks adds" in first.sentence
+
+
+def test_what_ranks_should_draw_alike():
+    first = verify_gated(parallelize=partial(own_gated, unequal=True)).first
+    assert (first.kind, first.place) == ("parameter", "1.norm.weight")
+    assert first.sentence == "ranks along tp draw it differently, and should hold the same"
+
+
+@pytest.mark.parametrize("wrong", [lambda weight: weight * 1.5, lambda weight: weight.flip(0)])
+def test_weights_that_are_copied_wrongly_are_not_drawn(wrong):
+    def copied(model, mesh):
+        group, parts = mesh.get_group("tp"), model[1].both
+        rank = group.rank()
+        both = Column(WIDTH, 4 * WIDTH, group)
+        for kind in ("weight", "bias"):
+            part = torch.cat([each.chunk(2)[rank] for each in getattr(parts, kind).detach().chunk(2)])
+            setattr(both, kind, nn.Parameter(wrong(part)))
+        down = Row(2 * WIDTH, WIDTH, group)
+        down.weight = nn.Parameter(model[1].down.weight.detach().chunk(2, 1)[rank].clone())
+        down.bias = model[1].down.bias
+        model[1].both, model[1].down = both, down
+
+    first = verify_gated(parallelize=copied).first
+    assert (first.kind, first.module) == ("parameter", "1.both"), first
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------

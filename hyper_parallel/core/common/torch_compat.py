@@ -1,4 +1,4 @@
-"""Compatibility with torch's wrappers and optimizers: eager code, plain names, and replaced parameters."""
+"""Compatibility with torch's wrappers and optimizers: eager code, plain names, and marks on parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.common.errors import explain
 
-__all__ = ["note_replaced", "plain_name", "runs_eagerly"]
+__all__ = ["ADDS_UP", "note_replaced", "plain_name", "runs_eagerly"]
+
+ADDS_UP = "_hyper_parallel_adds_up"
+"""What an attribute of a parameter is called that says: whoever takes its gradients adds up sums that are pending."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

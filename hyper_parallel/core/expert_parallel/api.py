@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain, nearest
@@ -16,18 +17,24 @@ from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts, SharedGroup
 from hyper_parallel.core.expert_parallel.router import routers_of
-from hyper_parallel.core.mesh.device_mesh import axes_of
+from hyper_parallel.core.mesh.device_mesh import axes_of, flatten_axes
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.region import OWN_PARTS, is_unit
 
 __all__ = ["expert_parallel"]
 
 _ASKED = "cannot split the experts"
-_DEFAULTS = MappingProxyType({"ep": "ep", "tp": "tp", "cp": "cp"})
+_DEFAULTS = ("ep", "tp", "cp")  # axes that a mesh may lack
 
 
 def expert_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, ep: str = "ep", tp: str = "tp", cp: str = "cp", etp: int | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    ep: str | Sequence[str] = "ep",
+    tp: str = "tp",
+    cp: str = "cp",
+    etp: int | None = None,
 ) -> nn.Module:
     """Split the experts of a model over ranks, in place; tokens then go to the ranks that have their experts.
 
@@ -43,6 +50,9 @@ def expert_parallel(
     it are given the same tokens, and return partial sums. Or it splits nothing (`etp=1`): they are given different
     tokens, parts of the same sequences, for unsplit experts. What brings tokens there is the plan, see `moe_plan`.
 
+    Experts may be split over the ranks of cp, and with `etp=1` over those of tp, as well: `ep=("ep", "cp", "tp")`, or
+    without an axis of their own `ep=("cp", "tp")`. Ranks along these have different tokens, too, and exchange them.
+
     Communication: none now; see `GroupedExperts.forward`. Where no expert is split and tp there, its gradients are
     added up over tp, by one all_reduce per weight and backward.
 
@@ -50,10 +60,10 @@ def expert_parallel(
         model: a module with `GroupedExperts` and `Router` in it, whose weights are unsharded and equal on all ranks, or
             on the meta device. Before `fully_shard`.
         mesh: the mesh, with all its axes. An axis that it does not have counts as one rank.
-        ep: the axis that splits the experts.
+        ep: the axis that splits the experts, or several, in mesh order.
         tp: the axis of tensor parallelism.
         cp: the axis that splits sequences, for the auxiliary loss.
-        etp: the degree of tp, or 1. Default: the degree of tp.
+        etp: the degree of tp, or 1. Default: the degree of tp; 1 where tp is one of `ep`.
 
     Returns:
         The model.
@@ -61,24 +71,26 @@ def expert_parallel(
     Raises:
         TypeError: no mesh, or another argument of another kind.
         ValueError: no experts in the model; experts or an inner width that the ranks cannot share evenly; an `etp` that
-            is neither; no such axis; weights that are split already.
+            is neither; no such axis; axes out of mesh order, or whose ranks do not ascend; weights that are split
+            already.
     """
     check(_ASKED, "module", model=model)
-    check(_ASKED, "str", ep=ep, tp=tp, cp=cp)
-    check(_ASKED, "int | None", etp=etp)
-    sizes = _sizes(mesh, {"ep": ep, "tp": tp, "cp": cp})
-    degree = sizes["tp"] if etp is None else etp
-    found = _checked(model, sizes, degree)
-    wanted = [name for word, name in (("ep", ep), ("tp", tp)) if sizes[word] > 1]
-    held = tuple(name for name in axes_of(mesh).names if name in wanted)
+    check(_ASKED, "str", tp=tp, cp=cp)
+    over = _read_axes(mesh, ep)
+    sizes = {"ep": math.prod(_size(mesh, "ep", name) for name in over)}
+    sizes |= {"tp": _size(mesh, "tp", tp), "cp": _size(mesh, "cp", cp)}
+    degree = (1 if tp in over else sizes["tp"]) if etp is None else etp
+    found = _checked(model, sizes, degree, tp_has_experts=tp in over)
+    splitting = [name for name in over if _size(mesh, "ep", name) > 1]
+    held = tuple(name for name in axes_of(mesh).names if name in splitting or (name == tp and sizes["tp"] > 1))
     if held:
-        layouts = _layouts(mesh[held], ep, tp if degree > 1 else None)
+        layouts = _layouts(mesh[held], splitting, tp if degree > 1 else None)
+        exchange = _exchange(mesh, splitting)
         for _, experts in found:
             for name, layout in layouts.items():
                 _split(experts, name, layout)
             experts.__dict__[OWN_PARTS] = True
-            if sizes["ep"] > 1:
-                experts.exchange = SharedGroup(mesh.get_group(ep))
+            experts.exchange = exchange
     between = (SharedGroup(mesh.get_group(tp)),) if sizes["tp"] > degree else ()
     along = (SharedGroup(mesh.get_group(cp)),) if sizes["cp"] > 1 else ()
     for _, router in routers_of(model):
@@ -86,21 +98,55 @@ def expert_parallel(
     return model
 
 
-def _sizes(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of ranks for each of the roles."""
+def _read_axes(mesh: DeviceMesh, ep: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the axes that split the experts."""
+    check(_ASKED, "mesh", mesh=mesh)
+    if isinstance(ep, str):
+        return (ep,)
+    check(_ASKED, "list", "ep=('ep', 'cp', 'tp')", ep=ep)
+    for name in ep:
+        check(_ASKED, "str", ep=name)
+    over = tuple(name for name in axes_of(mesh).names if name in ep)
+    if tuple(name for name in ep if name in over) != over or len(set(ep)) < len(ep):
+        blame, seen = "ep must hold each axis once, in mesh order", f"ep: {tuple(ep)}   mesh: {axes_of(mesh)}"
+        raise ValueError(explain(_ASKED, blame, seen, f"ep={over}"))
+    return tuple(ep)
+
+
+def _size(mesh: DeviceMesh, word: str, name: str) -> int:
+    """Return the number of ranks along an axis that has a role."""
     check(_ASKED, "mesh", mesh=mesh)
     axes = axes_of(mesh)
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
-    for word, name in names.items():
-        if name not in sizes and name != _DEFAULTS[word]:
-            hint = f"{word}={nearest(name, axes.names)}"
-            raise ValueError(explain(_ASKED, f"{word}={name!r} is no axis of the mesh", f"mesh: {axes}", hint))
-    return {word: sizes.get(name, 1) for word, name in names.items()}
+    if name not in sizes and name not in _DEFAULTS:
+        hint = f"{word}={nearest(name, axes.names)}"
+        raise ValueError(explain(_ASKED, f"{word}={name!r} is no axis of the mesh", f"mesh: {axes}", hint))
+    return sizes.get(name, 1)
 
 
-def _checked(model: nn.Module, sizes: Mapping[str, int], etp: int) -> list[tuple[str, GroupedExperts]]:
+def _exchange(mesh: DeviceMesh, names: Sequence[str]) -> SharedGroup | None:
+    """Return the ranks that tokens go between."""
+    if not names:
+        return None
+    if len(names) == 1:
+        return SharedGroup(mesh.get_group(names[0]))
+    with _disable_current_modes():  # the ranks are real numbers under a fake tensor mode too
+        ranks = flatten_axes(mesh, names, "_".join(names))
+        order: list[int] = ranks.mesh.tolist()
+    if order != sorted(order):  # a process group sorts its ranks: experts would change places
+        blame, seen = "ranks along the axes that split experts have to ascend", f"ranks: {order}"
+        raise ValueError(explain(_ASKED, blame, seen, "a mesh whose rows ascend, as init_device_mesh makes them"))
+    return SharedGroup(ranks.get_group())
+
+
+def _checked(
+    model: nn.Module, sizes: Mapping[str, int], etp: int, *, tp_has_experts: bool
+) -> list[tuple[str, GroupedExperts]]:
     """Return the experts, by name."""
     seen = ", ".join(f"{word}={size}" for word, size in sizes.items()) + f", etp={etp}"
+    if tp_has_experts and etp != 1:
+        blame = "ranks along tp cannot both split experts and have experts of their own"
+        raise ValueError(explain(_ASKED, blame, seen, "etp=1, or an ep without the axis of tp"))
     if etp not in (1, sizes["tp"]):
         blame = "inside of an expert tp splits either the inner width, on all its ranks, or nothing"
         raise ValueError(explain(_ASKED, blame, seen, f"etp={sizes['tp']}, or etp=1"))
@@ -126,9 +172,9 @@ def _checked(model: nn.Module, sizes: Mapping[str, int], etp: int) -> list[tuple
     return found
 
 
-def _layouts(mesh: DeviceMesh, ep: str, tp: str | None) -> dict[str, Layout]:
+def _layouts(mesh: DeviceMesh, over: Sequence[str], tp: str | None) -> dict[str, Layout]:
     base = Layout.from_device_mesh(mesh)
-    first = ep if ep in base.alias_name else "None"
+    first = tuple(over) or "None"
     inner = tp or "None"
     return {"w1": base(first, inner, "None"), "w2": base(first, "None", inner), "w3": base(first, inner, "None")}
 

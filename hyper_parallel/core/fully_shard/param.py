@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.common.torch_compat import note_replaced
+from hyper_parallel.core.common.torch_compat import ADDS_UP, note_replaced
 from hyper_parallel.core.fully_shard.placement import ParameterPlacement, has_extension
 from hyper_parallel.core.redistribute.api import redistribute
 
@@ -182,6 +182,8 @@ class ManagedParam:
         self.unsharded.__dict__.update(self.attributes)
         self.made_version = self.unsharded._version
         self.watch()
+        if self._view_spec is not None:
+            self.unsharded.__dict__[ADDS_UP] = True
         if self._view_spec is not None and self.placement.reduced_axes:
             # Code on local tensors has one gradient per rank, to be added up: not the same on all, as torch assumes.
             self.unsharded.to_local = self._to_local  # type: ignore[attr-defined]
@@ -265,16 +267,34 @@ class ManagedParam:
         unsharded.grad = flat.view(self.shape)
         return True
 
+    def _wanted(self, gradient: DTensor, mean: bool) -> list[Placement]:
+        """The placements of what this rank adds to the sum over `reduced_axes`."""
+        wanted = self._summands
+        if mean:
+            pairs = zip(wanted, gradient.placements, strict=True)
+            wanted = [(Replicate() if has.is_shard() else has) if want.is_partial() else want for want, has in pairs]
+        return wanted
+
+    def pending_sum(self, *, mean: bool) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+        """The mesh and its axes over which nothing but a sum is pending in the gradient; None: something else, or none.
+
+        Such are the gradients of norms over tensor parallelism's axis, where the sequence is split.
+        """
+        gradient = self.unsharded.grad
+        if not isinstance(gradient, DTensor):
+            return None
+        pairs = list(zip(gradient.placements, self._wanted(gradient, mean), strict=True))
+        axes = tuple(axis for axis, (has, wanted) in enumerate(pairs) if has != wanted)
+        sums = all(pairs[axis] == (Partial(), Replicate()) for axis in axes)
+        return (gradient.device_mesh, axes) if axes and sums else None
+
     def _summand(self, gradient: DTensor, dtype: torch.dtype | None, mean: bool) -> torch.Tensor:
         """What this rank adds to the sum over `reduced_axes`.
 
         A gradient that is the same on all counts once in a sum. It is its own mean, to which each rank adds its copy;
         as in FSDP2, also where these are no copies.
         """
-        wanted = self._summands
-        if mean:
-            pairs = zip(wanted, gradient.placements, strict=True)
-            wanted = [(Replicate() if has.is_shard() else has) if want.is_partial() else want for want, has in pairs]
+        wanted = self._wanted(gradient, mean)
         if list(gradient.placements) != wanted:
             # Sums that autograd leaves pending on the DTensor's own mesh, such as those of norms under sequence
             # parallelism, are added up in the dtype of the reduction as well, not in that of the computation.

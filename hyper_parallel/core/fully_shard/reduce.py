@@ -6,6 +6,7 @@ the replicate axis for the shards of several units.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.errors import explain
 from hyper_parallel.core.fully_shard.bucket import Bucket
@@ -349,8 +351,11 @@ class GradientReducer:
         if self.pending is None:
             self.pending = [None] * len(params)
         self._given = set()
+        summed = _summed_together(params, self._dtype(dtype), mean=mean)
         for index, param in enumerate(params):
-            gradient = param.take_gradient(self._dtype(dtype), mean=mean)
+            gradient = summed.pop(param, None)
+            if gradient is None:
+                gradient = param.take_gradient(self._dtype(dtype), mean=mean)
             if gradient is None:
                 continue
             pending = self.pending[index]
@@ -552,6 +557,37 @@ class GradientReducer:
         """Drop gradients that wait."""
         self.pending = self.partial = None
         self._given = set()
+
+
+def _summed_together(
+    params: Sequence[ManagedParam], dtype: torch.dtype, *, mean: bool
+) -> dict[ManagedParam, torch.Tensor]:
+    """Take the gradients with sums pending over axes that are not the engine's: of the same axes in one all_reduce.
+
+    Args:
+        params: Those of a unit, the same on all ranks.
+        dtype: Of the sum.
+        mean: The engine averages over its ranks.
+
+    Communication: one all_reduce per axis of a mesh over which several gradients are pending.
+    """
+    pending: dict[tuple[DeviceMesh, tuple[int, ...]], list[ManagedParam]] = {}
+    for param in params:
+        found = param.pending_sum(mean=mean)
+        if found is not None:
+            pending.setdefault(found, []).append(param)
+    summed: dict[ManagedParam, torch.Tensor] = {}
+    for (mesh, axes), several in pending.items():
+        if len(several) == 1:
+            continue  # without a copy
+        gradients: list[Any] = [param.unsharded.grad for param in several]
+        flat = torch.cat([gradient._local_tensor.to(dtype).reshape(-1) for gradient in gradients])
+        for axis in axes:
+            all_reduce(flat, mesh.get_group(axis)).wait()
+        for param, part in zip(several, flat.split([param.numel for param in several]), strict=True):
+            param.unsharded.grad = None
+            summed[param] = part
+    return summed
 
 
 def _zero_padding(param: ManagedParam, columns: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """The degrees of each kind of parallelism, and the one mesh that all of them are cut from.
 
-`ParallelDims` is a value: eight degrees that multiply to the world size. It is checked when it is made, long before
+`ParallelDims` is a value: degrees that multiply to the world size. It is checked when it is made, long before
 anything communicates, and every message prints every degree.
 """
 
@@ -67,6 +67,8 @@ class ParallelDims:
         ulysses_degree: the part of `cp` that splits attention heads; it divides `cp`, None means all of `cp`. Ignored
             with `cp=1`.
         world_size: the number of ranks; the product of all axes must equal it.
+        fold_experts: experts are split over the ranks of `cp`, and with `etp=1` over those of `tp`, as well: then so
+            many ranks share them without an `ep` of as many ("MoE parallel folding", arXiv:2504.14960).
 
     Raises:
         ValueError: a degree is not a whole number of at least 1, or the degrees do not fit `world_size` or each other.
@@ -81,6 +83,7 @@ class ParallelDims:
     etp: int = 1
     ulysses_degree: int | None = None
     world_size: int = 1
+    fold_experts: bool = False
 
     @classmethod
     def from_config(cls, parallel_cfg: Any, world_size: int) -> ParallelDims:
@@ -98,7 +101,7 @@ class ParallelDims:
             ValueError: as for the constructor; text or a number in place of a configuration, names that are nearly
                 those of degrees, a mapping that has other names only.
         """
-        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree")
+        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree", "fold_experts")
         _check_names(parallel_cfg, (*names, "dp", "world_size"))
         given = {name: value for name in names if (value := _read(parallel_cfg, name)) is not None}
         if "dp_shard" not in given:
@@ -119,7 +122,7 @@ class ParallelDims:
                 f"is {product}, not world_size={self.world_size}",
                 f"dp_shard=-1, which takes what the others leave, or start {product} ranks",
             )
-        if self.ep > 1 and self.etp not in (self.tp, 1):
+        if (self.ep > 1 or self.fold_experts) and self.etp not in (self.tp, 1):
             raise self._error(
                 f"cannot use etp={self.etp} with ep={self.ep} and tp={self.tp}: inside an expert, tensors are split "
                 "over all ranks of axis 'tp' or not at all",
@@ -163,7 +166,29 @@ class ParallelDims:
     @property
     def ep_enabled(self) -> bool:
         """Whether the experts are split."""
-        return self.ep > 1
+        return self.expert_ranks > 1
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that split the experts.
+
+        >>> ParallelDims(ep=2, tp=4, etp=1, world_size=8).expert_axes
+        ('ep',)
+        >>> ParallelDims(ep=2, tp=4, etp=1, world_size=8, fold_experts=True).expert_axes
+        ('ep', 'tp')
+        """
+        folded = (("cp",) if self.etp != 1 else ("cp", "tp")) if self.fold_experts else ()
+        return tuple(axis for axis in ("ep", *folded) if int(getattr(self, axis)) > 1)
+
+    @property
+    def expert_ranks(self) -> int:
+        """The number of ranks that the experts are split over."""
+        return math.prod(int(getattr(self, axis)) for axis in self.expert_axes)
+
+    @property
+    def expert_shards(self) -> int:
+        """The number of ranks that `fully_shard` splits each rank's experts over: dp_shard, and cp unless folded."""
+        return self.dp_shard * (1 if "cp" in self.expert_axes else self.cp)
 
     @property
     def pp_enabled(self) -> bool:
@@ -204,7 +229,7 @@ class ParallelDims:
         >>> ParallelDims(tp=4, pp=2, world_size=8).summary().split(" | ")[1]
         'dp=1 world=8, stages of 4 consecutive ranks'
         """
-        degrees = " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "world_size")
+        degrees = " ".join(f"{name}={value}" for name, value in self._said() if name != "world_size")
         stage = f", stages of {self.world_size // self.pp} consecutive ranks" if 1 < self.pp < self.world_size else ""
         return f"{degrees} | dp={self.dp_size} world={self.world_size}{stage}"
 
@@ -290,22 +315,24 @@ class ParallelDims:
         """Return the mesh for `fully_shard`: (shard,), or (replicate, shard) with `dp_replicate > 1`.
 
         Parameters are split over all ranks that compute with different tokens, dp_shard x ep x cp, as each of them
-        needs all parameters unsharded and adds to their gradients. Experts are split over ep already: what remains for
-            them
-        is dp_shard x cp. Where nothing is to be split over, the shard axis has size 1.
+        needs all parameters unsharded and adds to their gradients. Experts are split over `expert_axes`
+        already: what remains for them is dp_shard x cp, or dp_shard alone where cp is one of these. Where
+        nothing is to be split over, the shard axis has size 1.
 
         Communication: the first call makes process groups; every rank must call it, for the same meshes in the same
         order.
 
         Args:
-            experts: for parameters that are split over axis ep.
+            experts: for parameters that are split over `expert_axes`.
 
         Raises:
             TypeError: experts is no bool.
             ValueError: the mesh is not built yet.
         """
         check("cannot make the data mesh", "bool", experts=experts)
-        axes = ("dp_shard", "cp") if experts else ("dp_shard", "ep", "cp")
+        axes: tuple[str, ...] = ("dp_shard", "ep", "cp")
+        if experts:
+            axes = ("dp_shard",) if "cp" in self.expert_axes else ("dp_shard", "cp")
         copies, shard = self.mesh_over("dp_replicate"), self.mesh_over(*axes)
         if copies is None and shard is not None:
             return shard
@@ -404,7 +431,7 @@ class ParallelDims:
 
         Args:
             model: its config's `num_attention_heads` must be divisible by tp * ulysses_degree, `num_key_value_heads` by
-                tp, `num_experts` and `num_local_experts` by ep. What the config lacks is not checked.
+                tp, `num_experts` and `num_local_experts` by `expert_ranks`. What the config lacks is not checked.
             seq_len: the global sequence length, which must be divisible by cp * tp; None is not checked.
 
         Raises:
@@ -417,11 +444,12 @@ class ParallelDims:
             return
         ulysses = self.ulysses_degree if self.cp > 1 and self.ulysses_degree else 1
         heads = ("tp", self.tp) if ulysses == 1 else ("tp * ulysses_degree", self.tp * ulysses)
+        experts = " * ".join(self.expert_axes) or "ep", self.expert_ranks
         checks = [
             ("num_attention_heads", _read(config, "num_attention_heads"), *heads),
             ("num_key_value_heads", _read(config, "num_key_value_heads"), "tp", self.tp),
-            ("num_experts", _read(config, "num_experts"), "ep", self.ep),
-            ("num_local_experts", _read(config, "num_local_experts"), "ep", self.ep),
+            ("num_experts", _read(config, "num_experts"), *experts),
+            ("num_local_experts", _read(config, "num_local_experts"), *experts),
             ("seq_len", seq_len, "cp * tp", self.cp * self.tp),
         ]
         wrong = [(what, size, by, degree) for what, size, by, degree in checks if size is not None and size % degree]
@@ -438,7 +466,11 @@ class ParallelDims:
     # Checks of the constructor
 
     def _check_whole_numbers(self) -> None:
-        for name in (f.name for f in fields(self)):
+        fold: Any = self.fold_experts
+        if not isinstance(fold, bool):
+            what = f"cannot use fold_experts={fold!r}: it is a bool, not {type(fold).__name__}"
+            raise self._error(what, "fold_experts=True")
+        for name in (f.name for f in fields(self) if f.name != "fold_experts"):
             value = getattr(self, name)
             if name == "ulysses_degree" and (value is None or _is_whole(value) or self.cp != 1):
                 continue  # its value is checked where it counts, with cp > 1
@@ -471,11 +503,16 @@ class ParallelDims:
             )
         return degree
 
+    def _said(self) -> list[tuple[str, Any]]:
+        """The fields that messages print: folding where there is some."""
+        named = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return [(name, value) for name, value in named if name != "fold_experts" or value is not False]
+
     def _set(self, name: str, value: int) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen; only __post_init__ fills values in
 
     def _error(self, what: str, hint: str) -> ValueError:
-        degrees = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        degrees = ", ".join(f"{name}={value}" for name, value in self._said())
         return ValueError(f"{what}\n  degrees: {degrees}\n  try: {hint}")
 
 

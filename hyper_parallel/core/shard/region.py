@@ -11,6 +11,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel.core.common.errors import explain
+from hyper_parallel.core.common.torch_compat import ADDS_UP
 from hyper_parallel.core.dtensor.dtensor import DTensor
 from hyper_parallel.core.dtensor.layout import Layout
 from hyper_parallel.core.dtensor.placements import is_strided
@@ -102,6 +103,7 @@ class _Known(NamedTuple):
     layout: Layout
     grad_layout: Layout | None
     is_plain: bool
+    adds_up: bool
 
 
 class LocalParameters:
@@ -163,7 +165,8 @@ class LocalParameters:
         if found is None or found.spec is not param._spec:
             layout = Layout.of_spec(param._spec)
             is_plain = param.is_contiguous() and not any(map(is_strided, param.placements))
-            found = self._known[id(owner), name] = _Known(param._spec, layout, self._grad_layout(layout), is_plain)
+            given, adds_up = self._grad_layout(layout), ADDS_UP in param.__dict__
+            found = self._known[id(owner), name] = _Known(param._spec, layout, given, is_plain, adds_up)
         return found
 
 
@@ -202,6 +205,8 @@ def _back(grad: torch.Tensor, known: _Known, taken: Taken) -> DTensor:
     if torch.is_grad_enabled():  # someone differentiates what happens here
         full = FromLocal.apply(grad.clone(), given, shape, given.reset_partial())
         return redistribute(full, layout)
+    if known.adds_up and given != layout and given.reset_partial() == layout:
+        return wrapped(taken.own(grad), given, shape)  # with others, in one all_reduce
     moved = taken.own(local_redistributed(grad, given, layout, shape))
     meta = known.spec.tensor_meta
     if moved.is_contiguous() and meta is not None and moved.dtype == meta.dtype and known.is_plain:

@@ -118,7 +118,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
         job.seq_len,
         None if affine else job.micro_batch,
         min(job.microbatches, 3),
-        (dims.tp, dims.cp, dims.ep, dims.etp, dims.ulysses_degree),
+        (dims.tp, dims.cp, dims.ep, dims.etp, dims.ulysses_degree, dims.fold_experts),
         (dims.dp_replicate > 1, dims.dp_shard > 1, min(dims.pp, 3)),
         # Fewer experts than ranks are split on another dim.
         _few_experts(job),
@@ -133,7 +133,7 @@ def depends_on(job: Job, part: StagePart, kept: Sequence[int]) -> Hashable | Non
 
 def _few_experts(job: Job) -> bool:
     config, dims = getattr(job.model, "config", None), job.dims
-    return getattr(config, "num_experts", math.inf) < dims.dp_shard * dims.cp * dims.ep
+    return getattr(config, "num_experts", math.inf) < dims.expert_shards * dims.expert_ranks
 
 
 def _size(anchor: Anchor) -> int:

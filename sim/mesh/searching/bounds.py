@@ -76,7 +76,8 @@ def _on_a_rank(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     """Parameters outside and inside of experts that a rank computes with."""
     dims = candidate.dims
     dense = (shape.parameters - shape.expert_parameters) / (dims.tp * dims.pp)
-    experts = shape.expert_parameters / (dims.ep * (dims.etp if dims.ep > 1 else dims.tp) * dims.pp)
+    inner = dims.etp if dims.ep > 1 or dims.fold_experts else dims.tp
+    experts = shape.expert_parameters / (dims.expert_ranks * inner * dims.pp)
     return dense, experts
 
 
@@ -88,7 +89,7 @@ def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     weights, moments = (4 if recipe.master == "fp32" else computed), _MOMENTS[recipe.optimizer]
     dense, experts = _on_a_rank(shape, candidate)
     standing = gradients = 0.0
-    for parameters, shards in ((dense, dims.dp_shard * dims.ep * dims.cp), (experts, dims.dp_shard * dims.cp)):
+    for parameters, shards in ((dense, dims.dp_shard * dims.ep * dims.cp), (experts, dims.expert_shards)):
         if recipe.zero >= 2:
             whole = computed if recipe.zero == 2 and shards > 1 else 0
             standing += parameters * ((weights + moments) / shards + whole)
@@ -261,9 +262,9 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     layers, width = shape.layers / dims.pp, _BYTES[recipe.param_dtype]
     passed = tokens * shape.hidden * width * layers
     exposed = 10 * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
-    if dims.ep > 1:
+    if dims.ep_enabled:
         speed = machine.inside if dims.ep * dims.tp * dims.cp <= machine.devices_per_node else machine.between
-        exposed += 4 * again * passed * shape.experts_per_token * (dims.ep - 1) / dims.ep / speed
+        exposed += 4 * again * passed * shape.experts_per_token * (1 - 1 / dims.expert_ranks) / speed
     if dims.cp > 1:
         ulysses = dims.ulysses_degree or dims.cp
         ring = dims.cp // ulysses

@@ -143,7 +143,10 @@ def _with_data_parallel(space: Space, degrees: dict[str, int]) -> Iterator[Paral
     if "etp" in space.fixed:
         splits = [space.fixed["etp"]]
     ulysses_degrees: Sequence[int | None] = _ulysses(space, degrees) or (None,)
-    for dp_replicate, etp, ulysses in itertools.product(copies, splits, ulysses_degrees):
+    inside_experts = [(etp, False) for etp in splits] + _folded(space, degrees)
+    if "fold_experts" in space.fixed:
+        inside_experts = [(etp, fold) for etp, fold in inside_experts if fold == space.fixed["fold_experts"]]
+    for dp_replicate, (etp, fold), ulysses in itertools.product(copies, inside_experts, ulysses_degrees):
         yield ParallelDims(
             dp_replicate=dp_replicate,
             dp_shard=dp // dp_replicate,
@@ -154,7 +157,16 @@ def _with_data_parallel(space: Space, degrees: dict[str, int]) -> Iterator[Paral
             etp=etp,
             ulysses_degree=ulysses,
             world_size=space.num_devices,
+            fold_experts=fold,
         )
+
+
+def _folded(space: Space, degrees: dict[str, int]) -> list[tuple[int, bool]]:
+    """The values of etp with which experts split over the ranks of cp and tp as well."""
+    tp, cp, experts = degrees["tp"], degrees["cp"], space.shape.experts
+    asked = [space.fixed["etp"]] if "etp" in space.fixed else sorted({tp, 1})
+    ranks = {etp: degrees["ep"] * cp * (tp if etp == 1 else 1) for etp in asked}
+    return [(etp, True) for etp in asked if experts and experts % ranks[etp] == 0 and ranks[etp] > degrees["ep"]]
 
 
 def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Candidate | Rejected]:

@@ -273,7 +273,7 @@ def _family(candidate: Candidate) -> tuple[int, ...]:
 def _is_like(one: Candidate, other: Candidate) -> bool:
     """Whether two differ at most in shards and copies, checkpointing, ZeRO level and micro-batches."""
     recipe = ("schedule", "stages_per_rank", "compile", "float8", "fused_loss", "optimizer", "param_dtype", "attention")
-    degrees = ("tp", "pp", "cp", "ep", "etp", "ulysses_degree")
+    degrees = ("tp", "pp", "cp", "ep", "etp", "fold_experts", "ulysses_degree")
     if one.layers_per_stage != other.layers_per_stage:
         return False
     return all(getattr(one.recipe, name) == getattr(other.recipe, name) for name in recipe) and all(

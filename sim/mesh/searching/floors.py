@@ -196,7 +196,7 @@ class Floors:
             stages_per_rank=None,
             reduce_each=False,
         )
-        return (dims.tp, dims.cp, dims.ulysses_degree, dims.ep, dims.etp), recipe, micro_batch
+        return (dims.tp, dims.cp, dims.ulysses_degree, dims.ep, dims.etp, dims.fold_experts), recipe, micro_batch
 
     def _pricing(self, recipe: Recipe) -> Pricing:
         return Pricing(self.hardware, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap)
@@ -209,11 +209,12 @@ class Floors:
     def _shards_as(self, candidate: Candidate) -> Any:
         """What the copies of sharding depend on: weights on a rank when unsharded, and how they are computed with."""
         dims, (_, recipe, _) = candidate.dims, self._key(candidate, 1)
-        return (dims.tp, dims.ep, dims.etp), recipe
+        return (dims.tp, dims.expert_ranks, dims.etp), recipe
 
     def _measured(self, key: Any) -> Floor:
-        (tp, cp, ulysses, ep, etp), recipe, micro_batch = key
-        dims = ParallelDims(tp=tp, cp=cp, ep=ep, etp=etp, ulysses_degree=ulysses, world_size=tp * cp * ep)
+        (tp, cp, ulysses, ep, etp, fold), recipe, micro_batch = key
+        degrees = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "ulysses_degree": ulysses, "fold_experts": fold}
+        dims = ParallelDims(**degrees, world_size=tp * cp * ep)
         job = Job(self.model, dims, micro_batch, self.seq_len, recipe)
         with collector_paused():
             (program,) = trace(job)
@@ -228,7 +229,9 @@ class Floors:
                     products += seconds * (op.kind in _PRODUCTS)
                     moves += seconds * (op.kind not in _PRODUCTS)
             exposed = replay_time([program], pricing).slowest.exposed if tp * cp * ep > 1 else {}
-            waited = sum([exposed.get(axis, 0.0) for axis in ("tp", "cp", "ep")])
+            # Of "ep_cp" an unknown part is what waits for weights.
+            axes = {"tp", "cp", "ep"} | ({"_".join(dims.expert_axes)} if "tp" in dims.expert_axes else set())
+            waited = sum([exposed.get(axis, 0.0) for axis in axes])
             held = replay_memory(program, None).by_category
         return Floor(computed + waited, products, moves, held.get("activations", 0), held.get("logits", 0))
 

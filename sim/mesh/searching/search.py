@@ -55,7 +55,7 @@ def search(
         memory_limit: bytes on a device; None: what the hardware has.
         seq_len: tokens of a sequence.
         recipes: to try; None: every checkpointing with ZeRO-3 and ZeRO-2. What they say of micro-batches stays.
-        fixed: degrees that are given, such as `{"tp": 8}`; also `etp` and `ulysses_degree`.
+        fixed: degrees that are given, such as `{"tp": 8}`; also `etp`, `ulysses_degree` and `fold_experts`.
         layers_per_stage: of every pipeline that is tried; None: even in layers, time or memory.
         limit: most estimates; None: as many as it takes to look at every candidate.
         progress: called with how far the search is.
@@ -126,11 +126,13 @@ def _check(**counts: int) -> None:
 
 
 def _checked_fixed(fixed: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    known = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "etp", "ulysses_degree")
+    known = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "etp", "ulysses_degree", "fold_experts")
     for name, value in fixed.items():
         if name not in known:
             blame = f"there is no degree {name!r}"
             raise ValueError(explain("cannot search", blame, f"fixed: {dict(fixed)}", nearest(name, known)))
+        if name == "fold_experts" and isinstance(value, bool):
+            continue
         _check(**{name: value})
         if num_devices % value:
             blame = f"{name}={value} does not divide the devices"

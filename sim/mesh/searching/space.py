@@ -41,8 +41,10 @@ class Candidate:
         if self.dims.cp > 1:
             parts = {1: "ring", self.dims.cp: "ulysses"}
             texts.append(f"({parts.get(self.dims.ulysses_degree or 1, f'ulysses={self.dims.ulysses_degree}')})")
-        if self.dims.ep > 1 and self.dims.tp > 1:
+        if (self.dims.ep > 1 or self.dims.fold_experts) and self.dims.tp > 1:
             texts.append(f"etp={self.dims.etp}")
+        if self.dims.fold_experts:
+            texts.append("folded")
         return " ".join(texts) or "one device"
 
     @property

@@ -146,10 +146,11 @@ def _split_tensors(job: Job, module: nn.Module) -> None:
     if type(module) is MoELlama and (recipe.sequence_parallel or not dims.tp_enabled):
         if dims.ep_enabled or dims.tp_enabled or dims.cp_enabled:
             etp = dims.etp if dims.tp_enabled else None
-            split_layers_and_experts(module, dims.build_mesh(), etp=etp)
+            split_layers_and_experts(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp)
         return
     if isinstance(module, MoELlama) and dims.ep_enabled:
-        expert_parallel(module, dims.build_mesh(), etp=dims.etp if dims.tp_enabled else None)
+        etp = dims.etp if dims.tp_enabled else None
+        expert_parallel(module, dims.build_mesh(), ep=dims.expert_axes, etp=etp)
     if not dims.tp_enabled:
         return
     mesh = dims.get_mesh("tp")

@@ -33,7 +33,7 @@ class Replicated:
     Args:
         module: whose parameters move into flat buffers, in place.
         dims: the degrees; the mesh is built. Gradients are reduced over all ranks with other tokens; the state of the
-            optimizer is split over dp_shard x ep x cp, that of experts over dp_shard x cp.
+            optimizer is split over dp_shard x ep x cp, that of experts over `expert_shards` ranks.
         recipe: dtypes, `zero` 0 or 1, what overlaps.
         layers: the layer of parameters, by their identity; those of none are not there.
         before: called with the layer whose buffers are worked on next.
@@ -58,7 +58,7 @@ class Replicated:
         experts = [param for name, param in named if ".experts." in name and dims.ep_enabled]
         chosen = {id(param) for param in experts}
         copies, shards = _group(dims, "dp_replicate"), _group(dims, "dp_shard", "ep", "cp")
-        of_experts = _group(dims, "dp_shard", "cp")
+        of_experts = _group(dims, "dp_shard", *(("cp",) if "cp" not in dims.expert_axes else ()))
         together: dict[tuple[int | None, bool], list[nn.Parameter]] = {}
         for _, param in named:
             together.setdefault((layers.get(id(param)), id(param) in chosen), []).append(param)

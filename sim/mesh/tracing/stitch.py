@@ -415,7 +415,7 @@ def stitch(job: Job, parts: Sequence[StagePart], recordings: dict[int, Recording
         parts: the stages.
         recordings: by the number of the stage; those of one kind are one object.
     """
-    like = job.dims.world_size // job.dims.pp // (job.dims.ep if job.is_skewed else 1)
+    like = job.dims.world_size // job.dims.pp // (job.dims.expert_ranks if job.is_skewed else 1)
     if not job.dims.pp_enabled:
         program = Program(0, like, job.dims.world_size)
         _Adder(job, program).add(parts[0], recordings[0])

@@ -592,6 +592,7 @@ def _build_meshes(dims: ParallelDims) -> None:
     dims.mesh_over("dp_shard", "cp")
     dims.mesh_over("dp_replicate")
     if dims.ep_enabled:
+        dims.mesh_over(*dims.expert_axes)
         dims.data_mesh(experts=True)
 
 

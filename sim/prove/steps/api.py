@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from sim.prove.record import tensors_in
 from sim.prove.report import Report, Sensitivity
 from sim.prove.runs import converted
 from sim.prove.steps.compare import LoopComparison, Permutation, bound_of
+from sim.prove.steps.drawn import DrawnWeights, best_way, give_shards
 from sim.prove.steps.mutants import Mutant, mutants_of, put_in, put_into_model, run_mutants
 from sim.prove.steps.names import read_names
 from sim.prove.steps.watch import LoopRecord, LoopWatch
@@ -48,7 +50,7 @@ def verify_step(
     parallelize: Callable[[nn.Module, DeviceMesh], Any] | None = None,
     rank_step: Callable[[Any, Any], Any] | None = None,
     shard_batch: Callable[[Any, DeviceMesh], Any] | None = None,
-    names: Mapping[str, str | Sequence[str]] | None = None,
+    names: Mapping[str, Any] | None = None,
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | bool | None = True,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -83,9 +85,9 @@ def verify_step(
     modules, the loss, the gradients that the optimizer takes, each parameter after it, and the buffers. Where losses,
     gradients and updates are right, tensors between modules may be what they like.
 
-    The ranks' parameters may have other names, or be several of one device's behind each other (q, k and v in one):
-    values tell which, or `names`. The loss of a rank may be a part of the sum or the mean. Parameters of which all
-    elements are equal are moved on both sides, as by `verify_plan`.
+    The ranks' parameters may have other names, or be several of one device's behind each other (q, k and v in one) or
+    in turns: values tell which, or `names`. The loss of a rank may be a part of the sum or the mean. Parameters of
+    which all elements are equal are moved on both sides, as by `verify_plan`.
 
     Args:
         step: called with the model and the batch, returns the loss.
@@ -100,7 +102,8 @@ def verify_step(
             numbered elements, the prover knows in which order the ranks hold the batch, zig-zag or interleaved too.
             None: all of it.
         names: names of parameters on the ranks -> names on one device, several for a fused one; `*` stands for one
-            part of a path, the same on both sides.
+            part of a path, the same on both sides. `("up.weight", Shard(0))`, with a placement for each axis of the
+            mesh, says how one is split that the ranks draw by themselves.
         optimizer_fn: called with a list of parameters. True: AdamW with lr=1e-3; None or False: none.
         dtype: what floating-point parameters, buffers and batches are converted to, and computed in where the program
             asks for fewer bits.
@@ -147,7 +150,13 @@ def verify_step(
 
     def prove(made: Callable[[], nn.Module], is_varied: bool) -> Report:
         varied = replace(task, model_fn=made)
-        return varied.compared(*varied.references(), is_varied=is_varied)
+        references = varied.references()
+
+        def split(ways: Mapping[str, int]) -> tuple[Report, Mapping[str, int]]:
+            each = replace(varied, ways=ways, open={})
+            return each.compared(*references, is_varied=is_varied), each.open
+
+        return best_way(split)
 
     return proved_varied(model_fn, seed, prove)
 
@@ -168,6 +177,8 @@ class _StepTask:
     dtype: torch.dtype
     seed: int
     steps: int
+    ways: Mapping[str, int] = field(default_factory=dict)  # to split parameters that ranks draw, by module
+    open: dict[str, int] = field(default_factory=dict)  # how many there are
 
     def references(self, taken: Mapping[ChoiceKey, torch.Tensor] | None = None) -> tuple[LoopRecord, list[LoopRecord]]:
         """Take the steps on one device, plainly and perturbed, the latter with the choices of the first."""
@@ -240,7 +251,9 @@ class _StepTask:
         orders: dict[int, list[torch.Tensor]] = {}
         wide: dict[int, WidePrecision] = {}
 
-        def body() -> None:
+        made_by: dict[int, tuple[Any, list[nn.Module], Any]] = {}
+
+        def make() -> None:
             rank = dist.get_rank()
             mesh = init_device_mesh("cpu", self.mesh.mesh_shape, mesh_dim_names=self.mesh.alias_name)
             torch.manual_seed(self.seed)
@@ -253,13 +266,19 @@ class _StepTask:
             if self.shard_batch is not None:
                 batch = _copied(self.shard_batch(batch, mesh), self.dtype)
                 orders[rank] = [tensor for _, tensor in tensors_in(self.shard_batch(_numbered(self.batch), mesh))]
-            roots = list(_modules_in(made))
+            made_by[rank] = made, list(_modules_in(made)), batch
+
+        def take() -> None:
+            rank = dist.get_rank()
+            made, roots, batch = made_by[rank]
             put_into_model(mutant, roots, rank)
             found[rank] = self._take(made, roots, self.rank_step, batch, wide[rank])
 
         with world(math.prod(self.mesh.mesh_shape), seed=self.seed) as ranks:
             with put_in(ranks, mutant):
-                ranks.run(body)
+                ranks.run(make)
+                drawn = self._give_shards(expected.initial, [made_by[rank][1] for rank in sorted(made_by)])
+                ranks.run(take)
             events = list(ranks.trace.kept())
         records = [found[rank] for rank in sorted(found)]
         if is_varied:
@@ -268,7 +287,8 @@ class _StepTask:
         of_ranks = list(dict.fromkeys(name for record in records for name in record.initial))
         names = read_names(_ASKED, self.names, of_ranks, list(expected.initial))
         comparison = LoopComparison(expected, moved, records, self.mesh, names, list(_permutations(self.batch, orders)))
-        comparison.notes += [*notes, *narrow_words(wide.values(), self.dtype)]
+        comparison.before += drawn.rows
+        comparison.notes += [*drawn.notes, *notes, *narrow_words(wide.values(), self.dtype)]
         comparison.notes += unreached(expected.steps[0].gradients) if expected.steps else []
         report = comparison.report()
         return (
@@ -276,6 +296,19 @@ class _StepTask:
             if mutant is not None
             else replace(report, mutants=lambda most: self._mutated(events, of_ranks, most))
         )
+
+    def _give_shards(self, one: Mapping[str, torch.Tensor], roots: Sequence[Sequence[nn.Module]]) -> DrawnWeights:
+        """Let parameters that ranks have drawn by themselves be those of one device."""
+        held = [LoopWatch(each, 0).parameters() for each in roots]
+        known = list(dict.fromkeys(name for each in held for name in each))
+        names = read_names(_ASKED, self.names, known, list(one))
+        drawn = give_shards(_ASKED, one, held, self.mesh, self.names, names, self.ways)
+        self.open.update(drawn.ways)
+        for module in (module for each in roots for module in each) if drawn.said else ():
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point():
+                    tensor.data = tensor.data.to(self.dtype)
+        return drawn
 
     def _agreed(
         self, expected: LoopRecord, moved: Sequence[LoopRecord], records: Sequence[LoopRecord]

@@ -68,6 +68,7 @@ class LoopComparison:
     ) -> None:
         self.expected, self.moved, self.ranks, self.mesh = expected, moved, ranks, mesh
         self.names = find_names(expected.initial, [rank.initial for rank in ranks], mesh, names)
+        self.before: list[ReportRow] = []  # what has been found already
         self.notes: list[str] = []
         self._orders = list(dict.fromkeys(orders))
         self._judges: dict[tuple[int, ...], Judge] = {}
@@ -79,7 +80,7 @@ class LoopComparison:
 
     def report(self) -> Report:
         """Judge everything, in the order in which things happen."""
-        rows = list(self._parameters())
+        rows = [*self.before, *self._parameters()]
         for number in range(len(self.expected.steps)):
             rows += self._of_step(number)
         rows += self._redrawn()
@@ -130,7 +131,7 @@ class LoopComparison:
                 missing = f"; the ranks' {self._some(self.names.missing)} stand for none" if self.names.missing else ""
                 yield replace(row, verdict="bug", sentence=f"no rank has it{missing}", suggestion=hint)
                 continue
-            yield self._row(row, self._find(parts, full, bound_of(full, ())))
+            yield self._row(row, self._find(parts, self.names.ordered(name, full), bound_of(full, ())))
 
     def _of_step(self, number: int) -> list[ReportRow]:
         mine = self.expected.steps[number]
@@ -230,7 +231,7 @@ class LoopComparison:
                 continue
             moved = [getattr(other, kind)[name] for other in others if getattr(other, kind).get(name) is not None]
             floor = _STEP * (number + 1) if kind == "updates" else _FEW
-            found = self._find(parts, full, bound_of(full, moved, floor=floor))
+            found = self._find(parts, self.names.ordered(name, full), bound_of(full, moved, floor=floor))
             if kind == "gradients" and found.status == "pending" and self._say_partial(name, theirs):
                 found = replace(found, status="right")  # the optimizer adds them up
             if kind == "buffers" and found.status != "right":

@@ -15,7 +15,7 @@ from hyper_parallel.core.common.errors import explain, nearest
 from hyper_parallel.core.dtensor.layout import Layout
 from sim.prove.infer import explanations
 
-__all__ = ["NameMap", "find_names", "read_names", "roots_by_value", "submesh"]
+__all__ = ["NameMap", "find_names", "is_piece", "read_names", "roots_by_value", "submesh"]
 
 
 @dataclass
@@ -24,11 +24,16 @@ class NameMap:
 
     Attributes:
         parts: for a name on the ranks, the names on one device, in the order in which they are fused, and the dim.
+        rows: for a name on the ranks whose rows take turns, such as q, k and v of each head: where the rows of each
+            name on one device are, in their order.
+        orders: for a name on both sides, of which the ranks hold the rows in another regular order: that order.
         found: what the values told, in words.
         missing: names on the ranks that stand for nothing.
     """
 
     parts: dict[str, tuple[tuple[str, ...], int]] = field(default_factory=dict)
+    rows: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    orders: dict[str, torch.Tensor] = field(default_factory=dict)
     found: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
@@ -41,6 +46,10 @@ class NameMap:
         """
         result: dict[str, Any] = {}
         for name, tensor in tensors.items():
+            rows = self.rows.get(name, {})
+            if rows and tensor is not None and len(tensor) == sum(map(len, rows.values())):
+                result.update({each: tensor[torch.tensor(places)] for each, places in rows.items()})
+                continue
             names, dim = self.parts.get(name, ((name,), 0))
             if len(names) == 1 or tensor is None:
                 result.update(dict.fromkeys(names, tensor))
@@ -50,6 +59,10 @@ class NameMap:
             cut = [held * size // total for size in each]
             result.update(zip(names, tensor.split([*cut[:-1], held - sum(cut[:-1])], dim), strict=True))
         return result
+
+    def ordered(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of one device with its rows as the ranks hold them."""
+        return full[self.orders[name]] if name in self.orders else full
 
     def paths(self, of_ranks: Sequence[str], of_one: Sequence[str]) -> dict[str, str]:
         """Return which module of one device each module of the ranks stands for, as far as parameters tell."""
@@ -74,7 +87,7 @@ def read_names(asked: str, given: Mapping[str, Any], ranks: Sequence[str], one: 
     """
     result: dict[str, Any] = {}
     for pattern, value in given.items():
-        values = (value,) if isinstance(value, str) else tuple(value)
+        values = (value,) if isinstance(value, str) else tuple(each for each in value if isinstance(each, str))
         form = re.compile(re.escape(pattern).replace(r"\*", "([^.]+)"))
         fits = [(name, match) for name in ranks if (match := form.fullmatch(name))]
         if not fits:
@@ -134,7 +147,7 @@ def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping
             place
             for place in places
             if all(
-                full is not None and _is_piece(part, full)
+                full is not None and is_piece(part, full)
                 for name, part in held.items()
                 for full in [one.get(f"{place}.{name}" if place else name)]
             )
@@ -143,7 +156,7 @@ def roots_by_value(roots: Mapping[str, Mapping[str, torch.Tensor]], one: Mapping
     return result
 
 
-def _is_piece(part: torch.Tensor, full: torch.Tensor) -> bool:
+def is_piece(part: torch.Tensor, full: torch.Tensor) -> bool:
     """Whether a tensor is cut from another in one of the places that shards have."""
     if part.dim() != full.dim() or part.dtype != full.dtype:
         return False
@@ -163,7 +176,7 @@ def find_names(
     """Return which parameters of one device those of the ranks stand for.
 
     Names that both have stand for each other; then what `given` says; then values are compared: a parameter that is
-    another one on every rank, sharded or not, or several of them one behind the other.
+    another one on every rank, sharded or not, or several of them, one behind the other or in turns.
 
     Args:
         one: the parameters of one device as they were made.
@@ -179,13 +192,16 @@ def find_names(
             result.parts[name] = (names, _fused_dim([one[each].shape for each in names]))
         elif name in one:
             result.parts[name] = ((name,), 0)
+            held = _held(ranks, name)
+            if not all(is_piece(part, one[name]) for part in held.values()):
+                _note_order(result, name, held, one[name])
     left = {name for names, _ in result.parts.values() for name in names}
     free = {name: tensor for name, tensor in one.items() if name not in left}
     late = []
     for name in theirs:
         if name in result.parts:
             continue
-        parts = {rank: held[name] for rank, held in enumerate(ranks) if name in held}
+        parts = _held(ranks, name)
         likely = list(_candidates(parts, free, mesh))
         if len(likely) == 1 or (likely and not _is_constant(free[likely[0]])):
             _take(result, free, name, (likely[0],), 0)
@@ -193,7 +209,7 @@ def find_names(
         fused = _fused(parts, free) if not likely else None
         if fused is not None:
             _take(result, free, name, *fused)
-        else:
+        elif likely or not _take_turns(result, name, parts, free):
             late.append((name, likely))
     for name, likely in late:  # constants: by the module whose other parameters have told, else in order
         module, _, leaf = name.rpartition(".")
@@ -209,6 +225,114 @@ def find_names(
         else:
             result.missing.append(name)
     return result
+
+
+def _held(ranks: Sequence[Mapping[str, torch.Tensor]], name: str) -> dict[int, torch.Tensor]:
+    return {rank: held[name] for rank, held in enumerate(ranks) if name in held}
+
+
+def _take_turns(result: NameMap, name: str, parts: Mapping[int, torch.Tensor], free: dict[str, torch.Tensor]) -> bool:
+    """Note where the rows of others are in a parameter, if they take turns there; return whether they do.
+
+    Other ranks have other rows, in the same turns.
+    """
+    of_ranks = _rows_of(parts, free)
+    found = [
+        {
+            each: tuple(
+                place for _, place in sorted((row, place) for place, (of, row) in enumerate(rows) if of == each)
+            )
+            for each in dict.fromkeys(sorted(of for of, _ in rows))
+        }
+        for rows in of_ranks
+    ]
+    if not found or any(each != found[0] for each in found) or not _is_regular(_joined(of_ranks)):
+        return False
+    rows = {each: found[0][each] for each in free if each in found[0]}
+    result.parts[name], result.rows[name] = (tuple(rows), 0), rows
+    words = " + ".join(f"{each} by {_run_words(_runs(places))}" for each, places in rows.items())
+    result.found.append(f"{name} is {words}")
+    for each in rows:
+        free.pop(each)
+    return True
+
+
+def _note_order(result: NameMap, name: str, parts: Mapping[int, torch.Tensor], full: torch.Tensor) -> None:
+    """Note in which order the ranks hold the rows of a parameter, if it is another one and regular."""
+    joined = _joined(_rows_of(parts, {name: full}))
+    order = [row for _, row in joined]
+    if sorted(order) == list(range(len(full))) and (_is_regular(joined) or _is_regular(_inverse(order))):
+        result.orders[name] = torch.tensor(order)
+        result.found.append(f"{name} has its rows by {_run_words(_runs(order))}")
+
+
+_Rows = list[tuple[str, int]]
+"""For each row of a rank's tensor, of which tensor on one device it is a row, and which."""
+
+
+def _rows_of(parts: Mapping[int, torch.Tensor], free: Mapping[str, torch.Tensor]) -> list[_Rows]:
+    """Return of which tensors the ranks hold the rows, exactly; nothing where some row is of none, or of several."""
+    first = next(iter(parts.values()))
+    known: dict[bytes, tuple[str, int] | None] = {}
+    for name, full in free.items():
+        if full.dim() == first.dim() > 0 and full.shape[1:] == first.shape[1:] and full.dtype == first.dtype:
+            for at, key in enumerate(_keys(full)):
+                known[key] = None if key in known else (name, at)
+    found = []
+    for part in parts.values() if known else ():
+        rows = [row for key in _keys(part) if (row := known.get(key)) is not None]
+        if len(rows) < len(part):
+            return []
+        found.append(rows)
+    return found
+
+
+def _joined(of_ranks: Sequence[_Rows]) -> _Rows:
+    """Put the rows of all ranks one behind the other, those of copies once."""
+    return [row for rows in dict.fromkeys(map(tuple, of_ranks)) for row in rows]
+
+
+def _keys(tensor: torch.Tensor) -> list[bytes]:
+    rows = tensor.detach().reshape(len(tensor), -1).contiguous()
+    return [row.tobytes() for row in rows.view(torch.uint8).numpy()]
+
+
+def _inverse(order: Sequence[int]) -> _Rows:
+    return [("", place) for place in sorted(range(len(order)), key=lambda place: order[place])]
+
+
+def _is_regular(rows: Sequence[tuple[str, int]]) -> bool:
+    """Whether runs of rows take turns, those of each turn one behind the other.
+
+    >>> _is_regular([("q", 0), ("q", 1), ("k", 4), ("q", 2), ("q", 3), ("k", 5)])
+    True
+    >>> _is_regular([("q", 0), ("q", 1), ("k", 5), ("q", 2), ("q", 3), ("k", 4)])
+    False
+    """
+    runs: list[list[Any]] = []
+    for name, row in rows:
+        if runs and runs[-1][0] == name and runs[-1][1] + runs[-1][2] == row:
+            runs[-1][2] += 1
+        else:
+            runs.append([name, row, 1])
+    return any(
+        all(
+            (name, row, count) == (before[0], before[1] + before[2], before[2])
+            for before, (name, row, count) in zip(runs, runs[period:], strict=False)
+        )
+        for period in range(2, len(runs) // 2 + 1)
+        if len(runs) % period == 0
+    )
+
+
+def _runs(places: Sequence[int]) -> list[int]:
+    """Return the lengths of what lies side by side."""
+    starts = [at for at, place in enumerate(places) if not at or places[at - 1] + 1 != place]
+    return [stop - start for start, stop in zip(starts, [*starts[1:], len(places)], strict=True)]
+
+
+def _run_words(runs: Sequence[int]) -> str:
+    return f"{runs[0]} row{'s' if runs[0] > 1 else ''} in turn"
 
 
 def _module(name: str) -> str:
