@@ -43,7 +43,7 @@ def case(name):
 
 def test_every_row_that_states_enough_can_be_said():
     said = [case_of(row) for row in wanted(ROWS.values())]
-    assert len(said) == 562
+    assert len(said) == 570
     assert not [one for one in said if isinstance(one, Skipped)]
 
 
@@ -102,6 +102,17 @@ def test_experts_over_ranks_of_two_axes_are_noted():
 def test_what_splits_within_an_expert_is_megatrons_default_or_nothing():
     assert (case("m0786").dims.ep, case("m0786").dims.tp, case("m0786").dims.etp) == (2, 4, 4)
     assert (case("m0924").dims.expert_ranks, case("m0924").dims.tp, case("m0924").dims.etp) == (8, 2, 1)
+
+
+def test_a_row_of_blackwell_takes_attention_that_has_figures_there():
+    it = case("m1234")
+    assert (it.hardware, it.attention_kernel, it.framework) == ("b200", "flash2", "megatron-core-plain")
+    assert (it.dims.tp, it.dims.dp_shard, it.recipe.zero, it.recipe.microbatches) == (2, 4, 1, 4)
+    recipe = it.recipe
+    assert (recipe.tp_overlap, recipe.overlap_grad_reduce, recipe.overlap_param_gather) == (False, False, False)
+    assert it.measured.tokens_per_second == pytest.approx(16 * 4096 / 8 / 0.7255)
+    assert is_held_out(ROWS["m1234"])
+    assert case("m0717").attention_kernel == "flash3"
 
 
 def test_a_framework_that_nothing_is_known_of_is_a_plain_one():
