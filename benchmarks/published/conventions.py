@@ -50,7 +50,7 @@ def _tables() -> dict[str, Any]:
 
 
 def family_of(row: Row) -> dict[str, Any]:
-    """Return what is usual in the row's framework, at its date."""
+    """Return what is usual in the row's framework, at its date; the last family is that of all others."""
     framework = str(row.get("framework", ""))
     for family in _tables()["family"]:
         if any(text.lower() in framework.lower() for text in family["match"]):
@@ -128,7 +128,7 @@ def _zero(row: Row, family: Mapping[str, Any]) -> int:
 
 def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return how the row trains: what it says goes over what is usual in its framework."""
-    skip = ("name", "attention_kernel", "zero", "reduce_dtype", "etp", "folds_experts")
+    skip = ("name", "attention_kernel", "zero", "reduce_dtype", "etp", "folds_experts", "tp_host")
     said = {key: value for key, value in family.items() if key not in skip}
     precision = str(row.get("precision", ""))
     said["param_dtype"] = "fp16" if precision.startswith(("fp16", "float16")) else "bf16"
@@ -139,6 +139,8 @@ def recipe_of(row: Row, family: Mapping[str, Any], notes: list[str]) -> Recipe:
     said["float8"] = bool(row.get("fp8"))
     if said["float8"] and str(row["fp8"]).startswith("T"):
         said["compile"] = True  # TransformerEngine casts in the kernels around it, as a compiler would
+    if (row.get("tp") or 1) > 1 and not said["compile"]:
+        said["host"] = family.get("tp_host", "eager")
     if row.get("compile") is None:
         notes.append("whether it is compiled is not stated; taken as not")
     if isinstance(row.get("sp"), bool):

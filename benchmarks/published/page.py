@@ -148,9 +148,7 @@ def _coverage(outcomes: Sequence[Outcome]) -> str:
         text += (
             f"\nThe figures below say nothing of the other {missing} ({count}: {why}): see *Rows without a prediction*."
         )
-        text += (
-            "\nOutcomes are kept in `validation.jsonl`; they may be of several passes, with other figures in between."
-        )
+    text += "\nOutcomes are kept in `validation.jsonl`; they may be of several passes, with other figures in between."
     return text + "\n"
 
 

@@ -26,7 +26,16 @@ from sim.mesh.program import Program
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import trace
 
-__all__ = ["Simulator", "hardware_of", "job_of", "load_figures", "prediction_of", "programs_of", "seconds_of"]
+__all__ = [
+    "Simulator",
+    "figures_of",
+    "hardware_of",
+    "job_of",
+    "load_figures",
+    "prediction_of",
+    "programs_of",
+    "seconds_of",
+]
 
 _TRACED = ("job.py", "models.py", "program.py", "recipe.py", "spec.py", "tracing", "zoo")
 """What of `sim.mesh` a trace depends on, beside the hooks of this folder: files and whole folders."""
@@ -59,9 +68,17 @@ def hardware_of(case: Case, calibration: Calibration) -> Hardware:
 
 
 def figures_of(case: Case, calibration: Calibration) -> Calibration:
-    """Return the figures that hold for a case: its framework's host cost of an operation stands over the device's."""
+    """Return the figures that hold for a case: what is known of its framework stands over what is of the device."""
     own = calibration.section("framework", case.framework)
-    return calibration.replace({"host.op_us": own["op_us"]}) if "op_us" in own else calibration
+    hardware = find_hardware(case.hardware)
+    general = calibration.of(hardware, "estimate", hardware.family)
+    unseen = math.hypot(float(general.get("unseen_spread", 0.0)), float(own.get("unseen_spread", 0.0)))
+    changes: dict[str, Any] = {f"estimate.{hardware.family}.unseen_spread": unseen}
+    if "step_spread" in own:
+        changes[f"estimate.{hardware.family}.step_spread"] = own["step_spread"]
+    if "op_us" in own:
+        changes["host.op_us"] = own["op_us"]
+    return calibration.replace(changes)
 
 
 def programs_of(case: Case, folder: str | Path | None) -> list[Program]:

@@ -154,6 +154,8 @@ def case_of(row: Row) -> Case | Skipped:
     notes: list[str] = []
     try:
         family = family_of(row)
+        if family["name"] == "unknown":
+            notes.append("nothing is known of its framework; taken as a plain one")
         model = model_of(row, family, notes)
         dims = dims_of(row, family, notes)
         recipe = recipe_of(row, family, notes)
@@ -164,9 +166,9 @@ def case_of(row: Row) -> Case | Skipped:
         reason = f"the row lacks {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
         return Skipped(str(row["id"]), reason)
     network = row.get("inter_bw_gbytes_s_per_dev") if row["n_devices"] > row.get("hw_dev_per_node", 8) else None
-    kernel = (
-        family["attention_kernel"] if "A100" not in hardware_text(row) else family["attention_kernel"].replace("3", "2")
-    )
+    kernel = family["attention_kernel"]
+    if kernel == "flash3" and not any(text in hardware_text(row) for text in ("H100", "H200")):
+        kernel = "flash2"  # what is known of later kernels is known of Hopper
     return Case(
         str(row["id"]),
         model,

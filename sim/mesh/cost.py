@@ -71,6 +71,7 @@ class Pricing:
             only a share of its seconds is counted (`hidden` of `[overlap]` is the rest).
         posts_early: whether receives of a pipeline's messages are issued before what is computed meanwhile, so that a
             message goes as soon as it is sent; else after what the receiver has queued before.
+        host: what dispatches operations: see `Recipe`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Pricing:
         graphs: bool = False,
         tp_overlap: bool = False,
         posts_early: bool = False,
+        host: str = "eager",
     ) -> None:
         self.posts_early = posts_early
         self.hardware = hardware
@@ -107,9 +109,10 @@ class Pricing:
             fabric=self._fabric,
             trees=hardware.backend == "nccl",
         )
-        host = self.calibration.of(hardware, "host")
-        self._op_seconds = float(host["graphs_us"]) * 1e-6 if graphs else self._host(host, "op")
-        self._comm_seconds = float(host["graphs_us"]) * 1e-6 if graphs else self._host(host, "collective")
+        figures = self.calibration.of(hardware, "host")
+        each = float(figures["dtensor"]) if host == "dtensor" else 1.0
+        self._op_seconds = float(figures["graphs_us"]) * 1e-6 if graphs else self._host(figures, "op") * each
+        self._comm_seconds = float(figures["graphs_us"]) * 1e-6 if graphs else self._host(figures, "collective")
         self._prices: dict[Any, Price] = {}
         self._spreads: dict[int, tuple[Sequence[int], NodeSpread]] = {}
 

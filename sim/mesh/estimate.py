@@ -327,7 +327,8 @@ def price(programs: list[Program], job: Job, hardware: Hardware, calibration: Ca
     tokens = job.tokens_per_step / job.dims.world_size
     peak = hardware.peak(job.recipe.param_dtype)
     flops = job.model.flops_per_token(job.seq_len) * tokens
-    time = time_of(timeline, job.dims.world_size, hardware, general, flops / peak, tokens)
+    experts = job.model.family == "moe"
+    time = time_of(timeline, job.dims.world_size, hardware, general, flops / peak, tokens, has_experts=experts)
     title = f"{job.model.name} on {job.dims.world_size:,} x {hardware.title}"
     return Estimate(job, hardware, memory, time, Timelines(timeline, memory.classes, title), programs)
 
@@ -340,7 +341,8 @@ def pricing_of(recipe: Recipe, hardware: Hardware, figures: Calibration) -> Pric
     """
     posts_early = recipe.conventions is None or recipe.conventions.posts_early
     early = recipe.schedule not in ("gpipe", "1f1b") and posts_early
-    return Pricing(hardware, figures, graphs=recipe.graphs, tp_overlap=recipe.tp_overlap, posts_early=early)
+    graphs, overlap, host = recipe.graphs, recipe.tp_overlap, recipe.host
+    return Pricing(hardware, figures, graphs=graphs, tp_overlap=overlap, posts_early=early, host=host)
 
 
 def memory_of(programs: Sequence[Program], hardware: Hardware, general: Mapping[str, Any]) -> MemoryEstimate:
@@ -371,6 +373,7 @@ def time_of(
     at_peak: float,
     tokens: float,
     steps: int = 1,
+    has_experts: bool = False,
 ) -> TimeEstimate:
     """Say where the time of a replayed step goes, on the slowest class of ranks.
 
@@ -382,12 +385,15 @@ def time_of(
         at_peak: seconds that a device would compute at its peak.
         tokens: of a step, for each device.
         steps: that the timeline holds.
+        has_experts: whether the model has experts, whose estimates have been off by more.
     """
     slowest = timeline.slowest
     nodes = max(1, -(-world_size // hardware.devices_per_node))
     factor = (1.0 + float(general.get("straggler", 0.0)) * math.log2(nodes)) / steps
     grade, spread = _evidence(slowest)
-    model_spread = float(general.get("step_spread", 0.1))
+    names = ["unseen_spread", *(["experts_spread"] if has_experts else [])]
+    beside = [float(general.get(name, 0.0)) for name in names]
+    model_spread = math.hypot(float(general.get("step_spread", 0.1)), *beside)
     total = math.hypot(spread, model_spread)
 
     def part(seconds: float, names: Sequence[str]) -> Quantity:

@@ -255,7 +255,7 @@ _CHOICES = MappingProxyType(
         "attention": ("flash", "math", "math-recomputed"),
         "norm": ("fused", "eager"),
         "loss": ("library", "eager", "eager-kept", "chunked", "compiled"),
-        "host": ("eager",),
+        "host": ("eager", "dtensor"),
     }
 )
 _FLAGS = (
@@ -351,7 +351,8 @@ class Recipe:
         overlap_param_gather: with zero == 1: new weights are gathered while the next forward goes on.
         tp_overlap: communication of tensor parallelism overlaps with matrix products.
         routing: how tokens go to experts; None: evenly.
-        host: "eager": the host issues each operation.
+        host: "eager": the host issues each operation of plain tensors; "dtensor": of DTensors, which costs it several
+            times as much, as with torch's `parallelize_module` without compile.
         graphs: a step is replayed as one graph: the host costs nothing.
         conventions: what another trainer does otherwise; None: the step is that of our trainer.
 

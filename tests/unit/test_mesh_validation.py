@@ -19,8 +19,11 @@ from benchmarks.published.compare import (
 )
 from benchmarks.published.megatron import MegatronConventions
 from benchmarks.published.page import fitted, ordered_pairs, page, summary
+from benchmarks.published.predict import figures_of, load_figures
 from benchmarks.published.rows import Case, Skipped, case_of, is_held_out, measured, read_rows
 from hyper_parallel.core.mesh.parallel_dims import ParallelDims
+from sim.mesh.estimate import price
+from sim.mesh.hardware import find_hardware
 from sim.mesh.job import Job
 from sim.mesh.models import find_model
 from sim.mesh.program import CommGroup
@@ -40,7 +43,7 @@ def case(name):
 
 def test_every_row_that_states_enough_can_be_said():
     said = [case_of(row) for row in wanted(ROWS.values())]
-    assert len(said) == 562
+    assert len(said) == 570
     assert not [one for one in said if isinstance(one, Skipped)]
 
 
@@ -101,11 +104,66 @@ def test_what_splits_within_an_expert_is_megatrons_default_or_nothing():
     assert (case("m0924").dims.expert_ranks, case("m0924").dims.tp, case("m0924").dims.etp) == (8, 2, 1)
 
 
-def test_a_row_without_a_framework_or_device_that_is_known_is_skipped_with_the_reason():
+def test_a_row_of_blackwell_takes_attention_that_has_figures_there():
+    it = case("m1234")
+    assert (it.hardware, it.attention_kernel, it.framework) == ("b200", "flash2", "megatron-core-plain")
+    assert (it.dims.tp, it.dims.dp_shard, it.recipe.zero, it.recipe.microbatches) == (2, 4, 1, 4)
+    recipe = it.recipe
+    assert (recipe.tp_overlap, recipe.overlap_grad_reduce, recipe.overlap_param_gather) == (False, False, False)
+    assert it.measured.tokens_per_second == pytest.approx(16 * 4096 / 8 / 0.7255)
+    assert is_held_out(ROWS["m1234"])
+    assert case("m0717").attention_kernel == "flash3"
+
+
+def test_a_framework_that_nothing_is_known_of_is_a_plain_one():
+    found = case_of({**ROWS["m0063"], "framework": "somebody's"})
+    assert (found.framework, found.recipe.conventions, found.recipe.norm) == ("unknown", None, "fused")
+    assert "nothing is known of its framework; taken as a plain one" in found.notes
+
+
+def test_what_dispatches_operations():
+    assert case("m0096").recipe.host == "dtensor"  # torchtitan, tp without compile
+    assert case("m0093").recipe.host == "eager"  # the same, compiled
+    assert case("m0063").recipe.host == "eager"  # torchtitan without tp: FSDP2 computes on plain tensors
+
+
+def test_intervals_know_what_was_seen():
+    seen = {case("m0063").framework: 0}
+    for row in wanted(ROWS.values()):
+        found = case_of(row)
+        if isinstance(found, Case):
+            seen[found.framework] = seen.get(found.framework, 0) + (not is_held_out(row))
+    figures = load_figures()
+    for name, count in seen.items():  # what no fit has seen is wider, and nothing else is
+        assert (figures.section("framework", name)["unseen_spread"] > 0) == (count == 0), name
+
+    def spread(**changes):
+        found = case_of({**ROWS["m0063"], **changes})
+        general = figures_of(found, figures).of(find_hardware(found.hardware), "estimate", hardware_family(found))
+        return general["unseen_spread"]
+
+    assert spread() == 0
+    assert spread(framework="somebody's") == spread(hw_device="B200") > 0
+    assert spread(framework="somebody's", hw_device="B200") == pytest.approx(2**0.5 * spread(hw_device="B200"))
+
+
+def test_a_step_on_a_device_never_seen_and_with_experts_is_less_sure():
+    job = Job(find_model("llama-tiny"), ParallelDims(), 1, 16, Recipe())
+    programs = trace(job)
+    seen, unseen = (price(programs, job, find_hardware(name)).time.step for name in ("h100-sxm", "b200"))
+    moe = Job(find_model("moe-tiny"), ParallelDims(), 1, 16, Recipe())  # the same step, as if it was of experts
+    experts = price(programs, moe, find_hardware("h100-sxm")).time.step
+    assert experts.value == seen.value
+    above = [one.high / one.value - 1 for one in (seen, experts, unseen)]
+    assert min(above[1:]) > 1.5 * above[0] > 0
+
+
+def hardware_family(found):
+    return find_hardware(found.hardware).family
+
+
+def test_a_device_that_is_not_known_is_skipped_with_the_reason():
     row = ROWS["m0063"]
-    assert case_of({**row, "framework": "somebody's"}) == Skipped(
-        "m0063", 'nothing is known of the framework "somebody\'s"'
-    )
     assert "no description of the device 'TPU v5'" in case_of({**row, "hw_device": "TPU v5"}).reason
     assert "the row lacks hidden" in case_of({**row, "hidden": None}).reason
     assert "schedule ZB-1p" in case_of({**ROWS["m0944"], "vocab": 50304}).reason
