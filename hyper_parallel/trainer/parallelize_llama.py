@@ -5,6 +5,8 @@ Read each function top to bottom.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hyper_parallel.core.expert_parallel.router import set_aux_scale, update_expert_bias
