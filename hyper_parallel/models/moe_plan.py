@@ -140,7 +140,12 @@ def parallelize_moe(
     asked = "cannot split the mixture of experts"
     check(asked, MoELlama, model=model)
     check(asked, "str", tp=tp, cp=cp)
-    etp = 1 if etp is None and tp in ((ep,) if isinstance(ep, str) else ep) else etp
+    over = (ep,) if isinstance(ep, str) else ep
+    check(asked, "list", "ep=('ep', 'cp', 'tp')", ep=over)
+    for name in over:
+        check(asked, "str", ep=name)
+    check(asked, "int | None", etp=etp)
+    etp = 1 if etp is None and tp in over else etp
     has_tp = isinstance(mesh, DeviceMesh) and tp in (mesh.mesh_dim_names or ())
     plan = None
     if has_tp:

@@ -65,7 +65,8 @@ def _check_etp(config: Config, dims: ParallelDims) -> None:
 
 def _check_experts(config: Config, dims: ParallelDims) -> None:
     if (dims.ep_enabled or dims.fold_experts) and config.train.model != "moe":
-        hint = f"ep=1 with dp_shard={dims.dp_shard * dims.ep} and no folding, or model 'moe'"
+        less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
+        hint = f"{less}, or model 'moe'"
         asked, blame = f"cannot split experts over ep={dims.ep}", f"model '{config.train.model}' has none"
         raise ValueError(explain(asked, blame, dims.summary(), hint))
     width = config.experts.expert_intermediate_size

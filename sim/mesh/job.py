@@ -131,7 +131,8 @@ class Job:
         """Check what the trainer checks, too: heads, experts, and sequences that do not split."""
         dims = self.dims
         if (dims.ep_enabled or dims.fold_experts) and self.model.family != "moe":
-            hint = f"ep=1 with dp_shard={dims.dp_shard * dims.ep} and no folding, or a model with experts"
+            less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
+            hint = f"{less}, or a model with experts"
             raise ValueError(explain(asked, "ep splits experts, and it has none", f"ep: {dims.ep}", hint))
         if self.model.family not in ("llama", "moe"):
             return

@@ -156,18 +156,23 @@ def test_gradients_of_norms_are_added_up_together_over_tp() -> None:
     ids=["ZeRO-3", "ZeRO-2", "tp", "hsdp"],
 )
 @pytest.mark.parametrize("each", [False, True], ids=["at once", "reduce each"])
-def test_between_steps_there_are_only_weights_and_their_state(parallel: dict[str, Any], each: bool) -> None:
+def test_between_steps_there_are_only_weights_and_their_state(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], each: bool
+) -> None:
     config = TINY.with_changes("train", {"accumulate": 2}).with_changes("parallel", {**parallel, "reduce_each": each})
     gc.collect()
     before = {id(tensor) for tensor in every_tensor()}
     trainers: list[Trainer] = []
 
-    def body() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Trainer, "run", lambda trainer, on_step: [trainer.step() for _ in range(2)] and trainer)
-            trainers.append(train(config))
+    def two_steps(trainer: Trainer, on_step: Any) -> None:
+        for _ in range(2):
+            trainer.step()
+        trainers.append(trainer)
 
-    sim.run(body, parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1) * parallel.get("tp", 1))
+    monkeypatch.setattr(Trainer, "run", two_steps)
+    sim.run(
+        train, parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1) * parallel.get("tp", 1), args=(config,)
+    )
     gc.collect()
     known = set[int]()
     for trainer in trainers:

@@ -427,6 +427,6 @@ def test_buffers_are_compared_after_the_step(everywhere):
     report = verify(Averaged, alone, optimizer_fn=True)
     assert report.ok is everywhere, str(report)
     rows = {row.tensor: row.verdict for row in report.rows if row.kind == "buffer"}
-    assert rows.keys() == {"average", "average after step 1"}
+    assert rows.keys() >= {"average", "average after step 1"}
     if not everywhere:
         assert report.first.place == "average after step 1"

@@ -76,6 +76,7 @@ def expert_parallel(
     """
     check(_ASKED, "module", model=model)
     check(_ASKED, "str", tp=tp, cp=cp)
+    check(_ASKED, "int | None", etp=etp)
     over = _read_axes(mesh, ep)
     sizes = {"ep": math.prod(_size(mesh, "ep", name) for name in over)}
     sizes |= {"tp": _size(mesh, "tp", tp), "cp": _size(mesh, "cp", cp)}
