@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.core.common.checks import check
 from hyper_parallel.core.common.errors import explain
-from hyper_parallel.core.expert_parallel.api import expert_parallel
+from hyper_parallel.core.expert_parallel.api import expert_parallel, read_axes
 from hyper_parallel.core.expert_parallel.experts import GroupedExperts
 from hyper_parallel.core.shard.api import shard_module
 from hyper_parallel.core.shard.plan import ShardingPlan
@@ -140,12 +140,8 @@ def parallelize_moe(
     asked = "cannot split the mixture of experts"
     check(asked, MoELlama, model=model)
     check(asked, "str", tp=tp, cp=cp)
-    over = (ep,) if isinstance(ep, str) else ep
-    check(asked, "list", "ep=('ep', 'cp', 'tp')", ep=over)
-    for name in over:
-        check(asked, "str", ep=name)
     check(asked, "int | None", etp=etp)
-    etp = 1 if etp is None and tp in over else etp
+    etp = 1 if etp is None and tp in read_axes(asked, mesh, ep) else etp
     has_tp = isinstance(mesh, DeviceMesh) and tp in (mesh.mesh_dim_names or ())
     plan = None
     if has_tp:

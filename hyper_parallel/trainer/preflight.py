@@ -65,10 +65,11 @@ def _check_etp(config: Config, dims: ParallelDims) -> None:
 
 def _check_experts(config: Config, dims: ParallelDims) -> None:
     if (dims.ep_enabled or dims.fold_experts) and config.train.model != "moe":
-        less = f"ep=1 with dp_shard={dims.dp_shard * dims.ep}" if dims.ep > 1 else "fold_experts=False"
-        hint = f"{less}, or model 'moe'"
-        asked, blame = f"cannot split experts over ep={dims.ep}", f"model '{config.train.model}' has none"
-        raise ValueError(explain(asked, blame, dims.summary(), hint))
+        asked, less = f"cannot split experts over ep={dims.ep}", f"ep=1 with dp_shard={dims.dp_shard * dims.ep}"
+        if dims.ep == 1:
+            asked, less = "cannot fold experts", "fold_experts=False"
+        blame = f"model '{config.train.model}' has none"
+        raise ValueError(explain(asked, blame, dims.summary(), f"{less}, or model 'moe'"))
     width = config.experts.expert_intermediate_size
     if config.train.model == "moe" and dims.etp > 1 and width % dims.etp:
         asked = f"cannot split experts of expert_intermediate_size={width} over etp={dims.etp}"

@@ -133,15 +133,17 @@ def test_gradients_of_norms_are_added_up_together_over_tp() -> None:
     model = replace(TINY.model, qk_norm=True, num_hidden_layers=3)
     config = replace(TINY, model=model).with_changes("parallel", {"dp_shard": 2, "tp": 2})
 
-    def tp_sums(steps: int) -> Counter[tuple[int, ...]]:
+    def over_tp(steps: int) -> Counter[tuple[str, str, tuple[int, ...]]]:
         with sim.world(4) as world:
             world.run(train, args=(config.with_changes("train", {"steps": steps}),))
-        sums = [event for event in world.trace.events if (event.rank, event.op, event.axis) == (0, "all_reduce", "tp")]
-        return Counter(event.input_shapes[0] for event in sums if len(event.input_shapes[0]) == 1)
+        events = [event for event in world.trace.events if (event.rank, event.axis) == (0, "tp")]
+        return Counter((event.op, event.dtype, event.input_shapes[0]) for event in events)
 
     norms = 2 * model.hidden_size + 2 * model.hidden_size // model.num_attention_heads
-    step = tp_sums(2) - tp_sums(1)
-    assert step == {(norms,): 3, (model.hidden_size,): 1, (1,): 1}  # blocks, the last norm, and what clipping needs
+    step = over_tp(2) - over_tp(1)
+    sums = {shape: count for (op, _, shape), count in step.items() if op == "all_reduce" and len(shape) == 1}
+    assert sums == {(norms,): 3, (model.hidden_size,): 1, (1,): 1}  # blocks, the last norm, and what clipping needs
+    assert {dtype for _, dtype, _ in step} == {"float32"}, "ranks tell each other shapes once, not in each step"
 
 
 @pytest.mark.sim

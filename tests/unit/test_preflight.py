@@ -37,6 +37,12 @@ REFUSED = [
         id="experts of a model without any",
     ),
     pytest.param(
+        run(cp=2, fold_experts=True),
+        2,
+        ["cannot fold experts: model 'llama' has none", "try: fold_experts=False, or model 'moe'"],
+        id="folded experts of a model without any",
+    ),
+    pytest.param(
         run("moe", ExpertsConfig(num_experts=3), ep=2),
         2,
         ["num_experts=3 is not divisible by ep=2", "try: for num_experts, ep one of 1"],

@@ -21,7 +21,7 @@ from hyper_parallel.core.mesh.device_mesh import axes_of, flatten_axes
 from hyper_parallel.core.redistribute.api import from_local
 from hyper_parallel.core.shard.region import OWN_PARTS, is_unit
 
-__all__ = ["expert_parallel"]
+__all__ = ["expert_parallel", "read_axes"]
 
 _ASKED = "cannot split the experts"
 _DEFAULTS = ("ep", "tp", "cp")  # axes that a mesh may lack
@@ -77,7 +77,7 @@ def expert_parallel(
     check(_ASKED, "module", model=model)
     check(_ASKED, "str", tp=tp, cp=cp)
     check(_ASKED, "int | None", etp=etp)
-    over = _read_axes(mesh, ep)
+    over = read_axes(_ASKED, mesh, ep)
     sizes = {"ep": math.prod(_size(mesh, "ep", name) for name in over)}
     sizes |= {"tp": _size(mesh, "tp", tp), "cp": _size(mesh, "cp", cp)}
     degree = (1 if tp in over else sizes["tp"]) if etp is None else etp
@@ -99,18 +99,28 @@ def expert_parallel(
     return model
 
 
-def _read_axes(mesh: DeviceMesh, ep: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the axes that split the experts."""
-    check(_ASKED, "mesh", mesh=mesh)
+def read_axes(asked: str, mesh: DeviceMesh, ep: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the axes that split the experts.
+
+    Args:
+        asked: the start of an error message, "cannot ...".
+        mesh: the mesh, with all its axes.
+        ep: as for `expert_parallel`.
+
+    Raises:
+        TypeError: no mesh, no name or names.
+        ValueError: names out of mesh order, or one of them twice.
+    """
+    check(asked, "mesh", mesh=mesh)
     if isinstance(ep, str):
         return (ep,)
-    check(_ASKED, "list", "ep=('ep', 'cp', 'tp')", ep=ep)
+    check(asked, "list", "ep=('ep', 'cp', 'tp')", ep=ep)
     for name in ep:
-        check(_ASKED, "str", ep=name)
+        check(asked, "str", ep=name)
     over = tuple(name for name in axes_of(mesh).names if name in ep)
     if tuple(name for name in ep if name in over) != over or len(set(ep)) < len(ep):
         blame, seen = "ep must hold each axis once, in mesh order", f"ep: {tuple(ep)}   mesh: {axes_of(mesh)}"
-        raise ValueError(explain(_ASKED, blame, seen, f"ep={over}"))
+        raise ValueError(explain(asked, blame, seen, f"ep={over}"))
     return tuple(ep)
 
 

@@ -5,7 +5,6 @@
         -> mutants
 
 `watch` records what a loop does: calls of modules, losses, gradients, updates. `names` finds which parameter of one
-device each parameter of a rank stands for, `drawn` gives ranks
-their shards of what they draw by themselves, `compare` judges all, and `api` is for step functions. `mutants` puts
-faults into the communication of a program.
+device each parameter of a rank stands for, `drawn` gives ranks their shards of what they draw by themselves, `compare`
+judges all, and `api` is for step functions. `mutants` puts faults into the communication of a program.
 """

@@ -94,7 +94,7 @@ def give_shards(
     weights: dict[str, _Weight] = {}
     for name, source in found.items():
         parts = {rank: held[name] for rank, held in enumerate(values) if name in held}
-        is_constant = all(map(_is_constant, parts.values()))
+        is_constant = all(map(_has_one_value, parts.values()))
         if parts and (name in drawn or is_constant):
             weight = _Weight(name, parts, [one[each] for each in source.names], source, submesh(mesh, list(parts)))
             said = _placed(asked, given, name, mesh)
@@ -102,7 +102,7 @@ def give_shards(
             if weight.ways and (is_constant or not weight.is_scaled()):
                 weights[name] = weight
     drawn &= set(weights)
-    every = all(name in weights or all(map(_is_constant, held)) for name in found if (held := _held(values, name)))
+    every = all(name in weights or all(map(_has_one_value, held)) for name in found if (held := _held(values, name)))
     modules = {_module(name) for name in drawn if any(weights[name].ways[0].splits)}
     for name, weight in weights.items() if drawn else ():
         if not every and _module(name) not in modules:
@@ -218,7 +218,7 @@ def _drawn(one: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, torch.T
     for held in ranks:
         for name, parameter in held.items():
             part = parameter.detach()
-            if _is_constant(part) or name in found or (name in one and is_piece(part, one[name])):
+            if _has_one_value(part) or name in found or (name in one and is_piece(part, one[name])):
                 continue
             if every is None:
                 every = torch.cat([full.flatten().double() for full in one.values()])
@@ -332,7 +332,7 @@ def _reach(report: Report) -> tuple[int, int]:
     return (bugs[0] if bugs else len(report.rows), -len(bugs))
 
 
-def _is_constant(tensor: torch.Tensor) -> bool:
+def _has_one_value(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or bool((tensor == tensor.flatten()[0]).all())
 
 
