@@ -122,6 +122,20 @@ def test_experts_that_are_fewer_than_ranks_do_not_follow_from_others():
     assert kind(4) == kind(8) != kind(16)  # split on dim 0, and inside of each
 
 
+def test_both_ranks_of_a_pipeline_follow_from_each_other():
+    """Of many stages on two ranks one is recorded: the others send to the same two ranks as it, or back."""
+    model = find_model("llama-tiny")
+    recipe = Recipe(schedule="interleaved", microbatches=2)
+    job = Job(model, ParallelDims(pp=2, dp_shard=2, world_size=4), 2, 16, recipe)
+    _, one, other, _ = job.stages()
+    assert (one.rank, other.rank) == (1, 0)
+    recordings.clear()
+    anchor = Anchor(job, one, tuple(one.layers), recorded(job, one))
+    found = derive([anchor], job, other, list(other.layers))
+    recordings.clear()
+    assert found == recorded(job, other)
+
+
 def test_a_library_records_once_and_forgets():
     recordings.clear()
     job = job_of("sharded", 2, 2)

@@ -30,6 +30,7 @@ from sim.mesh.searching.limits import limit_of
 from sim.mesh.searching.ranking import chance_faster, search_dict
 from sim.mesh.searching.search import search
 from sim.mesh.searching.space import Candidate, Rejected, Space, default_recipes, shape_of
+from sim.mesh.searching.stages import least_time
 from sim.mesh.spec import Custom, ModelSpec
 
 GIB = 2**30
@@ -199,6 +200,19 @@ def test_the_guess_of_time_knows_bubbles_and_recomputation() -> None:
     assert guess(pipeline, microbatches=4, schedule="interleaved") < guess(pipeline, microbatches=4)
     assert guess(node) < guess(node, checkpointing="full") < 1.4 * guess(node)
     assert guess(ParallelDims(dp_shard=32, world_size=32), microbatches=16) > guess(node, microbatches=16)
+
+
+def test_the_guess_of_a_pipeline_knows_its_fullest_rank_and_its_messages() -> None:
+    """The head is as long as 2.4 layers, and 8 stages on each rank send 8 times as often."""
+    shape, dims = shape_of(find_model("llama3-8b"), 8192), ParallelDims(pp=2, dp_shard=32, world_size=64)
+
+    def guess(layers: tuple[int, ...] | None, stages: int) -> float:
+        recipe = Recipe(microbatches=4, schedule="interleaved", stages_per_rank=stages)
+        return guess_seconds(shape, Candidate(dims, recipe, 4, layers), 8192, H100)
+
+    assert guess(even_time(shape, 4), 2) < 0.97 * guess((8,) * 4, 2)
+    bubbles = (1 + 1 / (4 * 8)) / (1 + 1 / (4 * 2))
+    assert guess((2,) * 16, 8) > 1.02 * bubbles * guess((8,) * 4, 2), "messages take some of what the bubble gives"
 
 
 def test_gradients_that_are_reduced_in_each_micro_batch_are_not_guessed_to_be_whole() -> None:
@@ -405,12 +419,17 @@ def test_what_the_trainer_refuses_is_rejected_with_its_words() -> None:
         ),
         ({"dp_shard": 2, "dp_replicate": 2}, 4, {"checkpointing": "full", "microbatches": 2, "reduce_each": True}),
         ({"tp": 2, "dp_shard": 2}, 4, {"checkpointing": "alternate"}),
+        ({"pp": 2, "dp_shard": 2}, 4, {"checkpointing": "selective", "layers": (3, 1)}),
+        ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "interleaved", "microbatches": 4, "layers": (1, 1, 1, 1)}),
+        ({"pp": 2, "dp_shard": 2}, 4, {"schedule": "zero-bubble", "microbatches": 4}),
     ],
 )
 def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, recipe: dict[str, Any]) -> None:
     model, hardware, dims = find_model("llama-tiny"), find_hardware("h100-sxm"), ParallelDims(**degrees, world_size=4)
-    candidate = Candidate(dims, Recipe(**recipe), batch)
-    found = estimate(model, dims, batch, 128, hardware, candidate.recipe)
+    recipe = dict(recipe)
+    layers = recipe.pop("layers", None)
+    candidate = Candidate(dims, Recipe(**recipe), batch, layers)
+    found = estimate(model, dims, batch, 128, hardware, candidate.recipe, layers_per_stage=layers)
     floors = Floors(model, shape_of(model, 128), hardware, 128)
     *rough, fine = floors.seconds(candidate)
     assert list(floors.seconds(candidate, known_only=True)) == [*rough, fine]
@@ -421,6 +440,46 @@ def test_no_estimate_is_below_its_floors(degrees: dict[str, int], batch: int, re
     *_, learned = floors.seconds(candidate)
     assert fine <= learned <= found.timeline.step
     assert 0 < floors.bytes(candidate) <= found.memory.peak
+
+
+def test_a_floor_knows_what_an_estimate_has_computed_again() -> None:
+    """Another way to shard computes the same again: what one estimate had is no longer bounded."""
+    model, hardware, ways = find_model("llama-tiny"), find_hardware("h100-sxm"), ({"dp_shard": 4}, {"dp_replicate": 4})
+    recipe = Recipe(checkpointing="full", microbatches=1)
+    one, other = (Candidate(ParallelDims(**degrees, world_size=4), recipe, 4) for degrees in ways)
+    floors = Floors(model, shape_of(model, 128), hardware, 128)
+    *_, before = floors.seconds(other)
+    floors.learn(one, estimate(model, one.dims, 4, 128, hardware, recipe).programs)
+    *_, after = floors.seconds(other)
+    assert before < after <= estimate(model, other.dims, 4, 128, hardware, recipe).timeline.step
+
+
+@pytest.mark.parametrize(
+    ("schedule", "each", "forward", "message", "seconds"),
+    [
+        ("gpipe", None, [1, 1], 0.0, 3 * (3 + 1)),  # three micro-batches, and one more to fill and to drain
+        ("1f1b", None, [1, 1], 0.0, 3 * (3 + 1)),
+        ("1f1b", None, [1, 1], 0.5, 3 * (3 + 1) + 4 * 0.5),  # of which the middle one goes forth and back in between
+        ("1f1b", None, [1, 3], 0.0, 3 * 3 * 3 + 3),  # the last rank never waits but for the first
+        (
+            "1f1b",
+            None,
+            [3, 1],
+            0.0,
+            3 * 3 * 3,
+        ),  # its second forward is longer than the way back
+        ("interleaved", 2, [1, 1, 1, 1], 0.0, 3 * (2 * 2 + 1)),  # of two micro-batches
+        ("zero-bubble", 1, [1, 3], 0.0, 3 * 3 * 3),
+    ],
+)
+def test_the_least_time_of_a_schedule(
+    schedule: str, each: int | None, forward: list[float], message: float, seconds: float
+) -> None:
+    """Backward takes twice as long as forward."""
+    parts = 2 if schedule == "interleaved" else 3
+    recipe = Recipe(schedule=schedule, microbatches=parts, stages_per_rank=each)
+    candidate = Candidate(ParallelDims(pp=2, world_size=2), recipe, parts)
+    assert least_time(candidate, forward, [2 * one for one in forward], message) == pytest.approx(seconds)
 
 
 def test_a_floor_knows_what_each_checkpointing_computes_again() -> None:

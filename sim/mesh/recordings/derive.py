@@ -286,7 +286,7 @@ class _Move:
         if self.old.ranks_of(varied, inner) == ranks:
             return self.new.ranks_of(varied, inner)
         if group.axis == "pp" and len(ranks) == 2 and self.old.rank in ranks:
-            return tuple([self._peer(rank) for rank in ranks])
+            return tuple(sorted([self._peer(rank) for rank in ranks]))
         raise _DifferentError
 
     def _peer(self, rank: int) -> int:

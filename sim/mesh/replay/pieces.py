@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -250,53 +251,36 @@ class Piece(NamedTuple):
     halts: bool
 
 
-def cut_into_pieces(program: Program, key: tuple[str, int, str], prices: Prices, peers: frozenset[int]) -> list[Piece]:
-    """Price a segment and cut it where it has sent something and then waits for a message.
+def cut_into_pieces(program: Program, prices: Prices, peers: frozenset[int]) -> dict[tuple[str, int, str], list[Piece]]:
+    """Price the segments of a program and cut each where it has sent something and then waits for a message.
 
     Args:
-        program: that it belongs to.
-        key: of the segment.
+        program: of one rank.
         prices: of its events.
         peers: global ranks whose programs are simulated too. Others are taken to do the same at the same time.
     """
-    events = program.segments[key].events
-    elsewhere = _waited_elsewhere(program, key)
-    cuts, sent, posted = [0], False, set()
+    everything = [event for segment in program.segments.values() for event in segment.events]
+    waited = frozenset([event.handle for event in everything if isinstance(event, Wait)])
+    received = {event.handle for event in everything if isinstance(event, Comm) and event.op == "recv"}
+    made = {}
+    for key in {key for key, _ in program.order}:
+        cuts = [0, *_cuts(program.segments[key].events, received, peers), len(program.segments[key].events)]
+        made[key] = [_piece(program, key, start, end, prices, peers, waited) for start, end in pairwise(cuts)]
+    return made
+
+
+def _cuts(events: Sequence[Event], received: set[int], peers: frozenset[int]) -> Iterator[int]:
+    """Yield where a segment waits for a message, its own or another segment's, after it has sent something."""
+    issued = {event.handle for event in events if isinstance(event, Comm)}
+    sent, arrives = False, received - issued
     for at, event in enumerate(events):
         if isinstance(event, Comm) and event.op == "send":
             sent = True
         elif isinstance(event, Comm) and event.op == "recv" and event.peer in peers:
-            posted.add(event.handle)
-        elif isinstance(event, Wait) and sent and (event.handle in posted or event.handle in elsewhere.arrives):
-            cuts.append(at)
+            arrives.add(event.handle)
+        elif isinstance(event, Wait) and sent and event.handle in arrives:
+            yield at
             sent = False
-    cuts.append(len(events))
-    return [_piece(program, key, start, end, prices, peers, elsewhere) for start, end in pairwise(cuts)]
-
-
-class _Elsewhere(NamedTuple):
-    """Handles of a program: those that are waited for in another segment than they are issued in; messages."""
-
-    waited: frozenset[int]
-    arrives: frozenset[int]
-
-
-def _waited_elsewhere(program: Program, key: tuple[str, int, str]) -> _Elsewhere:
-    issued = {event.handle for event in program.segments[key].events if isinstance(event, Comm)}
-    arrives = {
-        event.handle
-        for other, segment in program.segments.items()
-        if other != key
-        for event in segment.events
-        if isinstance(event, Comm) and event.op == "recv"
-    }
-    waited = {
-        event.handle
-        for segment in program.segments.values()
-        for event in segment.events
-        if isinstance(event, Wait) and event.handle in issued
-    }
-    return _Elsewhere(frozenset(waited), frozenset(arrives - issued))
 
 
 def _piece(
@@ -306,7 +290,7 @@ def _piece(
     end: int,
     prices: Prices,
     peers: frozenset[int],
-    elsewhere: _Elsewhere,
+    waited: frozenset[int],
 ) -> Piece:
     codes: list[tuple[Any, ...]] = []
     streams: dict[int, None] = {}
@@ -395,7 +379,7 @@ def _piece(
         tuple(awaits),
         dict(seconds),
         evidence,
-        elsewhere.waited & issued.keys(),
+        waited & issued.keys(),
         frozenset(marked),
         any(code[0] == HOST_WAIT for code in codes),
     )

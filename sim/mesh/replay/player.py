@@ -91,7 +91,7 @@ class Player:
         self.simulated = 0
         self.is_piped = bool(peers)
         self._seen: dict[int, dict[object, PieceResult]] = defaultdict(dict)
-        pieces = {key: cut_into_pieces(program, key, prices, peers) for key in {key for key, _ in program.order}}
+        pieces = cut_into_pieces(program, prices, peers)
         step = [(at, batch, piece) for at, (key, batch) in enumerate(program.order) for piece in pieces[key]]
         self.flow: list[tuple[int, int, Piece]] = step + step
 

@@ -1,7 +1,7 @@
 """The ways to train a model on some devices, and how to find the good ones.
 
 search -> explore -> candidates, floors, ranking
-floors -> bounds -> space
+floors -> bounds, stages -> space
 ranking -> limits
 advice
 """

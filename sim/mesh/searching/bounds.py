@@ -15,6 +15,7 @@ from sim.mesh.hardware import Hardware
 from sim.mesh.searching.space import Candidate, Shape
 
 __all__ = [
+    "WIDTH",
     "Machine",
     "even_memory",
     "even_time",
@@ -25,7 +26,8 @@ __all__ = [
     "machine_of",
 ]
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of a number."""
 _MOMENTS = {"adamw": 8, "adamw-foreach": 8, "sgd": 0}
 _MATMUL = 0.6  # of the peak: a guess that only orders candidates
 _RECOMPUTED = {"none": 1.0, "selective": 1.05, "alternate": 1.18, "full": 4 / 3}
@@ -84,14 +86,14 @@ def _on_a_rank(shape: Shape, candidate: Candidate) -> tuple[float, float]:
 def _state(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     """Weights with optimizer state, and gradients."""
     dims, recipe = candidate.dims, candidate.recipe
-    computed = _BYTES[recipe.param_dtype]
+    computed = WIDTH[recipe.param_dtype]
     has_master = recipe.master == "fp32" and computed < 4
     weights, moments = (4 if recipe.master == "fp32" else computed), _MOMENTS[recipe.optimizer]
     dense, experts = _on_a_rank(shape, candidate)
     standing = gradients = 0.0
     for parameters, shards in ((dense, dims.dp_shard * dims.ep * dims.cp), (experts, dims.expert_shards)):
         if recipe.zero >= 2:
-            whole = computed if recipe.zero == 2 and shards > 1 else 0
+            whole = computed if (recipe.zero == 2 or dims.pp > 1) and shards > 1 else 0  # a stage keeps what it gathers
             standing += parameters * ((weights + moments) / shards + whole)
             gradients += parameters * weights / shards
         elif recipe.zero == 1:
@@ -116,7 +118,7 @@ def held_by_model(shape: Shape, candidate: Candidate) -> tuple[float, float]:
     if dims.pp > 1 or candidate.parts == 1:
         return standing, 0.0
     if recipe.zero >= 2 and not recipe.reduce_each and dims.dp_shard * dims.ep * dims.cp > 1:
-        gradients = sum(_on_a_rank(shape, candidate)) * _BYTES[recipe.param_dtype]  # whole on each rank until the last
+        gradients = sum(_on_a_rank(shape, candidate)) * WIDTH[recipe.param_dtype]  # whole on each rank until the last
     return standing, gradients
 
 
@@ -124,7 +126,7 @@ def _activations(shape: Shape, candidate: Candidate, seq_len: int) -> float:
     dims, recipe = candidate.dims, candidate.recipe
     tokens = candidate.batch // candidate.parts * seq_len / dims.cp
     layers = shape.layers // dims.pp
-    width = _BYTES[recipe.param_dtype]
+    width = WIDTH[recipe.param_dtype]
     split = dims.tp if recipe.sequence_parallel else 1
     checkpointed = layers if recipe.checkpoint_layers is None else min(recipe.checkpoint_layers, layers)
     checkpointed = 0 if recipe.checkpointing == "none" else checkpointed
@@ -162,7 +164,7 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
         seq_len: tokens of a sequence.
     """
     dims, recipe = candidate.dims, candidate.recipe
-    width, tokens = _BYTES[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
+    width, tokens = WIDTH[recipe.param_dtype], candidate.batch // candidate.parts * seq_len / dims.cp
     layers = -(-shape.layers // dims.pp)
     hidden, ffn = (
         shape.hidden * width / (dims.tp if recipe.sequence_parallel else 1),
@@ -186,8 +188,6 @@ def guess_memory(shape: Shape, candidate: Candidate, seq_len: int) -> float:
         dense, experts = _on_a_rank(shape, candidate)
         block = (dense + experts) / max(layers, 1)
         bytes_ += 2 * shape.vocab * shape.hidden / dims.tp * width + block * (2 * width + 4)
-        if dims.pp > 1 and recipe.zero == 3:  # stages keep what they have gathered
-            bytes_ += (dense + experts) * width
         if dims.pp == 1 and candidate.parts > 1 and not recipe.reduce_each:
             bytes_ += (dense + experts) * 4  # gradients are whole until the last micro-batch has added its own
     return _together(_state(shape, candidate), bytes_, candidate)
@@ -200,9 +200,8 @@ def even_time(shape: Shape, stages: int) -> tuple[int, ...]:
         shape: of the model.
         stages: of all ranks.
     """
-    head = shape.vocab * shape.hidden
-    layer = max(1.0, (shape.parameters - 2 * head) / max(shape.layers, 1))
-    return tuple(len(layers) for layers in split_layers(shape.layers, stages, first_extra=0, last_extra=head / layer))
+    head = _layers_in_head(shape)
+    return tuple(len(layers) for layers in split_layers(shape.layers, stages, first_extra=0, last_extra=head))
 
 
 def even_memory(shape: Shape, candidate: Candidate, seq_len: int) -> tuple[int, ...]:
@@ -244,8 +243,9 @@ def _blocks_under_way(candidate: Candidate) -> float:
 def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Machine) -> float:
     """Return about how long a step takes, to order candidates by.
 
-    Compute at a fixed part of the peak; of tensor and expert parallelism all communication, of sharded weights what
-    compute does not hide; the bubble of the pipeline.
+    Compute at a fixed part of the peak, in a pipeline that of the fullest rank; of tensor and expert parallelism and of
+    messages between stages all communication, of sharded weights what compute does not hide; the bubble of the
+    pipeline.
 
     Args:
         shape: of the model.
@@ -260,7 +260,7 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     compute *= _RECOMPUTED[recipe.checkpointing] * (1.0 if recipe.compile else 1.1)
     again = 4 / 3 if recipe.checkpointing == "full" else 1.0
 
-    layers, width = shape.layers / dims.pp, _BYTES[recipe.param_dtype]
+    layers, width = shape.layers / dims.pp, WIDTH[recipe.param_dtype]
     passed = tokens * shape.hidden * width * layers
     exposed = 10 * again * passed * (dims.tp - 1) / dims.tp / machine.inside if dims.tp > 1 else 0.0
     if dims.ep_enabled:
@@ -279,7 +279,27 @@ def guess_seconds(shape: Shape, candidate: Candidate, seq_len: int, machine: Mac
     if dims.pp > 1:
         each = find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
         bubble = (dims.pp - 1) / (parts * each)
+        compute *= _fullest(shape, candidate, each)
+        inside = dims.world_size <= machine.devices_per_node
+        split = dims.tp if recipe.sequence_parallel else 1
+        sent = 2 * each * tokens * shape.hidden * width / split
+        exposed += sent / (machine.inside if inside else machine.between)
     return (compute + exposed) * (1 + bubble)
+
+
+def _fullest(shape: Shape, candidate: Candidate, each: int) -> float:
+    """Return the layers of the rank that has most of them, of as many as all ranks have; the head counts as layers."""
+    stages = candidate.dims.pp * each
+    sizes = candidate.layers_per_stage or tuple(len(part) for part in split_layers(shape.layers, stages))
+    head = _layers_in_head(shape)
+    own = [float(sum(sizes[rank :: candidate.dims.pp])) for rank in range(candidate.dims.pp)]
+    own[-1] += head
+    return max(own) * candidate.dims.pp / (shape.layers + head)
+
+
+def _layers_in_head(shape: Shape) -> float:
+    head = shape.vocab * shape.hidden
+    return head / max(1.0, (shape.parameters - 2 * head) / max(shape.layers, 1))
 
 
 def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: float) -> float:
@@ -292,16 +312,16 @@ def _of_weights(shape: Shape, candidate: Candidate, machine: Machine, compute: f
     dense, experts = _on_a_rank(shape, candidate)
     gathers = {3: 2 * parts, 2: 1, 1: 1, 0: 0}[recipe.zero]
     reductions = parts if recipe.reduce_each else 1
-    sent = (dense + experts) * (gathers * _BYTES[recipe.param_dtype] + reductions * _BYTES[recipe.reduce_dtype])
+    sent = (dense + experts) * (gathers * WIDTH[recipe.param_dtype] + reductions * WIDTH[recipe.reduce_dtype])
     if shards == 1:
-        sent = (dense + experts) * _BYTES[recipe.reduce_dtype]
+        sent = (dense + experts) * WIDTH[recipe.reduce_dtype]
     # A group over nodes has the adapters of all its devices in a node.
     near = max(machine.devices_per_node // dims.tp, 1)
     inside = shards * dims.tp <= machine.devices_per_node
     seconds = sent / (machine.inside if inside else machine.between * min(near, shards))
     if dims.dp_replicate > 1:
         near = min(max(near // shards, 1), dims.dp_replicate)
-        seconds += 2 * (dense + experts) / shards * _BYTES[recipe.reduce_dtype] / (machine.between * near)
+        seconds += 2 * (dense + experts) / shards * WIDTH[recipe.reduce_dtype] / (machine.between * near)
     return max(seconds - 0.8 * compute, 0.05 * seconds)
 
 

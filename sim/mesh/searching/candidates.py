@@ -174,8 +174,8 @@ def _folded(space: Space, degrees: dict[str, int]) -> list[tuple[int, bool]]:
 def _with_recipes(space: Space, dims: ParallelDims, batch: int) -> Iterator[Candidate | Rejected]:
     seen = set()
     for recipe in space.recipes:
-        if dims.dp_shard * dims.ep * dims.cp == 1 and recipe.zero == 2:
-            recipe = dataclasses.replace(recipe, zero=3)  # nothing is sharded: the two are one
+        if recipe.zero == 2 and (dims.dp_shard * dims.ep * dims.cp == 1 or dims.pp > 1):
+            recipe = dataclasses.replace(recipe, zero=3)  # nothing is sharded, or a stage keeps what it has gathered
         for scheduled in _schedules(recipe, dims, space.shape.layers):
             for cut in _cuts(scheduled, batch):
                 if recipe.stages_per_rank is None and not _is_worth_its_stages(cut, dims):

@@ -21,8 +21,9 @@ from sim.mesh.job import Job
 from sim.mesh.memory import replay_memory
 from sim.mesh.program import COMPUTE, Op, Program
 from sim.mesh.recipe import Recipe
-from sim.mesh.searching.bounds import held_by_model
+from sim.mesh.searching.bounds import WIDTH, held_by_model
 from sim.mesh.searching.space import Candidate, Shape
+from sim.mesh.searching.stages import layers_of_stages, least_time
 from sim.mesh.spec import ModelSpec
 from sim.mesh.timeline import replay_time
 from sim.mesh.tracing.trace import collector_paused, trace
@@ -50,6 +51,9 @@ class Floor:
         moves: seconds of the other operations of blocks in forward.
         activations: bytes that backward needs.
         logits: bytes of them at the same time.
+        forward: seconds of each block, without what the model waits for.
+        backward: likewise.
+        head: seconds of the product that gives logits, with its backward and the loss.
     """
 
     seconds: float
@@ -58,6 +62,9 @@ class Floor:
     moves: float
     activations: int
     logits: int
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+    head: float = 0.0
 
     def again(self, candidate: Candidate) -> float:
         """Return seconds that a candidate computes again at least.
@@ -102,6 +109,7 @@ class Floors:
         self.model, self.shape, self.hardware, self.seq_len = model, shape, hardware, seq_len
         self._known: dict[Any, Floor] = {}
         self._copies: dict[Any, _Copies] = {}
+        self._again: dict[Any, float] = {}
 
     def learn(self, candidate: Candidate, programs: Sequence[Program]) -> None:
         """Take over from an estimate what its sharding adds to a micro-batch, for candidates that shard as much.
@@ -111,6 +119,9 @@ class Floors:
             programs: of its ranks.
         """
         recipe = candidate.recipe
+        if candidate.dims.pp == 1 and recipe.checkpointing != "none" and recipe.checkpoint_layers is None:
+            seconds = min([_recomputed(program, self._pricing(recipe)) for program in programs])
+            self._again[self._recomputes_as(candidate)] = seconds
         if self._shards(candidate) and recipe.zero == 3 and (recipe.reduce_each or candidate.parts == 1):
             pricing, key = self._pricing(recipe), self._shards_as(candidate)
             found = min([_copies(program, pricing) for program in programs], key=lambda copies: copies.gradients)
@@ -147,12 +158,47 @@ class Floors:
         return list(dict.fromkeys(bases))
 
     def _seconds(self, candidate: Candidate, floor: Floor, part: float) -> float:
-        each = part * (floor.seconds + floor.again(candidate))
+        each = part * floor.seconds + self._recomputed(candidate, floor, part)
         copies = self._copies.get(self._shards_as(candidate))
         if copies is not None and self._shards(candidate) and candidate.recipe.zero >= 2:
             # Gradients that are not reduced in each micro-batch are added up, which moves as much.
             each += copies.forward + copies.gradients + (copies.backward if candidate.recipe.zero == 3 else 0.0)
-        return each * (candidate.parts + _waits(candidate)) / candidate.dims.pp
+        least = each * (candidate.parts + _waits(candidate)) / candidate.dims.pp
+        return max(least, self._of_schedule(candidate, floor, part)) if candidate.dims.pp > 1 else least
+
+    def _of_schedule(self, candidate: Candidate, floor: Floor, part: float) -> float:
+        """Return seconds of a step of a pipeline, whose stages need not compute equally long."""
+        dims, recipe, shape = candidate.dims, candidate.recipe, self.shape
+        alike = len(set(self.model.layer_kinds)) == 1
+        again = self._recomputed(candidate, floor, part) / shape.layers if alike else 0.0
+        added = self._added_up(candidate)
+        stages = layers_of_stages(shape.layers, candidate)
+        forward = [part * sum(floor.forward[one.start : one.stop]) for one in stages]
+        backward = [part * sum(floor.backward[one.start : one.stop]) + (again + added) * len(one) for one in stages]
+        backward[-1] += part * floor.head
+        split = dims.tp if recipe.sequence_parallel else 1
+        tokens = candidate.batch // candidate.parts * self.seq_len / dims.cp
+        inside = dims.world_size <= self.hardware.devices_per_node
+        speed = self.hardware.value("intra.bandwidth" if inside else "inter.bandwidth")
+        message = tokens * shape.hidden * WIDTH[recipe.param_dtype] / split / speed
+        return least_time(candidate, forward, backward, message)
+
+    def _recomputed(self, candidate: Candidate, floor: Floor, part: float) -> float:
+        """Return seconds of a micro-batch that are computed again: as an estimate had it, or at least."""
+        return max(part * floor.again(candidate), self._again.get(self._recomputes_as(candidate), 0.0))
+
+    def _recomputes_as(self, candidate: Candidate) -> Any:
+        """What recomputation depends on."""
+        recipe, size = candidate.recipe, candidate.batch // candidate.parts
+        return self._key(candidate, size), recipe.checkpointing, recipe.checkpoint_layers
+
+    def _added_up(self, candidate: Candidate) -> float:
+        """Return seconds that a micro-batch takes at least to add up the gradients of a block, which a stage keeps."""
+        copies, shape = self._copies.get(self._shards_as(candidate)), self.shape
+        if copies is None or shape.experts or candidate.recipe.zero < 2 or candidate.dims.dp_shard == 1:
+            return 0.0
+        in_blocks = 1 - 2 * shape.vocab * shape.hidden / shape.parameters
+        return copies.gradients * max(in_blocks, 0.0) / shape.layers
 
     def arithmetic(self, candidate: Candidate) -> float:
         """Return seconds that a device needs at its peak for the products of weights, of a candidate's step.
@@ -223,12 +269,17 @@ class Floors:
         with collector_paused():
             (program,) = trace(job)
             pricing = self._pricing(recipe)
-            computed = products = matmuls = moves = 0.0
+            computed = products = matmuls = moves = head = 0.0
+            layers = {name: [0.0] * self.shape.layers for name in ("forward", "backward")}
             for name, layer, op in _computing(program):
                 if _is_of_engine(op, program):
                     continue
                 seconds = pricing.op(op).seconds
                 computed += seconds
+                if layer is not None:
+                    layers[name][layer] += seconds
+                elif op.kind == "matmul" or program.places[op.place].phase == "loss":
+                    head += seconds
                 if name == "forward" and layer is not None:
                     products += seconds * (op.kind in _PRODUCTS)
                     matmuls += seconds * (op.kind == "matmul")
@@ -238,7 +289,17 @@ class Floors:
             axes = {"tp", "cp", "ep"} | ({"_".join(dims.expert_axes)} if "tp" in dims.expert_axes else set())
             waited = sum([exposed.get(axis, 0.0) for axis in axes])
             held = replay_memory(program, None).by_category
-        return Floor(computed + waited, products, matmuls, moves, held.get("activations", 0), held.get("logits", 0))
+        kept = held.get("activations", 0), held.get("logits", 0)
+        return Floor(
+            computed + waited,
+            products,
+            matmuls,
+            moves,
+            *kept,
+            tuple(layers["forward"]),
+            tuple(layers["backward"]),
+            head,
+        )
 
 
 def _computing(program: Program) -> Iterator[tuple[str, int | None, Op]]:
@@ -260,6 +321,16 @@ def _copies(program: Program, pricing: Pricing) -> _Copies:
         seconds[kind] += pricing.op(op).seconds
     variants = len([1 for name, _, _ in program.segments if name == "forward"])
     return _Copies(**{kind: each / variants for kind, each in seconds.items()})
+
+
+def _recomputed(program: Program, pricing: Pricing) -> float:
+    """Return seconds of what one micro-batch computes again: all of them do the same."""
+    again = [
+        pricing.op(op).seconds
+        for _, _, op in _computing(program)
+        if program.places[op.place].recomputes and not _is_of_engine(op, program)
+    ]
+    return sum(again) / len([1 for name, _, _ in program.segments if name == "forward"])
 
 
 def _is_of_engine(op: Op, program: Program) -> bool:

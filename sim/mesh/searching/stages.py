@@ -1,0 +1,91 @@
+"""The least time of a pipeline's step: its schedule with the seconds of its stages, and with messages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from hyper_parallel.core.pipeline.schedules import find_schedule
+from hyper_parallel.core.pipeline.split import rank_of_stage, split_layers
+from sim.mesh.searching.space import Candidate
+from sim.mesh.tracing.stitch import Action, orders
+
+__all__ = ["layers_of_stages", "least_time"]
+
+
+def layers_of_stages(layers: int, candidate: Candidate) -> list[range]:
+    """Return the layers of each stage, in model order.
+
+    Args:
+        layers: of the model.
+        candidate: with a pipeline.
+    """
+    recipe = candidate.recipe
+    stages = candidate.dims.pp * find_schedule(recipe.schedule).checked_stages_per_rank(recipe.stages_per_rank)
+    return _split(layers, stages, candidate.layers_per_stage)
+
+
+@cache
+def _split(layers: int, stages: int, sizes: tuple[int, ...] | None) -> list[range]:
+    return split_layers(layers, stages, sizes=None if sizes is None else list(sizes))
+
+
+def least_time(candidate: Candidate, forward: Sequence[float], backward: Sequence[float], message: float) -> float:
+    """Return seconds from the first forward to the last backward, if nothing else is waited for.
+
+    Of schedules that split backward in two, nobody says how long either half is: there it is what the fullest rank
+    computes.
+
+    Args:
+        candidate: with a pipeline.
+        forward: seconds of a micro-batch in each stage.
+        backward: likewise.
+        message: seconds that a micro-batch takes from one rank to the next.
+    """
+    recipe, ranks, parts = candidate.recipe, candidate.dims.pp, candidate.parts
+    kind = find_schedule(recipe.schedule)
+    each = kind.checked_stages_per_rank(recipe.stages_per_rank)
+    owners = _owners(recipe.schedule, ranks, each)
+    if kind.splits_backward:
+        busy = [0.0] * ranks
+        for owner, *seconds in zip(owners, forward, backward, strict=True):
+            busy[owner] += parts * sum(seconds)
+        return max(busy)
+    return _makespan(_orders(recipe.schedule, ranks, each, parts), owners, forward, backward, message)
+
+
+@cache
+def _owners(schedule: str, ranks: int, each: int) -> list[int]:
+    return [rank_of_stage(schedule, stage, ranks, each) for stage in range(ranks * each)]
+
+
+_orders = cache(orders)
+
+
+def _makespan(
+    rows: Sequence[Sequence[Action]],
+    owners: Sequence[int],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    message: float,
+) -> float:
+    """Return when the last action ends, each as soon as its rank is free and what it needs is there."""
+    ends: dict[tuple[str, int, int], float] = {}
+    at, free, last = [0] * len(rows), [0.0] * len(rows), len(forward) - 1
+    waiting = True
+    while waiting:
+        waiting = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                kind, stage, batch = row[at[rank]]
+                source = stage - 1 if kind == "forward" else stage + 1
+                if 0 <= source <= last:
+                    found = ends.get((kind, source, batch))
+                    if found is None:
+                        break
+                    free[rank] = max(free[rank], found + (message if owners[source] != rank else 0.0))
+                free[rank] += (forward if kind == "forward" else backward)[stage]
+                ends[kind, stage, batch] = free[rank]
+                at[rank] += 1
+                waiting = True
+    return max(free)
